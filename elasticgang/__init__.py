@@ -1,0 +1,135 @@
+"""elasticgang: gangs of ranks that go on while ranks die, hang, leave and come back.
+
+The public names are imported on first use, so that `elasticgang run --help` and bad command lines are answered
+without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elasticgang.errors import (
+        CollectiveTimeoutError,
+        ElasticGangError,
+        EvictedError,
+        GangError,
+        InternalError,
+        InvalidOperationError,
+        LayoutError,
+        NotSupportedError,
+        OperationalError,
+        PeerLostError,
+        StaleGenerationError,
+        StateLostError,
+        StepAborted,
+    )
+    from elasticgang.gang import (
+        ElasticGang,
+        FakeGang,
+        Gang,
+        Gangs,
+        ReduceOperation,
+        create_fake_gangs,
+        maybe_get_current_gangs,
+    )
+    from elasticgang.layout import (
+        Member,
+        ParallelLayout,
+        Plan,
+        plan,
+    )
+    from elasticgang.quorum.manager import QuorumManager
+    from elasticgang.train import (
+        DistributedDataParallel,
+        GlobalBatch,
+        Optimizer,
+        join,
+    )
+
+_HOMES = {
+    "elasticgang.errors": (
+        "CollectiveTimeoutError",
+        "ElasticGangError",
+        "EvictedError",
+        "GangError",
+        "InternalError",
+        "InvalidOperationError",
+        "LayoutError",
+        "NotSupportedError",
+        "OperationalError",
+        "PeerLostError",
+        "StaleGenerationError",
+        "StateLostError",
+        "StepAborted",
+    ),
+    "elasticgang.gang": (
+        "ElasticGang",
+        "FakeGang",
+        "Gang",
+        "Gangs",
+        "ReduceOperation",
+        "create_fake_gangs",
+        "maybe_get_current_gangs",
+    ),
+    "elasticgang.layout": (
+        "Member",
+        "ParallelLayout",
+        "Plan",
+        "plan",
+    ),
+    "elasticgang.quorum.manager": ("QuorumManager",),
+    "elasticgang.train": (
+        "DistributedDataParallel",
+        "GlobalBatch",
+        "Optimizer",
+        "join",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CollectiveTimeoutError",
+    "DistributedDataParallel",
+    "ElasticGang",
+    "ElasticGangError",
+    "EvictedError",
+    "FakeGang",
+    "Gang",
+    "GangError",
+    "Gangs",
+    "GlobalBatch",
+    "InternalError",
+    "InvalidOperationError",
+    "LayoutError",
+    "Member",
+    "NotSupportedError",
+    "OperationalError",
+    "Optimizer",
+    "ParallelLayout",
+    "PeerLostError",
+    "Plan",
+    "QuorumManager",
+    "ReduceOperation",
+    "StaleGenerationError",
+    "StateLostError",
+    "StepAborted",
+    "create_fake_gangs",
+    "join",
+    "maybe_get_current_gangs",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'elasticgang' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Process groups that live in a subprocess, reconfigure in place and are aborted by a kill."""

@@ -1,0 +1,283 @@
+"""The rank's side of its comm process.
+
+P1  One `CommProcess` is one subprocess; it is never reused after `abort`. The next generation takes the standby.
+P2  After `abort` returned, every work has ended, and neither the process nor this side touches a caller's tensor.
+P3  A work ends exactly once: completed, failed by its group, or failed by the abort.
+P4  A completed work has written its outputs before any waiter is released.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elasticgang.comm.arena import Arena, Block
+from elasticgang.comm.forkserver import ForkServerClient
+from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
+
+_MAX_MESSAGE = 1 << 17
+_REAP_TIMEOUT_S = 5.0
+_START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One group to configure: this process's `rank` in a group of `size`."""
+
+    name: str
+    rank: int
+    size: int
+
+
+class CommWork:
+    """One collective under way. `future` resolves to the output tensors, or to a `GangError`."""
+
+    def __init__(self, name: str, outputs: Sequence[Tensor], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.name = name
+        self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self.error: GangError | None = None
+        self._outputs = list(outputs)
+        self._copies = copies
+        self._ended = threading.Event()
+
+    def _end(self, error: GangError | None) -> None:
+        if error is None:
+            with torch.no_grad():
+                for output, shared in self._copies:
+                    output.copy_(shared)
+        self.error = error
+        self._ended.set()
+        if error is None:
+            self.future.set_result(self._outputs)
+        else:
+            self.future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout: float) -> None:
+        """Block until the collective has ended, at most `timeout` seconds.
+
+        Raises:
+            CollectiveTimeoutError: it has not. It is still under way: abort before the tensors are used again.
+            GangError: it failed. Its outputs are undefined.
+        """
+        if not self._ended.wait(timeout):
+            raise CollectiveTimeoutError(f"{self.name} did not finish within {timeout:g} s")
+        if self.error is not None:
+            raise self.error
+
+
+class CommProcess:
+    """A comm process and the works given to it. Thread-safe but for `configure` and `close_groups` (one caller)."""
+
+    def __init__(
+        self, forkserver: ForkServerClient, arena: Arena, *, store: str, host: str, timeout: float, group: int
+    ) -> None:
+        """Start the process. `store`: "host:port". `host`: the address that its peers reach it by. `timeout`:
+        seconds for a collective. `group`: the process group that it joins."""
+        self.timeout = timeout
+        self._arena = arena
+        self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
+        self._ended = False
+        self._abort_error: GangError | None = None
+        self._works: dict[int, tuple[CommWork, list[Block]]] = {}
+        self._next_id = 0
+        self._sent_blocks: set[int] = set()
+        self._replies: list[dict[str, Any]] = []
+        self._replied = threading.Condition(self._lock)
+        self._on_error: Callable[[GangError], None] | None = None
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        watch = os.pidfd_open(os.getpid())
+        try:
+            with theirs:
+                spawned = forkserver.spawn(
+                    "elasticgang.comm.worker:main",
+                    {"store": store, "host": host, "timeout_s": timeout},
+                    fds=[theirs.fileno(), watch],
+                    group=group,
+                )
+        except OperationalError:
+            self._sock.close()
+            raise
+        finally:
+            os.close(watch)
+        self.pid, self._pidfd = spawned.pid, spawned.pidfd
+        self._reader = threading.Thread(target=self._read, name=f"comm-{self.pid}", daemon=True)
+        self._reader.start()
+
+    def wait_ready(self, timeout: float = _START_TIMEOUT_S) -> None:
+        """Block until the process can be configured. Raises GangError when it died or is not ready in time."""
+        self._reply("ready", timeout, "start")
+
+    def configure(self, prefix: str, groups: Sequence[GroupSpec], on_error: Callable[[GangError], None]) -> None:
+        """Replace all groups by `groups`, under the store's `prefix`, which no other generation may use.
+
+        `on_error` is called, once per failed work, from the thread that learned of it, before the work ends.
+
+        Raises:
+            GangError: a peer did not come, or the process was aborted meanwhile. Abort it.
+        """
+        self._on_error = on_error
+        specs = [{"name": spec.name, "rank": spec.rank, "size": spec.size} for spec in groups]
+        self._send({"kind": "configure", "prefix": prefix, "groups": specs})
+        self._reply("configured", self.timeout + 5.0, "configure")
+
+    def close_groups(self, timeout: float) -> None:
+        """End a generation without ending the process. Raises GangError when that fails: abort it."""
+        self._send({"kind": "close"})
+        self._reply("configured", timeout, "close")
+
+    def submit(
+        self, group: str, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
+    ) -> CommWork:
+        """Start the collective `call` of the worker on `group`. `outputs` are written when it completes; a tensor that
+        is input and output stands in both. Never raises a `GangError`: the work that is returned has failed."""
+        sources = {id(tensor) for tensor in inputs}
+        written = {id(tensor) for tensor in outputs}
+        tensors = [*outputs, *(tensor for tensor in inputs if id(tensor) not in written)]
+        blocks = [self._arena.take(tensor.numel() * tensor.element_size()) for tensor in tensors]
+        shared = [block.as_tensor(tensor) for block, tensor in zip(blocks, tensors, strict=True)]
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, shared, strict=True):
+                if id(tensor) in sources:
+                    copy.copy_(tensor)
+        work = CommWork(call, outputs, list(zip(outputs, shared, strict=False)))
+        described = [
+            (block.id, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for block, tensor in zip(blocks, tensors, strict=True)
+        ]
+        if not self._start(work, blocks, {"group": group, "call": call, "options": options, "tensors": described}):
+            for block in blocks:
+                self._arena.give_back(block)
+            work._end(StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
+        return work
+
+    def _start(self, work: CommWork, blocks: Sequence[Block], message: dict[str, Any]) -> bool:
+        """Register and send. False: the process had ended before, and nothing was registered or sent."""
+        with self._send_lock:  # `abort` never takes it: a send that blocks is ended by the kill
+            with self._lock:
+                if self._ended:
+                    return False
+                self._next_id += 1
+                id = self._next_id
+                self._works[id] = (work, list(blocks))
+            new = [block for block in blocks if block.id not in self._sent_blocks]
+            message = {**message, "kind": "run", "id": id, "new": [(block.id, block.size) for block in new]}
+            with contextlib.suppress(OSError):  # the process is dead: the reader thread fails all works
+                socket.send_fds(self._sock, [json.dumps(message).encode()], [block.fd for block in new])
+                self._sent_blocks.update(block.id for block in new)
+        return True
+
+    def abort(self, error: GangError) -> None:
+        """Kill the process, wait until it is dead, and fail every work with `error`. Idempotent, from any thread.
+
+        Raises:
+            OperationalError: it could not be reaped in time; the rank must exit, since its memory is not fenced (R3).
+        """
+        with self._lock:
+            first, self._ended = not self._ended, True
+            if first:
+                self._abort_error = error
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if not _exited(self._pidfd, _REAP_TIMEOUT_S):
+            raise OperationalError(f"comm process {self.pid} was killed but not dead within {_REAP_TIMEOUT_S:g} s")
+        if threading.current_thread() is not self._reader:
+            self._reader.join(_REAP_TIMEOUT_S)
+            if self._reader.is_alive():
+                raise OperationalError(f"the reader of comm process {self.pid} did not end")
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def close(self) -> None:
+        """Abort, and give every descriptor back."""
+        self.abort(StaleGenerationError("the comm process was closed"))
+        self._sock.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def descriptors(self) -> list[int]:
+        """What a forked child of the rank must not keep open."""
+        return [self._sock.fileno(), self._pidfd]
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._sock.send(json.dumps(message).encode())
+        except OSError as exc:
+            raise PeerLostError(f"comm process {self.pid} is gone") from exc
+
+    def _reply(self, key: str, timeout: float, what: str) -> None:
+        deadline = time.monotonic() + timeout
+        with self._replied:
+            while not (self._replies and key in self._replies[0]):
+                if self._ended:
+                    raise PeerLostError(f"comm process {self.pid} ended during {what}")
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._replied.wait(left):
+                    raise CollectiveTimeoutError(f"comm process {self.pid} did not {what} within {timeout:g} s")
+            message = self._replies.pop(0)
+        if key == "configured" and message[key] is not None:
+            raise PeerLostError(f"could not {what} the generation's groups: {message[key]}")
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._sock.recv(_MAX_MESSAGE):
+                message = json.loads(data)
+                if "done" in message:
+                    self._finish(message["done"], message["error"])
+                else:
+                    with self._replied:
+                        self._replies.append(message)
+                        self._replied.notify_all()
+        self._fail_all()
+
+    def _finish(self, id: int, reason: str | None) -> None:
+        work, blocks = self._works[id]
+        error = None if reason is None else PeerLostError(f"{work.name}: {reason}")
+        if error is not None and self._on_error is not None:
+            self._on_error(error)
+            return  # the abort that it called for fails this work with all others
+        with self._lock:
+            del self._works[id]
+        work._end(error)
+        for block in blocks:
+            self._arena.give_back(block)
+
+    def _fail_all(self) -> None:
+        error: GangError = PeerLostError(f"comm process {self.pid} died")
+        with self._replied:
+            unexpected, self._ended = not self._ended, True
+            self._replied.notify_all()
+        if unexpected and self._on_error is not None:
+            self._on_error(error)
+        _exited(self._pidfd, _REAP_TIMEOUT_S)  # M2: EOF may come before the last thread is gone
+        error = self._abort_error or error
+        with self._lock:
+            works, self._works = self._works, {}
+        for work, blocks in works.values():
+            work._end(error)
+            for block in blocks:
+                self._arena.give_back(block)
+
+
+def _exited(pidfd: int, timeout: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))

@@ -1,0 +1,183 @@
+"""The comm process: holds all process groups of one rank, and is killed to abort them.
+
+W1  It never outlives its rank: a thread polls the rank's pidfd. Pipe or socket EOF is not enough, since the rank's
+    own children may hold the other end.
+W2  The command loop starts works and never waits for one; a completion is a message, sent from Gloo's own thread.
+W3  It reads and writes only memory of the arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOp,
+    TCPStore,
+)
+
+from elasticgang.comm.arena import Block, map_block
+
+_MAX_MESSAGE = 1 << 17
+_MAX_FDS = 32
+
+_Gloo: Any = ProcessGroupGloo  # torch's stubs lack its methods
+
+_REDUCE_OPS: dict[str, Any] = {
+    "sum": ReduceOp.SUM,
+    "product": ReduceOp.PRODUCT,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+}
+
+
+def _allreduce(group: Any, tensors: list[Tensor], op: str) -> Any:
+    options = AllreduceOptions()
+    options.reduceOp = _REDUCE_OPS[op]
+    return group.allreduce(tensors, options)
+
+
+def _broadcast(group: Any, tensors: list[Tensor], root: int) -> Any:
+    options = BroadcastOptions()
+    options.rootRank = root
+    return group.broadcast(tensors, options)
+
+
+def _allgather(group: Any, tensors: list[Tensor]) -> Any:
+    *outputs, source = tensors
+    return group.allgather([outputs], [source], AllgatherOptions())
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "allreduce": _allreduce,
+    "broadcast": _broadcast,
+    "allgather": _allgather,
+}
+
+
+def main(args: dict[str, Any], fds: list[int]) -> int:
+    """`args`: store ("host:port"), host (the address that peers reach this one by), timeout_s. `fds`: the socket to
+    the rank, the rank's pidfd."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
+    sock = socket.socket(fileno=fds[0])
+    threading.Thread(target=_die_with, args=(fds[1],), name="rank-watch", daemon=True).start()
+    torch.set_num_threads(1)
+    worker = _Worker(sock, args)
+    with contextlib.suppress(OSError):  # the rank closed or died: the socket says so first
+        worker.serve()
+    os._exit(0)  # no finalizer: Gloo's would wait for works that nobody will complete
+
+
+def _die_with(pidfd: int) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll()
+    os._exit(0)
+
+
+class _Worker:
+    def __init__(self, sock: socket.socket, args: dict[str, Any]) -> None:
+        self._sock = sock
+        self._host: str = args["host"]
+        self._timeout = timedelta(seconds=args["timeout_s"])
+        self._blocks: dict[int, Block] = {}
+        self._groups: dict[str, Any] = {}
+        self._pool = ThreadPoolExecutor(16)
+        host, _, port = args["store"].rpartition(":")
+        self._store_address = (host, int(port))
+        # One client a group: on one client, a group that waits for a peer's key keeps another from setting its own.
+        self._stores = [self._connect(), self._connect()]
+        self._send({"ready": True})
+
+    def serve(self) -> None:
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, _MAX_FDS)
+            if not data:
+                return
+            command = json.loads(data)
+            kind = command["kind"]
+            if kind == "run":
+                self._run(command, fds)
+            elif kind == "configure":
+                self._reply(self._configure, command)
+            elif kind == "close":
+                self._reply(self._close, command)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._sock.send(json.dumps(message).encode())
+
+    def _reply(self, perform: Callable[[dict[str, Any]], None], command: dict[str, Any]) -> None:
+        try:
+            perform(command)
+        except Exception as exc:
+            self._send({"configured": str(exc) or type(exc).__name__})
+        else:
+            self._send({"configured": None})
+
+    def _configure(self, command: dict[str, Any]) -> None:
+        self._groups.clear()
+        while len(self._stores) < len(command["groups"]):
+            self._stores.append(self._connect())
+        started = {
+            group["name"]: self._pool.submit(self._create, store, command["prefix"], group)
+            for store, group in zip(self._stores, command["groups"], strict=False)
+        }
+        self._groups = {name: future.result() for name, future in started.items()}
+
+    def _connect(self) -> TCPStore:
+        host, port = self._store_address
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+
+    def _create(self, client: TCPStore, prefix: str, group: dict[str, Any]) -> Any:
+        options = _Gloo._Options()
+        options._timeout = self._timeout
+        options._devices = [_Gloo.create_device(hostname=self._host)]
+        store = PrefixStore(f"{prefix}/{group['name']}", client)
+        return _Gloo(store, group["rank"], group["size"], options)
+
+    def _close(self, command: dict[str, Any]) -> None:
+        self._groups.clear()
+
+    def _run(self, command: dict[str, Any], fds: list[int]) -> None:
+        id = command["id"]
+        try:
+            for (block, size), fd in zip(command["new"], fds, strict=True):
+                self._blocks[block] = map_block(block, fd, size)
+                os.close(fd)  # the mapping stays
+            tensors = [self._tensor(*tensor) for tensor in command["tensors"]]
+            work = CALLS[command["call"]](self._groups[command["group"]], tensors, **command["options"])
+        except Exception as exc:
+            self._send({"done": id, "error": str(exc) or type(exc).__name__})
+            return
+        # The tensors are kept until the end by the future's callback.
+        work.get_future().add_done_callback(lambda future: self._completed(id, future, tensors))
+
+    def _completed(self, id: int, future: Any, tensors: list[Tensor]) -> None:
+        error = None
+        try:
+            future.wait()
+        except Exception as exc:
+            error = str(exc) or type(exc).__name__
+        with contextlib.suppress(OSError):
+            self._send({"done": id, "error": error})
+
+    def _tensor(self, block: int, shape: list[int], dtype: str) -> Tensor:
+        like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        return self._blocks[block].as_tensor(like)

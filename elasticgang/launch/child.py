@@ -1,0 +1,97 @@
+"""What a rank process runs after its fork: the user's script, with its ending told to the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import Any
+
+from elasticgang.errors import GangError
+from elasticgang.quorum import wire
+from elasticgang.quorum.link import RankContext, inherit
+
+_MAX_TRACEBACK = 1 << 16
+
+
+def main(args: dict[str, Any], fds: list[int]) -> int:
+    link, forks = fds
+    told = socket.socket(fileno=os.dup(link))  # the script's ending is told here, joined or not
+    inherit(
+        RankContext(
+            member=args["member"],
+            local_rank=args["local_rank"],
+            num_ranks=args["num_ranks"],
+            job=args["job"],
+            store=args["store"],
+            host=args["host"],
+            collective_timeout=args["collective_timeout"],
+            link=link,
+            forks=forks,
+        )
+    )
+    os.register_at_fork(after_in_child=told.close)
+    _watch_agent(args["agent_pid"])
+    command = args["command"]
+    sys.argv = [command["script"], *command["args"]]
+    try:
+        if command["module"]:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(command["script"], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(command["script"])))
+            runpy.run_path(command["script"], run_name="__main__")
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except SystemExit as exc:
+        return _exit_code(exc)
+    except BaseException as exc:
+        _tell(told, exc)
+        return 1
+    return 0
+
+
+def _watch_agent(pid: int) -> None:
+    """End this process group when the agent is gone, also before the script joins and when it never does."""
+    import select
+
+    try:
+        agent = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.killpg(0, signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(agent, select.POLLIN)
+        poll.poll()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="agent-watch", daemon=True).start()
+
+
+def _exit_code(exc: SystemExit) -> int:
+    if exc.code is None:
+        return 0
+    if isinstance(exc.code, int):
+        return exc.code
+    print(exc.code, file=sys.stderr)
+    return 1
+
+
+def _tell(told: socket.socket, exc: BaseException) -> None:
+    """Send the traceback from the script's own frames on; the agent shows it."""
+    frame = exc.__traceback__
+    own = frame
+    while own is not None and (
+        "runpy" in own.tb_frame.f_code.co_filename or own.tb_frame.f_code.co_filename == __file__
+    ):
+        own = own.tb_next
+    text = "".join(traceback.format_exception(type(exc), exc, own or frame))[-_MAX_TRACEBACK:]
+    with contextlib.suppress(OSError):
+        told.sendall(wire.pack("failed", traceback=text, blameless=isinstance(exc, GangError)))

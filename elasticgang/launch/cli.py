@@ -1,0 +1,194 @@
+"""The command line. Everything that can be refused is refused before torch is imported and anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+EXIT_USAGE = 2
+
+_RUN_EXAMPLES = """\
+examples:
+  elasticgang run --nproc-per-node 4 train.py --lr 3e-4
+      four ranks on this machine, with a coordinator of their own
+  elasticgang run --nproc-per-node 4 --max-restarts 3 -m package.train
+      a module; up to three failures of the script itself are forgiven
+  elasticgang run --coordinator 10.0.0.1:29400 --nproc-per-node 8 train.py
+      against a coordinator started by `elasticgang coordinator`
+
+A rank that is killed is restarted and heals from its peers; it does not count against --max-restarts.
+Exit code: 0 when the job finished, 1 (or the script's own) when it failed, 2 when it could not be started,
+128+N when it was ended by signal N.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.function(args)
+    except _UsageError as exc:
+        print(f"elasticgang: error: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+class _UsageError(Exception):
+    pass
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="elasticgang", description="Run training jobs that go on while ranks die, hang, leave and come back."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run a script on the ranks of this host",
+        description="Start a script as a number of ranks, restart the ones that are killed, and return its exit code.",
+        epilog=_RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_run_arguments(run)
+    run.set_defaults(function=_run)
+    coordinator = commands.add_parser(
+        "coordinator",
+        help="run a coordinator for jobs on several hosts",
+        description="Run torchft's lighthouse and a TCPStore in one process, until SIGINT or SIGTERM. A step makes no "
+        "call to it; it is asked when the membership changes.",
+    )
+    coordinator.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
+    coordinator.add_argument("--port", type=_port, default=29400, help="0 takes a free one (default: %(default)s)")
+    coordinator.set_defaults(function=_coordinator)
+    return parser
+
+
+def _add_run_arguments(run: argparse.ArgumentParser) -> None:
+    run.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=int, default=1, metavar="N", help="ranks (default: %(default)s)"
+    )
+    run.add_argument(
+        "--standalone", action="store_true", help="start a coordinator for this job alone; so without --coordinator too"
+    )
+    run.add_argument("--coordinator", metavar="HOST:PORT", help="use the coordinator at this address")
+    run.add_argument(
+        "--connect-timeout",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long to try to reach the coordinator (default: %(default)g)",
+    )
+    run.add_argument(
+        "--max-restarts",
+        "--max_restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="failures of the script itself (an exception, a non-zero exit, a crash) that the job survives; a rank "
+        "that is killed from outside is always restarted (default: %(default)s)",
+    )
+    run.add_argument("--job-id", "--rdzv-id", default="job", metavar="NAME", help="(default: %(default)s)")
+    run.add_argument("--log-dir", "--log_dir", metavar="DIR", help="write events.jsonl there")
+    run.add_argument(
+        "--grace-period",
+        type=_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="between SIGINT or SIGTERM, which is passed on to the ranks, and their end (default: %(default)g)",
+    )
+    run.add_argument(
+        "--collective-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="after which a collective counts as lost although nobody is known to be dead (default: %(default)g)",
+    )
+    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    run.add_argument("script", help="the training script")
+    run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be greater than 0, but is {text} instead")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 16:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and less than 65536, but is {text} instead")
+    return value
+
+
+def _check_run(args: argparse.Namespace) -> None:
+    if args.nproc_per_node < 1:
+        raise _UsageError(f"--nproc-per-node must be at least 1, but is {args.nproc_per_node} instead")
+    if args.max_restarts < 0:
+        raise _UsageError(f"--max-restarts must be at least 0, but is {args.max_restarts} instead")
+    if args.standalone and args.coordinator:
+        raise _UsageError("--standalone starts a coordinator of its own; leave out --coordinator, or --standalone")
+    if args.coordinator is not None:
+        host, separator, port = args.coordinator.rpartition(":")
+        if not (separator and host and port.isdigit() and int(port) < 1 << 16):
+            raise _UsageError(f"--coordinator must be HOST:PORT, but is {args.coordinator!r} instead")
+    if args.module:
+        import importlib.util
+
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(args.script)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise _UsageError(f"there is no module {args.script!r}")
+    elif not os.path.isfile(args.script):
+        raise _UsageError(f"there is no script at {args.script!r}")
+
+
+def _run(args: argparse.Namespace) -> int:
+    _check_run(args)
+    if args.coordinator is not None:
+        _check_reachable(args.coordinator, args.connect_timeout)
+    from elasticgang.launch.run import run_job
+
+    return run_job(args)
+
+
+def _check_reachable(address: str, timeout: float) -> None:
+    import socket
+    import time
+
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=max(0.05, deadline - time.monotonic())).close()
+            return
+        except OSError as exc:
+            if time.monotonic() + 0.2 > deadline:
+                reason = exc.strerror or str(exc)
+                raise _UsageError(f"cannot reach the coordinator at {address} within {timeout:g} s: {reason}") from exc
+            time.sleep(0.1)
+
+
+def _coordinator(args: argparse.Namespace) -> int:
+    import socket
+
+    if args.port:  # before torch is imported
+        try:
+            socket.create_server((args.host, args.port)).close()
+        except OSError as exc:
+            raise _UsageError(f"cannot listen on {args.host}:{args.port}: {exc.strerror or exc}") from exc
+    from elasticgang.launch.run import run_coordinator
+
+    return run_coordinator(args.host, args.port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The commands, once their arguments have been checked."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+
+os.environ.setdefault("RUST_LOG", "error")  # before torchft is imported: one line of ours, not ten of the lighthouse
+
+from elasticgang.errors import OperationalError
+from elasticgang.launch.output import PrefixedOutput
+from elasticgang.observe.events import EventLog
+from elasticgang.quorum.agent import Agent, Job
+from elasticgang.quorum.coordinator import Coordinator
+
+
+def run_job(args: argparse.Namespace) -> int:
+    env = {}
+    if args.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+        env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
+    job = Job(
+        command={"script": args.script, "args": args.args, "module": args.module},
+        num_ranks=args.nproc_per_node,
+        job_id=args.job_id,
+        coordinator=args.coordinator,
+        connect_timeout=args.connect_timeout,
+        max_restarts=args.max_restarts,
+        grace_period=args.grace_period,
+        collective_timeout=args.collective_timeout,
+        env=env,
+    )
+    output = PrefixedOutput()
+    try:
+        return Agent(job, output, EventLog(args.log_dir)).run()
+    except OperationalError as exc:
+        print(f"elasticgang: error: {exc}", file=sys.stderr)
+        return 2
+    finally:
+        output.close()
+
+
+def run_coordinator(host: str, port: int) -> int:
+    try:
+        coordinator = Coordinator(host, port)
+    except OperationalError as exc:
+        print(f"elasticgang: error: {exc}", file=sys.stderr)
+        return 2
+    print(f"coordinator listening on {coordinator.address}", flush=True)
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    coordinator.close()
+    return 0

@@ -1,0 +1,372 @@
+"""A rank's way from one generation to the next: abort, ask, act, configure.
+
+Used by the training thread alone, but for what is marked: an abort and a join notice come from the link's thread, an
+error from the comm process's reader.
+
+N1  Before this rank asks, its comm process of the old generation is dead, or has closed its groups (R3).
+N2  After it asked, it takes part in no older generation (R9): the groups are gone and the gangs unbound.
+N3  A generation is poisoned at most once, by its first error, and stays so.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from elasticgang.comm.arena import Arena
+from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
+from elasticgang.comm.forkserver import ForkServerClient
+from elasticgang.errors import EvictedError, GangError, PeerLostError
+from elasticgang.gang import Gangs, create_fake_gangs
+from elasticgang.gang.elastic import Binding, ElasticGang
+from elasticgang.layout import Member, ParallelLayout, plan
+from elasticgang.quorum.commit import Attempt
+from elasticgang.quorum.decide import ACTIVE, SPARE, MemberReport, Record, Seat, layout_to_json
+from elasticgang.quorum.link import AgentLink, RankContext
+
+FAMILIES = ("root", "dp", "rdp", "sdp", "tp", "pp")
+CONTROL = "control"
+
+_CLOSE_TIMEOUT_S = 2.0
+
+
+@dataclass
+class Generation:
+    """One generation as this rank lives it. `poison` and `submit` are thread-safe."""
+
+    record: Record
+    seat: Seat
+    rank: int
+    comm: CommProcess | None
+    error: GangError | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def poison(self, error: GangError) -> None:
+        """End the generation for this rank: kill the comm process, so that its peers notice at once."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+        if self.comm is not None:
+            self.comm.abort(error)
+
+
+@dataclass(frozen=True)
+class BoundGroup:
+    """The process group of one or more gangs in one generation."""
+
+    name: str
+    generation: Generation
+    timeout: float
+
+    def submit(self, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object) -> CommWork:
+        assert self.generation.comm is not None
+        return self.generation.comm.submit(self.name, call, outputs, inputs, **options)
+
+    def poison(self, error: GangError) -> None:
+        self.generation.poison(error)
+
+
+class Membership(Protocol):
+    """What the manager needs to take part. Two kinds: `ElasticMembership`, and `AloneMembership` without an agent."""
+
+    member: str
+    local_rank: int
+
+    @property
+    def gangs(self) -> Gangs: ...
+
+    @property
+    def record(self) -> Record | None: ...
+
+    @property
+    def error(self) -> GangError | None:
+        """Why the present generation is over; None while it is sound or there is none."""
+
+    @property
+    def join_noticed(self) -> bool: ...
+
+    def enter(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
+        """Leave the present generation and block until the next is entered. `report` is what to ask with, `act` brings
+        this rank's own state to the record's committed attempt."""
+
+    def sum(self, gang: str, values: Sequence[float]) -> list[float]:
+        """Sum over the gang ("control" for all seats, apart from the tensors' traffic). Raises GangError."""
+
+    def poison(self, error: GangError) -> None: ...
+
+    def committed(self, step: int, generation: int) -> None: ...
+
+    def leave(self, finished: bool) -> None: ...
+
+
+class ElasticMembership:
+    """A member of a job with an agent."""
+
+    def __init__(self, context: RankContext, layout: ParallelLayout, device: torch.device) -> None:
+        self.member, self.local_rank = context.member, context.local_rank
+        self._context = context
+        self._layout = layout
+        self._elastic = {name: ElasticGang(name, device) for name in FAMILIES}
+        self._generation: Generation | None = None
+        self._aborted = (0, "")  # written by the link's thread: the newest generation that is over, and why
+        self._joining = 0
+        self._forks = _Forks(context)
+        self._comms = _CommSupply(self._forks)
+        self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
+        os.register_at_fork(after_in_child=self._close_in_child)
+
+    @property
+    def gangs(self) -> Gangs:
+        return Gangs(**self._elastic)
+
+    @property
+    def record(self) -> Record | None:
+        return None if self._generation is None else self._generation.record
+
+    @property
+    def error(self) -> GangError | None:
+        return None if self._generation is None else self._generation.error
+
+    @property
+    def join_noticed(self) -> bool:
+        return self._generation is not None and self._joining == self._generation.record.generation
+
+    def poison(self, error: GangError) -> None:
+        if self._generation is not None:
+            self._generation.poison(error)
+
+    def committed(self, step: int, generation: int) -> None:
+        self._link.tell("committed", step=step, generation=generation)
+
+    def sum(self, gang: str, values: Sequence[float]) -> list[float]:
+        assert self._generation is not None
+        group = self._group(self._generation, self._ranks_of(self._generation, gang), gang)
+        if group is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        try:
+            group.submit("allreduce", [tensor], [tensor], op="sum").wait(group.timeout)
+        except GangError as error:
+            self._generation.poison(error)
+            raise
+        result: list[float] = tensor.tolist()
+        return result
+
+    def enter(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
+        while True:
+            phases = {"began": time.monotonic()}
+            broken = self.error is not None
+            comm = self._leave_generation()
+            phases["aborted"] = time.monotonic()
+            self._link.tell("ask", report=asdict(report()), layout=layout_to_json(self._layout), broken=broken)
+            record, seat = self._next_seat(act)
+            phases["agreed"] = time.monotonic()
+            act(record, seat)
+            phases["resolved"] = time.monotonic()
+            comm = comm or self._comms.take()
+            configured = self._configure(record, seat, comm)
+            self._comms.prepare()
+            if configured:
+                phases["configured"] = time.monotonic()
+                self._link.tell("entered", phases={"generation": record.generation, **phases})
+                return
+
+    def leave(self, finished: bool) -> None:
+        """Say that this rank takes part no more, then end its comm processes."""
+        self._link.tell("left", finished=finished)
+        comm = self._leave_generation()
+        if comm is not None:
+            comm.close()
+        self._comms.close()
+
+    def _next_seat(self, act: Callable[[Record, Seat], None]) -> tuple[Record, Seat]:
+        """Wait for a record with an active or learning seat. A spare acts on each record, and waits on."""
+        while True:
+            record = self._link.records.get()
+            seat = record.seat(self.member)
+            if seat is None:
+                raise EvictedError(f"generation {record.generation} has no seat for {self.member}")
+            if seat.status != SPARE:
+                return record, seat
+            act(record, seat)
+
+    def _leave_generation(self) -> CommProcess | None:
+        """N1. Returns the comm process when it can be used again."""
+        generation, self._generation = self._generation, None
+        for gang in self._elastic.values():
+            gang.bind(None)
+        if generation is None or generation.comm is None:
+            return None
+        if generation.error is None:
+            try:
+                generation.comm.close_groups(_CLOSE_TIMEOUT_S)
+                return generation.comm
+            except GangError:
+                pass
+        generation.comm.close()
+        return None
+
+    def _configure(self, record: Record, seat: Seat, comm: CommProcess) -> bool:
+        """Configure all gangs of the generation in one round. False: it ended before it began."""
+        generation = Generation(record, seat, record.plan.ranks[self.member], comm)
+        self._generation = generation
+        specs = {}
+        for name in (*FAMILIES, CONTROL):
+            ranks = self._ranks_of(generation, name)
+            if len(ranks) > 1:
+                group = self._group_name(ranks, name)
+                specs[group] = GroupSpec(group, ranks.index(generation.rank), len(ranks))
+        if self._aborted[0] >= record.generation:  # the abort came before there was anything to poison
+            generation.poison(PeerLostError(self._aborted[1]))
+            return False
+        try:
+            comm.configure(f"{record.job}/{record.generation}/{record.digest}", list(specs.values()), generation.poison)
+        except GangError as error:
+            generation.poison(error)
+            return False
+        for name, gang in self._elastic.items():
+            ranks = self._ranks_of(generation, name)
+            gang.bind(Binding(ranks.index(generation.rank), len(ranks), self._group(generation, ranks, name)))
+        return True
+
+    def _ranks_of(self, generation: Generation, name: str) -> tuple[int, ...]:
+        """The ranks of this rank's gang of that family."""
+        family = "root" if name == CONTROL else name
+        return next(ranks for ranks in generation.record.plan.groups(family) if generation.rank in ranks)
+
+    @staticmethod
+    def _group_name(ranks: tuple[int, ...], name: str) -> str:
+        """Gangs of the same ranks share a process group; the control gang never does."""
+        return CONTROL if name == CONTROL else "-".join(map(str, ranks))
+
+    def _group(self, generation: Generation, ranks: tuple[int, ...], name: str) -> BoundGroup | None:
+        if len(ranks) == 1:
+            return None
+        return BoundGroup(self._group_name(ranks, name), generation, self._context.collective_timeout)
+
+    def _on_abort(self, number: int, reason: str) -> None:
+        """On the link's thread."""
+        self._aborted = (number, reason)
+        generation = self._generation
+        if generation is not None and generation.record.generation <= number:
+            generation.poison(PeerLostError(reason))
+
+    def _on_join(self, number: int) -> None:
+        """On the link's thread."""
+        self._joining = number
+
+    def _close_in_child(self) -> None:
+        """A forked child (a DataLoader worker) keeps none of the runtime's descriptors open."""
+        from elasticgang.quorum.link import disinherit
+
+        disinherit()
+        generation = self._generation
+        descriptors = [self._context.link, self._context.forks, *self._comms.descriptors()]
+        if generation is not None and generation.comm is not None:
+            descriptors += generation.comm.descriptors()
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+class _Forks:
+    """Starts comm processes, on one thread of its own."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._client = ForkServerClient(socket.socket(fileno=context.forks))
+        self._context = context
+        self._arena = Arena()
+        self._thread = ThreadPoolExecutor(1, "comm-start")
+
+    def start(self) -> Future[CommProcess]:
+        return self._thread.submit(self._start)
+
+    def _start(self) -> CommProcess:
+        comm = CommProcess(
+            self._client,
+            self._arena,
+            store=self._context.store,
+            host=self._context.host,
+            timeout=self._context.collective_timeout,
+            group=os.getpgid(0),
+        )
+        comm.wait_ready()
+        return comm
+
+
+class _CommSupply:
+    """Keeps one comm process ready: the standby."""
+
+    def __init__(self, forks: _Forks) -> None:
+        self._forks = forks
+        self._standby: Future[CommProcess] | None = forks.start()
+
+    def take(self) -> CommProcess:
+        """The standby, once it is ready; a dead one is replaced."""
+        while True:
+            standby, self._standby = self._standby or self._forks.start(), None
+            try:
+                comm = standby.result()
+            except GangError:
+                continue
+            if not comm.ended:
+                return comm
+            comm.close()
+
+    def prepare(self) -> None:
+        if self._standby is None:
+            self._standby = self._forks.start()
+
+    def close(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None and not standby.cancel():
+            standby.result().close()
+
+    def descriptors(self) -> list[int]:
+        standby = self._standby
+        if standby is None or not standby.done() or standby.exception() is not None:
+            return []
+        return standby.result().descriptors()
+
+
+class AloneMembership:
+    """The only member of a job without agent, coordinator or subprocess."""
+
+    member = "alone"
+    local_rank = 0
+
+    def __init__(self, layout: ParallelLayout, device: torch.device) -> None:
+        self._layout = layout
+        self._planned = plan([Member(self.member, "localhost")], layout)
+        self.gangs = create_fake_gangs(device)
+        self.record: Record | None = None
+        self.error: GangError | None = None
+        self.join_noticed = False
+
+    def enter(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
+        seat = Seat(self.member, self.member, "localhost", 0, "", ACTIVE)
+        tip = report().tip or Attempt(0, 1)
+        self.record = Record("alone", 1, "", self._layout, self._planned, (seat,), (self.member,), tip)
+        self.error = None
+        act(self.record, seat)
+
+    def sum(self, gang: str, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def poison(self, error: GangError) -> None:
+        self.error = error
+
+    def committed(self, step: int, generation: int) -> None:
+        pass
+
+    def leave(self, finished: bool) -> None:
+        pass

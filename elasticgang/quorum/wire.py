@@ -1,0 +1,64 @@
+"""Messages between an agent and its ranks: a length, then JSON, over a unix stream socket.
+
+Refuses whatever is not one whole message of ours with a `WireError`; the reader then closes that connection.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+from elasticgang.errors import WireError
+
+_HEADER = struct.Struct("!4sI")
+_MAGIC = b"EG1\n"
+MAX_BYTES = 16 << 20
+HEADER_BYTES = _HEADER.size
+
+
+def pack(kind: str, **fields: Any) -> bytes:
+    body = json.dumps({"kind": kind, **fields}).encode()
+    if len(body) > MAX_BYTES:
+        raise WireError(f"a {kind} message of {len(body)} bytes is over the limit of {MAX_BYTES}")
+    return _HEADER.pack(_MAGIC, len(body)) + body
+
+
+def body_size(header: bytes) -> int:
+    """Bytes that follow `header`. Raises WireError when it is not ours."""
+    magic, size = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise WireError(f"not an elasticgang message: it starts with {header[:4]!r}")
+    if size > MAX_BYTES:
+        raise WireError(f"a message of {size} bytes is over the limit of {MAX_BYTES}")
+    return int(size)
+
+
+def unpack(body: bytes) -> dict[str, Any]:
+    """Raises WireError when `body` is not the JSON of a message."""
+    try:
+        message = json.loads(body)
+    except ValueError as exc:
+        raise WireError(f"a message is not JSON: {exc}") from exc
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise WireError("a message has no kind")
+    return message
+
+
+def receive(sock: socket.socket) -> dict[str, Any] | None:
+    """The next message, blocking; None when the peer has closed between two messages."""
+    header = _read(sock, HEADER_BYTES, at_start=True)
+    return None if header is None else unpack(_read(sock, body_size(header)) or b"")
+
+
+def _read(sock: socket.socket, size: int, *, at_start: bool = False) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        chunk = sock.recv(size - len(data))
+        if not chunk:
+            if at_start and not data:
+                return None
+            raise WireError(f"the peer closed after {len(data)} of {size} bytes")
+        data += chunk
+    return bytes(data)

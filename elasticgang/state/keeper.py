@@ -1,0 +1,271 @@
+"""The training state of one rank: named, kept aside, served to healers, and taken from peers.
+
+S1  What is served is the state of exactly one attempt: live parameters and optimizer state between two applies, and
+    what forward changes as it was when the step began (R6).
+S2  An apply waits for those who read, up to `HOLD_TIMEOUT_S`, then closes their connections; it never overlaps a read.
+S3  A healer changes nothing of its own before everything has arrived and every chunk's digest is right.
+S4  Nothing received is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from elasticgang.errors import WireError
+from elasticgang.quorum.commit import Attempt
+from elasticgang.state.tree import as_bytes, flatten, unflatten
+
+log = logging.getLogger("elasticgang")
+
+HOLD_TIMEOUT_S = 10.0
+HEAL_TIMEOUT_S = 30.0
+_READY_TIMEOUT_S = 10.0
+_CHUNK_BYTES = 4 << 20
+_MAX_MANIFEST_BYTES = 64 << 20
+_LENGTH = struct.Struct("!Q")
+_DIGEST_BYTES = 16
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+def _digest(data: memoryview | bytearray) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+@dataclass(eq=False)
+class _Reader:
+    sock: socket.socket
+
+
+class Keeper:
+    """The state of one rank, and the server by which its peers heal from it."""
+
+    def __init__(self, host: str | None = None) -> None:
+        """`host`: the address to serve on; None serves nobody."""
+        self._modules: dict[str, nn.Module] = {}
+        self._optimizers: dict[str, Stateful] = {}
+        self._others: dict[str, Stateful] = {}
+        self._aside: dict[str, Any] = {}
+        self._changed = threading.Condition()
+        self._serving: Attempt | None = None
+        self._readers: set[_Reader] = set()
+        self._listener: socket.socket | None = None
+        self.address = ""
+        if host is not None:
+            self._listener = socket.create_server((host, 0))
+            self.address = f"{host}:{self._listener.getsockname()[1]}"
+            threading.Thread(target=self._accept, name="state-server", daemon=True).start()
+
+    def register(self, **objects: object) -> None:
+        for name, item in objects.items():
+            if name in self._modules or name in self._optimizers or name in self._others:
+                raise ValueError(f"a state named {name!r} is registered already")
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                raise TypeError(f"{name} ({type(item).__name__}) must have state_dict() and load_state_dict()")
+            if isinstance(item, nn.Module):
+                self._modules[name] = item
+            elif hasattr(item, "param_groups"):
+                self._optimizers[name] = item
+            else:
+                flatten(item.state_dict())  # refused now, not when a peer needs it
+                self._others[name] = item
+
+    # -- steps
+
+    def begin(self, attempt: Attempt | None) -> None:
+        self._aside = self._small(cloned=True) if attempt is not None else {}
+        with self._changed:
+            self._serving = attempt
+            self._changed.notify_all()
+
+    def restore(self) -> None:
+        if self._aside:
+            self._load_small(self._aside)
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        deadline = time.monotonic() + HOLD_TIMEOUT_S
+        with self._changed:
+            self._serving = None
+            while self._readers and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            for reader in self._readers:
+                _shut(reader.sock)
+            while self._readers:  # a reader whose connection is shut leaves at its next byte
+                self._changed.wait()
+        yield
+
+    def close(self) -> None:
+        with self._changed:
+            self._serving = None
+        if self._listener is not None:
+            _shut(self._listener)
+            self._listener.close()
+
+    def _small(self, *, cloned: bool) -> dict[str, Any]:
+        """What forward, or plain code around it, changes: buffers and registered objects."""
+        buffers = {
+            name: {key: buffer.detach().clone() if cloned else buffer for key, buffer in module.named_buffers()}
+            for name, module in self._modules.items()
+        }
+        others = {name: item.state_dict() for name, item in self._others.items()}
+        return {"buffers": buffers, "others": copy.deepcopy(others) if cloned else others}
+
+    def _load_small(self, small: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, buffers in small["buffers"].items():
+                present = dict(self._modules[name].named_buffers())
+                for key, value in buffers.items():
+                    present[key].copy_(value)
+        for name, state in small["others"].items():
+            self._others[name].load_state_dict(copy.deepcopy(state))
+
+    def _large(self) -> dict[str, Any]:
+        parameters = {
+            name: {key: parameter.detach() for key, parameter in module.named_parameters()}
+            for name, module in self._modules.items()
+        }
+        return {"parameters": parameters, "optimizers": {n: o.state_dict() for n, o in self._optimizers.items()}}
+
+    def _load_large(self, large: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameters in large["parameters"].items():
+                present = dict(self._modules[name].named_parameters())
+                for key, value in parameters.items():
+                    present[key].copy_(value)
+        for name, state in large["optimizers"].items():
+            self._optimizers[name].load_state_dict(state)
+
+    # -- serving
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(sock,), name="state-reader", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        reader = _Reader(sock)
+        with sock:
+            sock.settimeout(HEAL_TIMEOUT_S)
+            try:
+                request = json.loads(_receive(sock, 1 << 16))
+                attempt = Attempt(*request["attempt"])
+                if not self._admit(reader, attempt):
+                    _send(sock, json.dumps({"refused": f"this rank holds {self._serving}, not {attempt}"}).encode())
+                    return
+                self._send_state(sock, request["all"])
+            except (OSError, WireError, ValueError, KeyError, TypeError) as exc:
+                log.debug("a healer was dropped: %r", exc)
+            finally:
+                with self._changed:
+                    self._readers.discard(reader)
+                    self._changed.notify_all()
+
+    def _admit(self, reader: _Reader, attempt: Attempt) -> bool:
+        """Wait until this rank's step on `attempt` has begun; from then on no apply happens while it reads."""
+        with self._changed:
+            admitted = self._changed.wait_for(lambda: self._serving == attempt, _READY_TIMEOUT_S)
+            if admitted:
+                self._readers.add(reader)
+            return admitted
+
+    def _send_state(self, sock: socket.socket, all: bool) -> None:
+        state: dict[str, Any] = {"small": self._aside}
+        if all:
+            state["large"] = self._large()
+        spec, tensors = flatten(state)
+        shapes = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
+        _send(sock, json.dumps({"spec": spec, "tensors": shapes}).encode())
+        for tensor in tensors:
+            data = as_bytes(tensor)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]
+                sock.sendall(_digest(chunk))
+                sock.sendall(chunk)
+
+    # -- healing
+
+    def heal(self, sources: Sequence[str], attempt: Attempt, *, all: bool) -> bool:
+        for source in sources:
+            try:
+                state = _fetch(source, attempt, all)
+                self._load_small(state["small"])
+                if all:
+                    self._load_large(state["large"])
+                return True
+            except (OSError, WireError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as exc:
+                log.warning("could not heal from %s: %s", source, exc)
+        return False
+
+
+def _fetch(source: str, attempt: Attempt, all: bool) -> dict[str, Any]:
+    host, _, port = source.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=HEAL_TIMEOUT_S) as sock:
+        _send(sock, json.dumps({"attempt": list(attempt), "all": all}).encode())
+        manifest = json.loads(_receive(sock, _MAX_MANIFEST_BYTES))
+        if "refused" in manifest:
+            raise WireError(manifest["refused"])
+        tensors = [_receive_tensor(sock, shape, dtype) for shape, dtype in manifest["tensors"]]
+    state: dict[str, Any] = unflatten(manifest["spec"], tensors)
+    return state
+
+
+def _receive_tensor(sock: socket.socket, shape: list[int], dtype: str) -> Tensor:
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    data = as_bytes(tensor)
+    for start in range(0, len(data), _CHUNK_BYTES):
+        chunk = data[start : start + _CHUNK_BYTES]
+        expected = bytearray(_DIGEST_BYTES)
+        _receive_into(sock, memoryview(expected))
+        _receive_into(sock, chunk)
+        if _digest(chunk) != bytes(expected):
+            raise WireError(f"the digest of a chunk of a tensor {shape} is wrong")
+    return tensor
+
+
+def _send(sock: socket.socket, data: bytes) -> None:
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(sock: socket.socket, limit: int) -> bytearray:
+    header = bytearray(_LENGTH.size)
+    _receive_into(sock, memoryview(header))
+    (size,) = _LENGTH.unpack(header)
+    if size > limit:
+        raise WireError(f"a message of {size} bytes is over the limit of {limit}")
+    data = bytearray(size)
+    _receive_into(sock, memoryview(data))
+    return data
+
+
+def _receive_into(sock: socket.socket, view: memoryview) -> None:
+    while view:
+        count = sock.recv_into(view)
+        if count == 0:
+            raise WireError("the peer closed in the middle of a message")
+        view = view[count:]
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

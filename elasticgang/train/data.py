@@ -1,0 +1,130 @@
+"""The global batch: constant in size, made of slots of one size, divided over whoever is there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from elasticgang.quorum.manager import Share, Step
+from elasticgang.train.slots import runs_of, slots_of
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One microbatch.
+
+    `index`: the samples, int64 `[slot]`. `seed`: of this slot alone, whoever computes it. `last`: whether it is the
+    last one of this rank's share.
+    """
+
+    number: int
+    index: Tensor
+    seed: int
+    last: bool
+
+    @property
+    def num_samples(self) -> int:
+        return self.index.numel()
+
+
+class Slots(Sequence[Slot]):
+    """One rank's share of a step's slots; empty for a learner. Iterating seeds torch's generators for each slot, and
+    leaves a step that is lost before its next slot."""
+
+    def __init__(self, slots: Sequence[Slot], step: Step | None = None) -> None:
+        self._slots = tuple(slots)
+        self._step = step
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in this share, which is the `weight` of a loss that is summed over samples."""
+        return sum(slot.num_samples for slot in self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @overload
+    def __getitem__(self, index: int) -> Slot: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Slots: ...
+
+    def __getitem__(self, index: int | slice) -> Slot | Slots:
+        if isinstance(index, slice):
+            return Slots(self._slots[index], self._step)
+        return self._slots[index]
+
+    def __iter__(self) -> Iterator[Slot]:
+        for slot in self._slots:
+            if self._step is not None:
+                self._step.check()
+            torch.manual_seed(slot.seed)
+            yield slot
+        if self._step is not None:
+            self._step.check()
+
+
+class GlobalBatch:
+    """The samples of every step, in an order that `seed` alone decides.
+
+    A pass over the data has an order of its own; where `size` does not divide `num_samples`, a batch holds the tail of
+    one pass and the head of the next, so that each pass takes each sample exactly once.
+    """
+
+    def __init__(self, num_samples: int, *, size: int, slot: int, seed: int = 0) -> None:
+        """`size`: samples in a global batch. `slot`: samples in a slot, which `size` must be a multiple of.
+
+        Raises:
+            ValueError: a number is below 1, or `size` is no multiple of `slot`.
+        """
+        for name, value in (("num_samples", num_samples), ("size", size), ("slot", slot)):
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+        if size % slot:
+            raise ValueError(f"`size` must be a multiple of `slot` ({slot}), but is {size} instead.")
+        self.num_samples, self.size, self.slot, self.seed = num_samples, size, slot, seed
+        self._order = lru_cache(maxsize=2)(self._order_of)
+
+    @property
+    def num_slots(self) -> int:
+        return self.size // self.slot
+
+    def slots(self, step: Step) -> Slots:
+        """This rank's share of `step`: a function of the seed, the step's index and the rank's coordinates alone."""
+        return Slots(self.share(step.index, step.share), step)
+
+    def share(self, step_index: int, share: Share | None) -> Slots:
+        """Part `share` of the slots of step `step_index`; none for None."""
+        if share is None:
+            return Slots(())
+        numbers = slots_of(self.num_slots, share.index, share.count)
+        return Slots([self._slot(step_index, number, number == numbers[-1]) for number in numbers])
+
+    def samples(self, step_index: int) -> Tensor:
+        """All samples of a step in order, int64 `[size]`."""
+        return self._samples(step_index * self.size, self.size)
+
+    def _slot(self, step_index: int, number: int, last: bool) -> Slot:
+        index = self._samples(step_index * self.size + number * self.slot, self.slot)
+        return Slot(number, index, _mix(self.seed, step_index, number), last)
+
+    def _samples(self, first: int, count: int) -> Tensor:
+        return torch.cat(
+            [self._order(run.pass_index)[run.start : run.stop] for run in runs_of(first, count, self.num_samples)]
+        )
+
+    def _order_of(self, pass_index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(_mix(self.seed, pass_index))
+        return torch.randperm(self.num_samples, generator=generator)
+
+
+def _mix(*numbers: int) -> int:
+    """A seed for torch from several numbers, the same in every process."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

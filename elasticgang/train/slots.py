@@ -1,0 +1,38 @@
+"""Which samples a step takes, and which of its slots fall to whom.
+
+Pure. A position counts samples from the start of training: step `s` takes the positions `[s*size, (s+1)*size)`. Pass
+`p` over the data holds the positions `[p*n, (p+1)*n)`, in an order of its own. So no sample is left out at the end of
+a pass and none is repeated: the tail of a pass and the head of the next share a batch where `size` does not divide `n`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive places `[start, stop)` in the order of one pass."""
+
+    pass_index: int
+    start: int
+    stop: int
+
+
+def slots_of(num_slots: int, index: int, count: int) -> range:
+    """The slots of part `index` of `count`: consecutive, and as even as can be."""
+    if not 0 <= index < count:
+        raise ValueError(f"`index` must be at least 0 and less than `count` ({count}), but is {index} instead.")
+    return range(index * num_slots // count, (index + 1) * num_slots // count)
+
+
+def runs_of(first_position: int, num_positions: int, num_samples: int) -> list[Run]:
+    """The positions `[first_position, first_position + num_positions)` as runs within passes."""
+    runs = []
+    position, end = first_position, first_position + num_positions
+    while position < end:
+        pass_index, start = divmod(position, num_samples)
+        stop = min(num_samples, start + end - position)
+        runs.append(Run(pass_index, start, stop))
+        position += stop - start
+    return runs

@@ -1,0 +1,145 @@
+"""Train a small byte-level transformer on English text that every CPython carries.
+
+Runs under `elasticgang run`, and by itself. With --output-dir every rank writes what it did to a file of its own, as it
+does it, so that a reader can tell afterwards which samples each committed step was made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import elasticgang as eg
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        heads = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, dim))
+        mixed: Tensor = x + self.mlp(self.mlp_norm(x))
+        return mixed
+
+
+class ByteTransformer(nn.Module):
+    def __init__(self, *, dim: int = 160, num_layers: int = 4, num_heads: int = 4, context: int = 64) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, dim), nn.Embedding(context, dim)
+        self.blocks = nn.Sequential(*(Block(dim, num_heads) for _ in range(num_layers)))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def load_text(context: int) -> Tensor:
+    """`pydoc_data.topics`, the text of Python's `help()`, cut into samples: uint8 `[num_samples, context + 1]`."""
+    from pydoc_data.topics import topics
+
+    text = torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
+    num_samples = (len(text) - 1) // context
+    return torch.stack([text[i * context : (i + 1) * context + 1] for i in range(num_samples)])
+
+
+class History:
+    """What this member prepared, before each vote, and what it knows committed, after. A line is in the page cache
+    once written, and so survives the SIGKILL of its writer."""
+
+    def __init__(self, directory: str | None, member: str) -> None:
+        self._file: TextIO | None = None
+        if directory is not None:
+            path = Path(directory) / "history" / f"{member.replace('/', '-')}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", buffering=1)
+
+    def write(self, kind: str, **fields: object) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, "t": time.monotonic(), **fields}) + "\n")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=8, help="samples in a global batch")
+    parser.add_argument("--slot", type=int, default=1, help="samples in a microbatch")
+    parser.add_argument("--context", type=int, default=64, help="bytes in a sample")
+    parser.add_argument("--dim", type=int, default=160)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--output-dir", help="write each rank's history and the final parameters' digest here")
+    return parser.parse_args()
+
+
+def digest_of(model: nn.Module) -> str:
+    import hashlib
+
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)  # the same kernels, whatever the number of ranks
+    torch.manual_seed(args.seed)
+    manager = eg.join(layout=eg.ParallelLayout())
+    data = load_text(args.context)
+    model = eg.DistributedDataParallel(
+        manager, ByteTransformer(dim=args.dim, num_layers=args.layers, context=args.context)
+    )
+    adam = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optim = eg.Optimizer(manager, adam)
+    warmup = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 20))
+    batches = eg.GlobalBatch(len(data), size=args.batch_size, slot=args.slot, seed=args.seed)
+    manager.register_state(model=model, optim=optim, warmup=warmup)
+    history = History(args.output_dir, manager.member)
+
+    for step in manager.steps(args.steps):
+        with step:
+            loss_sum = 0.0
+            slots = batches.slots(step)
+            for slot in slots:
+                with model.accumulate(last=slot.last):
+                    samples = data[slot.index].long()
+                    logits = model(samples[:, :-1])
+                    loss = functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten(), reduction="sum")
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss_sum += loss.item()
+            history.write(
+                "prepared",
+                step=step.index,
+                generation=step.generation,
+                loss_sum=loss_sum,
+                active=manager.num_active,
+                samples=[int(sample) for slot in slots for sample in slot.index],
+            )
+            if optim.step(weight=slots.num_samples * args.context, max_norm=1.0):
+                assert manager.tip is not None
+                history.write("committed", step=step.index, generation=manager.tip.generation, pid=os.getpid())
+                warmup.step()
+
+    history.write("finished", digest=digest_of(model), steps=manager.committed_steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""What every tier shares: the folder of a test gives its marker, and GPU tests are skipped where there is no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MARKED_TIERS = ("chaos", "gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        tier = item.path.relative_to(TESTS).parts[0]
+        if tier in MARKED_TIERS:
+            item.add_marker(tier)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch  # here, so that the unit tier does not wait for it
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs CUDA")

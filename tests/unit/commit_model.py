@@ -1,0 +1,450 @@
+"""A small job, explored exhaustively: what can members do between and across generation changes, and what survives?
+
+It knows nothing of `resolve` and `action` but their signatures: a `Rule` is handed in, its answers are carried out and
+then checked against what members really hold. A tip names the whole history of a state, because the model makes sure
+that an attempt is only ever applied to the state that it was computed from.
+
+What it allows is more than a real job can do, so that nothing is missed: a member prepares without waiting for the
+others to begin; one that is left out of a proposal goes on in its old generation for as long as its vote may succeed;
+a record is entered late, by some, or never; an agent's `known` is heard or not, whatever the member's fate. A vote
+succeeds once every active member of its generation has prepared; one that is prepared but never votes is covered by
+the vote that nobody hears. What it takes for granted:
+
+M1  A member that has asked does nothing more in its old generation (R9).
+M2  A generation tries a step once: after a dropped step comes the next generation.
+M3  A learner becomes active by a vote that all active members take part in, and from the next step on.
+M4  A proposal without an active member of the record is void while a seated member is alive elsewhere (D2).
+M5  State that nobody alive holds or can apply is lowered; until then such a proposal is void (D2).
+
+The scenarios in `golden/` are written in the words of `Op`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elasticgang.quorum.commit import Action, Attempt, Fate, Standing
+
+FIRST = Attempt(0, 1)
+
+JOINER, ACTIVE, LEARNER = "joiner", "active", "learner"
+PRESENT, AWAY, DIES = "present", "away", "dies"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is under test: `resolve` and `action` of `commit.py`, or a simpler pair."""
+
+    name: str
+    resolve: Callable[[Attempt, int, Collection[Standing], Iterable[Attempt]], Fate]
+    action: Callable[[Attempt | None, Attempt | None, Attempt], Action]
+
+
+class Mem(NamedTuple):
+    """One slot for a member: `generation` and `role` are those it entered, `seat` and `seated` what the last record
+    it is part of makes of it. It is `running` in its generation until it asks."""
+
+    tip: Attempt | None = None
+    pending: Attempt | None = None
+    generation: int = 0
+    role: str = JOINER
+    running: bool = False
+    seat: int = 0
+    seated: str = JOINER
+
+    def is_active(self, generation: int) -> bool:
+        """By its seat in the record of `generation`, or because it became active within it."""
+        if self.seat != generation:
+            return False
+        return self.seated == ACTIVE or (self.generation == generation and self.role == ACTIVE)
+
+    def is_witness(self, generation: int) -> bool:
+        """It knows how far it came in `generation`: not when it is torn."""
+        return self.is_active(generation) and (self.tip is not None or self.generation < generation)
+
+
+NOBODY = Mem()
+
+
+class Rec(NamedTuple):
+    """A record: `loads` says that the state was lost and everyone starts from a checkpoint."""
+
+    committed: Attempt
+    loads: bool = False
+
+
+class World(NamedTuple):
+    """`base` maps an attempt to the state it was computed from, `voters` a generation to the number of its active
+    members, `votes` an attempt to its yes votes; `passed` attempts had all; `committed` ones have been applied by
+    somebody; `lowered` is the last generation that began with a loss."""
+
+    mems: tuple[Mem, ...]
+    records: tuple[Rec, ...]
+    base: tuple[tuple[Attempt, Attempt], ...] = ()
+    voters: tuple[tuple[int, int], ...] = ()
+    votes: tuple[tuple[Attempt, int], ...] = ()
+    passed: frozenset[Attempt] = frozenset()
+    committed: frozenset[Attempt] = frozenset()
+    lowered: int = 0
+
+    @property
+    def generation(self) -> int:
+        return len(self.records)
+
+    @property
+    def record(self) -> Rec:
+        return self.records[-1]
+
+
+class Op(NamedTuple):
+    """One line of a scenario. `mems`: whom it is about; `fates`: what a proposal finds each member to be."""
+
+    kind: str
+    mem: int = -1
+    other: int = -1
+    fates: tuple[str, ...] = ()
+    heard: Attempt | None = None
+    pending: Attempt | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "propose":
+            by_fate = {fate: [f"r{i}" for i, f in enumerate(self.fates) if f == fate] for fate in (PRESENT, AWAY, DIES)}
+            words = [" ".join(["propose", *by_fate[PRESENT]])]
+            words += [f"{fate} {' '.join(by_fate[fate])}" for fate in (AWAY, DIES) if by_fate[fate]]
+            words += [f"heard {spell(self.heard)}"] if self.heard else []
+            return " ; ".join(words)
+        words = [f"r{self.mem}", self.kind]
+        words += [f"r{self.other}"] if self.other >= 0 else []
+        words += [spell(self.pending)] if self.pending else []
+        return " ".join(words)
+
+
+class Violation(Exception):
+    """A promise of `commit.py` is broken. Its text says which."""
+
+
+class Void(Exception):
+    """The proposal decides nothing."""
+
+
+def spell(attempt: Attempt | None) -> str:
+    return "-" if attempt is None else f"{attempt.step}@{attempt.generation}"
+
+
+def start(num_active: int, num_joiners: int = 0) -> World:
+    active = Mem(FIRST, None, 1, ACTIVE, True, 1, ACTIVE)
+    learner = Mem(None, None, 1, LEARNER, True, 1, LEARNER)
+    return World((active,) * num_active + (learner,) * num_joiners, (Rec(FIRST),), voters=((1, num_active),))
+
+
+def history(world: World, attempt: Attempt) -> tuple[Attempt, ...]:
+    """`attempt` and all that it builds on, newest first."""
+    base = dict(world.base)
+    out = [attempt]
+    while out[-1] in base:
+        out.append(base[out[-1]])
+    return tuple(out)
+
+
+# --- what a member does within its generation
+
+
+def prepare(world: World, at: int) -> World:
+    mem = world.mems[at]
+    if not mem.running or mem.pending or mem.tip is None or mem.role == JOINER:
+        raise Void("only a whole, running member prepares, and one step at a time")
+    attempt = Attempt(mem.tip.step + 1, mem.generation)
+    base = dict(world.base)
+    if base.setdefault(attempt, mem.tip) != mem.tip:
+        raise Violation(f"{spell(attempt)} names two gradients")
+    world = _with(world, at, mem._replace(pending=attempt))._replace(base=tuple(sorted(base.items())))
+    if mem.role != ACTIVE:
+        return world
+    votes = dict(world.votes)
+    votes[attempt] = votes.get(attempt, 0) + 1
+    passed = world.passed
+    if votes[attempt] == dict(world.voters)[mem.generation]:
+        passed |= {attempt}
+    return world._replace(votes=tuple(sorted(votes.items())), passed=passed)
+
+
+def reduce(world: World, at: int, attempt: Attempt) -> World:
+    """A learner whose state is not whole has the reduced gradient of a step that the active members are in."""
+    mem = world.mems[at]
+    if not (mem.running and mem.role == LEARNER and mem.tip is None and mem.pending != attempt):
+        raise Void("only a healing learner")
+    if attempt.generation != mem.generation or attempt not in dict(world.votes):
+        raise Void("nobody is in that step")
+    return _with(world, at, mem._replace(pending=attempt))
+
+
+def commit(world: World, at: int) -> World:
+    mem = _voted(world, at)
+    assert mem.pending is not None
+    return _with(world, at, mem._replace(tip=mem.pending, pending=None))._replace(
+        committed=world.committed | {mem.pending}
+    )
+
+
+def tear(world: World, at: int) -> World:
+    """Fails while it applies what was voted."""
+    mem = _voted(world, at)
+    assert mem.pending is not None
+    return _with(world, at, mem._replace(tip=None, pending=None, running=False))._replace(
+        committed=world.committed | {mem.pending}
+    )
+
+
+def _voted(world: World, at: int) -> Mem:
+    mem = world.mems[at]
+    if not mem.running or mem.pending not in world.passed or mem.tip is None:
+        raise Void("no vote to act on")
+    if dict(world.base)[mem.pending] != mem.tip:
+        raise Void("it lags behind")
+    return mem
+
+
+def heal(world: World, at: int, source: int) -> World:
+    mem, holder = world.mems[at], world.mems[source]
+    if not (mem.running and mem.role == LEARNER and mem.tip is None):
+        raise Void("only a healing learner")
+    if not (holder.generation == mem.generation and holder.role == ACTIVE and holder.tip is not None):
+        raise Void("not a source")
+    pending = mem.pending if mem.pending and dict(world.base)[mem.pending] == holder.tip else None
+    return _with(world, at, mem._replace(tip=holder.tip, pending=pending))
+
+
+def activate(world: World, at: int) -> World:
+    mem = world.mems[at]
+    if not (mem.running and mem.role == LEARNER and mem.pending is None and mem.tip in world.passed):
+        raise Void("only a whole learner, at the boundary that a vote announced")
+    assert mem.tip is not None
+    if mem.tip.generation != mem.generation or Attempt(mem.tip.step + 1, mem.generation) in dict(world.votes):
+        raise Void("too late for this boundary")
+    voters = dict(world.voters)
+    voters[mem.generation] += 1
+    return _with(world, at, mem._replace(role=ACTIVE))._replace(voters=tuple(sorted(voters.items())))
+
+
+# --- the generation change
+
+
+def propose(world: World, rule: Rule, fates: tuple[str, ...], heard: Attempt | None) -> World:
+    mems = [NOBODY if fate == DIES else mem for mem, fate in zip(world.mems, fates, strict=True)]
+    present = [at for at, fate in enumerate(fates) if fate == PRESENT]
+    away = [at for at, fate in enumerate(fates) if fate == AWAY]
+    generation = world.generation
+    seat_is_away = any(mems[at].seat == generation for at in away)
+    if not present or (seat_is_away and not any(mems[at].is_witness(generation) for at in present)):
+        raise Void("no witness")
+    standings = [Standing(mems[at].tip, mems[at].pending, mems[at].is_active(generation)) for at in present]
+    committed = rule.resolve(world.record.committed, generation, standings, () if heard is None else (heard,)).committed
+    actions = {at: rule.action(mems[at].tip, mems[at].pending, committed) for at in present}
+    is_lost = all(answer is Action.HEAL for answer in actions.values())
+    if is_lost and seat_is_away:
+        raise Void("a holder may live")
+    _check_truth(world, committed, [mems[at] for at in (present if is_lost else range(len(mems)))])
+    _check_actions(world, committed, mems, actions)
+    if is_lost:
+        committed = dict(world.base).get(world.record.committed, world.record.committed)
+        if committed.step == 0:
+            committed = Attempt(0, generation + 1)
+    num_active = 0
+    for at in present:
+        loads = is_lost and (committed.step > 0 or num_active == 0)
+        seated = ACTIVE if loads or actions[at] is not Action.HEAL else LEARNER
+        num_active += seated == ACTIVE
+        mems[at] = mems[at]._replace(running=False, seat=generation + 1, seated=seated)
+    return world._replace(
+        mems=tuple(mems),
+        records=(*world.records, Rec(committed, is_lost)),
+        voters=(*world.voters, (generation + 1, num_active)),
+        committed=world.committed | ({committed} if Action.APPLY in actions.values() else set()),
+        lowered=generation + 1 if is_lost else world.lowered,
+    )
+
+
+def _check_truth(world: World, committed: Attempt, living: Iterable[Mem]) -> None:
+    """C1 for the `living`, and C4."""
+    past = history(world, committed)
+    if world.record.committed not in past:
+        raise Violation(f"C4: {spell(committed)} does not build on {spell(world.record.committed)}, which was the truth")
+    for attempt in past[: past.index(world.record.committed)]:
+        if attempt.generation != world.generation:
+            raise Violation(f"C4: {spell(attempt)} was given up, and comes back")
+    for attempt in world.committed - set(past):
+        if attempt.generation < world.lowered:
+            continue  # lost with all who had it, as far as the record could tell
+        for mem in living:
+            how = "held" if mem.tip and attempt in history(world, mem.tip) else ""
+            how = "prepared" if _can_apply(world, mem, attempt) else how
+            if how:
+                raise Violation(f"C1: {spell(attempt)} was committed and is {how}, but the truth is {spell(committed)}")
+
+
+def _check_actions(world: World, committed: Attempt, mems: list[Mem], actions: dict[int, Action]) -> None:
+    """C2 and R4: whoever acts ends up in the state that `committed` names."""
+    for at, answer in actions.items():
+        mem = mems[at]
+        if answer is Action.KEEP and mem.tip != committed:
+            raise Violation(f"C2: r{at} keeps {spell(mem.tip)}, but the truth is {spell(committed)}")
+        if answer is Action.APPLY and not _can_apply(world, mem, committed):
+            raise Violation(f"R4: r{at} applies {spell(mem.pending)} to {spell(mem.tip)} for {spell(committed)}")
+
+
+def _can_apply(world: World, mem: Mem, attempt: Attempt) -> bool:
+    return mem.tip is not None and mem.pending == attempt and dict(world.base)[attempt] == mem.tip
+
+
+def enter(world: World, rule: Rule, at: int, torn: bool = False) -> World:
+    """Acts on the record it is seated in, which need not be the newest."""
+    mem = world.mems[at]
+    if mem.seat <= mem.generation or mem.running:
+        raise Void("nothing to enter")
+    record = world.records[mem.seat - 1]
+    answer = rule.action(mem.tip, mem.pending, record.committed)
+    if torn and (answer is not Action.APPLY or record.loads):
+        raise Void("nothing to tear")
+    if mem.seated == LEARNER or torn:
+        tip = None
+    else:
+        tip = record.committed
+    return _with(world, at, Mem(tip, None, mem.seat, mem.seated, not torn, mem.seat, mem.seated))
+
+
+# --- all that can happen
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far to look: `changes` of the generation, and attempts up to `steps`."""
+
+    changes: int
+    steps: int
+
+
+@dataclass
+class Found:
+    """`num_worlds` distinct worlds and `num_proposals` decisions were seen, `num_lowered` of them after a loss;
+    `scenario` leads to the first `violation`."""
+
+    num_worlds: int = 0
+    num_proposals: int = 0
+    num_lowered: int = 0
+    violation: str = ""
+    scenario: tuple[Op, ...] = ()
+
+
+def explore(rule: Rule, first: World, bounds: Bounds) -> Found:
+    """Breadth first, so that a violation is reached by one of the shortest scenarios. Members are interchangeable."""
+    found = Found()
+    cause: dict[World, tuple[World, Op] | None] = {first: None}
+    seen = {_key(first)}
+    queue = deque([first])
+    while queue:
+        world = queue.popleft()
+        found.num_worlds += 1
+        for op in possible(world, bounds):
+            try:
+                after = perform(world, rule, op)
+            except Void:
+                continue
+            except Violation as violation:
+                found.violation = str(violation)
+                found.scenario = (*_path(cause, world), op)
+                return found
+            if op.kind == "propose":
+                found.num_proposals += 1
+                found.num_lowered += after.record.loads
+                if after.generation > bounds.changes:
+                    continue  # checked, and nothing comes after it
+            key = _key(after)
+            if key not in seen:
+                seen.add(key)
+                cause[after] = (world, op)
+                queue.append(after)
+    return found
+
+
+def possible(world: World, bounds: Bounds) -> Iterator[Op]:
+    """A superset of what can happen next; `perform` raises Void for the rest."""
+    fingerprints = set()
+    for at, mem in enumerate(world.mems):
+        if mem in fingerprints:
+            continue  # what it can do, its double has done
+        fingerprints.add(mem)
+        if mem.running and mem.tip and mem.tip.step < bounds.steps and not mem.pending:
+            yield Op("prepares", at)
+        if mem.running and mem.pending in world.passed:
+            yield Op("commits", at)
+            yield Op("tears", at)
+        if mem.running and mem.role == LEARNER:
+            yield Op("activates", at)
+            if mem.tip is None:
+                yield from (Op("reduces", at, pending=attempt) for attempt, _ in world.votes)
+                yield from (Op("heals", at, other) for other in range(len(world.mems)))
+        if not mem.running and mem.seat > mem.generation:
+            yield Op("enters", at)
+            yield Op("tears-entering", at)
+    news = world.committed - set(history(world, world.record.committed))
+    for fates in _fates(world, is_last=world.generation == bounds.changes):
+        for heard in (None, *sorted(news)):
+            yield Op("propose", fates=fates, heard=heard)
+
+
+def _fates(world: World, is_last: bool) -> Iterator[tuple[str, ...]]:
+    """Every choice of who asks, who is away and who is dead, members in the same state being interchangeable.
+
+    Nothing comes after the last decision, so whoever is not there is as good as dead if no active member is there, and
+    otherwise alive, which forbids more.
+    """
+    done = set()
+    for fates in itertools.product((PRESENT, AWAY) if is_last else (PRESENT, AWAY, DIES), repeat=len(world.mems)):
+        if any(fate == DIES and mem == NOBODY for mem, fate in zip(world.mems, fates, strict=True)):
+            continue
+        key = tuple(sorted(zip(world.mems, fates, strict=True), key=repr))
+        if key in done:
+            continue
+        done.add(key)
+        if is_last and not any(
+            fate == PRESENT and mem.is_active(world.generation) for mem, fate in zip(world.mems, fates, strict=True)
+        ):
+            fates = tuple(DIES if fate == AWAY else fate for fate in fates)
+        yield fates
+
+
+def perform(world: World, rule: Rule, op: Op) -> World:
+    if op.kind == "propose":
+        return propose(world, rule, op.fates, op.heard)
+    if op.kind == "enters":
+        return enter(world, rule, op.mem)
+    if op.kind == "tears-entering":
+        return enter(world, rule, op.mem, torn=True)
+    if op.kind == "heals":
+        return heal(world, op.mem, op.other)
+    if op.kind == "reduces":
+        assert op.pending is not None
+        return reduce(world, op.mem, op.pending)
+    return {"prepares": prepare, "commits": commit, "tears": tear, "activates": activate}[op.kind](world, op.mem)
+
+
+def _with(world: World, at: int, mem: Mem) -> World:
+    return world._replace(mems=(*world.mems[:at], mem, *world.mems[at + 1 :]))
+
+
+def _key(world: World) -> World:
+    return world._replace(mems=tuple(sorted(world.mems, key=repr)))
+
+
+def _path(cause: dict[World, tuple[World, Op] | None], world: World) -> tuple[Op, ...]:
+    ops: list[Op] = []
+    step = cause[world]
+    while step is not None:
+        world, op = step
+        ops.append(op)
+        step = cause[world]
+    return tuple(reversed(ops))
