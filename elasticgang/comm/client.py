@@ -137,7 +137,11 @@ class CommProcess:
         self._reply("configured", self.timeout + 5.0, "configure")
 
     def close_groups(self, timeout: float) -> None:
-        """End a generation without ending the process. Raises GangError when that fails: abort it."""
+        """End a generation without ending the process. Raises GangError when that fails, and when a work is under way,
+        which only a kill can end: abort it."""
+        with self._lock:
+            if self._works:
+                raise StaleGenerationError(f"{len(self._works)} works are under way")
         self._send({"kind": "close"})
         self._reply("configured", timeout, "close")
 
@@ -210,6 +214,8 @@ class CommProcess:
         self.abort(StaleGenerationError("the comm process was closed"))
         self._sock.close()
         if self._pidfd >= 0:
+            with contextlib.suppress(ChildProcessError):  # a child only where this process owns the fork server
+                os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
             os.close(self._pidfd)
             self._pidfd = -1
 
@@ -237,16 +243,18 @@ class CommProcess:
             raise PeerLostError(f"could not {what} the generation's groups: {message[key]}")
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):
-            while data := self._sock.recv(_MAX_MESSAGE):
-                message = json.loads(data)
-                if "done" in message:
-                    self._finish(message["done"], message["error"])
-                else:
-                    with self._replied:
-                        self._replies.append(message)
-                        self._replied.notify_all()
-        self._fail_all()
+        try:
+            with contextlib.suppress(OSError):
+                while data := self._sock.recv(_MAX_MESSAGE):
+                    message = json.loads(data)
+                    if "done" in message:
+                        self._finish(message["done"], message["error"])
+                    else:
+                        with self._replied:
+                            self._replies.append(message)
+                            self._replied.notify_all()
+        finally:
+            self._fail_all()
 
     def _finish(self, id: int, reason: str | None) -> None:
         work, blocks = self._works[id]

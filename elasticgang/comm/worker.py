@@ -132,7 +132,7 @@ class _Worker:
             self._send({"configured": None})
 
     def _configure(self, command: dict[str, Any]) -> None:
-        self._groups.clear()
+        self._close(command)
         while len(self._stores) < len(command["groups"]):
             self._stores.append(self._connect())
         started = {
@@ -153,7 +153,11 @@ class _Worker:
         return _Gloo(store, group["rank"], group["size"], options)
 
     def _close(self, command: dict[str, Any]) -> None:
-        self._groups.clear()
+        """Let go of the groups. No work of theirs is pending (the rank kills this process otherwise), so that nothing
+        of them can reach memory any more; tearing down their threads takes 40 ms, which nobody needs to wait for."""
+        ended, self._groups = self._groups, {}
+        if ended:
+            self._pool.submit(ended.clear)
 
     def _run(self, command: dict[str, Any], fds: list[int]) -> None:
         id = command["id"]

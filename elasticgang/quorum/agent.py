@@ -68,7 +68,7 @@ from elasticgang.quorum.roster import (
 _QUORUM_TIMEOUT_S = 60.0
 _HEARTBEAT_INTERVAL_S = 0.1
 _START_TIMEOUT_S = 60.0
-_ANNOUNCE_TIMEOUT_S = 30.0
+_SETTLE_TIMEOUT_S = 0.5
 
 
 class Output(Protocol):
@@ -130,6 +130,7 @@ class Agent:
         self._shown: dict[str, int] = {}
         self._coordinator_pid = 0
         self._num_starting = 0
+        self._entered = asyncio.Event()
         self._code_when_empty = 0
         self._shown_whole: set[str] = set()
 
@@ -141,6 +142,7 @@ class Agent:
 
     async def _run(self) -> int:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._on_bug)
         self._exit = self._loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, number)
@@ -149,7 +151,7 @@ class Agent:
                 self._endpoint = await self._off_loop(
                     self._asker, reach, self._job.coordinator, self._job.connect_timeout
                 )
-            self._forkserver = ForkServer(env={"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", **self._job.env})
+            self._forkserver = self._new_forkserver()
         except BaseException:
             self._stop_threads()
             raise
@@ -157,6 +159,9 @@ class Agent:
             return await self._serve()
         finally:
             await self._end_everything()
+
+    def _new_forkserver(self) -> ForkServer:
+        return ForkServer(env={"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", **self._job.env})
 
     async def _serve(self) -> int:
         assert self._exit is not None
@@ -218,6 +223,11 @@ class Agent:
         except RuntimeError as exc:
             raise OperationalError(f"cannot reach the lighthouse at {self._endpoint.lighthouse}: {exc}") from exc
 
+    def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception that nobody handles ends the job: half an agent is worse than none."""
+        error = context.get("exception")
+        self._fail(1, f"internal error in the agent: {context['message']}: {error!r}")
+
     def _on_signal(self, number: int) -> None:
         for rank in self._ranks.values():
             _kill(rank.pid, number)
@@ -278,6 +288,7 @@ class Agent:
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
             case Abort(members, generation, reason):
+                self._entered.clear()
                 self._send(members, "abort", generation=generation, reason=reason)
             case NoticeJoin(members, generation):
                 self._send(members, "join", generation=generation)
@@ -323,6 +334,9 @@ class Agent:
     # -- ranks
 
     async def _restart(self, local_rank: int, delay_s: float) -> None:
+        """Start the rank again, once those that are left are on their way: starting takes the cores they need."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._entered.wait(), _SETTLE_TIMEOUT_S)
         await asyncio.sleep(delay_s)
         await self._spawn(local_rank)
         self._num_starting -= 1
@@ -395,6 +409,7 @@ class Agent:
                 self._output.step(rank.local_rank, message["step"])
                 self._handle(Committed(rank.member, Attempt(message["step"], message["generation"])))
             case "entered":
+                self._entered.set()
                 self._events.write("entered", member=rank.member, local_rank=rank.local_rank, **message["phases"])
             case "left":
                 self._handle(Left(rank.member, message["finished"]))
@@ -449,9 +464,20 @@ class Agent:
         """Comm processes and the ranks' own children are reparented to the agent; nobody else waits for them."""
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if found.si_pid in self._local_pids or found.si_pid == self._forkserver.process.pid:
+                if found.si_pid in self._local_pids:
                     return  # its own reader reaps it, and then looks here again
+                if found.si_pid == self._forkserver.process.pid:
+                    self._forkserver.process.wait()
+                    self._background(self._off_loop(self._forker, self._replace_forkserver))
+                    continue
                 os.waitid(os.P_PID, found.si_pid, os.WEXITED)
+
+    def _replace_forkserver(self) -> None:
+        """What runs goes on; the ranks notice by themselves. Restarts queue behind this on the forking thread."""
+        if not self._stopping.is_set():
+            self._forkserver.close()
+            self._forkserver = self._new_forkserver()
+            self._forkserver.wait_ready()
 
     # -- coordinator
 

@@ -88,4 +88,5 @@ class AgentLink:
                         self._on_join(message["generation"])
         except (OSError, WireError):
             pass
-        os.killpg(0, signal.SIGKILL)
+        finally:
+            os.killpg(0, signal.SIGKILL)

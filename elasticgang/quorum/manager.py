@@ -222,6 +222,8 @@ class QuorumManager:
             OperationalError: 100 tries in a row were lost.
             StateLostError: nobody holds the committed state any more.
         """
+        if self._left:
+            raise InvalidOperationError("this rank has left the job; there is one loop over `steps` to a job")
         lost = 0
         try:
             while True:

@@ -11,7 +11,9 @@ N3  A generation is poisoned at most once, by its first error, and stays so.
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +26,8 @@ from torch import Tensor
 
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
-from elasticgang.comm.forkserver import ForkServerClient
-from elasticgang.errors import EvictedError, GangError, PeerLostError
+from elasticgang.comm.forkserver import ForkServer, ForkServerClient
+from elasticgang.errors import EvictedError, GangError, OperationalError, PeerLostError
 from elasticgang.gang import Gangs, create_fake_gangs
 from elasticgang.gang.elastic import Binding, ElasticGang
 from elasticgang.layout import Member, ParallelLayout, plan
@@ -37,6 +39,7 @@ FAMILIES = ("root", "dp", "rdp", "sdp", "tp", "pp")
 CONTROL = "control"
 
 _CLOSE_TIMEOUT_S = 2.0
+_PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
 
 
 @dataclass
@@ -56,7 +59,11 @@ class Generation:
             if self.error is None:
                 self.error = error
         if self.comm is not None:
-            self.comm.abort(error)
+            try:
+                self.comm.abort(error)
+            except OperationalError as stuck:  # R3: what cannot be fenced off must not go on beside a new generation
+                print(f"elasticgang: {self.seat.member} ends itself: {stuck}", file=sys.stderr, flush=True)
+                os.killpg(0, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,7 @@ class ElasticMembership:
             self._generation.poison(error)
 
     def committed(self, step: int, generation: int) -> None:
+        self._comms.prepare()  # not before the first commit: the survivors need the cores for that
         self._link.tell("committed", step=step, generation=generation)
 
     def sum(self, gang: str, values: Sequence[float]) -> list[float]:
@@ -173,9 +181,9 @@ class ElasticMembership:
             act(record, seat)
             phases["resolved"] = time.monotonic()
             comm = comm or self._comms.take()
-            configured = self._configure(record, seat, comm)
-            self._comms.prepare()
-            if configured:
+            if not self._configure(record, seat, comm):
+                self._comms.prepare()
+            else:
                 phases["configured"] = time.monotonic()
                 self._link.tell("entered", phases={"generation": record.generation, **phases})
                 return
@@ -282,7 +290,7 @@ class _Forks:
     """Starts comm processes, on one thread of its own."""
 
     def __init__(self, context: RankContext) -> None:
-        self._client = ForkServerClient(socket.socket(fileno=context.forks))
+        self._client: ForkServerClient = ForkServerClient(socket.socket(fileno=context.forks))
         self._context = context
         self._arena = Arena()
         self._thread = ThreadPoolExecutor(1, "comm-start")
@@ -291,8 +299,18 @@ class _Forks:
         return self._thread.submit(self._start)
 
     def _start(self) -> CommProcess:
+        try:
+            return self._start_with(self._client)
+        except OperationalError:  # the agent's fork server is gone: one of this rank's own takes its place
+            self._client.close()
+            own = ForkServer(_PRELOAD)
+            own.wait_ready()
+            self._client = own
+            return self._start_with(own)
+
+    def _start_with(self, client: ForkServerClient) -> CommProcess:
         comm = CommProcess(
-            self._client,
+            client,
             self._arena,
             store=self._context.store,
             host=self._context.host,

@@ -32,7 +32,7 @@ from elasticgang.quorum.commit import Action, Attempt, Fate, Standing
 FIRST = Attempt(0, 1)
 
 JOINER, ACTIVE, LEARNER = "joiner", "active", "learner"
-PRESENT, AWAY, DIES = "present", "away", "dies"
+FATES = PRESENT, AWAY, DIES = "present", "away", "dies"
 
 
 @dataclass(frozen=True)
@@ -402,16 +402,18 @@ def _fates(world: World, is_last: bool) -> Iterator[tuple[str, ...]]:
     Nothing comes after the last decision, so whoever is not there is as good as dead if no active member is there, and
     otherwise alive, which forbids more.
     """
-    done = set()
-    for fates in itertools.product((PRESENT, AWAY) if is_last else (PRESENT, AWAY, DIES), repeat=len(world.mems)):
-        if any(fate == DIES and mem == NOBODY for mem, fate in zip(world.mems, fates, strict=True)):
-            continue
-        key = tuple(sorted(zip(world.mems, fates, strict=True), key=repr))
-        if key in done:
-            continue
-        done.add(key)
+    groups: dict[Mem, list[int]] = {}
+    for at, mem in enumerate(world.mems):
+        groups.setdefault(mem, []).append(at)
+    choices = [
+        itertools.combinations_with_replacement((PRESENT, AWAY) if is_last or mem == NOBODY else FATES, len(ats))
+        for mem, ats in groups.items()
+    ]
+    for chosen in itertools.product(*choices):
+        fate_of = dict(zip(itertools.chain(*groups.values()), itertools.chain(*chosen), strict=True))
+        fates = tuple(fate_of[at] for at in range(len(world.mems)))
         if is_last and not any(
-            fate == PRESENT and mem.is_active(world.generation) for mem, fate in zip(world.mems, fates, strict=True)
+            fate == PRESENT and mem.is_witness(world.generation) for mem, fate in zip(world.mems, fates, strict=True)
         ):
             fates = tuple(DIES if fate == AWAY else fate for fate in fates)
         yield fates
@@ -437,7 +439,8 @@ def _with(world: World, at: int, mem: Mem) -> World:
 
 
 def _key(world: World) -> World:
-    return world._replace(mems=tuple(sorted(world.mems, key=repr)))
+    """Equal for worlds that differ only in who is who, or in what can matter no more."""
+    return world
 
 
 def _path(cause: dict[World, tuple[World, Op] | None], world: World) -> tuple[Op, ...]:
