@@ -315,6 +315,8 @@ class QuorumManager:
         attempt = Attempt(step.index + 1, self.generation)
         try:
             total = self._total_weight(weight)
+            if total <= 0:  # the same on every rank, so that all raise and none has voted
+                raise InvalidOperationError(f"the weights of step {step.index} sum to {total:g} over all ranks")
             if self._tip is not None and self._failure is None:
                 self._pending = _Pending(attempt, lambda: apply(total))
             passed = self._vote(attempt)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elasticgang.errors import InvalidOperationError
 from elasticgang.quorum.manager import QuorumManager
 
 
@@ -35,15 +34,13 @@ class Optimizer:
 
         Raises:
             ValueError: `weight` is negative or not finite. Nothing was sent.
-            InvalidOperationError: called outside `with step:`, or twice in it.
+            InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"`weight` must be finite and at least 0, but is {weight} instead.")
         return self._manager.commit(float(weight), lambda total: self._apply(total, max_norm))
 
     def _apply(self, total: float, max_norm: float | None) -> None:
-        if total <= 0:
-            raise InvalidOperationError("the weights of all ranks sum to 0, so that the gradient has no mean")
         gradients = self._gradients()
         torch._foreach_div_(gradients, total)
         if max_norm is not None:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elasticgang.quorum.commit import Action, Attempt, Fate, Standing
@@ -233,52 +233,38 @@ def activate(world: World, at: int) -> World:
 # --- the generation change
 
 
-def propose(world: World, rule: Rule, fates: tuple[str, ...], heard: Attempt | None) -> World:
-    mems = [NOBODY if fate == DIES else mem for mem, fate in zip(world.mems, fates, strict=True)]
-    present = [at for at, fate in enumerate(fates) if fate == PRESENT]
-    away = [at for at, fate in enumerate(fates) if fate == AWAY]
-    generation = world.generation
-    seat_is_away = any(mems[at].seat == generation for at in away)
-    if not present or (seat_is_away and not any(mems[at].is_witness(generation) for at in present)):
+def decide(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | None) -> tuple[Fate, dict[int, Action]]:
+    """What becomes of the step in doubt, and what each present member makes of it. Checked against what they hold."""
+    generation, record = len(world.records), world.records[-1]
+    present = {at: world.mems[at] for at, fate in enumerate(fates) if fate == PRESENT}
+    absent = [mem for mem, fate in zip(world.mems, fates, strict=True) if fate == AWAY]
+    seat_is_absent = any(mem.seat == generation for mem in absent)
+    if not present or (seat_is_absent and not any(mem.is_witness(generation) for mem in present.values())):
         raise Void("no witness")
-    standings = [Standing(mems[at].tip, mems[at].pending, mems[at].is_active(generation)) for at in present]
-    committed = rule.resolve(world.record.committed, generation, standings, () if heard is None else (heard,)).committed
-    actions = {at: rule.action(mems[at].tip, mems[at].pending, committed) for at in present}
-    is_lost = all(answer is Action.HEAL for answer in actions.values())
-    if is_lost and seat_is_away:
-        raise Void("a holder may live")
-    _check_truth(world, committed, [mems[at] for at in (present if is_lost else range(len(mems)))])
-    _check_actions(world, committed, mems, actions)
-    if is_lost:
-        committed = dict(world.base).get(world.record.committed, world.record.committed)
-        if committed.step == 0:
-            committed = Attempt(0, generation + 1)
-    num_active = 0
-    for at in present:
-        loads = is_lost and (committed.step > 0 or num_active == 0)
-        seated = ACTIVE if loads or actions[at] is not Action.HEAL else LEARNER
-        num_active += seated == ACTIVE
-        mems[at] = mems[at]._replace(running=False, seat=generation + 1, seated=seated)
-    return world._replace(
-        mems=tuple(mems),
-        records=(*world.records, Rec(committed, is_lost)),
-        voters=(*world.voters, (generation + 1, num_active)),
-        committed=world.committed | ({committed} if Action.APPLY in actions.values() else set()),
-        lowered=generation + 1 if is_lost else world.lowered,
-    )
+    standings = [Standing(mem.tip, mem.pending, mem.is_active(generation)) for mem in present.values()]
+    fate = rule.resolve(record.committed, generation, standings, () if heard is None else (heard,))
+    actions = {at: rule.action(mem.tip, mem.pending, fate.committed) for at, mem in present.items()}
+    for at, answer in actions.items():
+        mem = world.mems[at]
+        if answer is Action.KEEP and mem.tip != fate.committed:
+            raise Violation(f"C2: r{at} keeps {spell(mem.tip)}, but the truth is {spell(fate.committed)}")
+        if answer is Action.APPLY and not _can_apply(world, mem, fate.committed):
+            raise Violation(f"R4: r{at} applies {spell(mem.pending)} to {spell(mem.tip)} for {spell(fate.committed)}")
+    if all(answer is Action.HEAL for answer in actions.values()):
+        if seat_is_absent:
+            raise Void("a holder may live")
+        absent = []  # as far as the record can tell, all that is left is here
+    _check_truth(world, fate.committed, [*present.values(), *absent])
+    return fate, actions
 
 
-def _check_truth(world: World, committed: Attempt, living: Iterable[Mem]) -> None:
-    """C1 for the `living`, and C4."""
-    past = history(world, committed)
-    if world.record.committed not in past:
-        raise Violation(f"C4: {spell(committed)} does not build on {spell(world.record.committed)}, which was the truth")
-    for attempt in past[: past.index(world.record.committed)]:
-        if attempt.generation != world.generation:
-            raise Violation(f"C4: {spell(attempt)} was given up, and comes back")
-    for attempt in world.committed - set(past):
-        if attempt.generation < world.lowered:
-            continue  # lost with all who had it, as far as the record could tell
+def _check_truth(world: World, committed: Attempt, living: Sequence[Mem]) -> None:
+    past, record = history(world, committed), world.records[-1]
+    if any(attempt.generation != len(world.records) for attempt in set(past) - set(history(world, record.committed))):
+        raise Violation(f"C4: {spell(committed)} was given up for {spell(record.committed)}, and comes back")
+    for attempt in world.committed:
+        if attempt in past or attempt.generation < world.lowered:
+            continue  # the latter was lost with all who had it, as far as the record could tell
         for mem in living:
             how = "held" if mem.tip and attempt in history(world, mem.tip) else ""
             how = "prepared" if _can_apply(world, mem, attempt) else how
@@ -286,18 +272,31 @@ def _check_truth(world: World, committed: Attempt, living: Iterable[Mem]) -> Non
                 raise Violation(f"C1: {spell(attempt)} was committed and is {how}, but the truth is {spell(committed)}")
 
 
-def _check_actions(world: World, committed: Attempt, mems: list[Mem], actions: dict[int, Action]) -> None:
-    """C2 and R4: whoever acts ends up in the state that `committed` names."""
-    for at, answer in actions.items():
-        mem = mems[at]
-        if answer is Action.KEEP and mem.tip != committed:
-            raise Violation(f"C2: r{at} keeps {spell(mem.tip)}, but the truth is {spell(committed)}")
-        if answer is Action.APPLY and not _can_apply(world, mem, committed):
-            raise Violation(f"R4: r{at} applies {spell(mem.pending)} to {spell(mem.tip)} for {spell(committed)}")
-
-
 def _can_apply(world: World, mem: Mem, attempt: Attempt) -> bool:
-    return mem.tip is not None and mem.pending == attempt and dict(world.base)[attempt] == mem.tip
+    return mem.pending == attempt and mem.tip is not None and dict(world.base)[attempt] == mem.tip
+
+
+def propose(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | None) -> World:
+    fate, actions = decide(world, rule, fates, heard)
+    committed, generation = fate.committed, len(world.records) + 1
+    is_lost = all(answer is Action.HEAL for answer in actions.values())
+    if is_lost:  # load the state before the recorded one, or begin anew
+        committed = dict(world.base).get(world.record.committed, world.record.committed)
+        if committed.step == 0:
+            committed = Attempt(0, generation)
+    num_active = 0
+    mems = [NOBODY if fate == DIES else mem for mem, fate in zip(world.mems, fates, strict=True)]
+    for at, answer in actions.items():
+        loads = is_lost and (committed.step > 0 or num_active == 0)
+        seated = ACTIVE if loads or answer is not Action.HEAL else LEARNER
+        num_active += seated == ACTIVE
+        mems[at] = mems[at]._replace(running=False, seat=generation, seated=seated)
+    return world._replace(
+        mems=tuple(mems),
+        records=(*world.records, Rec(committed, is_lost)),
+        voters=(*world.voters, (generation, num_active)),
+        lowered=generation if is_lost else world.lowered,
+    )
 
 
 def enter(world: World, rule: Rule, at: int, torn: bool = False) -> World:
@@ -306,14 +305,12 @@ def enter(world: World, rule: Rule, at: int, torn: bool = False) -> World:
     if mem.seat <= mem.generation or mem.running:
         raise Void("nothing to enter")
     record = world.records[mem.seat - 1]
-    answer = rule.action(mem.tip, mem.pending, record.committed)
-    if torn and (answer is not Action.APPLY or record.loads):
+    applies = rule.action(mem.tip, mem.pending, record.committed) is Action.APPLY
+    if torn and not applies:
         raise Void("nothing to tear")
-    if mem.seated == LEARNER or torn:
-        tip = None
-    else:
-        tip = record.committed
-    return _with(world, at, Mem(tip, None, mem.seat, mem.seated, not torn, mem.seat, mem.seated))
+    tip = None if torn or mem.seated == LEARNER else record.committed
+    world = _with(world, at, Mem(tip, None, mem.seat, mem.seated, not torn, mem.seat, mem.seated))
+    return world._replace(committed=world.committed | {record.committed}) if applies else world
 
 
 # --- all that can happen
@@ -329,12 +326,10 @@ class Bounds:
 
 @dataclass
 class Found:
-    """`num_worlds` distinct worlds and `num_proposals` decisions were seen, `num_lowered` of them after a loss;
-    `scenario` leads to the first `violation`."""
+    """`num_worlds` distinct worlds and `num_proposals` were seen; `scenario` leads to the first `violation`."""
 
     num_worlds: int = 0
     num_proposals: int = 0
-    num_lowered: int = 0
     violation: str = ""
     scenario: tuple[Op, ...] = ()
 
@@ -350,18 +345,16 @@ def explore(rule: Rule, first: World, bounds: Bounds) -> Found:
         found.num_worlds += 1
         for op in possible(world, bounds):
             try:
+                if op.kind == "propose":
+                    found.num_proposals += 1
+                    if world.generation == bounds.changes:
+                        decide(world, rule, op.fates, op.heard)
+                        continue  # checked, and nothing comes after it
                 after = perform(world, rule, op)
             except Void:
                 continue
             except Violation as violation:
-                found.violation = str(violation)
-                found.scenario = (*_path(cause, world), op)
-                return found
-            if op.kind == "propose":
-                found.num_proposals += 1
-                found.num_lowered += after.record.loads
-                if after.generation > bounds.changes:
-                    continue  # checked, and nothing comes after it
+                return replace(found, violation=str(violation), scenario=(*_path(cause, world), op))
             key = _key(after)
             if key not in seen:
                 seen.add(key)
@@ -390,7 +383,7 @@ def possible(world: World, bounds: Bounds) -> Iterator[Op]:
         if not mem.running and mem.seat > mem.generation:
             yield Op("enters", at)
             yield Op("tears-entering", at)
-    news = world.committed - set(history(world, world.record.committed))
+    news = world.committed.difference(history(world, world.record.committed))
     for fates in _fates(world, is_last=world.generation == bounds.changes):
         for heard in (None, *sorted(news)):
             yield Op("propose", fates=fates, heard=heard)
@@ -438,9 +431,32 @@ def _with(world: World, at: int, mem: Mem) -> World:
     return world._replace(mems=(*world.mems[:at], mem, *world.mems[at + 1 :]))
 
 
-def _key(world: World) -> World:
+def _key(world: World) -> object:
     """Equal for worlds that differ only in who is who, or in what can matter no more."""
-    return world
+    named = {attempt for mem in world.mems for attempt in (mem.tip, mem.pending) if attempt}
+    past = set(history(world, world.record.committed))
+    kept = past.union(*(history(world, attempt) for attempt in named))
+    running = {mem.generation for mem in world.mems if mem.running}
+    return (
+        tuple(sorted(map(_number, world.mems))),
+        world.generation,
+        world.record,
+        tuple({mem.seat: world.records[mem.seat - 1] for mem in world.mems if mem.seat > mem.generation}.items()),
+        tuple(item for item in world.base if item[0] in kept),
+        tuple(item for item in world.voters if item[0] in running),
+        tuple(item for item in world.votes if item[0].generation in running),
+        frozenset(attempt for attempt in world.passed if attempt.generation in running),
+        world.committed - past,
+        world.lowered,
+    )
+
+
+_NUMBERS: dict[Mem, int] = {}
+
+
+def _number(mem: Mem) -> int:
+    """Members are sorted by these: `None` does not compare."""
+    return _NUMBERS.setdefault(mem, len(_NUMBERS))
 
 
 def _path(cause: dict[World, tuple[World, Op] | None], world: World) -> tuple[Op, ...]:
