@@ -84,10 +84,18 @@ class CommProcess:
     """A comm process and the works given to it. Thread-safe but for `configure` and `close_groups` (one caller)."""
 
     def __init__(
-        self, forkserver: ForkServerClient, arena: Arena, *, store: str, host: str, timeout: float, group: int
+        self,
+        forkserver: ForkServerClient,
+        arena: Arena,
+        *,
+        store: str,
+        host: str,
+        timeout: float,
+        group: int,
+        name: str = "eg-comm",
     ) -> None:
         """Start the process. `store`: "host:port". `host`: the address that its peers reach it by. `timeout`:
-        seconds for a collective. `group`: the process group that it joins."""
+        seconds for a collective. `group`: the process group that it joins. `name`: its name for `ps`."""
         self.timeout = timeout
         self._arena = arena
         self._lock = threading.Lock()
@@ -109,6 +117,7 @@ class CommProcess:
                     {"store": store, "host": host, "timeout_s": timeout},
                     fds=[theirs.fileno(), watch],
                     group=group,
+                    name=name,
                 )
         except OperationalError:
             self._sock.close()

@@ -76,16 +76,24 @@ class ForkServerClient:
         stdio: Sequence[int] = (),
         env: dict[str, str] | None = None,
         group: int = 0,
+        name: str = "eg-child",
     ) -> Spawned:
         """Start a process that calls `target` ("module:function") with `args` and `fds`, the numbers they have there.
 
         `stdio`: nothing, or two descriptors for its stdout and stderr. `group`: the process group that it joins,
-        0 for one of its own.
+        0 for one of its own. `name`: as `ps -o comm` and `pgrep` show it, at most 15 bytes.
 
         Raises:
             OperationalError: the server is gone or could not fork. Nothing was started, or it ends by itself.
         """
-        request = {"target": target, "args": args, "env": env or {}, "stdio": len(stdio), "group": group}
+        request = {
+            "target": target,
+            "args": args,
+            "env": env or {},
+            "stdio": len(stdio),
+            "group": group,
+            "name": name,
+        }
         try:
             socket.send_fds(self._sock, [json.dumps(request).encode()], [*stdio, *fds])
             data, received, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, _MAX_FDS)
@@ -154,6 +162,10 @@ class ForkServer(ForkServerClient):
         self.process.wait()
 
 
+def _set_name(name: str) -> None:
+    ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
+
+
 def become_subreaper() -> None:
     """Orphans below this process become its children (prctl PR_SET_CHILD_SUBREAPER)."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -165,6 +177,7 @@ def main(argv: Sequence[str]) -> int:
     """The server process. Returns in the server when its owner is gone, and in every process that it forks."""
     control_fd, owner_pid, preload = int(argv[1]), int(argv[2]), argv[3:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _set_name("eg-forkserver")
     control = socket.socket(fileno=control_fd)
     try:
         owner = os.pidfd_open(owner_pid)
@@ -285,6 +298,7 @@ def _fork_and_report(report: socket.socket) -> int:
 def _prepare_child(request: dict[str, Any], fds: list[int]) -> Callable[[], int]:
     """Cut every tie to the server; what remains is a process as fresh as one that was executed."""
     os.setpgid(0, request["group"])
+    _set_name(request["name"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     num_stdio = request["stdio"]
     null = os.open(os.devnull, os.O_RDONLY)

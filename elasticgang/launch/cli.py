@@ -157,7 +157,11 @@ def _run(args: argparse.Namespace) -> int:
         _check_reachable(args.coordinator, args.connect_timeout)
     from elasticgang.launch.run import run_job
 
-    return run_job(args)
+    code = run_job(args)
+    # Everything is ended and reaped. The interpreter would still wait for a thread that is in a call to the lighthouse.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _check_reachable(address: str, timeout: float) -> None:

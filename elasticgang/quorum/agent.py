@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from torchft.coordination import LighthouseClient
 
-from elasticgang.comm.forkserver import ForkServer
+from elasticgang.comm.forkserver import ForkServer, Spawned
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.quorum import wire
 from elasticgang.quorum.commit import Attempt
@@ -130,6 +130,7 @@ class Agent:
         self._shown: dict[str, int] = {}
         self._coordinator_pid = 0
         self._num_starting = 0
+        self._away_since = 0.0
         self._entered = asyncio.Event()
         self._code_when_empty = 0
         self._shown_whole: set[str] = set()
@@ -204,7 +205,10 @@ class Agent:
         owner = os.pidfd_open(os.getpid())
         try:
             spawned = self._forkserver.spawn(
-                "elasticgang.quorum.coordinator:main", {"host": "127.0.0.1", "port": 0}, fds=[writer, owner]
+                "elasticgang.quorum.coordinator:main",
+                {"host": "127.0.0.1", "port": 0},
+                fds=[writer, owner],
+                name="eg-coordinator",
             )
         finally:
             os.close(writer)
@@ -357,7 +361,14 @@ class Agent:
         rank_done.add_done_callback(self._tasks.discard)
         self._loop.add_reader(spawned.pidfd, self._on_death, rank, rank_done)
 
-    def _fork_rank(self, member: str, local_rank: int, link: socket.socket) -> Any:
+    def _fork_rank(self, member: str, local_rank: int, link: socket.socket) -> Spawned:
+        try:
+            return self._try_fork_rank(member, local_rank, link)
+        except OperationalError:
+            self._replace_forkserver()
+            return self._try_fork_rank(member, local_rank, link)
+
+    def _try_fork_rank(self, member: str, local_rank: int, link: socket.socket) -> Spawned:
         forks = self._forkserver.connect()
         stdio = self._output.open(local_rank)
         try:
@@ -376,6 +387,7 @@ class Agent:
                 },
                 fds=[link.fileno(), forks.fileno()],
                 stdio=stdio,
+                name=f"eg-rank-{local_rank}",
                 env={"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self._job.num_ranks)},
             )
         finally:
@@ -473,8 +485,8 @@ class Agent:
                 os.waitid(os.P_PID, found.si_pid, os.WEXITED)
 
     def _replace_forkserver(self) -> None:
-        """What runs goes on; the ranks notice by themselves. Restarts queue behind this on the forking thread."""
-        if not self._stopping.is_set():
+        """On the forking thread, where restarts queue behind it. What runs goes on; the ranks notice by themselves."""
+        if not self._stopping.is_set() and self._forkserver.process.poll() is not None:
             self._forkserver.close()
             self._forkserver = self._new_forkserver()
             self._forkserver.wait_ready()
@@ -491,11 +503,21 @@ class Agent:
         if delay_s:
             await asyncio.sleep(delay_s)
         report = self._roster.report()
-        answer = await self._off_loop(self._asker, self._agree, report)
+        try:
+            answer = await self._off_loop(self._asker, self._agree, report)
+        except OperationalError as exc:
+            self._away_since = self._away_since or time.monotonic()
+            if time.monotonic() - self._away_since > self._job.connect_timeout:
+                self._fail(1, f"no generation can be agreed without the coordinator at {self._endpoint.address}: {exc}")
+                return
+            answer = Void(str(exc))
+        else:
+            self._away_since = 0.0
         self._handle(Answered(answer))
 
     def _agree(self, report: Report) -> Record | Void | Lost:
-        """Ask the lighthouse and write the record that follows, in the asking thread."""
+        """Ask the lighthouse and write the record that follows, on the asking thread. Raises OperationalError when the
+        coordinator does not answer."""
         try:
             quorum = self._lighthouse.quorum(
                 replica_id=report.agent,
@@ -508,11 +530,11 @@ class Agent:
                 data=report_to_json(report),
             )
             proposal = [report_from_json(participant.data) for participant in quorum.participants]
+            return publish(self._endpoint, report.job, proposal)
         except (RuntimeError, TimeoutError) as exc:
-            return Void(f"the lighthouse did not answer: {exc}")
+            raise OperationalError(str(exc).partition("\n")[0].partition(", details")[0]) from exc
         except (KeyError, TypeError, ValueError) as exc:
             return Void(f"a participant's report is not one: {exc!r}")
-        return publish(self._endpoint, report.job, proposal)
 
 
 def publish(endpoint: Endpoint, job: str, proposal: Sequence[Report]) -> Record | Void | Lost:

@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from elasticgang.errors import LayoutError
@@ -255,16 +255,15 @@ def _outdated(record: Record | None, reports: Sequence[Report]) -> Void | None:
 
 
 def _without_witness(record: Record | None, reports: Sequence[Report]) -> Void | None:
-    """D2: without one active member of the recorded generation, only joiners are here."""
+    """D2: without a witness of the recorded generation, what was committed in it may be unknown here."""
     if record is None:
         return None
-    present = {member.id: member for report in reports for member in report.members}
-    if any(_is_active(record, member) for member in present.values()):
+    if any(_is_witness(record, member) for report in reports for member in report.members):
         return None
     living = _may_live(record, reports)
     if not living:
         return None
-    return Void(f"no active member of generation {record.generation} is here, but {', '.join(living)} may live")
+    return Void(f"no witness of generation {record.generation} is here, but {', '.join(living)} may live")
 
 
 def _is_active(record: Record, member: MemberReport) -> bool:
@@ -275,17 +274,20 @@ def _is_active(record: Record, member: MemberReport) -> bool:
     return seat.status == ACTIVE or (member.active and member.entered == record.generation)
 
 
+def _is_witness(record: Record, member: MemberReport) -> bool:
+    """It knows what its vote led to: an active member that is torn does not, unless it never entered the generation."""
+    return _is_active(record, member) and (member.tip is not None or member.entered < record.generation)
+
+
 def _may_live(record: Record, reports: Sequence[Report], model: tuple[int, int, int] | None = None) -> list[str]:
-    """Seated members of the record, of the model coordinates `model` if given, neither present nor known to be gone."""
+    """Members of the record that are neither present nor known to be gone: those that may have taken part in its
+    generation, or those that may hold the model coordinates `model`. Learners and spares may hold any, from before."""
     accounted = {member.id for report in reports for member in report.members}
     accounted.update(gone for report in reports for gone in report.gone)
-    return [
-        seat.member
-        for seat in record.seats
-        if seat.status != SPARE
-        and seat.member not in accounted
-        and (model is None or record.model_coordinates(seat.member) == model)
-    ]
+    absent = [seat for seat in record.seats if seat.member not in accounted]
+    if model is None:
+        return [seat.member for seat in absent if seat.status != SPARE]
+    return [seat.member for seat in absent if seat.status != ACTIVE or record.model_coordinates(seat.member) == model]
 
 
 def _committed(
@@ -310,6 +312,9 @@ def _committed(
     for model in missing:
         if living := _may_live(record, reports, model):
             return Void(f"nobody here holds {_name(fate.committed)}, but {', '.join(living)} may")
+    if fate.rolled_forward:  # nobody is left who has the rest of what was in doubt, and nobody here has applied it
+        dropped = [replace(m, pending=None) if m.pending == fate.committed else m for m in members]
+        return _committed(record, reports, dropped)
     if fate.committed.step == 0:
         return _Truth(Attempt(0, generation), designated=True)
     checkpoint = max((report.checkpoint for report in reports if report.checkpoint is not None), default=None)
@@ -366,15 +371,21 @@ def report_from_json(data: dict[str, Any]) -> Report:
 
 def member_from_json(data: dict[str, Any]) -> MemberReport:
     holds = data["holds"]
+    if holds is not None:
+        pp, sdp, tp = holds
+        holds = int(pp), int(sdp), int(tp)
     return MemberReport(
         **{
             **data,
             "tip": attempt_from_json(data["tip"]),
             "pending": attempt_from_json(data["pending"]),
-            "holds": None if holds is None else (int(holds[0]), int(holds[1]), int(holds[2])),
+            "holds": holds,
         }
     )
 
 
 def attempt_from_json(data: Sequence[int] | None) -> Attempt | None:
-    return None if data is None else Attempt(int(data[0]), int(data[1]))
+    if data is None:
+        return None
+    step, generation = data
+    return Attempt(int(step), int(generation))

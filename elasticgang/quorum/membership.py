@@ -316,6 +316,7 @@ class _Forks:
             host=self._context.host,
             timeout=self._context.collective_timeout,
             group=os.getpgid(0),
+            name=f"eg-comm-{self._context.local_rank}",
         )
         comm.wait_ready()
         return comm
