@@ -52,10 +52,11 @@ class ParallelLayout:
                 raise LayoutError(f"`{name}` must be an integer of at least 1, but is {size!r} instead.")
         given: object = self.within_host
         named = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else ("",)
-        if len(set(named)) != len(named) or not set(named) <= set(MODEL_AXES):
+        ordered = tuple(axis for axis in MODEL_AXES if axis in named)
+        if len(ordered) != len(named):
             names = ", ".join(MODEL_AXES)
             raise LayoutError(f"`within_host` must be a tuple of some of {names}, each once, but is {given!r} instead.")
-        object.__setattr__(self, "within_host", tuple(axis for axis in MODEL_AXES if axis in named))
+        object.__setattr__(self, "within_host", ordered)
 
     @property
     def unit(self) -> int:

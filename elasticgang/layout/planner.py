@@ -1,113 +1,121 @@
-"""Members -> who sits where in a generation.
+"""Members -> plan: who sits where in the next generation, so that as few as possible must move or fetch state.
 
-Pure: equal members, layout and previous plan give equal plans on every host, in whatever order the members come.
+Pure: no clocks, sockets or torch. `seating.py` does the work in the middle.
+
+N1  Equal members, layout and previous plan give equal plans, in whatever order the members come, on every host and in
+    every Python version.
+N2  As many replica groups are seated as the members and `within_host` allow.
+N3  A member fetches state when it is seated at model coordinates (pp, sdp, tp) that it did not have in the previous
+    plan. No seating of as many groups has fewer of these. With blocks of one seat there is at most one for each hole in
+    the groups that stay; there are fewer when a member of a dissolved group fills a hole at its own coordinates.
+N4  The groups that stay are those with the fewest holes, then the lowest `rdp`, in their previous order. New groups
+    follow them.
+N5  Who waits comes before who would have to leave a seat, and on the hole's host before elsewhere.
+N6  With a previous plan of other model sizes there is nothing to keep: its members are seated like newcomers.
+
+A *block* is the set of seats of a replica group that differ only along `within_host`: it lies on one host. Where
+`within_host` is empty, or its sizes are 1, a block is one seat.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import TypeVar
 
 from elasticgang.errors import LayoutError
 from elasticgang.layout.grid import groups_over
-from elasticgang.layout.layout import AXES, FAMILIES, ParallelLayout
+from elasticgang.layout.layout import ParallelLayout
+from elasticgang.layout.seating import seat_members
+from elasticgang.layout.seats import Member, Plan
+from elasticgang.layout.staying import Cut, Former
 
+__all__ = ["Member", "Plan", "plan"]
 
-@dataclass(frozen=True)
-class Member:
-    """One incarnation of a rank process, and the host it runs on."""
+T = TypeVar("T")
 
-    id: str
-    host: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who sits where. `shape`: sizes of pp, rdp, sdp, tp; `seats`: the active members in rank order; `spares`: ids."""
-
-    shape: tuple[int, int, int, int]
-    seats: tuple[Member, ...]
-    spares: tuple[str, ...] = ()
-
-    @property
-    def size(self) -> int:
-        """Active members."""
-        return len(self.seats)
-
-    @cached_property
-    def ranks(self) -> Mapping[str, int]:
-        """Rank of each active member, by its id."""
-        return MappingProxyType({member.id: rank for rank, member in enumerate(self.seats)})
-
-    def coordinates(self, member_id: str) -> dict[str, int]:
-        """Index along each axis of the member's seat.
-
-        Raises:
-            KeyError: the member has no seat: it is a spare, or unknown.
-        """
-        rank = self.ranks[member_id]
-        coordinates = {}
-        for axis, size in zip(reversed(AXES), reversed(self.shape), strict=True):
-            rank, coordinates[axis] = divmod(rank, size)
-        return {axis: coordinates[axis] for axis in AXES}
-
-    def groups(self, family: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each gang of the family, in rank order; a rank is in exactly one.
-
-        Raises:
-            ValueError: there is no such family.
-        """
-        if family not in FAMILIES:
-            raise ValueError(f"`family` must be one of {', '.join(FAMILIES)}, but is {family!r} instead.")
-        return groups_over(self.shape, FAMILIES[family])
-
-    @cached_property
-    def digest(self) -> str:
-        """The same for equal plans in every process and Python version; 16 hexadecimal digits."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "shape": list(self.shape),
-            "seats": [[member.id, member.host] for member in self.seats],
-            "spares": list(self.spares),
-        }
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Plan:
-        """Raises KeyError, TypeError or ValueError when `data` is not a plan."""
-        pp, rdp, sdp, tp = map(int, data["shape"])
-        seats = tuple(Member(str(id), str(host)) for id, host in data["seats"])
-        return Plan((pp, rdp, sdp, tp), seats, tuple(map(str, data["spares"])))
-
-    def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
-        return Plan, (self.shape, self.seats, self.spares)
+MAX_HOSTS_NAMED = 8
 
 
 def plan(members: Iterable[Member], layout: ParallelLayout, previous: Plan | None = None) -> Plan:
-    """Seat `members`; survivors of `previous` move as little as possible.
+    """Seat `members` for the next generation; see the rules above. n log n in the number of members.
 
     Raises:
-        LayoutError: a member id appears twice, or fewer than `min_replicas` whole replica groups can be seated.
+        LayoutError: a member id appears twice, or fewer than `min_replicas` whole replica groups can be seated; it says
+            how many members are missing, and on which hosts.
     """
-    present = sorted(members, key=lambda member: (member.host, member.id))
-    by_id = {member.id: member for member in present}
-    if len(by_id) != len(present):
-        raise LayoutError("`members` must have distinct ids.")
-    replicas = len(present) // layout.unit
+    present = _by_id(members)
+    cut = Cut(groups_over((layout.pp, 1, layout.sdp, layout.tp), layout.within_host))
+    on_host = Counter(member.host for member in present.values())
+    replicas = sum(num // cut.block_size for num in on_host.values()) // cut.num_blocks
     if replicas < layout.min_replicas:
-        raise LayoutError(f"{layout.min_replicas * layout.unit - len(present)} members are missing.")
-    known = {member.id for member in previous.seats} if previous else set()
-    waiting = (member for member in present if member.id not in known)
-    seats = [by_id.get(member.id) or next(waiting, None) for member in (previous.seats if previous else ())]
-    order = list(itertools.chain((member for member in seats if member is not None), waiting))
-    size = replicas * layout.unit
+        raise LayoutError(_shortage(present, on_host, layout, cut, previous))
+    if previous is not None and _model_sizes(previous) != (layout.pp, layout.sdp, layout.tp):
+        previous = None
+    former = [] if previous is None else _swap_outer(previous.seats, layout.pp, previous.shape[1])
+    left = Former([present.get(member.id) for member in former], [member.host for member in former])
+    seats, idle = seat_members(cut, replicas, _waiting(present, previous), left)
     shape = (layout.pp, replicas, layout.sdp, layout.tp)
-    return Plan(shape, tuple(order[:size]), tuple(member.id for member in order[size:]))
+    return Plan(shape, tuple(_swap_outer(seats, replicas, layout.pp)), tuple(member.id for member in idle))
+
+
+def _by_id(members: Iterable[Member]) -> dict[str, Member]:
+    given = list(members)
+    present = {member.id: member for member in given}
+    if len(present) != len(given):
+        twice = min(id for id, times in Counter(member.id for member in given).items() if times > 1)
+        raise LayoutError(f"`members` must have an id each, but {twice!r} appears more than once.")
+    return present
+
+
+def _model_sizes(previous: Plan) -> tuple[int, int, int]:
+    pp, _, sdp, tp = previous.shape
+    return pp, sdp, tp
+
+
+def _waiting(present: Mapping[str, Member], previous: Plan | None) -> list[Member]:
+    """Members without a seat in `previous`: its spares in their order, then newcomers by host and id."""
+    if previous is None:
+        spares, known = [], frozenset[str]()
+    else:
+        spares = [present[id] for id in previous.spares if id in present]
+        known = frozenset((*previous.spares, *previous.ranks))
+    newcomers = [member for id, member in present.items() if id not in known]
+    return spares + sorted(newcomers, key=attrgetter("host", "id"))
+
+
+def _swap_outer(seats: Sequence[T], outer: int, inner: int) -> list[T]:
+    """`seats` as [outer][inner][rest] -> [inner][outer][rest]: from rank order to replica groups, or back."""
+    rest = len(seats) // (outer * inner)
+    starts = ((i * inner + j) * rest for j in range(inner) for i in range(outer))
+    return [seat for start in starts for seat in seats[start : start + rest]]
+
+
+def _shortage(
+    present: Mapping[str, Member], on_host: Mapping[str, int], layout: ParallelLayout, cut: Cut, previous: Plan | None
+) -> str:
+    """The fewest members that would do, as a message; hosts that lack the fewest to a block come first."""
+    size = cut.block_size
+    blocks = layout.min_replicas * cut.num_blocks - sum(num // size for num in on_host.values())
+    partial = sorted((size - num % size, host) for host, num in on_host.items() if num % size)[:blocks]
+    lacking = {host: lack for lack, host in partial}
+    elsewhere = (blocks - len(partial)) * size
+    missing = sum(lacking.values()) + elsewhere
+    where = [_on_hosts(lacking)] if lacking else []
+    if elsewhere:
+        where.append(f"{elsewhere} on any host" + (f", in blocks of {size} to a host" if size > 1 else ""))
+    lost = Counter(member.host for member in previous.seats if member.id not in present) if previous else {}
+    return (
+        f"`min_replicas` of {layout.min_replicas} takes {layout.min_replicas * layout.unit} members"
+        + (f" (blocks of {size}, each on one host)" if size > 1 else "")
+        + f", but of {len(present)} present not enough fit: {missing} missing: {', '.join(where)}."
+        + (f" Lost since the previous plan: {_on_hosts(lost)}." if lost else "")
+    )
+
+
+def _on_hosts(counts: Mapping[str, int]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    named = [f"{num} on {host}" for host, num in ordered[:MAX_HOSTS_NAMED]]
+    rest = ordered[MAX_HOSTS_NAMED:]
+    return ", ".join(named + ([f"{sum(num for _, num in rest)} on {len(rest)} more hosts"] if rest else []))

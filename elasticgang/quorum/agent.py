@@ -130,6 +130,7 @@ class Agent:
         self._shown: dict[str, int] = {}
         self._coordinator_pid = 0
         self._num_starting = 0
+        self._num_forking = 0
         self._away_since = 0.0
         self._entered = asyncio.Event()
         self._code_when_empty = 0
@@ -348,18 +349,23 @@ class Agent:
     async def _spawn(self, local_rank: int) -> None:
         member = f"{self._id}/{local_rank}/{uuid.uuid4().hex[:8]}"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            spawned = await self._off_loop(self._forker, self._fork_rank, member, local_rank, theirs)
+        self._num_forking += 1  # one that dies before its pid is known here must not be reaped as an orphan
+        try:
+            with theirs:
+                spawned = await self._off_loop(self._forker, self._fork_rank, member, local_rank, theirs)
+            self._local_pids[spawned.pid] = member
+        finally:
+            self._num_forking -= 1
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         rank = _RankProcess(member, local_rank, spawned.pid, spawned.pidfd, writer)
         self._ranks[member] = rank
-        self._local_pids[spawned.pid] = member
         self._events.write("spawned", member=member, local_rank=local_rank, pid=spawned.pid)
         self._handle(Started(member, local_rank))
         rank_done = self._loop.create_task(self._listen(rank, reader))
         self._tasks.add(rank_done)
         rank_done.add_done_callback(self._tasks.discard)
         self._loop.add_reader(spawned.pidfd, self._on_death, rank, rank_done)
+        self._reap_orphans()
 
     def _fork_rank(self, member: str, local_rank: int, link: socket.socket) -> Spawned:
         try:
@@ -474,6 +480,8 @@ class Agent:
 
     def _reap_orphans(self) -> None:
         """Comm processes and the ranks' own children are reparented to the agent; nobody else waits for them."""
+        if self._num_forking:
+            return  # `_spawn` looks here again
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if found.si_pid in self._local_pids:
@@ -530,19 +538,22 @@ class Agent:
                 data=report_to_json(report),
             )
             proposal = [report_from_json(participant.data) for participant in quorum.participants]
-            return publish(self._endpoint, report.job, proposal)
+            return publish(self._endpoint, report, proposal)
         except (RuntimeError, TimeoutError) as exc:
             raise OperationalError(str(exc).partition("\n")[0].partition(", details")[0]) from exc
         except (KeyError, TypeError, ValueError) as exc:
             return Void(f"a participant's report is not one: {exc!r}")
 
 
-def publish(endpoint: Endpoint, job: str, proposal: Sequence[Report]) -> Record | Void | Lost:
-    """Compare-and-set the record that follows from `proposal`; whoever comes second reads the first one's."""
-    key = f"elasticgang/record/{job}"
+def publish(endpoint: Endpoint, mine: Report, proposal: Sequence[Report]) -> Record | Void | Lost:
+    """Compare-and-set the record that follows from `proposal`; an agent that comes second finds itself in the first
+    one's and takes that."""
+    key = f"elasticgang/record/{mine.job}"
     store = endpoint.store
     present = store.get(key).decode() if store.check([key]) else ""
     parent = Record.from_json(json.loads(present)) if present else None
+    if parent is not None and _is_for(parent, mine):
+        return parent
     answer = next_record(parent, proposal)
     if not isinstance(answer, Record):
         return answer
@@ -551,9 +562,13 @@ def publish(endpoint: Endpoint, job: str, proposal: Sequence[Report]) -> Record 
     if written == wanted:
         return answer
     winner = Record.from_json(json.loads(written))
-    if winner.parent == answer.parent and set(winner.agents) == set(answer.agents):
-        return winner
-    return Void(f"generation {winner.generation} was agreed without this proposal")
+    return winner if _is_for(winner, mine) else Void(f"generation {winner.generation} was agreed without this agent")
+
+
+def _is_for(record: Record, mine: Report) -> bool:
+    """Whether `record` was agreed with `mine` in it: it is news to this agent and seats all of its members."""
+    seated = {seat.member for seat in record.seats}
+    return mine.seen < record.generation and all(member.id in seated for member in mine.members)
 
 
 def _kill(pid: int, number: int) -> None:

@@ -9,10 +9,14 @@ C1  If any member, dead or alive, committed an attempt, and a member that holds 
     that attempt is the committed one.
 C2  All members that hold state after acting on one answer hold the same attempt.
 C3  The decision to roll forward is part of the record, so that it is agreed before anybody applies.
+C4  What was given up for good (a lowered record) does not come back, although it is higher than what followed: after
+    the recorded attempt, only those of the recorded generation count.
 
 Why C1 holds: an attempt is committed only by a vote in which every active member took part, and a member votes only
-once it is prepared. So when somebody may have committed `(s, g)`, every active member of `g` has it prepared, and
-"all present ones have" cannot be missed; when one present active member has not, nobody can have committed it.
+once it is prepared. So when somebody may have committed `(s, g)`, every active member of `g` had it prepared, and
+those whose state is whole still have; when one of them that is present has not, nobody can have committed it. To roll
+forward what nobody committed does no harm, so who cannot tell is not asked: a torn member, that dropped it in the act,
+and a learner, unless only learners are left.
 """
 
 from __future__ import annotations
@@ -69,6 +73,8 @@ def resolve(recorded: Attempt, generation: int, present: Collection[Standing], k
 
     `recorded` is the committed attempt of the record, `known` what agents have heard committed, from members that may
     have died since. Rules 1 and 3 of the design need no branch here: they are `action`.
+
+    The caller sees to it that an active member of `generation` is among `present` while one lives, other than torn.
     """
     heard = [*(standing.tip for standing in present if standing.tip is not None), *known]
     highest = max((recorded, *(attempt for attempt in heard if attempt.generation == generation)))
@@ -82,7 +88,7 @@ def resolve(recorded: Attempt, generation: int, present: Collection[Standing], k
 
 def action(tip: Attempt | None, pending: Attempt | None, committed: Attempt) -> Action:
     """What a member with `tip` and `pending` does when `committed` is the truth. A pending attempt that is not
-    applied is dropped, and its step tried again with the same samples."""
+    applied is dropped, and its step tried again with the same samples. It is applied only to the state before it."""
     if tip == committed:
         return Action.KEEP
     if pending == committed and tip is not None and tip.step + 1 == committed.step:

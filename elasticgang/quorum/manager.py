@@ -58,8 +58,9 @@ class StateKeeper(Protocol):
     def hold(self) -> AbstractContextManager[None]:
         """While the state is changed: no healer reads; those that do are waited for, up to a limit, then dropped."""
 
-    def heal(self, sources: Sequence[str], attempt: Attempt, *, all: bool) -> bool:
-        """Load the state of `attempt` from the peers at `sources`; `all=False`: only what forward changes."""
+    def heal(self, sources: Sequence[str], attempt: Attempt, *, all: bool, cancelled: Callable[[], bool] = ...) -> bool:
+        """Load the state of `attempt` from the peers at `sources`; `all=False`: only what forward changes. Gives up
+        waiting for a source to begin its step once `cancelled`."""
 
     def close(self) -> None: ...
 
@@ -285,7 +286,9 @@ class QuorumManager:
         if self._partly_healed and self._tip is not None:
             # What forward changed in the step that this rank healed in. Not from one that healed beside it: each
             # would wait for the other.
-            self._partly_healed = not self._keeper.heal(self._healed_from, self._tip, all=False)
+            self._partly_healed = not self._keeper.heal(
+                self._healed_from, self._tip, all=False, cancelled=lambda: self.poisoned
+            )
         self._keeper.begin(self._tip)
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
@@ -314,10 +317,12 @@ class QuorumManager:
             reducer.finish()
         attempt = Attempt(step.index + 1, self.generation)
         try:
-            total = self._total_weight(weight)
+            total, num_failed = self._total_weight(weight)
+            if num_failed:  # known to all before anybody is prepared, so that nobody can roll it forward
+                return False
             if total <= 0:  # the same on every rank, so that all raise and none has voted
                 raise InvalidOperationError(f"the weights of step {step.index} sum to {total:g} over all ranks")
-            if self._tip is not None and self._failure is None:
+            if self._tip is not None:
                 self._pending = _Pending(attempt, lambda: apply(total))
             passed = self._vote(attempt)
         except GangError:
@@ -332,17 +337,20 @@ class QuorumManager:
 
     def _passed(self, attempt: Attempt) -> bool:
         self._committed = attempt
+        self._membership.committed(*attempt)  # before applying: who dies in the act must not take this with it
         if self._pending is not None:
             self._apply()
-        self._membership.committed(*attempt)
         return self._tip == attempt
 
-    def _total_weight(self, weight: float) -> float:
-        """Sum of the weights, before the vote: a step in doubt must be applicable without those who died."""
+    def _total_weight(self, weight: float) -> tuple[float, int]:
+        """The sum of the weights and the number of ranks that failed, before the vote: a step in doubt must be
+        applicable without those who died."""
         if self.poisoned:
             raise StepAborted("the step is lost")
-        mine = weight if self.member in self._active else 0.0
-        return self._membership.sum("dp", [mine])[0]
+        active = self.member in self._active
+        mine = [weight if active else 0.0, float(active and self._failure is not None)]
+        total, num_failed = self._membership.sum("root", mine)
+        return total / (self.layout.tp * self.layout.pp), int(num_failed)  # ranks of one tp or pp gang share samples
 
     def _vote(self, attempt: Attempt) -> bool:
         """One round over all seats. Learners take part, so that all know when they become active, but do not vote."""
@@ -352,7 +360,7 @@ class QuorumManager:
         voter = self.member in self._active
         failed = float(voter and self._pending is None)
         joins = float(self._membership.join_noticed)
-        whole = [float(member == self.member and self._tip is not None) for member in learners]
+        whole = [float(member == self.member and self._pending is not None) for member in learners]
         check = [1.0, float(attempt.step), float(attempt.generation)]
         result = self._membership.sum(CONTROL, [failed, joins, *check, *whole])
         size = result[2]
@@ -376,8 +384,8 @@ class QuorumManager:
     def _heal(self) -> None:
         """Load the committed state. On failure this rank stays a learner, and tries again in the next step."""
         sources = self._sources()
-        if self._keeper.heal(sources, self._committed, all=True):
-            self._tip = self._committed
+        if self._keeper.heal(sources, self._committed, all=True, cancelled=lambda: self.poisoned):
+            self._tip, self._torn = self._committed, False
             self._partly_healed, self._healed_from = True, sources
 
     def _sources(self) -> list[str]:
@@ -423,6 +431,8 @@ class QuorumManager:
         if todo is Action.HEAL or seat.status == LEARNER:
             # D4: before the first committed step, an active seat is where the state is taken from.
             fresh = seat.status == ACTIVE and record.committed.step == 0
+            if fresh and self._torn:
+                raise StateLostError("the only state left was torn while the first step was applied")
             self._tip = record.committed if fresh else None
         self._committed = record.committed
         self._entered = record.generation

@@ -39,7 +39,7 @@ def unpack(body: bytes) -> dict[str, Any]:
     """Raises WireError when `body` is not the JSON of a message."""
     try:
         message = json.loads(body)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise WireError(f"a message is not JSON: {exc}") from exc
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
         raise WireError("a message has no kind")

@@ -14,11 +14,12 @@ import copy
 import hashlib
 import json
 import logging
+import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ log = logging.getLogger("elasticgang")
 HOLD_TIMEOUT_S = 10.0
 HEAL_TIMEOUT_S = 30.0
 _READY_TIMEOUT_S = 10.0
+_CANCEL_POLL_MS = 5
 _CHUNK_BYTES = 4 << 20
 _MAX_MANIFEST_BYTES = 64 << 20
 _LENGTH = struct.Struct("!Q")
@@ -174,7 +176,7 @@ class Keeper:
                     _send(sock, json.dumps({"refused": f"this rank holds {self._serving}, not {attempt}"}).encode())
                     return
                 self._send_state(sock, request["all"])
-            except (OSError, WireError, ValueError, KeyError, TypeError) as exc:
+            except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
                 log.debug("a healer was dropped: %r", exc)
             finally:
                 with self._changed:
@@ -205,10 +207,19 @@ class Keeper:
 
     # -- healing
 
-    def heal(self, sources: Sequence[str], attempt: Attempt, *, all: bool) -> bool:
+    def heal(
+        self,
+        sources: Sequence[str],
+        attempt: Attempt,
+        *,
+        all: bool,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> bool:
         for source in sources:
+            if cancelled():
+                return False
             try:
-                state = _fetch(source, attempt, all)
+                state = _fetch(source, attempt, all, cancelled)
                 self._load_small(state["small"])
                 if all:
                     self._load_large(state["large"])
@@ -218,10 +229,11 @@ class Keeper:
         return False
 
 
-def _fetch(source: str, attempt: Attempt, all: bool) -> dict[str, Any]:
+def _fetch(source: str, attempt: Attempt, all: bool, cancelled: Callable[[], bool]) -> dict[str, Any]:
     host, _, port = source.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=HEAL_TIMEOUT_S) as sock:
         _send(sock, json.dumps({"attempt": list(attempt), "all": all}).encode())
+        _await_answer(sock, cancelled)
         manifest = json.loads(_receive(sock, _MAX_MANIFEST_BYTES))
         if "refused" in manifest:
             raise WireError(manifest["refused"])
@@ -230,8 +242,24 @@ def _fetch(source: str, attempt: Attempt, all: bool) -> dict[str, Any]:
     return state
 
 
+def _await_answer(sock: socket.socket, cancelled: Callable[[], bool]) -> None:
+    """Until the source begins its step, and no longer than the generation lives: the source may have left it, and wait
+    for this rank to do the same."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    deadline = time.monotonic() + HEAL_TIMEOUT_S
+    while not poll.poll(_CANCEL_POLL_MS):
+        if cancelled():
+            raise WireError("the generation ended before the source answered")
+        if time.monotonic() > deadline:
+            raise WireError(f"the source did not answer within {HEAL_TIMEOUT_S:g} s")
+
+
 def _receive_tensor(sock: socket.socket, shape: list[int], dtype: str) -> Tensor:
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise WireError(f"there is no dtype {dtype!r}")
+    tensor = torch.empty(shape, dtype=kind)
     data = as_bytes(tensor)
     for start in range(0, len(data), _CHUNK_BYTES):
         chunk = data[start : start + _CHUNK_BYTES]

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -38,7 +39,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    def __init__(self, *, dim: int = 160, num_layers: int = 4, num_heads: int = 4, context: int = 64) -> None:
+    def __init__(self, *, dim: int = 208, num_layers: int = 2, num_heads: int = 4, context: int = 64) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, dim), nn.Embedding(context, dim)
         self.blocks = nn.Sequential(*(Block(dim, num_heads) for _ in range(num_layers)))
@@ -75,18 +76,22 @@ class History:
             self._file.write(json.dumps({"kind": kind, "t": time.monotonic(), **fields}) + "\n")
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8, help="samples in a global batch")
     parser.add_argument("--slot", type=int, default=1, help="samples in a microbatch")
     parser.add_argument("--context", type=int, default=64, help="bytes in a sample")
-    parser.add_argument("--dim", type=int, default=160)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=208)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--output-dir", help="write each rank's history and the final parameters' digest here")
-    return parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def make_batches(args: argparse.Namespace, num_samples: int) -> eg.GlobalBatch:
+    return eg.GlobalBatch(num_samples, size=args.batch_size, slot=args.slot, seed=args.seed)
 
 
 def digest_of(model: nn.Module) -> str:
@@ -107,10 +112,10 @@ def main() -> None:
     model = eg.DistributedDataParallel(
         manager, ByteTransformer(dim=args.dim, num_layers=args.layers, context=args.context)
     )
-    adam = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    adam = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     optim = eg.Optimizer(manager, adam)
     warmup = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 20))
-    batches = eg.GlobalBatch(len(data), size=args.batch_size, slot=args.slot, seed=args.seed)
+    batches = make_batches(args, len(data))
     manager.register_state(model=model, optim=optim, warmup=warmup)
     history = History(args.output_dir, manager.member)
 
@@ -118,6 +123,7 @@ def main() -> None:
         with step:
             loss_sum = 0.0
             slots = batches.slots(step)
+            tokens = slots.num_samples * args.context
             for slot in slots:
                 with model.accumulate(last=slot.last):
                     samples = data[slot.index].long()
@@ -130,10 +136,11 @@ def main() -> None:
                 step=step.index,
                 generation=step.generation,
                 loss_sum=loss_sum,
+                tokens=tokens,
                 active=manager.num_active,
                 samples=[int(sample) for slot in slots for sample in slot.index],
             )
-            if optim.step(weight=slots.num_samples * args.context, max_norm=1.0):
+            if optim.step(weight=tokens, max_norm=1.0):
                 assert manager.tip is not None
                 history.write("committed", step=step.index, generation=manager.tip.generation, pid=os.getpid())
                 warmup.step()

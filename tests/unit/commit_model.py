@@ -1,7 +1,7 @@
 """A small job, explored exhaustively: what can members do between and across generation changes, and what survives?
 
 It knows nothing of `resolve` and `action` but their signatures: a `Rule` is handed in, its answers are carried out and
-then checked against what members really hold. A tip names the whole history of a state, because the model makes sure
+checked against what the members really hold. A tip names the whole history of a state, because the model makes sure
 that an attempt is only ever applied to the state that it was computed from.
 
 What it allows is more than a real job can do, so that nothing is missed: a member prepares without waiting for the
@@ -11,10 +11,11 @@ succeeds once every active member of its generation has prepared; one that is pr
 the vote that nobody hears. What it takes for granted:
 
 M1  A member that has asked does nothing more in its old generation (R9).
-M2  A generation tries a step once: after a dropped step comes the next generation.
+M2  A generation prepares a step once. (After a failed vote the next try needs every active member's gradient again, so
+    that it cannot be prepared while somebody is in doubt about the former.)
 M3  A learner becomes active by a vote that all active members take part in, and from the next step on.
-M4  A proposal without an active member of the record is void while a seated member is alive elsewhere (D2).
-M5  State that nobody alive holds or can apply is lowered; until then such a proposal is void (D2).
+M4  A proposal is void while a seated member may live elsewhere, if it holds no witness (D2) or no holder of the truth.
+M5  State that is not void by M4 and without a holder is lowered, and what was above it is lost.
 
 The scenarios in `golden/` are written in the words of `Op`.
 """
@@ -23,9 +24,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 from elasticgang.quorum.commit import Action, Attempt, Fate, Standing
 
@@ -84,9 +86,9 @@ class World(NamedTuple):
 
     mems: tuple[Mem, ...]
     records: tuple[Rec, ...]
-    base: tuple[tuple[Attempt, Attempt], ...] = ()
-    voters: tuple[tuple[int, int], ...] = ()
-    votes: tuple[tuple[Attempt, int], ...] = ()
+    voters: Mapping[int, int]
+    base: Mapping[Attempt, Attempt] = MappingProxyType({})
+    votes: Mapping[Attempt, int] = MappingProxyType({})
     passed: frozenset[Attempt] = frozenset()
     committed: frozenset[Attempt] = frozenset()
     lowered: int = 0
@@ -123,6 +125,20 @@ class Op(NamedTuple):
         return " ".join(words)
 
 
+def parse(line: str) -> Op:
+    """What `str` of an `Op` gives."""
+    first, *rest = (clause.split() for clause in line.split(";"))
+    if first[0] != "propose":
+        name, kind, *about = first
+        attempts = [unspell(word) for word in about if "@" in word]
+        others = [int(word[1:]) for word in about if "@" not in word]
+        return Op(kind, int(name[1:]), others[0] if others else -1, pending=attempts[0] if attempts else None)
+    clauses = {words[0]: words[1:] for words in (["present", *first[1:]], *rest)}
+    heard = clauses.pop("heard", [])
+    fates = {int(name[1:]): fate for fate, names in clauses.items() for name in names}
+    return Op("propose", fates=tuple(fates[at] for at in sorted(fates)), heard=unspell(heard[0]) if heard else None)
+
+
 class Violation(Exception):
     """A promise of `commit.py` is broken. Its text says which."""
 
@@ -135,18 +151,22 @@ def spell(attempt: Attempt | None) -> str:
     return "-" if attempt is None else f"{attempt.step}@{attempt.generation}"
 
 
+def unspell(word: str) -> Attempt:
+    step, generation = word.split("@")
+    return Attempt(int(step), int(generation))
+
+
 def start(num_active: int, num_joiners: int = 0) -> World:
     active = Mem(FIRST, None, 1, ACTIVE, True, 1, ACTIVE)
     learner = Mem(None, None, 1, LEARNER, True, 1, LEARNER)
-    return World((active,) * num_active + (learner,) * num_joiners, (Rec(FIRST),), voters=((1, num_active),))
+    return World((active,) * num_active + (learner,) * num_joiners, (Rec(FIRST),), {1: num_active})
 
 
 def history(world: World, attempt: Attempt) -> tuple[Attempt, ...]:
     """`attempt` and all that it builds on, newest first."""
-    base = dict(world.base)
     out = [attempt]
-    while out[-1] in base:
-        out.append(base[out[-1]])
+    while out[-1] in world.base:
+        out.append(world.base[out[-1]])
     return tuple(out)
 
 
@@ -158,18 +178,14 @@ def prepare(world: World, at: int) -> World:
     if not mem.running or mem.pending or mem.tip is None or mem.role == JOINER:
         raise Void("only a whole, running member prepares, and one step at a time")
     attempt = Attempt(mem.tip.step + 1, mem.generation)
-    base = dict(world.base)
-    if base.setdefault(attempt, mem.tip) != mem.tip:
+    if world.base.get(attempt, mem.tip) != mem.tip:
         raise Violation(f"{spell(attempt)} names two gradients")
-    world = _with(world, at, mem._replace(pending=attempt))._replace(base=tuple(sorted(base.items())))
+    world = _with(world, at, mem._replace(pending=attempt))._replace(base={**world.base, attempt: mem.tip})
     if mem.role != ACTIVE:
         return world
-    votes = dict(world.votes)
-    votes[attempt] = votes.get(attempt, 0) + 1
-    passed = world.passed
-    if votes[attempt] == dict(world.voters)[mem.generation]:
-        passed |= {attempt}
-    return world._replace(votes=tuple(sorted(votes.items())), passed=passed)
+    votes = world.votes.get(attempt, 0) + 1
+    passed = world.passed | {attempt} if votes == world.voters[mem.generation] else world.passed
+    return world._replace(votes={**world.votes, attempt: votes}, passed=passed)
 
 
 def reduce(world: World, at: int, attempt: Attempt) -> World:
@@ -177,7 +193,7 @@ def reduce(world: World, at: int, attempt: Attempt) -> World:
     mem = world.mems[at]
     if not (mem.running and mem.role == LEARNER and mem.tip is None and mem.pending != attempt):
         raise Void("only a healing learner")
-    if attempt.generation != mem.generation or attempt not in dict(world.votes):
+    if attempt.generation != mem.generation or attempt not in world.votes:
         raise Void("nobody is in that step")
     return _with(world, at, mem._replace(pending=attempt))
 
@@ -203,7 +219,7 @@ def _voted(world: World, at: int) -> Mem:
     mem = world.mems[at]
     if not mem.running or mem.pending not in world.passed or mem.tip is None:
         raise Void("no vote to act on")
-    if dict(world.base)[mem.pending] != mem.tip:
+    if world.base[mem.pending] != mem.tip:
         raise Void("it lags behind")
     return mem
 
@@ -214,7 +230,7 @@ def heal(world: World, at: int, source: int) -> World:
         raise Void("only a healing learner")
     if not (holder.generation == mem.generation and holder.role == ACTIVE and holder.tip is not None):
         raise Void("not a source")
-    pending = mem.pending if mem.pending and dict(world.base)[mem.pending] == holder.tip else None
+    pending = mem.pending if mem.pending and world.base[mem.pending] == holder.tip else None
     return _with(world, at, mem._replace(tip=holder.tip, pending=pending))
 
 
@@ -223,11 +239,10 @@ def activate(world: World, at: int) -> World:
     if not (mem.running and mem.role == LEARNER and mem.pending is None and mem.tip in world.passed):
         raise Void("only a whole learner, at the boundary that a vote announced")
     assert mem.tip is not None
-    if mem.tip.generation != mem.generation or Attempt(mem.tip.step + 1, mem.generation) in dict(world.votes):
+    if mem.tip.generation != mem.generation or Attempt(mem.tip.step + 1, mem.generation) in world.votes:
         raise Void("too late for this boundary")
-    voters = dict(world.voters)
-    voters[mem.generation] += 1
-    return _with(world, at, mem._replace(role=ACTIVE))._replace(voters=tuple(sorted(voters.items())))
+    voters = {**world.voters, mem.generation: world.voters[mem.generation] + 1}
+    return _with(world, at, mem._replace(role=ACTIVE))._replace(voters=voters)
 
 
 # --- the generation change
@@ -260,7 +275,7 @@ def decide(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | None
 
 def _check_truth(world: World, committed: Attempt, living: Sequence[Mem]) -> None:
     past, record = history(world, committed), world.records[-1]
-    if any(attempt.generation != len(world.records) for attempt in set(past) - set(history(world, record.committed))):
+    if any(attempt.generation < world.lowered for attempt in set(past) - set(history(world, record.committed))):
         raise Violation(f"C4: {spell(committed)} was given up for {spell(record.committed)}, and comes back")
     for attempt in world.committed:
         if attempt in past or attempt.generation < world.lowered:
@@ -273,7 +288,7 @@ def _check_truth(world: World, committed: Attempt, living: Sequence[Mem]) -> Non
 
 
 def _can_apply(world: World, mem: Mem, attempt: Attempt) -> bool:
-    return mem.pending == attempt and mem.tip is not None and dict(world.base)[attempt] == mem.tip
+    return mem.pending == attempt and mem.tip is not None and world.base[attempt] == mem.tip
 
 
 def propose(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | None) -> World:
@@ -281,7 +296,7 @@ def propose(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | Non
     committed, generation = fate.committed, len(world.records) + 1
     is_lost = all(answer is Action.HEAL for answer in actions.values())
     if is_lost:  # load the state before the recorded one, or begin anew
-        committed = dict(world.base).get(world.record.committed, world.record.committed)
+        committed = world.base.get(world.record.committed, world.record.committed)
         if committed.step == 0:
             committed = Attempt(0, generation)
     num_active = 0
@@ -294,7 +309,7 @@ def propose(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | Non
     return world._replace(
         mems=tuple(mems),
         records=(*world.records, Rec(committed, is_lost)),
-        voters=(*world.voters, (generation, num_active)),
+        voters={**world.voters, generation: num_active},
         lowered=generation if is_lost else world.lowered,
     )
 
@@ -311,6 +326,30 @@ def enter(world: World, rule: Rule, at: int, torn: bool = False) -> World:
     tip = None if torn or mem.seated == LEARNER else record.committed
     world = _with(world, at, Mem(tip, None, mem.seat, mem.seated, not torn, mem.seat, mem.seated))
     return world._replace(committed=world.committed | {record.committed}) if applies else world
+
+
+# --- one scenario
+
+_ACTS = {Action.KEEP: "keeps", Action.APPLY: "applies", Action.HEAL: "heals"}
+
+
+def replay(scenario: Sequence[str], rule: Rule) -> list[str]:
+    """What `rule` decides at each proposal of a scenario, up to the first violation."""
+    first, *lines = scenario
+    active, *learners = (clause.split()[1:] for clause in first.split(";"))
+    world = start(len(active), sum(map(len, learners)))
+    told = []
+    for line in lines:
+        op = parse(line)
+        try:
+            if op.kind == "propose":
+                fate, actions = decide(world, rule, op.fates, op.heard)
+                acts = ", ".join(f"r{at} {_ACTS[answer]}" for at, answer in actions.items())
+                told.append(f"generation {world.generation + 1}  {spell(fate.committed)}  {acts}")
+            world = perform(world, rule, op)
+        except Violation as violation:
+            return [*told, str(violation)]
+    return told
 
 
 # --- all that can happen
@@ -337,11 +376,10 @@ class Found:
 def explore(rule: Rule, first: World, bounds: Bounds) -> Found:
     """Breadth first, so that a violation is reached by one of the shortest scenarios. Members are interchangeable."""
     found = Found()
-    cause: dict[World, tuple[World, Op] | None] = {first: None}
     seen = {_key(first)}
-    queue = deque([first])
+    queue: deque[tuple[World, _Path | None]] = deque([(first, None)])
     while queue:
-        world = queue.popleft()
+        world, path = queue.popleft()
         found.num_worlds += 1
         for op in possible(world, bounds):
             try:
@@ -354,12 +392,11 @@ def explore(rule: Rule, first: World, bounds: Bounds) -> Found:
             except Void:
                 continue
             except Violation as violation:
-                return replace(found, violation=str(violation), scenario=(*_path(cause, world), op))
+                return replace(found, violation=str(violation), scenario=_unwind((path, op)))
             key = _key(after)
             if key not in seen:
                 seen.add(key)
-                cause[after] = (world, op)
-                queue.append(after)
+                queue.append((after, (path, op)))
     return found
 
 
@@ -378,7 +415,7 @@ def possible(world: World, bounds: Bounds) -> Iterator[Op]:
         if mem.running and mem.role == LEARNER:
             yield Op("activates", at)
             if mem.tip is None:
-                yield from (Op("reduces", at, pending=attempt) for attempt, _ in world.votes)
+                yield from (Op("reduces", at, pending=attempt) for attempt in world.votes)
                 yield from (Op("heals", at, other) for other in range(len(world.mems)))
         if not mem.running and mem.seat > mem.generation:
             yield Op("enters", at)
@@ -441,10 +478,10 @@ def _key(world: World) -> object:
         tuple(sorted(map(_number, world.mems))),
         world.generation,
         world.record,
-        tuple({mem.seat: world.records[mem.seat - 1] for mem in world.mems if mem.seat > mem.generation}.items()),
-        tuple(item for item in world.base if item[0] in kept),
-        tuple(item for item in world.voters if item[0] in running),
-        tuple(item for item in world.votes if item[0].generation in running),
+        frozenset((mem.seat, world.records[mem.seat - 1]) for mem in world.mems if mem.seat > mem.generation),
+        frozenset(item for item in world.base.items() if item[0] in kept),
+        frozenset(item for item in world.voters.items() if item[0] in running),
+        frozenset(item for item in world.votes.items() if item[0].generation in running),
         frozenset(attempt for attempt in world.passed if attempt.generation in running),
         world.committed - past,
         world.lowered,
@@ -459,11 +496,12 @@ def _number(mem: Mem) -> int:
     return _NUMBERS.setdefault(mem, len(_NUMBERS))
 
 
-def _path(cause: dict[World, tuple[World, Op] | None], world: World) -> tuple[Op, ...]:
+_Path: TypeAlias = "tuple[_Path | None, Op]"
+
+
+def _unwind(path: _Path | None) -> tuple[Op, ...]:
     ops: list[Op] = []
-    step = cause[world]
-    while step is not None:
-        world, op = step
+    while path is not None:
+        path, op = path
         ops.append(op)
-        step = cause[world]
     return tuple(reversed(ops))

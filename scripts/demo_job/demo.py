@@ -1,0 +1,236 @@
+"""Train a small transformer on real text while its ranks are killed at random, and prove that nothing was lost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from account import Ledger, Recovery, recoveries
+from driver import Job, JobFailedError, JobSpec
+from kills import ScheduledKills
+from progress import Progress, Status
+from report import LOSS_TOLERANCE, Asked, Report, Run
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_RANKS = 8  # the slots of train.py's batch: more ranks would have nothing to do
+
+EXIT_FAULT, EXIT_USAGE = 1, 2
+
+_EPILOG = f"""\
+examples:
+  scripts/demo                                 four ranks, a kill about every 5 s, about a minute on two cores
+  scripts/demo --kill-every 2 --seed 7         more kills, on another schedule
+  scripts/demo --steps 60 --kill-every 2 --no-reference
+                                               a short one
+  scripts/demo --no-kill --no-reference        the job alone
+
+What it writes, in runs/<date>-seed<seed>/ or --output-dir:
+  summary.json   the figures, and the kills as they were drawn and as they were carried out
+  loss.png       loss over steps, each kill and each return marked, the undisturbed run beside it
+  main/, reference/
+                 of each job: the agent's events.jsonl, what each rank wrote (history/), and its output (job.log)
+
+The reference is the same job without kills. The losses of the two may differ by {LOSS_TOLERANCE:g} in a step: a killed
+rank's share is computed by others, so that the same terms are added in another order (measured without kills, with
+1 to 4 ranks over 300 steps: up to @SAME@; one sample left out of one step: @LOST@).
+
+Exit code: 0 when the run passed. 1 when a sample was lost or seen twice, when the loss curve leaves the reference's,
+when fewer kills happened than asked for, or when the job failed. 2 for a command line that makes no sense.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="scripts/demo",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ranks", type=_integer, default=4, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=_integer, default=300, metavar="N", help="optimizer steps to commit (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kill-every",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="the mean wait between kills; each is between 0.6 and 1.4 times that (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_integer,
+        default=0,
+        metavar="N",
+        help="of the kill schedule, the model and the order of the data (default: %(default)s)",
+    )
+    parser.add_argument("--no-kill", action="store_true", help="leave the ranks alone")
+    parser.add_argument("--no-reference", action="store_true", help="leave out the undisturbed run")
+    parser.add_argument(
+        "--output-dir", type=Path, metavar="DIR", help="a new or empty folder (default: runs/<date>-seed<seed>)"
+    )
+    args = parser.parse_args(argv)
+    for message in _complaints(args):
+        parser.error(message)
+    return args
+
+
+def _complaints(args: argparse.Namespace) -> list[str]:
+    found = []
+    if not 1 <= args.ranks <= MAX_RANKS:
+        found.append(f"--ranks must be from 1 to {MAX_RANKS}, but is {args.ranks} instead")
+    if args.ranks == 1 and not args.no_kill:
+        found.append("--ranks must be at least 2, so that somebody is left with the state; or add --no-kill")
+    if args.steps < 1:
+        found.append(f"--steps must be at least 1, but is {args.steps} instead")
+    if args.seed < 0:
+        found.append(f"--seed must be at least 0, but is {args.seed} instead")
+    if args.output_dir is not None and args.output_dir.exists():
+        if not args.output_dir.is_dir():
+            found.append(f"--output-dir {args.output_dir} is not a folder")
+        elif any(args.output_dir.iterdir()):
+            found.append(f"--output-dir {args.output_dir} is not empty; name a new folder")
+    return found
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, but is {text!r} instead") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds greater than 0, but is {text!r} instead")
+    return value
+
+
+def run_job(spec: JobSpec, label: str, kills: ScheduledKills | None) -> tuple[Job, str | None]:
+    """Run it to its end, with its progress shown. Returns it and, if it failed, why."""
+    with Job(spec) as job, Progress(label, spec.steps) as progress:
+
+        def tick() -> float:
+            wait_s = math.inf if kills is None else kills.tick(job.killer, job.journal)
+            if progress.is_due and job.journal.newest is not None:
+                progress.show(status_of(job))
+            return wait_s
+
+        try:
+            job.follow(tick)
+            if job.journal.newest is not None:
+                progress.show(status_of(job))
+        except JobFailedError as error:
+            return job, str(error)
+    return job, None
+
+
+def status_of(job: Job) -> Status:
+    ledger = Ledger(job.journal)
+    newest = max(ledger.committed_at)
+    found: list[Recovery] = recoveries(job.journal, ledger, job.killer.sent, job.spec.ranks)
+    measured = [recovery.recovery_ms for recovery in found if recovery.recovery_ms is not None]
+    return Status(
+        steps=len(ledger.attempts),
+        loss=ledger.loss(newest),
+        seated=job.journal.seated,
+        kills=len(found),
+        recovery_ms=measured[-1] if measured else None,
+    )
+
+
+def expected_samples(spec: JobSpec) -> list[list[int]]:
+    """The samples of each step of an undisturbed run."""
+    import train  # here: it imports torch, which takes seconds
+
+    args = train.parse_args(spec.train_argv)
+    batches = train.make_batches(args, len(train.load_text(args.context)))
+    if batches.num_slots < MAX_RANKS:
+        raise AssertionError(f"MAX_RANKS is {MAX_RANKS}, but train.py's batch has {batches.num_slots} slots")
+    return [batches.samples(step).tolist() for step in range(spec.steps)]
+
+
+def run(args: argparse.Namespace, directory: Path) -> Report:
+    spec = JobSpec(args.ranks, args.steps, args.seed, directory / "main")
+    kills = None if args.no_kill else ScheduledKills(args.seed, args.ranks, args.kill_every)
+    job, failure = run_job(spec, "training", kills)
+    reference: Mapping[int, float] | None = None
+    if not args.no_reference and failure is None:
+        spec_of_reference = JobSpec(args.ranks, args.steps, args.seed, directory / "reference")
+        undisturbed, failure = run_job(spec_of_reference, "reference", None)
+        failure = None if failure is None else f"the undisturbed run: {failure}"
+        reference = Ledger(undisturbed.journal).curve
+    happened = job.killer.happened(job.journal)
+    return Report(
+        Run(
+            asked=Asked(args.ranks, args.steps, args.seed, None if kills is None else args.kill_every),
+            journal=job.journal,
+            failure=failure,
+            due=[] if kills is None else kills.asked(job.journal, len(happened)),
+            carried_out=[] if kills is None else kills.carried_out,
+            kills=happened,
+            expected=expected_samples(spec),
+            reference=reference,
+        )
+    )
+
+
+def write(report: Report, directory: Path) -> None:
+    (directory / "summary.json").write_text(json.dumps(report.summary(), indent=2) + "\n")
+    written = ["summary.json"]
+    if report.curve:
+        try:
+            from plot import plot
+        except ImportError as missing:
+            print(f"no loss.png: {missing}; it comes with `pip install 'elasticgang[plot]'`")
+        else:
+            plot(report, directory / "loss.png")
+            written.append("loss.png")
+    print("\n".join(report.lines()))
+    print(f"  written      {', '.join(written)} in {directory}")
+
+
+def _on_signal(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def main() -> int:
+    args = parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _on_signal)
+    directory = args.output_dir or ROOT / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{args.seed}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"scripts/demo: error: cannot make {directory}: {error.strerror}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        report = run(args, directory)
+        write(report, directory)
+    except KeyboardInterrupt:
+        print("\nscripts/demo: interrupted; the job is ended", file=sys.stderr)
+        return 128 + signal.SIGINT
+    print("PASSED" if not report.faults else "FAILED")
+    return EXIT_FAULT if report.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Runs a job under `elasticgang run`, and reads what it writes while it writes it.
+
+However this process ends, the job ends with it: in order with `stop`, and by the kernel (PR_SET_PDEATHSIG) when it is
+killed itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from journal import Journal
+from kills import Killer
+
+ELASTICGANG = Path(sys.executable).with_name("elasticgang")
+TRAIN = Path(__file__).with_name("train.py")
+
+_TICK_S = 0.05
+_STOP_S = 1.5
+_START_LIMIT_S = 180.0
+_STALL_LIMIT_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+Tick = Callable[[], float | None]
+
+
+class JobFailedError(Exception):
+    """The job did not do its steps. The message says why, in a sentence."""
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """`directory`: where everything of this job goes. `train_args`: for train.py, beside what is named here."""
+
+    ranks: int
+    steps: int
+    seed: int
+    directory: Path
+    train_args: Sequence[str] = ()
+
+    @property
+    def train_argv(self) -> list[str]:
+        given = ["--steps", str(self.steps), "--seed", str(self.seed), "--output-dir", str(self.directory)]
+        return [*given, *self.train_args]
+
+
+class _Tail:
+    """The complete lines of a file that grows, each once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> Iterator[Any]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        data = data[: data.rfind(b"\n") + 1]  # the last line may be half written, and stay so when its writer is killed
+        self._offset += len(data)
+        yield from map(json.loads, data.splitlines())
+
+
+class Job:
+    """A running job. Used as `with Job(spec) as job:`, which ends it on every way out."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec = spec
+        self.journal = Journal()
+        self.log = spec.directory / "job.log"
+        self._events = _Tail(spec.directory / "events.jsonl")
+        self._histories: dict[str, _Tail] = {}
+        self._complete: set[str] = set()
+
+    def __enter__(self) -> Job:
+        self.spec.directory.mkdir(parents=True, exist_ok=True)
+        command = [str(ELASTICGANG), "run", "--nproc-per-node", str(self.spec.ranks)]
+        command += ["--log-dir", str(self.spec.directory), str(TRAIN), *self.spec.train_argv]
+        prctl = ctypes.CDLL(None).prctl
+        with self.log.open("wb") as log:
+            self._agent = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C in the terminal comes to this process, which ends the job in order
+                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+            )
+        self._agent_fd = os.pidfd_open(self._agent.pid)
+        self.killer = Killer(self._agent.pid)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.stop()
+        finally:
+            os.close(self._agent_fd)
+
+    def follow(self, tick: Tick) -> None:
+        """Call `tick` after every look at what was written. It returns for how many seconds it need not be called
+        again, or None to follow no further; otherwise this returns once the job has done its steps.
+
+        Raises:
+            JobFailedError: the job ended in another way, or commits nothing any more. It may still run.
+        """
+        wait_s: float | None = 0.0
+        newest, deadline = self.journal.newest, time.monotonic() + _START_LIMIT_S
+        while wait_s is not None:
+            ended = self._wait(min(wait_s, _TICK_S))
+            self.read()
+            wait_s = tick()
+            if ended:
+                break
+            if self.journal.newest != newest:
+                newest, deadline = self.journal.newest, time.monotonic() + _STALL_LIMIT_S
+            elif time.monotonic() > deadline:
+                committed = 0 if newest is None else newest.step + 1
+                raise JobFailedError(f"no step was committed for long after {committed} steps; see {self.log}")
+        if self._agent.returncode:
+            raise JobFailedError(f"{self._reason()} (exit code {self._agent.returncode}); see {self.log}")
+
+    def read(self) -> None:
+        """Bring the journal up to date."""
+        for line in self._events.read():
+            self.journal.add_event(line)
+        for member in self.journal.spawned:
+            if member in self._complete:
+                continue
+            if member not in self._histories:
+                self._histories[member] = _Tail(self.spec.directory / "history" / f"{member}.jsonl")
+            for line in self._histories[member].read():
+                self.journal.add_history(member, line)
+            if member in self.journal.exited:  # so the event was there before its file was read
+                self._complete.add(member)
+
+    def stop(self) -> None:
+        """End the job at once, if it still runs. Nothing of it is left then."""
+        if self._agent.poll() is not None:
+            return
+        self._agent.send_signal(signal.SIGTERM)
+        try:
+            self._agent.wait(_STOP_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._agent.kill()  # its fork server ends what it leaves behind
+            self._agent.wait()
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Whether the agent has ended; waits for that, at most so long."""
+        poll = select.poll()
+        poll.register(self._agent_fd, select.POLLIN)
+        poll.poll(timeout_s * 1e3)
+        return self._agent.poll() is not None
+
+    def _reason(self) -> str:
+        if self.journal.failure is not None:
+            return self.journal.failure
+        lines = self.log.read_text(errors="replace").splitlines()
+        return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,260 @@
+"""A training job that kills itself at the places it is told to, and whose result is exact.
+
+Gradients are small integers, so that their sums are the same in any order and over any number of ranks: a run with
+kills must end in the very bits of the run alone.
+
+`--faults` is a list of {"at": place, "rank": r, "kill": what, "full": bool, "after": number}, each of which happens once
+in the life of the job. `at` is one of PLACES, `rank` the local rank that gets there, `kill` one of "self", "comm" (its
+comm process), "standby", "comms" (all comm processes of all ranks), or a list of local ranks. `full` (the default):
+only while all ranks are active. `after`: which fault must have happened before; the one before it in the list by
+default, -1 for none.
+
+While a fault is still to come and a rank is missing, the second step after the loss waits until somebody comes back, so
+that the number of steps does not depend on speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import elasticgang as eg
+from elasticgang.quorum.membership import CONTROL
+from elasticgang.state import keeper as keeper_module
+from tests.support import comm_processes
+
+NUM_SAMPLES, BATCH_SIZE, SLOT = 37, 8, 2
+COME_BACK_S = 40.0
+
+PLACES = (
+    "start", "joined", "step", "body", "summed", "voted", "torn", "applied", "told", "ask", "asked", "agreed",
+    "configure", "entered", "healing", "half-healed", "serving", "healed", "finished",
+)  # fmt: skip
+
+
+class Counter(nn.Module):
+    """The gradient of `weight[i]` is how often sample i was taken, times what the slot's random numbers say."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUM_SAMPLES))
+        self.bias = nn.Parameter(torch.zeros(3, 5))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, index: Tensor) -> Tensor:
+        factors = torch.randint(1, 5, index.shape)
+        return (self.weight[index] * factors).sum() + self.bias.sum() * len(index)
+
+
+class Faults:
+    """Those that are still to come are known to all ranks by the files of those that were."""
+
+    def __init__(self, directory: Path, specs: list[dict[str, Any]], num_ranks: int) -> None:
+        self.rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._directory = directory
+        self._specs = specs
+        self._num_ranks = num_ranks
+        self.manager: eg.QuorumManager | None = None
+        self._pid_file(self.rank).write_text(str(os.getpid()))
+
+    def _pid_file(self, rank: int) -> Path:
+        return self._directory / f"pid-{rank}"
+
+    def _fired(self, number: int) -> Path:
+        return self._directory / f"fired-{number}"
+
+    @property
+    def more(self) -> bool:
+        return not all(self._fired(number).exists() for number in range(len(self._specs)))
+
+    def at(self, place: str) -> None:
+        for number, spec in enumerate(self._specs):
+            if spec["at"] != place or spec["rank"] != self.rank or (spec.get("full", True) and not self._is_full()):
+                continue
+            after = spec.get("after", number - 1)
+            if self._fired(number).exists() or (after >= 0 and not self._fired(after).exists()):
+                continue
+            self._fired(number).write_text(f"{time.monotonic()}\n")
+            self._kill(spec.get("kill", "self"))
+
+    def _is_full(self) -> bool:
+        return self.manager is not None and self.manager.num_active == self._num_ranks
+
+    def _kill(self, what: str | list[int]) -> None:
+        mine = comm_processes(os.getpid())
+        match what:
+            case "self":
+                pids = [os.getpid()]
+            case "comm":
+                pids = mine[:1]
+            case "standby":
+                pids = mine[1:]
+            case "comms":
+                pids = [pid for rank in range(self._num_ranks) for pid in comm_processes(self._pid(rank))]
+            case list():
+                pids = sorted((self._pid(rank) for rank in what), key=lambda pid: pid == os.getpid())
+            case _:
+                raise ValueError(what)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def _pid(self, rank: int) -> int:
+        return int(self._pid_file(rank).read_text())
+
+    def wait_for_company(self) -> None:
+        """In a step that was begun without all ranks: wait for somebody to ask to join."""
+        manager = self.manager
+        assert manager is not None
+        record = manager._membership.record
+        if record is None or len(record.seats) == self._num_ranks or not self.more:
+            return
+        deadline = time.monotonic() + COME_BACK_S
+        while not (manager._membership.join_noticed or manager.poisoned):
+            assert time.monotonic() < deadline, "nobody came back"
+            time.sleep(0.002)
+
+    # -- where it happens
+
+    def install(self, manager: eg.QuorumManager) -> None:
+        self.manager = manager
+        membership: Any = manager._membership
+        if not hasattr(membership, "_link"):
+            return  # alone
+        self._around(membership, "sum", after=lambda gang, _: self.at("voted" if gang == CONTROL else "summed"))
+        self._around(membership, "committed", before=lambda *_: self.at("applied"), after=lambda *_: self.at("told"))
+        self._around(
+            membership._link,
+            "tell",
+            before=lambda kind, **_: self.at("ask") if kind == "ask" else None,
+            after=lambda kind, **_: self.at("asked") if kind == "ask" else None,
+        )
+        self._around(manager, "_act", before=lambda *_: self.at("agreed"))
+        self._around(membership, "_configure", before=lambda *_: self.at("configure"))
+        self._around(membership, "enter", after=lambda *_: self.at("entered"))
+        self._around(
+            manager, "_heal", before=lambda: self.at("healing"), after=lambda: self.at("healed") if manager.tip else None
+        )
+        self._around(keeper_module, "_receive_tensor", after=lambda *_: self.at("half-healed"))
+        self._around(manager._keeper, "_send_state", before=lambda *_: self.at("serving"))
+
+    @staticmethod
+    def _around(
+        owner: Any, name: str, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+    ) -> None:
+        inner = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(*args, **kwargs)
+            result = inner(*args, **kwargs)
+            if after is not None:
+                after(*args, **kwargs)
+            return result
+
+        setattr(owner, name, wrapped)
+
+
+class SGD(torch.optim.SGD):
+    """Can die when it has changed half of the parameters."""
+
+    faults: Faults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        weight, bias = self.param_groups[0]["params"]
+        self.param_groups[0]["params"] = [weight]
+        super().step()
+        self.faults.at("torn")
+        self.param_groups[0]["params"] = [bias]
+        super().step()
+        self.param_groups[0]["params"] = [weight, bias]
+
+
+class History:
+    def __init__(self, directory: Path, member: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / f"{member.replace('/', '-')}.jsonl").open("a", buffering=1)
+
+    def write(self, kind: str, **fields: object) -> None:
+        self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
+
+
+def digest_of(*states: dict[str, Any]) -> str:
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            digest.update(value.detach().numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                digest.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, list):
+            for item in value:
+                add(item)
+        elif not callable(value):
+            digest.update(repr(value).encode())
+
+    for state in states:
+        add(state)
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--faults", type=json.loads, default=[])
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    faults = Faults(args.output_dir, args.faults, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    faults.at("start")
+    manager = eg.join()
+    faults.install(manager)
+    model = Counter()
+    ddp = eg.DistributedDataParallel(manager, model)
+    sgd = SGD(model.parameters(), lr=0.125, momentum=0.5)
+    sgd.faults = faults
+    optim = eg.Optimizer(manager, sgd)
+    schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0 / (1 + step % 4))
+    batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=SLOT, seed=5)
+    manager.register_state(model=model, optim=optim, schedule=schedule)
+    history = History(args.output_dir / "history", manager.member)
+    faults.at("joined")
+
+    for step in manager.steps(args.steps):
+        with step:
+            faults.at("step")
+            faults.wait_for_company()
+            model.steps.add_(1)
+            slots = batches.slots(step)
+            for slot in slots:
+                with ddp.accumulate(last=slot.last):
+                    ddp(slot.index).backward()
+            faults.at("body")
+            samples = [int(sample) for slot in slots for sample in slot.index]
+            history.write("prepared", step=step.index, generation=step.generation, samples=samples)
+            if optim.step(weight=slots.num_samples, max_norm=4.0):
+                assert manager.tip is not None
+                history.write("committed", step=step.index, generation=manager.tip.generation)
+                schedule.step()
+
+    digest = digest_of(model.state_dict(), sgd.state_dict(), schedule.state_dict())
+    history.write("finished", digest=digest, steps=int(model.steps), weight=model.weight.tolist())
+    faults.at("finished")
+
+
+if __name__ == "__main__":
+    main()

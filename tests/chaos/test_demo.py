@@ -1,0 +1,70 @@
+"""The demo itself: a short one with kills, one that must not pass, and its ways out."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import REPOSITORY, Command, wait_until
+
+KEYS = (
+    "steps", "ranks", "kills", "rejoins", "generations", "dropped_steps", "lost_samples", "duplicate_samples",
+    "final_loss", "reference_final_loss", "recovery_ms", "rejoin_ms", "tokens_per_s",
+)  # fmt: skip
+
+
+def demo(directory: Path, *args: str) -> Command:
+    script = REPOSITORY / "scripts" / "demo_job" / "demo.py"
+    run = directory / "run"
+    return Command(directory, [sys.executable, str(script), "--no-reference", "--output-dir", str(run), *args])
+
+
+def summary_of(command: Command) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((command.directory / "run" / "summary.json").read_text())
+    return found
+
+
+def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
+    with demo(tmp_path, "--steps", "60", "--kill-every", "2") as command:
+        assert command.wait() == 0, command.stdout + command.stderr
+        command.assert_nothing_left()
+        summary = summary_of(command)
+        assert set(KEYS) <= set(summary)
+        assert (summary["steps"], summary["ranks"]) == (60, 4)
+        assert (summary["lost_samples"], summary["duplicate_samples"]) == (0, 0)
+        schedule = summary["kill_schedule"]
+        assert len(schedule["drawn"]) == summary["kills_asked"] == summary["kills"] >= 1
+        events = [json.loads(line) for line in (tmp_path / "run" / "main" / "events.jsonl").read_text().splitlines()]
+        dismissed = {event["member"] for event in events if event["event"] == "dismissed"}  # at the end, without state
+        exited = [event for event in events if event["event"] == "exited" and event["member"] not in dismissed]
+        killed = [event["pid"] for event in exited if event["status"] == -signal.SIGKILL]
+        assert killed == [kill["pid"] for kill in schedule["carried_out"] if kill["happened"]]
+        assert len(killed) == summary["kills"]
+        assert summary["generations"] == sum(event["event"] == "generation" for event in events)
+        assert summary["recovery_ms"]["p50"] <= summary["recovery_ms"]["max"]
+        assert summary["final_loss"] < 4.0
+        assert summary["reference_final_loss"] is None
+        assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert "PASSED" in command.stdout
+
+
+def test_a_demo_without_the_kills_that_were_asked_for_fails(tmp_path: Path) -> None:
+    with demo(tmp_path, "--ranks", "2", "--steps", "2", "--kill-every", "1000") as command:
+        assert command.wait() == 1, command.stderr
+        assert summary_of(command)["faults"] == ["0 kills happened, fewer than the 1 asked for"]
+        assert "FAILED" in command.stdout
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_whatever_ends_the_demo_ends_the_job(tmp_path: Path, number: int, code: int) -> None:
+    with demo(tmp_path, "--ranks", "2", "--steps", "100000") as command:
+        history = tmp_path / "run" / "main" / "history"
+        wait_until(lambda: history.is_dir() and len(list(history.iterdir())) == 2, "both ranks to train")
+        command.process.send_signal(number)
+        assert command.wait(5.0) == code, command.stderr
+        command.assert_nothing_left(2.0)

@@ -1,0 +1,5 @@
+"""A module whose import does not end: for a fork server whose owner dies meanwhile."""
+
+import time
+
+time.sleep(600)

@@ -1,0 +1,228 @@
+"""Real jobs for tests: start one, wait for what it does, find its processes, and see that none is left.
+
+Every process of a job is found by a variable in the environment that the agent was started with: forks keep showing
+the environment of the process that was executed, so that neither a new parent nor a new session hides one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DEADLINE_S = 60.0  # a guard against a hang; no test waits for it to pass
+_MARK = "ELASTICGANG_TEST_JOB"
+
+_T = TypeVar("_T")
+
+
+def wait_until(condition: Callable[[], _T | None], what: str, deadline_s: float = DEADLINE_S) -> _T:
+    """The first result of `condition` that is true."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        result = condition()
+        if result:
+            return result
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {deadline_s:g} s")
+        time.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that is dead and not yet reaped does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_dead(pidfds: Sequence[int], deadline_s: float) -> list[int]:
+    """Wait until the processes are dead, at most so long; the descriptors of those that still live."""
+    deadline = time.monotonic() + deadline_s
+    alive = list(pidfds)
+    for pidfd in pidfds:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        if poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            alive.remove(pidfd)
+    return alive
+
+
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """One core taken away, for tests that must not depend on speed."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Command:
+    """One command as a subprocess, its output in files. As a context manager, ends everything it has started."""
+
+    def __init__(
+        self, directory: Path, command: Sequence[str], *, env: dict[str, str] | None = None, stdout: int | None = None
+    ) -> None:
+        self.directory = directory
+        self.mark = uuid.uuid4().hex
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / "stdout").open("wb") as out, (directory / "stderr").open("wb") as err:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out if stdout is None else stdout,
+                stderr=err,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(env or {}), _MARK: self.mark},
+                cwd=directory,
+            )
+
+    @property
+    def stdout(self) -> str:
+        return (self.directory / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.directory / "stderr").read_text()
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            tree = "\n".join(f"{found.pid} {found.status()} {found.name()}" for found in self.processes())
+            raise AssertionError(
+                f"the command did not end within {deadline_s:g} s; it runs\n{tree}\nand wrote\n{self.stderr[-4000:]}"
+            ) from None
+
+    def processes(self) -> list[psutil.Process]:
+        """All live processes of the command, orphans too."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def assert_nothing_left(self, deadline_s: float = 1.0) -> None:
+        """All processes are gone within the deadline."""
+        deadline = time.monotonic() + deadline_s
+        while left := self.processes():
+            if time.monotonic() > deadline:
+                described = []
+                for process in left:
+                    with contextlib.suppress(psutil.Error):
+                        described.append(f"{process.pid} (parent {process.ppid()}, group {os.getpgid(process.pid)})")
+                raise AssertionError(f"still there after {deadline_s:g} s: {', '.join(described)}")
+            time.sleep(0.005)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        wait_until(lambda: not self.processes(), "the end of all processes")
+
+
+class Job(Command):
+    """`elasticgang run`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        script: Path | str,
+        *args: str,
+        ranks: int = 2,
+        options: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        stdout: int | None = None,
+    ) -> None:
+        run = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", str(ranks), "--log-dir", str(directory)]
+        super().__init__(directory, [*run, *options, str(script), *args], env=env, stdout=stdout)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened until now."""
+        try:
+            text = (self.directory / "events.jsonl").read_text()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def expect(self, event: str, *, count: int = 1, **fields: Any) -> dict[str, Any]:
+        """Wait for the `count`-th event of that name and with those fields."""
+
+        def found() -> dict[str, Any] | None:
+            matching = [
+                seen
+                for seen in self.events()
+                if seen["event"] == event and all(seen.get(name) == value for name, value in fields.items())
+            ]
+            if len(matching) >= count:
+                return matching[count - 1]
+            if self.process.poll() is not None:
+                raise AssertionError(f"the job ended with {self.process.returncode} before {event}: {self.stderr}")
+            return None
+
+        return wait_until(found, f"event {event} {fields}")
+
+    def expect_file(self, path: Path) -> str:
+        """Wait for a file that the script writes, whole: its last character is a newline."""
+
+        def found() -> str | None:
+            if self.process.poll() is not None and not path.exists():
+                raise AssertionError(f"the job ended with {self.process.returncode} before {path.name}: {self.stderr}")
+            text = path.read_text() if path.exists() else ""
+            return text if text.endswith("\n") else None
+
+        return wait_until(found, str(path))
+
+    def rank_pid(self, local_rank: int) -> int:
+        """Of the newest process of that rank."""
+        return int([seen["pid"] for seen in self.events() if self._spawned(seen, local_rank)][-1])
+
+    @staticmethod
+    def _spawned(seen: dict[str, Any], local_rank: int) -> bool:
+        return seen["event"] == "spawned" and seen["local_rank"] == local_rank
+
+    def fork_server(self) -> psutil.Process:
+        """The child of the agent that is the leader of a session."""
+        return next(
+            child for child in psutil.Process(self.process.pid).children() if os.getsid(child.pid) == child.pid
+        )
+
+
+def comm_processes(rank_pid: int) -> list[int]:
+    """The comm processes of a rank, oldest first: in use, then the standby.
+
+    They are in the rank's process group, and not among its children.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == rank_pid and process.pid != rank_pid and process.ppid() != rank_pid:
+                found.append((process.create_time(), process.pid))
+    return [pid for _, pid in sorted(found)]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

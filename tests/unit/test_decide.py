@@ -1,0 +1,778 @@
+"""The next record: what voids a proposal, who is seated how, what becomes of the state; then random schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from elasticgang.errors import LayoutError
+from elasticgang.layout import Member, ParallelLayout, Plan, plan
+from elasticgang.quorum.commit import Action, Attempt, action
+from elasticgang.quorum.decide import (
+    ACTIVE,
+    LEARNER,
+    PROTOCOL,
+    SPARE,
+    Lost,
+    MemberReport,
+    Record,
+    Report,
+    Seat,
+    Void,
+    canonical,
+    next_record,
+    report_from_json,
+    report_to_json,
+)
+
+FLAT = ParallelLayout()
+PAIRS = ParallelLayout(tp=2)
+WHOLE = (0, 0, 0)
+
+
+def member(id: str, tip: Attempt | None = None, pending: Attempt | None = None, **facts: Any) -> MemberReport:
+    """A member as it reports itself; it holds the whole model if it holds anything."""
+    facts.setdefault("holds", WHOLE if tip else None)
+    return MemberReport(id, int(id[-1]), f"{id}:1", tip, pending, **facts)
+
+
+def report(agent: str, *members: MemberReport, seen: int = 0, **facts: Any) -> Report:
+    known = {"host": agent, "job": "job", "coordinator": "c1", "layout": FLAT, **facts}
+    return Report(agent=agent, seen=seen, members=members, **known)
+
+
+def agreed(record: Record | None, *proposal: Report) -> Record:
+    answer = next_record(record, proposal)
+    assert isinstance(answer, Record), answer
+    return answer
+
+
+def void(record: Record | None, *proposal: Report) -> Void:
+    answer = next_record(record, proposal)
+    assert isinstance(answer, Void), answer
+    return answer
+
+
+def first(*agents: str, layout: ParallelLayout = FLAT) -> Record:
+    """The record of a job's start: agents "a", "b", ... with one member "a0", "b0", ... each."""
+    return agreed(None, *(report(agent, member(f"{agent}0"), layout=layout) for agent in agents))
+
+
+def trained(*agents: str, steps: int = 3) -> tuple[Record, Attempt]:
+    """A record of generation 2 in which all are active, and its committed attempt."""
+    start = first(*agents)
+    attempt = Attempt(steps, 1)
+    record = agreed(start, *(report(agent, member(f"{agent}0", attempt, entered=1), seen=1) for agent in agents))
+    assert record.committed == attempt
+    assert record.members(ACTIVE) == tuple(f"{agent}0" for agent in agents)
+    return record, attempt
+
+
+# --- the first record
+
+
+def test_first_record_designates_one_holder_per_model_coordinate() -> None:
+    record = first("a", "b", "c")
+    assert (record.generation, record.parent, record.committed) == (1, "", Attempt(0, 1))
+    assert not record.rolled_forward
+    assert not record.lowered
+    assert record.agents == ("a", "b", "c")
+    (holder,) = record.members(ACTIVE)
+    assert record.plan.coordinates(holder)["rdp"] == 0
+    assert set(record.members(LEARNER)) == {"a0", "b0", "c0"} - {holder}
+
+
+def test_first_record_of_a_sharded_layout_designates_a_whole_replica_group() -> None:
+    agents = [report(host, member(f"{host}0"), member(f"{host}1"), layout=PAIRS) for host in "abc"]
+    record = agreed(None, *agents)
+    assert {record.model_coordinates(holder) for holder in record.members(ACTIVE)} == {WHOLE, (0, 0, 1)}
+    assert len(record.members(LEARNER)) == 4
+
+
+def test_who_has_no_seat_is_a_spare() -> None:
+    record = agreed(None, report("a", member("a0"), member("a1"), member("a2"), layout=PAIRS))
+    (spare,) = record.members(SPARE)
+    assert spare not in record.plan.ranks
+    seat = record.seat(spare)
+    assert seat is not None
+    assert (seat.agent, seat.host, seat.local_rank, seat.address) == ("a", "a", int(spare[-1]), f"{spare}:1")
+    assert record.seat("z9") is None
+
+
+def test_too_few_members_are_waited_for() -> None:
+    with pytest.raises(LayoutError) as error:
+        plan([Member("a0", "a")], PAIRS)
+    assert void(None, report("a", member("a0"), layout=PAIRS)).reason == str(error.value)
+
+
+def test_nobody_decides_nothing() -> None:
+    assert void(None).reason == "nobody asked"
+
+
+# --- void proposals (D2) and refused agents
+
+
+def test_an_agent_asks_once() -> None:
+    assert "twice" in void(None, report("a", member("a0")), report("a", member("a1"))).reason
+
+
+def test_a_member_has_one_agent() -> None:
+    assert "'a0'" in void(None, report("a", member("a0")), report("b", member("a0"))).reason
+
+
+def test_joiners_only_are_void_while_a_member_may_live() -> None:
+    record, tip = trained("a", "b")
+    joiner = report("j", member("j0"))
+    assert void(record, joiner).reason == "no witness of generation 2 is here, but a0, b0 may live"
+    assert "but b0 may live" in void(record, joiner, report("a", seen=2, gone=("a0",))).reason
+    assert agreed(record, joiner, report("b", member("b0", tip, entered=2), seen=2)).members(ACTIVE) == ("b0",)
+
+
+def test_after_a_restart_of_the_lighthouse_the_first_to_ask_is_alone() -> None:
+    record, tip = trained("a", "b", "c")
+    assert isinstance(next_record(record, [report("j", member("j0"))]), Void)
+    alone = agreed(record, report("b", member("b0", tip, entered=2), seen=2))  # harmless: the others come back
+    assert alone.members(ACTIVE) == ("b0",)
+    ahead = Attempt(4, 3)
+    others = [report(agent, member(f"{agent}0", tip, entered=2), seen=2) for agent in "ac"]
+    assert isinstance(next_record(alone, others), Void)
+    together = agreed(alone, *others, report("b", member("b0", ahead, entered=3), seen=3))
+    assert together.committed == ahead
+    assert (together.members(ACTIVE), set(together.members(LEARNER))) == (("b0",), {"a0", "c0"})
+
+
+def test_a_learner_is_no_witness_until_it_is_active() -> None:
+    record = first("a", "b")
+    (holder,), (learner,) = record.members(ACTIVE), record.members(LEARNER)
+    tip = Attempt(1, 1)
+
+    def ask(active: bool, entered: int) -> Record | Void | Lost:
+        mine = member(learner, tip, entered=entered, active=active)
+        return next_record(record, [report(learner[0], mine, seen=1)])
+
+    assert ask(active=False, entered=1) == Void(f"no witness of generation 1 is here, but {holder} may live")
+    assert isinstance(ask(active=True, entered=0), Void)
+    assert isinstance(ask(active=True, entered=1), Record)
+
+
+def test_a_torn_member_is_no_witness() -> None:
+    """It voted, does not say for what, and others may have committed that."""
+    record, tip = trained("a", "b", "c")
+    joined = agreed(record, *(report(agent, member(f"{agent}0", tip, entered=2), seen=2) for agent in "abc"))
+    torn = report("a", member("a0", entered=3), seen=3)
+    learner = report("j", member("j0", tip))  # whole at the recorded attempt
+    assert void(joined, torn, learner).reason == "no witness of generation 3 is here, but b0, c0 may live"
+    assert agreed(joined, torn, learner, report("b", seen=3, gone=("b0", "c0"))).committed == tip
+
+
+def test_a_member_that_has_not_entered_is_a_witness_without_state() -> None:
+    record = first("a", "b")
+    (holder,) = record.members(ACTIVE)
+    (learner,) = record.members(LEARNER)
+    mine = report(holder[0], member(holder), seen=1)
+    assert void(record, mine).reason == f"nobody here holds step 0 of generation 1, but {learner} may"
+    assert agreed(record, mine, report(learner[0], seen=1, gone=(learner,))).committed == Attempt(0, 2)
+
+
+def test_a_ghost_is_void() -> None:
+    """The call of an agent timed out, but the lighthouse hands out its old report."""
+    record, tip = trained("a", "b")
+    fresh, ghost = (report(agent, member(f"{agent}0", tip), seen=seen) for agent, seen in (("a", 2), ("b", 1)))
+    assert void(record, fresh, ghost).reason == "the report of agent b is of generation 1, before 2"
+
+
+def test_who_was_away_is_no_ghost() -> None:
+    record, tip = trained("a", "b")
+    shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=2))
+    back = report("b", member("b0", tip, entered=2), seen=2)
+    assert agreed(shrunk, report("a", member("a0", tip, entered=3), seen=3), back).members(ACTIVE) == ("a0", "b0")
+
+
+def test_an_old_record_is_void() -> None:
+    record, tip = trained("a", "b")
+    asked = report("a", member("a0", tip), seen=3)
+    assert void(record, asked).reason == "agent a knows generation 3, but the record is of 2"
+    assert void(None, asked).reason == "agent a knows generation 3, but the record is of 0"
+
+
+def test_two_incarnations_of_the_coordinator_are_void() -> None:
+    answer = void(None, report("a", member("a0")), report("b", member("b0"), coordinator="c2"))
+    assert "coordinator" in answer.reason
+    assert not answer.refused
+
+
+@pytest.mark.parametrize(
+    ("what", "other"), [("job", "other"), ("layout", ParallelLayout(min_replicas=2)), ("protocol", PROTOCOL + 1)]
+)
+def test_who_differs_from_the_record_is_refused(what: str, other: Any) -> None:
+    record, tip = trained("a", "b")
+    strangers = [report(agent, member(f"{agent}0"), **{what: other}) for agent in "cd"]
+    answer = void(record, report("a", member("a0", tip), seen=2), *strangers)
+    assert [agent for agent, _ in answer.refused] == ["c", "d"]  # although they are the more
+    for _, why in answer.refused:
+        assert why.startswith(f"its {what} is {other!r}, but the job's is ")
+
+
+def test_without_a_record_the_majority_is_right() -> None:
+    answer = void(
+        None, report("a", member("a0"), layout=PAIRS), *(report(agent, member(f"{agent}0")) for agent in "bc")
+    )
+    assert [agent for agent, _ in answer.refused] == ["a"]
+    tie = [report("a", member("a0"), layout=PAIRS), report("b", member("b0"))]
+    assert void(None, *tie) == void(None, *tie[::-1])
+    assert len(void(None, *tie).refused) == 1
+
+
+# --- the state
+
+
+@pytest.mark.parametrize(
+    ("are_prepared", "known", "expected", "rolled_forward"),
+    [
+        ((True, True), None, Attempt(4, 2), True),
+        ((True, False), None, Attempt(3, 1), False),
+        ((True, True), Attempt(4, 2), Attempt(4, 2), False),
+        ((True, False), Attempt(4, 2), Attempt(4, 2), False),
+        ((False, False), None, Attempt(3, 1), False),
+    ],
+)
+def test_a_step_in_doubt(
+    are_prepared: Sequence[bool], known: Attempt | None, expected: Attempt, rolled_forward: bool
+) -> None:
+    record, tip = trained("a", "b", "c")
+    members = [
+        member(id, tip, Attempt(4, 2) if is_prepared else None, entered=2)
+        for id, is_prepared in zip(("a0", "b0"), are_prepared, strict=True)
+    ]
+    after = agreed(record, *(report(mine.id[0], mine, seen=2, known=known) for mine in members))
+    assert (after.committed, after.rolled_forward) == (expected, rolled_forward)
+    for seat, mine in zip(after.seats, members, strict=True):
+        assert (seat.status == ACTIVE) == (action(mine.tip, mine.pending, after.committed) is not Action.HEAL)
+
+
+def test_the_decision_stands_for_those_who_have_not_acted_on_it() -> None:
+    """C3, over a chain of records: generation 3 decides, nobody acts, 4 and 5 decide the same."""
+    record, tip = trained("a", "b")
+    doubt = Attempt(4, 2)
+    chain = [record]
+    for _ in range(3):
+        asked = [report(agent, member(f"{agent}0", tip, doubt, entered=2), seen=chain[-1].generation) for agent in "ab"]
+        chain.append(agreed(chain[-1], *asked))
+    assert [after.committed for after in chain[1:]] == [doubt] * 3
+    assert [after.rolled_forward for after in chain[1:]] == [True, False, False]
+    assert [after.generation for after in chain] == [2, 3, 4, 5]
+    assert [after.parent for after in chain[1:]] == [before.digest for before in chain[:-1]]
+    assert chain[-1].members(ACTIVE) == ("a0", "b0")
+
+
+def test_a_dropped_attempt_stays_dropped() -> None:
+    record, tip = trained("a", "b", "c")
+    doubt = Attempt(4, 2)
+    a, b = member("a0", tip, doubt, entered=2), member("b0", tip, entered=2)
+    dropped = agreed(record, report("a", a, seen=2), report("b", b, seen=2))
+    assert dropped.committed == tip
+    again = agreed(dropped, report("a", a, seen=3))  # alone now, and it never acted
+    assert (again.committed, again.rolled_forward) == (tip, False)
+
+
+def test_joiners_and_returning_members_learn() -> None:
+    record, tip = trained("a", "b")
+    newer = Attempt(5, 2)
+    back = member("b0", tip, entered=1)
+    after = agreed(record, report("a", member("a0", newer, entered=2), member("a1"), seen=2), report("b", back, seen=2))
+    assert after.committed == newer
+    assert (after.members(ACTIVE), set(after.members(LEARNER))) == (("a0",), {"a1", "b0"})
+
+
+def test_state_of_other_model_coordinates_does_not_count() -> None:
+    hosts = [report(host, member(f"{host}0"), member(f"{host}1"), layout=PAIRS) for host in "ab"]
+    record = agreed(None, *hosts)
+    tip = Attempt(2, 1)
+    swapped = dict(zip("ab", "ba", strict=True))
+    asked = [
+        report(
+            host,
+            *(member(f"{host}{i}", tip, entered=1, holds=record.model_coordinates(f"{host}{1 - i}")) for i in (0, 1)),
+            seen=1,
+            layout=PAIRS,
+        )
+        for host in swapped
+    ]
+    after = agreed(record, *asked)
+    for seat in after.seats:
+        held = next(m.holds for r in asked for m in r.members if m.id == seat.member)
+        assert (seat.status == ACTIVE) == (held == after.model_coordinates(seat.member))
+
+
+def test_missing_state_is_waited_for() -> None:
+    record, tip = trained("a", "b")
+    newer = Attempt(4, 2)
+    heard = report("a", member("a0", tip, entered=2), seen=2, known=newer)
+    assert void(record, heard).reason == "nobody here holds step 4 of generation 2, but b0 may"
+    assert isinstance(next_record(record, [dataclasses.replace(heard, gone=("b0",))]), Lost)
+
+
+def test_a_spare_may_hold_the_missing_state() -> None:
+    """It was active in the generation before, and nothing was committed since."""
+    start = agreed(None, *(report(host, member(f"{host}0"), member(f"{host}1"), layout=PAIRS) for host in "ab"))
+    tip = Attempt(2, 1)
+    three = [member(m, tip, entered=1, holds=start.model_coordinates(m)) for m in ("a0", "a1", "b0")]
+    record = agreed(
+        start, report("a", *three[:2], seen=1, layout=PAIRS), report("b", three[2], seen=1, gone=("b1",), layout=PAIRS)
+    )
+    assert record.members(SPARE) == ("b0",)
+    lost = next(m for m in three[:2] if m.holds == three[2].holds)
+    kept = next(m for m in three[:2] if m is not lost)
+    asked = report("a", kept, member("a2"), seen=2, gone=(lost.id,), layout=PAIRS)
+    assert void(record, asked).reason == "nobody here holds step 2 of generation 1, but b0 may"
+    back = report("b", three[2], seen=2, layout=PAIRS)
+    assert agreed(record, asked, back).committed == tip
+    assert isinstance(next_record(record, [dataclasses.replace(asked, gone=(lost.id, "b0"))]), Lost)
+
+
+def test_lost_state_is_lowered_to_the_newest_checkpoint() -> None:
+    record, tip = trained("a", "b")
+    newer, checkpoint = Attempt(4, 2), Attempt(2, 1)
+    asked = report("a", member("a0", tip, entered=2), seen=2, known=newer, gone=("b0",), checkpoint=checkpoint)
+    other = report("c", member("c0"), checkpoint=Attempt(1, 1))
+    after = agreed(record, asked, other)
+    assert (after.committed, after.lowered, after.rolled_forward) == (checkpoint, True, False)
+    at_checkpoint = agreed(record, dataclasses.replace(asked, checkpoint=tip))
+    assert (at_checkpoint.lowered, at_checkpoint.members(ACTIVE)) == (True, ("a0",))
+
+
+def test_what_was_lowered_does_not_come_back() -> None:
+    """C4: the agent still knows of step 4, and somebody who was long away even holds it."""
+    record, tip = trained("a", "b")
+    gone, checkpoint = Attempt(4, 2), Attempt(2, 1)
+    asked = report("a", member("a0", tip, entered=2), seen=2, known=gone, gone=("b0",), checkpoint=checkpoint)
+    lowered = agreed(record, asked)
+    going_on = report("a", member("a0", Attempt(3, 3), entered=3, active=True), seen=3, known=gone)
+    back = report("z", member("z0", gone, entered=2), seen=2)
+    after = agreed(lowered, going_on, back)
+    assert (after.committed, after.lowered) == (Attempt(3, 3), False)
+    assert (after.members(ACTIVE), after.members(LEARNER)) == (("a0",), ("z0",))
+
+
+def test_the_state_before_the_first_step_is_designated_anew() -> None:
+    """D4, under a new attempt: who held the former one and comes back heals."""
+    record = first("a", "b", "c")
+    (holder,) = record.members(ACTIVE)
+    others = [m for m in ("a0", "b0", "c0") if m != holder]
+    asked = [report(m[0], member(m, entered=1), seen=1) for m in others]
+    assert void(record, *asked).reason == f"no witness of generation 1 is here, but {holder} may live"
+    asked.append(report(holder[0], seen=1, gone=(holder,)))
+    after = agreed(record, *asked)
+    assert (after.committed, after.lowered) == (Attempt(0, 2), False)
+    (designated,) = after.members(ACTIVE)
+    assert action(Attempt(0, 1), None, after.committed) is Action.HEAL
+    entered = [report(m[0], member(m, after.committed if m == designated else None, entered=2), seen=2) for m in others]
+    back = report(holder[0], member(holder, Attempt(0, 1), entered=1), seen=2)
+    third = agreed(after, *entered, back)
+    assert (third.committed, third.members(ACTIVE)) == (Attempt(0, 2), (designated,))
+
+
+def test_a_step_that_cannot_be_completed_is_dropped_rather_than_lost() -> None:
+    """Nobody is left with one half of step 3, in doubt, but somebody has that half of the step before."""
+    across = ParallelLayout(tp=2, within_host=())
+    start = first("a", "b", "c", "d", layout=across)
+    before, doubt = Attempt(2, 1), Attempt(3, 2)
+    half = {m: start.model_coordinates(m) for m in ("a0", "b0", "c0", "d0")}
+    kept = "a0"
+    lost, learner = (m for m in half if half[m] != half[kept])
+    pair = [report(m[0], member(m, before, entered=1, holds=half[m]), seen=1, layout=across) for m in (kept, lost)]
+    record = agreed(start, *pair)
+    assert set(record.members(ACTIVE)) == {kept, lost}
+    here = report("a", member(kept, before, doubt, entered=2, holds=half[kept]), seen=2, layout=across)
+    back = report(learner[0], member(learner, before, entered=1, holds=half[learner]), seen=1, layout=across)
+    assert void(record, here, back).reason == f"nobody here holds step 3 of generation 2, but {lost} may"
+    after = agreed(record, dataclasses.replace(here, gone=(lost,)), back)
+    assert (after.committed, after.rolled_forward, after.lowered) == (before, False, False)
+    assert set(after.members(ACTIVE)) == {kept, learner}
+
+
+# --- the form of records and reports
+
+FIXED = Record(
+    job="job",
+    generation=2,
+    parent="0123456789abcdef",
+    layout=ParallelLayout(sdp=2, min_replicas=1),
+    plan=Plan((1, 1, 2, 1), (Member("a0", "h1"), Member("b0", "h2")), ("c0",)),
+    seats=(
+        Seat("a0", "a", "h1", 0, "h1:7000", ACTIVE),
+        Seat("b0", "b", "h2", 0, "h2:7000", LEARNER),
+        Seat("c0", "c", "h3", 1, "h3:7000", SPARE),
+    ),
+    agents=("a", "b", "c"),
+    committed=Attempt(7, 1),
+    rolled_forward=True,
+)
+
+
+def test_digest_is_the_same_everywhere() -> None:
+    """It is part of the rendezvous prefix: when this changes, so must PROTOCOL."""
+    assert (PROTOCOL, FIXED.digest) == (1, "348f4a6c3afadf1d")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"generation": 3}, {"parent": ""}, {"committed": Attempt(7, 2)}, {"lowered": True}]
+)
+def test_digest_tells_records_apart(changed: dict[str, Any]) -> None:
+    assert dataclasses.replace(FIXED, digest="", **changed).digest != FIXED.digest
+
+
+def test_record_survives_json() -> None:
+    back = Record.from_json(json.loads(canonical(FIXED.to_json())))
+    assert back == FIXED
+    assert back.digest == FIXED.digest
+    assert canonical(back.to_json()) == canonical(FIXED.to_json())
+
+
+def test_report_survives_json() -> None:
+    full = report(
+        "a",
+        member("a0", Attempt(3, 2), Attempt(4, 2), entered=2, active=True),
+        member("a1"),
+        seen=2,
+        known=Attempt(4, 2),
+        gone=("a9",),
+        checkpoint=Attempt(1, 1),
+    )
+    for sent in (full, report("b")):
+        assert report_from_json(json.loads(json.dumps(report_to_json(sent)))) == sent
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"members": None},
+        {"known": [1]},
+        {"known": 5},
+        {"checkpoint": [1, "x"]},
+        {"layout": {"tp": 0}},
+        {"layout": {"qp": 1}},
+        {"more": 1},
+        {"members": [{"id": "a0"}]},
+        {"members": [{**report_to_json(report("a", member("a0")))["members"][0], "holds": [0, 0]}]},
+    ],
+)
+def test_what_is_not_a_report_says_so(broken: dict[str, Any]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        report_from_json({**report_to_json(report("a")), **broken})
+
+
+@pytest.mark.parametrize("absent", ["job", "plan", "committed", "lowered"])
+def test_what_is_not_a_record_says_so(absent: str) -> None:
+    data = FIXED.to_json()
+    del data[absent]
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Record.from_json(data)
+
+
+def test_the_order_of_the_proposal_does_not_matter() -> None:
+    record, tip = trained("a", "b", "c")
+    asked = [report(agent, member(f"{agent}0", tip, Attempt(4, 2), entered=2), seen=2) for agent in "abc"]
+    answers = {agreed(record, *order, report("j", member("j0"))).digest for order in itertools.permutations(asked)}
+    assert len(answers) == 1
+
+
+# --- random schedules
+
+MODELS = {layout: tuple((0, 0, tp) for tp in range(layout.tp)) for layout in (FLAT, PAIRS)}
+
+
+@dataclass
+class Rank:
+    """A member as it really is. `tip` names its state's whole history, see `Job.base`; `running`: it has entered its
+    generation and has not asked since."""
+
+    id: str
+    agent: str
+    tip: Attempt | None = None
+    pending: Attempt | None = None
+    holds: tuple[int, int, int] | None = None
+    entered: int = 0
+    active: bool = False
+    running: bool = False
+
+    def report(self) -> MemberReport:
+        return member(self.id, self.tip, self.pending, holds=self.holds, entered=self.entered, active=self.active)
+
+
+@dataclass
+class Host:
+    agent: str
+    ranks: dict[str, Rank] = field(default_factory=dict)
+    record: Record | None = None
+    known: Attempt | None = None
+    gone: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Job:
+    """Hosts that come and go, on a seeded schedule. Each generation runs a few whole steps and breaks off in one.
+
+    `passed`: attempts whose vote succeeded, `committed`: those applied by somebody, `given_up`: those of them that
+    were lost, with a part of the model.
+    """
+
+    chance: random.Random
+    layout: ParallelLayout
+    record: Record | None = None
+    hosts: dict[str, Host] = field(default_factory=dict)
+    base: dict[Attempt, Attempt] = field(default_factory=dict)
+    passed: set[Attempt] = field(default_factory=set)
+    committed: set[Attempt] = field(default_factory=set)
+    given_up: set[Attempt] = field(default_factory=set)
+    old_reports: list[Report] = field(default_factory=list)
+    num_started: int = 0
+    broken: int = 0
+    seen: set[str] = field(default_factory=set)
+
+    # -- what happens
+
+    def add_host(self) -> None:
+        self.num_started += 1
+        host = Host(f"h{self.num_started:03}")
+        self.hosts[host.agent] = host
+        for _ in range(self.layout.unit):
+            self.add_rank(host)
+
+    def add_rank(self, host: Host) -> None:
+        self.num_started += 1
+        rank = Rank(f"m{self.num_started:03}", host.agent)
+        host.ranks[rank.id] = rank
+
+    def kill_rank(self) -> None:
+        host = self.chance.choice(list(self.hosts.values()))
+        if host.ranks:
+            self.bury(host, self.chance.choice(list(host.ranks)))
+            if self.chance.random() < 0.7:
+                self.add_rank(host)
+
+    def kill_host(self) -> None:
+        """Whoever is left learns of it, sooner or later."""
+        dead = self.hosts.pop(self.chance.choice(list(self.hosts)))
+        if not self.hosts:
+            self.add_host()
+        heir = self.chance.choice(list(self.hosts.values()))
+        heir.gone |= dead.gone | set(dead.ranks)
+        if self.chance.random() < 0.5:
+            self.add_host()
+
+    def bury(self, host: Host, id: str) -> None:
+        del host.ranks[id]
+        host.gone.add(id)
+
+    def run(self) -> None:
+        """The present generation makes progress, if all of its members have entered it."""
+        record = self.record
+        assert record is not None
+        if self.broken == record.generation:
+            return
+        ranks = {rank.id: rank for host in self.hosts.values() for rank in host.ranks.values()}
+        seated = [seat.member for seat in record.seats if seat.status != SPARE]
+        if not all(id in ranks and ranks[id].entered == record.generation and ranks[id].running for id in seated):
+            return
+        for _ in range(self.chance.randrange(3)):
+            if not self.step([ranks[id] for id in seated], broken=False):
+                return
+        self.broken = record.generation
+        self.step([ranks[id] for id in seated], broken=True)
+
+    def step(self, seated: list[Rank], broken: bool) -> bool:
+        """One step, or as much of it as comes before a break. False: it cannot be tried."""
+        voters = [rank for rank in seated if rank.active]
+        sources = {rank.holds: rank for rank in voters if rank.tip}
+        for rank in seated:
+            if not rank.tip and rank.holds in sources and self.chance.random() < 0.7:
+                rank.tip = sources[rank.holds].tip
+        if set(sources) != set(MODELS[self.layout]) or not all(rank.tip for rank in voters):
+            return False
+        (tip,) = {rank.tip for rank in voters if rank.tip}
+        attempt = Attempt(tip.step + 1, seated[0].entered)
+        assert self.base.setdefault(attempt, tip) == tip
+        all_prepare = not broken or self.chance.random() < 0.6
+        for rank in seated:
+            if rank.tip == tip and (all_prepare or self.chance.random() < 0.6):
+                rank.pending = attempt
+        if all(rank.pending == attempt for rank in voters):
+            self.passed.add(attempt)
+            whole = [rank for rank in seated if rank.pending == attempt]
+            for rank in seated:
+                if not broken or self.chance.random() < 0.4:
+                    self.hear_vote(rank, torn=broken and self.chance.random() < 0.2)
+                    rank.active = rank.active or rank in whole
+        return True
+
+    def hear_vote(self, rank: Rank, torn: bool = False) -> None:
+        if rank.pending in self.passed and rank.tip == self.base[rank.pending]:
+            self.committed.add(rank.pending)
+            rank.tip, rank.pending = (None if torn else rank.pending), None
+            rank.running = rank.running and not torn
+            if rank.tip and self.chance.random() < 0.7:
+                self.hosts[rank.agent].known = rank.tip
+
+    def propose(self, everyone: bool = False) -> None:
+        """Some agents, or all of them, ask together."""
+        asking = [host for host in self.hosts.values() if everyone or self.chance.random() < 0.7]
+        for host in asking:
+            for rank in host.ranks.values():
+                rank.running = False
+        proposal = [self.report(host) for host in asking]
+        for host in self.hosts.values():  # those who are not asked may still hear how their old vote ended
+            for rank in host.ranks.values():
+                if rank.running and self.chance.random() < 0.3:
+                    self.hear_vote(rank)
+        if self.old_reports and not everyone and self.chance.random() < 0.1:
+            ghost = self.chance.choice(self.old_reports)
+            proposal = [ghost, *(mine for mine in proposal if mine.agent != ghost.agent)]
+            self.check_ghost(ghost, proposal)
+            return
+        self.old_reports += proposal
+        self.decide(asking, proposal, must_decide=everyone)
+
+    def report(self, host: Host) -> Report:
+        if host.record is None or (self.record and host.agent in self.record.agents):
+            host.record = self.record if self.record and host.agent in self.record.agents else host.record
+        return report(
+            host.agent,
+            *(rank.report() for rank in host.ranks.values()),
+            seen=host.record.generation if host.record else 0,
+            known=host.known,
+            gone=tuple(sorted(host.gone)),
+            layout=self.layout,
+        )
+
+    def decide(self, asking: list[Host], proposal: list[Report], must_decide: bool) -> None:
+        answer = next_record(self.record, proposal)
+        self.seen.add(type(answer).__name__)
+        assert next_record(self.record, self.chance.sample(proposal, len(proposal))) == answer
+        if isinstance(answer, Void):
+            if must_decide:  # nothing stands in the way but that there are too few
+                with pytest.raises(LayoutError):
+                    plan([Member(m.id, mine.host) for mine in proposal for m in mine.members], self.layout)
+            return
+        if isinstance(answer, Lost):
+            self.check_lost(proposal)
+            self.__init__(self.chance, self.layout, seen=self.seen)  # type: ignore[misc]
+            for _ in range(3):
+                self.add_host()
+            return
+        self.check(answer, proposal)
+        assert Record.from_json(json.loads(canonical(answer.to_json()))).digest == answer.digest
+        self.record = answer
+        for host in asking:
+            if self.chance.random() < 0.9:
+                host.record = answer
+                for rank in list(host.ranks.values()):
+                    if self.chance.random() < 0.9:
+                        self.enter(host, rank, answer)
+
+    def enter(self, host: Host, rank: Rank, record: Record) -> None:
+        """As the manager does it."""
+        seat = record.seat(rank.id)
+        assert seat is not None
+        todo = action(rank.tip, rank.pending, record.committed)
+        if todo is Action.APPLY:
+            assert rank.tip == self.base[record.committed]
+            self.committed.add(record.committed)
+            rank.tip = record.committed
+        elif seat.status == ACTIVE and todo is Action.HEAL:
+            assert record.committed == Attempt(0, record.generation)
+            if rank.tip is None and rank.entered:
+                self.bury(host, rank.id)  # torn or half healed: not fit to be where the state is taken from
+                return
+            rank.tip = record.committed
+        elif todo is Action.HEAL or seat.status == LEARNER:
+            rank.tip = None
+        rank.pending, rank.entered, rank.running = None, record.generation, seat.status != SPARE
+        rank.active = seat.status == ACTIVE
+        if seat.status != SPARE:
+            rank.holds = record.model_coordinates(rank.id)
+
+    # -- what must hold
+
+    def past(self, attempt: Attempt) -> list[Attempt]:
+        out = [attempt]
+        while out[-1] in self.base:
+            out.append(self.base[out[-1]])
+        return out
+
+    def parts(self, attempt: Attempt, ranks: Iterable[Rank]) -> set[tuple[int, int, int] | None]:
+        """The model coordinates for which somebody holds a state with `attempt` in it, or can apply it."""
+        return {
+            rank.holds
+            for rank in ranks
+            if rank.tip
+            and (attempt in self.past(rank.tip) or (rank.pending == attempt and self.base[attempt] == rank.tip))
+        }
+
+    def reachable(self, proposal: list[Report]) -> list[Rank]:
+        """Who is here, or is in the record and alive."""
+        here = {m.id for mine in proposal for m in mine.members}
+        if self.record:
+            here |= {seat.member for seat in self.record.seats}
+        return [rank for host in self.hosts.values() for rank in host.ranks.values() if rank.id in here]
+
+    def check(self, record: Record, proposal: list[Report]) -> None:
+        before = self.record
+        assert record.generation == (before.generation + 1 if before else 1)
+        assert record.parent == (before.digest if before else "")
+        ranks = {rank.id: rank for rank in self.reachable(proposal)}
+        assert sorted(record.agents) == sorted(mine.agent for mine in proposal)
+        assert sorted(seat.member for seat in record.seats) == sorted(m.id for mine in proposal for m in mine.members)
+        past = self.past(record.committed)
+        for attempt in self.committed - set(past) - self.given_up:  # C1
+            assert self.parts(attempt, ranks.values()) != set(MODELS[self.layout]), (attempt, record)
+            self.given_up.add(attempt)
+        assert not self.given_up & set(past)  # C4
+        if before and record.committed != Attempt(0, record.generation):
+            assert before.committed in past
+            self.seen.add("rolled forward" if record.rolled_forward else "resolved")
+        if record.committed == Attempt(0, record.generation):
+            self.seen.add("designated")
+            assert len(record.members(ACTIVE)) == self.layout.unit
+            return
+        assert {action(rank.tip, rank.pending, record.committed) for rank in ranks.values()} != {Action.HEAL}
+        for seat in record.seats:  # D3
+            rank = ranks[seat.member]
+            fit = action(rank.tip, rank.pending, record.committed) is not Action.HEAL
+            if seat.status != SPARE:
+                assert (seat.status == ACTIVE) == (fit and rank.holds == record.model_coordinates(seat.member))
+        here = [ranks[seat.member] for seat in record.seats]
+        assert self.parts(record.committed, here) == set(MODELS[self.layout])
+
+    def check_lost(self, proposal: list[Report]) -> None:
+        self.seen.add("lost")
+        assert self.record is not None
+        truths = {self.record.committed} | {a for a in self.committed if a.generation == self.record.generation}
+        assert any(self.parts(truth, self.reachable(proposal)) != set(MODELS[self.layout]) for truth in truths)
+
+    def check_ghost(self, ghost: Report, proposal: list[Report]) -> None:
+        if self.record and ghost.agent in self.record.agents and ghost.seen < self.record.generation:
+            self.seen.add("ghost")
+            assert isinstance(next_record(self.record, proposal), Void)
+
+
+@pytest.mark.parametrize("layout", [FLAT, PAIRS], ids=["flat", "pairs"])
+def test_random_schedules(layout: ParallelLayout) -> None:
+    seen: set[str] = set()
+    for seed in range(100):
+        job = Job(random.Random(seed), layout, seen=seen)
+        for _ in range(3):
+            job.add_host()
+        for _ in range(60):
+            if job.record is None or job.chance.random() < 0.3:
+                job.propose(everyone=job.chance.random() < 0.4)
+            else:
+                job.chance.choices([job.run, job.kill_rank, job.kill_host, job.add_host], [10, 3, 1, 1])[0]()
+    assert seen >= {"Record", "Void", "Lost", "rolled forward", "resolved", "designated", "ghost", "lost"}

@@ -1,0 +1,56 @@
+"""What the demo refuses: one line, exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import demo
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ranks", "0"], "--ranks must be from 1 to 8, but is 0 instead"),
+        (["--ranks", "9"], "--ranks must be from 1 to 8, but is 9 instead"),
+        (["--ranks", "1"], "--ranks must be at least 2, so that somebody is left with the state; or add --no-kill"),
+        (["--ranks", "four"], "argument --ranks: must be a whole number, but is 'four' instead"),
+        (["--steps", "0"], "--steps must be at least 1, but is 0 instead"),
+        (["--seed", "-1"], "--seed must be at least 0, but is -1 instead"),
+        (
+            ["--kill-every", "0"],
+            "argument --kill-every: must be a number of seconds greater than 0, but is '0' instead",
+        ),
+        (
+            ["--kill-every", "x"],
+            "argument --kill-every: must be a number of seconds greater than 0, but is 'x' instead",
+        ),
+        (["--kill-every", "nan"], "argument --kill-every: must be a number of seconds greater than 0"),
+        (["--output-dir", __file__], "is not a folder"),
+        (["--output-dir", str(Path(__file__).parent)], "is not empty; name a new folder"),
+        (["--kills", "3"], "unrecognized arguments: --kills 3"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        demo.parse_args(argv)
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("scripts/demo: error: ")
+    assert message in line
+
+
+def test_one_rank_is_enough_without_kills() -> None:
+    assert demo.parse_args(["--ranks", "1", "--no-kill"]).ranks == 1
+
+
+def test_help_names_the_exit_codes_and_the_tolerance(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        demo.parse_args(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "Exit code" in text
+    assert "1e-05" in text

@@ -1,0 +1,211 @@
+"""The samples of committed steps, however the ranks come and go, are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticgang.errors import StepAborted
+from elasticgang.quorum.manager import Share, Step
+from elasticgang.train.data import GlobalBatch, Slots
+
+SIZES = st.tuples(st.integers(1, 90), st.integers(1, 8), st.integers(1, 5))  # samples, slots in a batch, slot
+
+
+def batch_of(sizes: tuple[int, int, int], seed: int = 0) -> GlobalBatch:
+    num_samples, num_slots, slot = sizes
+    return GlobalBatch(num_samples, size=num_slots * slot, slot=slot, seed=seed)
+
+
+def shares(count: int) -> list[Share]:
+    return [Share(index, count) for index in range(count)]
+
+
+def taken(batches: GlobalBatch, step: int, count: int) -> list[int]:
+    return [int(i) for share in shares(count) for slot in batches.share(step, share) for i in slot.index]
+
+
+class FakeStep:
+    """Lost after `checks` checks."""
+
+    def __init__(self, index: int, share: Share | None, checks: int = 1000) -> None:
+        self.index, self.share, self._checks = index, share, checks
+
+    def check(self) -> None:
+        self._checks -= 1
+        if self._checks < 0:
+            raise StepAborted("lost")
+
+
+def slots_in(batches: GlobalBatch, **fields: Any) -> Slots:
+    return batches.slots(cast(Step, FakeStep(**fields)))
+
+
+@settings(max_examples=60)
+@given(sizes=SIZES, counts=st.lists(st.integers(1, 12), min_size=1, max_size=20), seed=st.integers(0, 3))
+def test_each_sample_is_taken_once_a_pass_with_other_ranks_at_every_step(
+    sizes: tuple[int, int, int], counts: list[int], seed: int
+) -> None:
+    batches = batch_of(sizes, seed)
+    samples = [i for step, count in enumerate(counts) for i in taken(batches, step, count)]
+    assert len(samples) == len(counts) * batches.size
+    for start in range(0, len(samples), batches.num_samples):
+        one_pass = Counter(samples[start : start + batches.num_samples])
+        assert set(one_pass.values()) == {1}
+        if start + batches.num_samples <= len(samples):
+            assert set(one_pass) == set(range(batches.num_samples))
+
+
+@settings(max_examples=60)
+@given(sizes=SIZES, count=st.integers(1, 12), step=st.integers(0, 30))
+def test_a_step_takes_the_same_samples_in_the_same_order_over_any_number_of_ranks(
+    sizes: tuple[int, int, int], count: int, step: int
+) -> None:
+    batches = batch_of(sizes)
+    assert taken(batches, step, count) == batches.samples(step).tolist()
+    slots = [slot for share in shares(count) for slot in batches.share(step, share)]
+    assert [slot.number for slot in slots] == list(range(batches.num_slots))
+    alone = batches.share(step, Share(0, 1))
+    assert [slot.seed for slot in slots] == [slot.seed for slot in alone]
+    assert all(slot.num_samples == batches.slot for slot in slots)
+
+
+def test_a_batch_does_not_depend_on_what_was_asked_for_before() -> None:
+    wandering, straight = batch_of((17, 2, 3)), batch_of((17, 2, 3))
+    for step in (40, 0, 12, 3, 40, 1):
+        wandering.samples(step)
+    assert all(torch.equal(wandering.samples(step), straight.samples(step)) for step in range(20))
+
+
+def test_the_tail_of_a_pass_and_the_head_of_the_next_share_a_batch() -> None:
+    batches = GlobalBatch(10, size=4, slot=2)
+    positions = torch.cat([batches.samples(step) for step in range(5)])
+    assert sorted(positions[:10].tolist()) == list(range(10))
+    assert sorted(positions[10:].tolist()) == list(range(10))
+    assert positions[:10].tolist() != positions[10:].tolist()  # each pass has its own order
+
+
+def test_a_batch_larger_than_the_data_holds_whole_passes() -> None:
+    batches = GlobalBatch(3, size=8, slot=4)
+    samples = torch.cat([batches.samples(0), batches.samples(1), batches.samples(2)])
+    assert all(sorted(samples[start : start + 3].tolist()) == [0, 1, 2] for start in range(0, 24, 3))
+
+
+def test_the_seed_decides_the_order() -> None:
+    first, same, other = (GlobalBatch(100, size=100, slot=10, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first.samples(0), same.samples(0))
+    assert not torch.equal(first.samples(0), other.samples(0))
+
+
+def test_seeds_of_slots_differ_between_slots_steps_and_seeds() -> None:
+    seeds = {
+        slot.seed
+        for seed in range(3)
+        for step in range(10)
+        for slot in GlobalBatch(50, size=8, slot=2, seed=seed).share(step, Share(0, 1))
+    }
+    assert len(seeds) == 3 * 10 * 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_order_is_the_same_in_another_process_and_whatever_pythonhashseed_says() -> None:
+    batches = GlobalBatch(23, size=6, slot=3, seed=9)
+    code = (
+        "from elasticgang.train.data import GlobalBatch; from elasticgang.quorum.manager import Share\n"
+        "batches = GlobalBatch(23, size=6, slot=3, seed=9)\n"
+        "print([(s.seed, s.index.tolist()) for step in range(9) for s in batches.share(step, Share(0, 1))])"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"}
+    )
+    mine = [(s.seed, s.index.tolist()) for step in range(9) for s in batches.share(step, Share(0, 1))]
+    assert other.stdout.strip() == str(mine)
+
+
+def test_asking_for_a_batch_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    GlobalBatch(50, size=8, slot=2).share(5, Share(0, 1))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_last_slot_of_each_share_and_no_other_is_marked() -> None:
+    batches = GlobalBatch(50, size=10, slot=2)
+    for count in (1, 2, 3, 5, 8):
+        for share in shares(count):
+            marks = [slot.last for slot in batches.share(0, share)]
+            assert marks == [False] * (len(marks) - 1) + [True] * bool(marks)
+
+
+def test_more_ranks_than_slots_leaves_some_without() -> None:
+    batches = GlobalBatch(50, size=4, slot=2)
+    sizes = [batches.share(0, share).num_samples for share in shares(5)]
+    assert sorted(sizes) == [0, 0, 0, 2, 2]
+
+
+def test_a_learner_has_no_slots() -> None:
+    empty = slots_in(GlobalBatch(50, size=4, slot=2), index=3, share=None)
+    assert len(empty) == 0
+    assert empty.num_samples == 0
+    assert list(empty) == []
+
+
+def test_iterating_seeds_torch_for_each_slot() -> None:
+    batches = GlobalBatch(50, size=8, slot=2)
+    alone = {slot.number: torch.rand(2) for slot in slots_in(batches, index=1, share=Share(0, 1))}
+    for share in shares(3):
+        for slot in slots_in(batches, index=1, share=share):
+            assert torch.equal(torch.rand(2), alone[slot.number])
+            torch.rand(5)  # how much a slot draws does not show in the next
+
+
+def test_a_lost_step_is_left_before_its_next_slot_and_after_the_last() -> None:
+    batches = GlobalBatch(50, size=8, slot=2)
+    for checks in range(5):
+        seen = []
+        with pytest.raises(StepAborted):
+            for slot in slots_in(batches, index=0, share=Share(0, 1), checks=checks):
+                seen.append(slot.number)
+        assert seen == list(range(checks))
+
+
+def test_slots_are_a_sequence() -> None:
+    slots = slots_in(GlobalBatch(50, size=8, slot=2), index=0, share=Share(0, 1), checks=4)
+    assert [slot.number for slot in slots[1:3]] == [1, 2]
+    assert slots[-1].last
+    assert slots[1:].num_samples == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"num_samples": 0}, "`num_samples` must be at least 1, but is 0 instead."),
+        ({"size": 0}, "`size` must be at least 1, but is 0 instead."),
+        ({"slot": 0}, "`slot` must be at least 1, but is 0 instead."),
+        ({"slot": -2}, "`slot` must be at least 1, but is -2 instead."),
+        ({"slot": 3}, "`size` must be a multiple of `slot` (3), but is 4 instead."),
+    ],
+)
+def test_a_bad_size_is_refused_with_what_was_given(arguments: dict[str, int], complaint: str) -> None:
+    given_arguments = {"num_samples": 10, "size": 4, "slot": 2, **arguments}
+    with pytest.raises(ValueError, match="must be") as refused:
+        GlobalBatch(**given_arguments)
+    assert str(refused.value) == complaint
+
+
+def test_a_step_is_asked_for_nothing_but_its_index_and_share() -> None:
+    """Purity: neither the generation nor anything else of a step decides."""
+    batches = GlobalBatch(50, size=8, slot=2)
+    bare = cast(Step, SimpleNamespace(index=7, share=Share(1, 2), check=lambda: None))
+    assert [slot.index.tolist() for slot in batches.slots(bare)] == [
+        slot.index.tolist() for slot in batches.share(7, Share(1, 2))
+    ]

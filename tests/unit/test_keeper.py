@@ -1,0 +1,538 @@
+"""Healing over real loopback TCP: whole, in part, refused, corrupted, cut off, and waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elasticgang.quorum.commit import Attempt
+from elasticgang.state import keeper as keeper_module
+from elasticgang.state.keeper import Keeper
+
+DEADLINE_S = 20.0
+HERE = "127.0.0.1"
+AT = Attempt(3, 2)
+
+
+class Counter:
+    """Some object of the user's."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.state: dict[str, Any] = {"count": count, "seen": [1, 2], ("nested"): {"pair": (1, None)}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Rank:
+    """A keeper with a model, an optimizer with state, and an object."""
+
+    def __init__(self, seed: int, host: str | None = HERE, size: int = 4) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(3, size), nn.BatchNorm1d(size))
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.1 * (seed + 1))
+        self.counter = Counter(seed)
+        for _ in range(seed):
+            self.train()
+        self.keeper = Keeper(host)
+        self.keeper.register(model=self.model, optim=self.optim, counter=self.counter)
+
+    def train(self) -> None:
+        self.model(torch.randn(5, 3)).sum().backward()
+        self.optim.step()
+        self.optim.zero_grad()
+
+    def large(self) -> Any:
+        return [p.detach().clone() for p in self.model.parameters()], self.optim.state_dict()["state"]
+
+    def small(self) -> Any:
+        return [b.clone() for b in self.model.buffers()], copy.deepcopy(self.counter.state)
+
+
+Ranks = Callable[..., Rank]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made: list[Rank] = []
+
+    def make(*args: Any, **kwargs: Any) -> Rank:
+        made.append(Rank(*args, **kwargs))
+        return made[-1]
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for a core that another test has make this ten times slower
+    yield make
+    torch.set_num_threads(num_threads)
+    for rank in made:
+        rank.keeper.close()
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+class Background:
+    """A call in a thread; `result` waits for it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._outcome: list[Any] = []
+        self._thread = threading.Thread(target=lambda: self._outcome.append(function()))
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self) -> Any:
+        self._thread.join(DEADLINE_S)
+        assert not self.running, "it hangs"
+        return self._outcome[0]
+
+
+class FakeSource:
+    """Answers one healer by `serve`, which is given the connection once the request was read."""
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        self._listener = socket.create_server((HERE, 0))
+        self.address = f"{HERE}:{self._listener.getsockname()[1]}"
+        self.request: dict[str, Any] = {}
+        self._serve = serve
+        self._background = Background(self._run)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            with sock:
+                self.request = json.loads(keeper_module._receive(sock, 1 << 16))
+                self._serve(sock)
+
+    def __enter__(self) -> FakeSource:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._background.result()
+
+
+# -- healing
+
+
+def test_the_whole_state_is_healed_to_the_bit(ranks: Ranks) -> None:
+    source, healer = ranks(3), ranks(1)
+    source.keeper.begin(AT)
+    assert healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert same(healer.large(), source.large())
+    assert same(healer.small(), source.small())
+    assert same(healer.optim.state_dict(), source.optim.state_dict())
+    for rank in (source, healer):
+        torch.manual_seed(9)
+        rank.train()
+    assert same(healer.large(), source.large())
+
+
+def test_a_part_is_what_forward_changes_and_nothing_else(ranks: Ranks) -> None:
+    source, healer = ranks(3), ranks(1)
+    before = healer.large()
+    source.keeper.begin(AT)
+    assert healer.keeper.heal([source.keeper.address], AT, all=False)
+    assert same(healer.small(), source.small())
+    assert same(healer.large(), before)
+
+
+def test_a_healer_gets_copies(ranks: Ranks) -> None:
+    source, healer = ranks(3), ranks(1)
+    source.keeper.begin(AT)
+    healer.keeper.heal([source.keeper.address], AT, all=True)
+    expected = healer.large(), healer.small()
+    source.train()
+    source.counter.state["seen"].append(3)
+    assert same((healer.large(), healer.small()), expected)
+
+
+def test_what_is_served_is_what_was_there_when_the_step_began(ranks: Ranks) -> None:
+    """S1: forward has changed the buffers and the object since."""
+    source, healer = ranks(3), ranks(1)
+    source.keeper.begin(AT)
+    expected = source.small()
+    source.model(torch.randn(5, 3))
+    source.counter.state["count"] = 99
+    source.counter.state["seen"].append(3)
+    assert healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert healer.counter.state["count"] == 3
+    assert healer.counter.state["seen"] == [1, 2]
+    assert same(healer.small()[0], expected[0])
+
+
+def test_large_states_come_in_many_chunks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_module, "_CHUNK_BYTES", 1000)
+    source, healer = ranks(1, size=700), ranks(0, size=700)
+    source.keeper.begin(AT)
+    assert healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert same(healer.large(), source.large())
+
+
+def test_many_heal_from_one_at_once(ranks: Ranks) -> None:
+    source, healers = ranks(2), [ranks(0) for _ in range(6)]
+    source.keeper.begin(AT)
+    waiting = [
+        Background(lambda healer=healer: healer.keeper.heal([source.keeper.address], AT, all=True))  # type: ignore[misc]
+        for healer in healers
+    ]
+    assert all(each.result() for each in waiting)
+    assert all(same(healer.large(), source.large()) for healer in healers)
+
+
+# -- which attempt
+
+
+@pytest.mark.parametrize("wrong", [Attempt(3, 1), Attempt(4, 2), Attempt(2, 2)])
+def test_another_attempt_is_refused_and_nothing_changes(
+    ranks: Ranks, wrong: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.05)
+    source, healer = ranks(3), ranks(1)
+    before = healer.large(), healer.small()
+    source.keeper.begin(AT)
+    assert not healer.keeper.heal([source.keeper.address], wrong, all=True)
+    assert same((healer.large(), healer.small()), before)
+
+
+def test_a_healer_waits_until_the_source_begins_the_step(ranks: Ranks) -> None:
+    source, healer = ranks(3), ranks(1)
+    healing = Background(lambda: healer.keeper.heal([source.keeper.address], AT, all=True))
+    source.keeper.begin(Attempt(2, 2))
+    source.keeper.begin(AT)
+    assert healing.result()
+    assert same(healer.large(), source.large())
+
+
+def test_a_source_without_state_serves_nobody(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.05)
+    source, healer = ranks(3), ranks(1)
+    source.keeper.begin(None)
+    assert not healer.keeper.heal([source.keeper.address], AT, all=True)
+
+
+def test_a_wait_for_the_source_ends_with_the_generation(ranks: Ranks) -> None:
+    """The source may have left the generation, and wait for this rank to leave it too."""
+    source, healer = ranks(3), ranks(1)
+    over = threading.Event()
+    healing = Background(lambda: healer.keeper.heal([source.keeper.address], AT, all=True, cancelled=over.is_set))
+    over.set()
+    assert healing.result() is False
+
+
+def test_nothing_is_asked_of_further_sources_once_cancelled(ranks: Ranks) -> None:
+    healer = ranks(1)
+    with FakeSource(lambda sock: None) as source:
+        assert not healer.keeper.heal([source.address], AT, all=True, cancelled=lambda: True)
+        assert source.request == {}
+
+
+# -- sources that fail
+
+
+def record_of(rank: Rank) -> bytes:
+    """What a source sends for its whole state."""
+    rank.keeper.begin(AT)
+    ours, theirs = socket.socketpair()
+    with ours:
+        sent = bytearray()
+        reader = Background(lambda: [sent.extend(data) for data in iter(lambda: ours.recv(1 << 16), b"")])
+        with theirs:
+            rank.keeper._send_state(theirs, True)
+        reader.result()
+    return bytes(sent)
+
+
+def test_a_dead_source_is_passed_over(ranks: Ranks) -> None:
+    source, healer, dead = ranks(3), ranks(1), ranks(2)
+    dead.keeper.close()
+    source.keeper.begin(AT)
+    assert healer.keeper.heal([dead.keeper.address, source.keeper.address], AT, all=True)
+    assert same(healer.large(), source.large())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_source_that_dies_in_the_middle_is_followed_by_the_next(ranks: Ranks, share: float) -> None:
+    source, healer = ranks(3), ranks(1)
+    whole = record_of(ranks(2))
+    with FakeSource(lambda sock: sock.sendall(whole[: int(len(whole) * share)])) as dying:
+        source.keeper.begin(AT)
+        assert healer.keeper.heal([dying.address, source.keeper.address], AT, all=True)
+        assert dying.request["attempt"] == list(AT)
+    assert same(healer.large(), source.large())
+    assert same(healer.small(), source.small())
+
+
+def test_with_no_source_that_answers_nothing_changes(ranks: Ranks) -> None:
+    healer = ranks(1)
+    before = healer.large(), healer.small()
+    whole = record_of(ranks(2))
+    with FakeSource(lambda sock: sock.sendall(whole[:-1])) as dying:
+        assert not healer.keeper.heal([dying.address], AT, all=True)
+    assert same((healer.large(), healer.small()), before)
+    assert not healer.keeper.heal([], AT, all=True)
+
+
+@pytest.mark.parametrize("place", [-1, -200, -20])
+def test_a_changed_bit_is_found_and_the_next_source_used(ranks: Ranks, place: int) -> None:
+    """S3: in the last chunk, so that all others have arrived whole. The last 16 bytes before it are its digest."""
+    source, healer = ranks(3), ranks(1)
+    before = healer.large()
+    damaged = bytearray(record_of(ranks(2)))
+    damaged[place] ^= 1
+    with FakeSource(lambda sock: sock.sendall(damaged)) as liar:
+        assert not healer.keeper.heal([liar.address], AT, all=True)
+    assert same(healer.large(), before)
+    with FakeSource(lambda sock: sock.sendall(damaged)) as liar:
+        source.keeper.begin(AT)
+        assert healer.keeper.heal([liar.address, source.keeper.address], AT, all=True)
+    assert same(healer.large(), source.large())
+
+
+def answer(manifest: object) -> bytes:
+    body = json.dumps(manifest).encode()
+    return struct.pack("!Q", len(body)) + body
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return pytest.fail, ("unpickled",)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(struct.pack("!Q", 1 << 60), id="a size over the limit"),
+        pytest.param(struct.pack("!Q", 4) + b"nope", id="no json"),
+        pytest.param(struct.pack("!Q", 40) + pickle.dumps(Evil()).ljust(40), id="a pickle"),
+        pytest.param(answer({}), id="no tensors"),
+        pytest.param(answer([]), id="a list"),
+        pytest.param(answer({"spec": {"dict": []}, "tensors": []}), id="no state"),
+        pytest.param(answer({"spec": {"tensor": 5}, "tensors": []}), id="a tensor that was not sent"),
+        pytest.param(answer({"spec": None, "tensors": [[[-3], "float32"]]}), id="a negative shape"),
+        pytest.param(answer({"spec": None, "tensors": [[[3], "load"]]}), id="a dtype that is a function"),
+        pytest.param(answer({"spec": None, "tensors": [[[3], "no_such"]]}), id="a dtype that is none"),
+        pytest.param(answer({"spec": None, "tensors": [[[1 << 62], "float32"]]}), id="a tensor beyond all memory"),
+        pytest.param(answer({"refused": "it has another attempt"}), id="a refusal"),
+        pytest.param(answer({"spec": {"dict": [["small", {"dict": []}]]}, "tensors": []}), id="a state without parts"),
+        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="another protocol"),
+        pytest.param(struct.pack("!Q", 200_000) + b"[" * 200_000, id="deep nesting"),
+    ],
+)
+def test_what_is_not_a_state_changes_nothing_and_the_next_source_is_used(ranks: Ranks, sent: bytes) -> None:
+    source, healer = ranks(3), ranks(1)
+    before = healer.large(), healer.small()
+    with FakeSource(lambda sock: sock.sendall(sent)) as liar:
+        assert not healer.keeper.heal([liar.address], AT, all=True)
+    assert same((healer.large(), healer.small()), before)
+    with FakeSource(lambda sock: sock.sendall(sent)) as liar:
+        source.keeper.begin(AT)
+        assert healer.keeper.heal([liar.address, source.keeper.address], AT, all=True)
+    assert same(healer.large(), source.large())
+
+
+def test_a_model_of_another_shape_is_not_loaded_in_part(ranks: Ranks) -> None:
+    source, healer = ranks(3, size=5), ranks(1, size=4)
+    before = healer.large(), healer.small()
+    source.keeper.begin(AT)
+    assert not healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert same((healer.large(), healer.small()), before)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        answer({}),
+        answer({"attempt": 3}),
+        answer({"attempt": list(AT)}),
+        struct.pack("!Q", 1 << 40),
+        struct.pack("!Q", 60_000) + b"[" * 60_000,
+    ],
+)
+def test_a_source_outlives_any_request(ranks: Ranks, request_bytes: bytes) -> None:
+    source, healer = ranks(3), ranks(1)
+    source.keeper.begin(AT)
+    host, _, port = source.keeper.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as sock:
+        with contextlib.suppress(OSError):  # it may have closed before we have
+            sock.sendall(request_bytes)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+    assert healer.keeper.heal([source.keeper.address], AT, all=True)
+    with source.keeper.hold():
+        pass
+
+
+# -- holding back the apply
+
+
+class SlowReader:
+    """A healer that has been let in and reads no further than the first byte."""
+
+    def __init__(self, source: Rank) -> None:
+        host, _, port = source.keeper.address.rpartition(":")
+        self.sock = socket.socket()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        self.sock.settimeout(DEADLINE_S)
+        self.sock.connect((host, int(port)))
+        keeper_module._send(self.sock, json.dumps({"attempt": list(AT), "all": True}).encode())
+        self.first = self.sock.recv(1)
+
+    def rest(self) -> int:
+        """Reads to the end; how many bytes came."""
+        count = 0
+        with contextlib.suppress(ConnectionError):
+            while data := self.sock.recv(1 << 20):
+                count += len(data)
+        self.sock.close()
+        return count
+
+
+LARGE = 400_000  # 3 floats each: more than the buffers of a socket hold
+
+
+def test_an_apply_waits_for_those_who_read(ranks: Ranks) -> None:
+    source = ranks(0, size=LARGE)
+    source.keeper.begin(AT)
+    reader = SlowReader(source)
+    applied = threading.Event()
+
+    def apply() -> None:
+        with source.keeper.hold():
+            applied.set()
+
+    applying = Background(apply)
+    assert not applied.wait(0.1)
+    assert reader.rest() > LARGE * 12
+    applying.result()
+    assert applied.is_set()
+
+
+def test_an_apply_waits_no_longer_than_its_limit_and_drops_the_slow(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "HOLD_TIMEOUT_S", 0.1)
+    source = ranks(0, size=LARGE)
+    source.keeper.begin(AT)
+    reader = SlowReader(source)
+
+    def apply() -> bool:
+        with source.keeper.hold():
+            return True
+
+    assert Background(apply).result()
+    assert reader.rest() < LARGE * 12  # what it read is not whole, and it knows
+
+
+def test_nobody_is_let_in_between_an_apply_and_the_next_step(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.05)
+    source, healer = ranks(3), ranks(1)
+    source.keeper.begin(AT)
+    with source.keeper.hold():
+        assert not healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert not healer.keeper.heal([source.keeper.address], AT, all=True)
+    source.keeper.begin(Attempt(4, 2))
+    assert healer.keeper.heal([source.keeper.address], Attempt(4, 2), all=True)
+
+
+def test_after_close_nobody_is_served(ranks: Ranks) -> None:
+    source, healer = ranks(3), ranks(1)
+    source.keeper.begin(AT)
+    source.keeper.close()
+    assert not healer.keeper.heal([source.keeper.address], AT, all=True)
+    source.keeper.close()
+
+
+# -- putting back
+
+
+def test_a_dropped_step_puts_back_what_forward_changed(ranks: Ranks) -> None:
+    rank = ranks(2)
+    rank.keeper.begin(AT)
+    before = rank.small()
+    rank.model(torch.randn(5, 3))
+    rank.counter.state["count"] = 99
+    rank.counter.state["seen"].append(3)
+    rank.keeper.restore()
+    assert same(rank.small(), before)
+    assert rank.counter.state["seen"] == [1, 2]
+    rank.counter.state["seen"].append(4)  # what was put back is not what is kept
+    rank.keeper.restore()
+    assert rank.counter.state["seen"] == [1, 2]
+
+
+def test_what_is_kept_is_of_the_step_that_began_last(ranks: Ranks) -> None:
+    rank = ranks(2)
+    rank.keeper.begin(AT)
+    rank.counter.state["count"] = 5
+    rank.keeper.begin(Attempt(4, 2))
+    rank.counter.state["count"] = 6
+    rank.keeper.restore()
+    assert rank.counter.state["count"] == 5
+
+
+def test_without_state_nothing_is_put_back(ranks: Ranks) -> None:
+    rank = ranks(2)
+    rank.keeper.begin(AT)
+    rank.keeper.begin(None)
+    rank.counter.state["count"] = 99
+    rank.keeper.restore()
+    assert rank.counter.state["count"] == 99
+
+
+def test_a_keeper_without_a_host_listens_nowhere(ranks: Ranks) -> None:
+    alone = ranks(1, host=None)
+    assert alone.keeper.address == ""
+    alone.keeper.begin(AT)
+    with alone.keeper.hold():
+        pass
+
+
+# -- registering
+
+
+def test_a_name_is_registered_once(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="a state named 'model' is registered already"):
+        ranks(1).keeper.register(model=nn.Linear(1, 1))
+
+
+def test_an_object_without_state_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(TypeError, match="thing \\(int\\) must have state_dict"):
+        ranks(1).keeper.register(thing=3)
+
+
+def test_an_object_whose_state_cannot_be_sent_is_refused_when_it_is_registered(ranks: Ranks) -> None:
+    counter = Counter()
+    counter.state["handle"] = object()
+    with pytest.raises(TypeError, match=r"state\['handle'\] is of object"):
+        ranks(1).keeper.register(other=counter)

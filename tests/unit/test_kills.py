@@ -1,0 +1,94 @@
+"""Whom the demo may kill, and when it does."""
+
+from __future__ import annotations
+
+from itertools import islice, pairwise
+
+import pytest
+
+from journal import Journal
+from kills import ScheduledKills, choose, draw_schedule
+
+
+def journal_of(committed: dict[int, tuple[int, int]], *, ranks: int = 3, generations: int = 1) -> Journal:
+    """Live members "m0", "m1"...; `committed`: of each rank, the (step, generation) it committed last."""
+    journal = Journal()
+    for rank in range(ranks):
+        journal.add_event({"event": "spawned", "t": 0.0, "member": f"m{rank}", "local_rank": rank, "pid": 100 + rank})
+    for number in range(generations):
+        everybody = list(range(ranks))
+        journal.add_event(
+            {"event": "generation", "t": 0.0, "generation": number + 1, "ranks": everybody, "active": 1, "learner": 0}
+        )
+    for rank, (step, generation) in committed.items():
+        journal.add_history(f"m{rank}", {"kind": "committed", "t": 0.0, "step": step, "generation": generation})
+    return journal
+
+
+def chosen(journal: Journal, rank: int, dead: tuple[int, ...] = ()) -> int | None:
+    victim = choose(journal, rank, lambda who: who.local_rank not in dead)
+    return None if victim is None else victim.local_rank
+
+
+def test_the_rank_that_was_drawn_is_killed() -> None:
+    journal = journal_of({0: (5, 1), 1: (5, 1), 2: (5, 1)})
+    assert [chosen(journal, rank) for rank in range(3)] == [0, 1, 2]
+
+
+def test_the_next_rank_is_killed_where_the_drawn_one_is_down() -> None:
+    journal = journal_of({0: (5, 1), 1: (5, 1), 2: (5, 1)})
+    assert chosen(journal, 1, dead=(1,)) == 2
+    assert chosen(journal, 2, dead=(2,)) == 0
+
+
+def test_the_last_member_with_state_is_spared_and_those_without_may_die() -> None:
+    journal = journal_of({0: (5, 1)})
+    assert [chosen(journal, rank) for rank in range(3)] == [1, 1, 2]
+    assert chosen(journal, 0, dead=(1, 2)) is None
+
+
+def test_a_member_one_step_behind_in_the_same_generation_holds_what_it_needs() -> None:
+    assert chosen(journal_of({0: (5, 1), 1: (4, 1)}, ranks=2), 0) == 0
+
+
+@pytest.mark.parametrize("behind", [(3, 1), (4, 2)])
+def test_a_member_further_behind_or_of_another_generation_does_not(behind: tuple[int, int]) -> None:
+    assert chosen(journal_of({0: (5, 1), 1: behind}, ranks=2), 0) == 1
+
+
+def test_before_the_first_generation_all_but_the_last_may_die() -> None:
+    journal = journal_of({}, ranks=2, generations=0)
+    assert chosen(journal, 0) == 0
+    assert chosen(journal, 0, dead=(1,)) is None
+
+
+def test_nobody_dies_while_it_is_not_known_who_holds_the_first_state() -> None:
+    assert chosen(journal_of({}), 0) is None
+
+
+def test_a_seed_draws_the_same_schedule_again() -> None:
+    first, again, other = (list(islice(draw_schedule(seed, 4, 5.0), 50)) for seed in (3, 3, 4))
+    assert first == again != other
+    waits = [later.after_s - earlier.after_s for earlier, later in pairwise(first)]
+    assert all(3.0 <= wait <= 7.0 for wait in [first[0].after_s, *waits])
+    assert {due.local_rank for due in first} == {0, 1, 2, 3}
+
+
+def finished_at(end_s: float) -> Journal:
+    journal = Journal()
+    journal.add_event({"event": "started", "t": 100.0})
+    journal.add_history("m0", {"kind": "finished", "t": 100.0 + end_s, "digest": "d"})
+    return journal
+
+
+def test_what_was_due_while_the_job_ran_was_asked_for() -> None:
+    kills = ScheduledKills(0, 4, 5.0)
+    kills.drawn = list(islice(draw_schedule(0, 4, 5.0), 4))
+    third = kills.drawn[2].after_s
+    assert kills.asked(finished_at(third + 1.5), 2) == kills.drawn[:3]
+    assert kills.asked(finished_at(third + 0.5), 2) == kills.drawn[:2]  # in the last moments
+    assert kills.asked(finished_at(third + 0.5), 3) == kills.drawn[:3]
+
+
+def test_a_run_that_is_over_before_the_first_kill_was_asked_for_one() -> None:
+    assert len(ScheduledKills(0, 4, 5.0).asked(finished_at(0.5), 0)) == 1

@@ -1,0 +1,609 @@
+"""What an agent does about its ranks, event by event. The names of the rules are those of `quorum/roster.py`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticgang.layout import Member, ParallelLayout, plan
+from elasticgang.quorum.commit import Attempt
+from elasticgang.quorum.decide import ACTIVE, SPARE, Lost, MemberReport, Record, Seat, Void
+from elasticgang.quorum.roster import (
+    Abort,
+    Answered,
+    Ask,
+    Asked,
+    Committed,
+    Deliver,
+    Dismiss,
+    Exited,
+    Fail,
+    Instruction,
+    Left,
+    NoticeJoin,
+    Restart,
+    Roster,
+    Started,
+    StartExpired,
+    describe_exit,
+    infeasible,
+)
+
+LAYOUT = ParallelLayout()
+KILLED = -signal.SIGKILL
+
+
+def report_of(member: str, tip: Attempt | None = None, pending: Attempt | None = None) -> MemberReport:
+    return MemberReport(member, int(member[1]), "127.0.0.1:1", tip, pending)
+
+
+def record_of(members: Iterable[str], generation: int = 1, *, spares: Iterable[str] = (), **fields: object) -> Record:
+    """A record in which `members` ("a0": rank 0 of agent a) are active."""
+    every = [*members, *spares]
+    seats = tuple(
+        Seat(member, member[0], "host", int(member[1]), "127.0.0.1:1", SPARE if member in spares else ACTIVE)
+        for member in every
+    )
+    planned = plan([Member(member, "host") for member in members], LAYOUT)
+    known = {"committed": Attempt(0, 1), **fields}
+    return Record("job", generation, "parent", LAYOUT, planned, seats, ("a",), **known)  # type: ignore[arg-type]
+
+
+class Host:
+    """A roster and what it has been told, in words: `a0` is the first process of rank 0, `a0'` its next one."""
+
+    def __init__(self, num_ranks: int = 3, max_restarts: int = 0) -> None:
+        self.roster = Roster(
+            agent="a", host="host", job="job", coordinator="c", max_restarts=max_restarts, num_ranks=num_ranks
+        )
+
+    def start(self, *members: str) -> None:
+        for member in members:
+            assert self.roster.handle(Started(member, int(member[1]))) == []
+
+    def asks(
+        self,
+        member: str,
+        *,
+        broken: bool = False,
+        tip: Attempt | None = None,
+        pending: Attempt | None = None,
+        layout: ParallelLayout = LAYOUT,
+    ) -> list[Instruction]:
+        return self.roster.handle(Asked(member, report_of(member, tip, pending), layout, broken))
+
+    def exits(self, member: str, status: int = KILLED, *, blameless: bool = False) -> list[Instruction]:
+        return self.roster.handle(Exited(member, status, blameless))
+
+    def leaves(self, member: str, *, finished: bool) -> list[Instruction]:
+        return self.roster.handle(Left(member, finished))
+
+    def is_answered(self, answer: Record | Void | Lost) -> list[Instruction]:
+        return self.roster.handle(Answered(answer))
+
+
+def running(num_ranks: int = 3, **options: int) -> Host:
+    """All ranks are seated in generation 1."""
+    host = Host(num_ranks, **options)
+    members = [f"a{rank}" for rank in range(num_ranks)]
+    host.start(*members)
+    for member in members[:-1]:
+        assert host.asks(member) == []
+    assert host.asks(members[-1]) == [Ask()]
+    record = record_of(members)
+    assert host.is_answered(record) == [Deliver(tuple(members), record)]
+    return host
+
+
+# -- A1: the lighthouse is asked when every live member of the present generation has asked
+
+
+def test_the_last_one_to_ask_makes_the_agent_ask() -> None:
+    host = running()
+    assert host.asks("a1") == []
+    assert host.asks("a0") == []
+    assert host.asks("a2") == [Ask()]
+    assert {member.id for member in host.roster.report().members} == {"a0", "a1", "a2"}
+
+
+def test_one_question_is_outstanding_at_a_time() -> None:
+    host = running()
+    for member in ("a0", "a1", "a2"):
+        last = host.asks(member)
+    assert last == [Ask()]
+    host.start("a3")
+    assert host.asks("a3") == []  # it is in nobody's question yet, and waits
+    assert host.exits("a2") == [Restart(2, 0.0)]
+
+
+def test_a_newcomer_during_the_question_is_announced_with_the_answer() -> None:
+    host = running(2)
+    host.asks("a0")
+    assert host.asks("a1") == [Ask()]
+    host.start("a2")
+    host.asks("a2")
+    record = record_of(["a0", "a1"], 2)
+    assert host.is_answered(record) == [Deliver(("a0", "a1"), record), NoticeJoin(("a0", "a1"), 2)]
+
+
+def test_a_death_is_the_last_that_was_waited_for() -> None:
+    host = running()
+    host.asks("a0", broken=True)
+    host.asks("a1", broken=True)
+    assert host.exits("a2") == [Ask(), Restart(2, 0.0)]
+
+
+def test_a_death_during_the_question_ends_the_generation_that_it_makes() -> None:
+    host = running()
+    for member in ("a0", "a1", "a2"):
+        host.asks(member)
+    host.exits("a1")
+    record = record_of(["a0", "a1", "a2"], 2)
+    assert host.is_answered(record) == [
+        Deliver(("a0", "a2"), record),
+        Abort(("a0", "a2"), 2, "rank 1 died before the generation began"),
+    ]
+
+
+def test_all_die_during_the_question() -> None:
+    host = running(1)
+    assert host.asks("a0", broken=True) == [Ask()]
+    assert host.exits("a0") == [Restart(0, 0.0)]
+    record = record_of(["a0"], 2)
+    assert host.is_answered(record) == [Deliver((), record)]
+    host.start("a0'")
+    assert host.asks("a0'") == [Ask()]
+    assert host.roster.report().gone == ("a0",)
+
+
+def test_a_void_answer_is_asked_again_a_little_later() -> None:
+    host = running(1)
+    host.asks("a0")
+    (again,) = host.is_answered(Void("only joiners are here"))
+    assert isinstance(again, Ask)
+    assert 0 < again.delay_s <= 0.1
+    assert host.exits("a0") == [Restart(0, 0.0)]
+    assert host.is_answered(Void("again")) == []  # nobody is left to ask for
+    host.start("a0'")
+    assert host.asks("a0'") == [Ask()]
+
+
+def test_a_refusal_of_this_host_ends_the_job_and_one_of_another_does_not() -> None:
+    host = running(1)
+    host.asks("a0")
+    (again,) = host.is_answered(Void("refused", refused=(("b", "its layout is other"),)))
+    assert isinstance(again, Ask)
+    assert host.is_answered(Void("refused", refused=(("a", "its layout is other"),))) == [
+        Fail(2, "the job refused this host: its layout is other")
+    ]
+
+
+def test_a_lost_state_ends_the_job() -> None:
+    host = running(1)
+    host.asks("a0")
+    (failed,) = host.is_answered(Lost("no live member holds step 3"))
+    assert failed == Fail(1, "the job's state is lost: no live member holds step 3")
+
+
+# -- A2: a death, or an error, ends the generation for all others at once
+
+
+def test_a_death_ends_the_generation_for_the_others() -> None:
+    host = running()
+    assert host.exits("a1") == [Abort(("a0", "a2"), 1, "rank 1 was killed by SIGKILL"), Restart(1, 0.0)]
+
+
+def test_an_error_of_one_ends_the_generation_for_the_others() -> None:
+    host = running()
+    assert host.asks("a1", broken=True) == [Abort(("a0", "a2"), 1, "rank 1 lost a peer")]
+    assert host.asks("a0", broken=True) == [Abort(("a2",), 1, "rank 0 lost a peer")]
+    assert host.asks("a2", broken=True) == [Ask()]
+
+
+def test_one_that_leaves_unfinished_ends_the_generation_for_the_others() -> None:
+    host = running()
+    assert host.leaves("a1", finished=False) == [Abort(("a0", "a2"), 1, "rank 1 left")]
+    assert "a1" in host.roster.report().gone
+    host.asks("a0", broken=True)
+    assert host.asks("a2", broken=True) == [Ask()]
+
+
+def test_an_exit_in_order_restarts_nobody_and_the_others_go_on() -> None:
+    host = running()
+    host.leaves("a1", finished=False)
+    assert host.exits("a1", 0) == []
+
+
+def test_two_deaths_at_once() -> None:
+    host = running()
+    assert host.exits("a1") == [Abort(("a0", "a2"), 1, "rank 1 was killed by SIGKILL"), Restart(1, 0.0)]
+    assert host.exits("a0") == [Abort(("a2",), 1, "rank 0 was killed by SIGKILL"), Restart(0, 0.0)]
+    assert host.asks("a2", broken=True) == [Ask()]
+    assert host.roster.report().gone == ("a0", "a1")
+
+
+def test_the_death_of_one_that_was_not_seated_ends_nothing() -> None:
+    host = running()
+    host.start("a1'")
+    assert host.exits("a1'") == [Restart(1, 0.0)]
+
+
+# -- A3: a newcomer ends no generation
+
+
+def test_a_newcomer_is_announced_and_comes_with_the_others() -> None:
+    host = running()
+    host.exits("a1")
+    host.asks("a0", broken=True)
+    assert host.asks("a2", broken=True) == [Ask()]
+    record = record_of(["a0", "a2"], 2)
+    host.is_answered(record)
+    host.start("a1'")
+    assert host.asks("a1'") == [NoticeJoin(("a0", "a2"), 2)]
+    assert host.asks("a0") == []
+    assert host.asks("a2") == [Ask()]
+    assert {member.id for member in host.roster.report().members} == {"a0", "a1'", "a2"}
+
+
+def test_a_newcomer_that_asks_because_of_an_error_is_a_newcomer() -> None:
+    host = running(2)
+    host.start("a2")
+    assert host.asks("a2", broken=True) == [NoticeJoin(("a0", "a1"), 1)]
+
+
+def test_a_spare_goes_on_asking_and_holds_up_nobody() -> None:
+    host = Host(3)
+    host.start("a0", "a1", "a2")
+    for member in ("a0", "a1", "a2"):
+        host.asks(member)
+    record = record_of(["a0", "a1"], spares=["a2"])
+    assert host.is_answered(record) == [Deliver(("a0", "a1", "a2"), record)]  # nobody is announced
+    assert host.exits("a0")[0] == Abort(("a1",), 1, "rank 0 was killed by SIGKILL")
+    assert host.asks("a1", broken=True) == [Ask()]
+    assert {member.id for member in host.roster.report().members} == {"a1", "a2"}
+
+
+def test_the_death_of_a_spare_ends_nothing() -> None:
+    host = Host(2)
+    host.start("a0", "a1")
+    host.asks("a0")
+    host.asks("a1")
+    host.is_answered(record_of(["a0"], spares=["a1"]))
+    assert host.exits("a1") == [Restart(1, 0.0)]
+
+
+# -- A4: ranks that are starting are waited for, before the first generation
+
+
+def test_the_first_generation_waits_for_all_ranks() -> None:
+    host = Host(3)
+    host.start("a0")
+    assert host.asks("a0") == []
+    host.start("a1", "a2")
+    assert host.asks("a2") == []
+    assert host.asks("a1") == [Ask()]
+
+
+def test_the_first_generation_does_not_wait_for_ever() -> None:
+    host = Host(3)
+    host.start("a0", "a1", "a2")
+    assert host.roster.handle(StartExpired()) == []
+    host = Host(3)
+    host.start("a0", "a1", "a2")
+    host.asks("a0")
+    assert host.roster.handle(StartExpired()) == [Ask()]
+    host = Host(3)
+    host.start("a0", "a1", "a2")
+    host.roster.handle(StartExpired())
+    assert host.asks("a1") == [Ask()]
+
+
+def test_later_generations_do_not_wait_for_those_that_start() -> None:
+    host = running(2)
+    host.exits("a1")
+    host.start("a1'")
+    assert host.asks("a0", broken=True) == [Ask()]
+
+
+def test_a_script_that_ends_without_joining_is_not_waited_for() -> None:
+    host = Host(2)
+    host.start("a0", "a1")
+    host.asks("a0")
+    assert host.exits("a1", 0) == [Ask()]
+
+
+# -- A5: once a member has finished, nobody is restarted
+
+
+def test_after_the_end_a_killed_rank_is_not_restarted() -> None:
+    host = running()
+    assert host.leaves("a0", finished=True) == []
+    assert host.exits("a0") == []
+    assert host.exits("a1") == [Abort(("a2",), 1, "rank 1 was killed by SIGKILL")]
+    assert host.exits("a2", blameless=True, status=1) == []
+
+
+def test_an_orderly_end() -> None:
+    host = running(2)
+    assert host.leaves("a0", finished=True) == []
+    assert host.leaves("a1", finished=True) == []
+    assert host.exits("a0", 0) == []
+    assert host.exits("a1", 0) == []
+    assert host.roster.live() == ()
+
+
+def test_those_without_state_are_dismissed_at_the_end_and_those_with_state_are_not() -> None:
+    host = running(4)
+    host.exits("a1")
+    host.start("a1'")
+    host.asks("a1'")  # waits to join
+    host.asks("a2", broken=True, tip=Attempt(8, 1))
+    host.asks("a3", broken=True, pending=Attempt(9, 1))
+    (dismissed,) = host.leaves("a0", finished=True)[:1]
+    assert dismissed == Dismiss(("a1'",), "the job has finished")
+
+
+def test_one_that_is_still_starting_at_the_end_is_dismissed() -> None:
+    host = running(2)
+    host.exits("a1")
+    host.start("a1'")
+    assert host.leaves("a0", finished=True) == [Dismiss(("a1'",), "the job has finished")]
+    assert host.exits("a1'") == []
+
+
+def test_one_that_asks_without_state_after_the_end_is_dismissed() -> None:
+    host = running(2)
+    host.leaves("a0", finished=True)
+    assert host.asks("a1", broken=True) == [Dismiss(("a1",), "the job has finished")]
+
+
+def test_a_survivor_in_doubt_after_the_end_still_learns_its_fate() -> None:
+    """Rank 0 saw the last vote pass and has finished; rank 1 did not see it, since rank 2 died."""
+    host = running()
+    host.roster.handle(Committed("a0", Attempt(9, 1)))
+    host.leaves("a0", finished=True)
+    host.exits("a2")
+    assert host.asks("a1", broken=True, tip=Attempt(8, 1), pending=Attempt(9, 1)) == [Ask()]
+    assert host.roster.report().known == Attempt(9, 1)
+    assert host.roster.report().gone == ("a0", "a2")
+    record = record_of(["a1"], 2, committed=Attempt(9, 1))
+    assert host.is_answered(record) == [Deliver(("a1",), record)]
+
+
+def test_a_script_that_fails_after_the_end_fails_the_job_whatever_may_be_forgiven() -> None:
+    host = running(2, max_restarts=5)
+    host.leaves("a0", finished=True)
+    (failed,) = host.exits("a0", 3)
+    assert isinstance(failed, Fail)
+    assert failed.code == 3
+
+
+# -- who is to blame for an exit
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_kill_from_outside_is_nobodys_fault(number: signal.Signals) -> None:
+    host = running(1)
+    for _ in range(20):
+        assert host.exits("a0", -number) == [Restart(0, 0.0)]
+        host.start("a0")
+        host.asks("a0")
+        host.is_answered(record_of(["a0"]))
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(1, 1), (3, 3), (255, 255), (-signal.SIGSEGV, 128 + signal.SIGSEGV), (-signal.SIGABRT, 128 + signal.SIGABRT)],
+)
+def test_a_failure_of_the_script_ends_the_job_with_its_code(status: int, code: int) -> None:
+    host = running(2)
+    assert host.exits("a1", status) == [Fail(code, f"rank 1 {describe_exit(status)}")]
+
+
+def test_failures_are_forgiven_up_to_a_number_over_all_ranks() -> None:
+    host = running(3, max_restarts=2)
+    assert Restart(0, 0.0) in host.exits("a0", 1)
+    assert Restart(1, 0.0) in host.exits("a1", 1)
+    assert host.exits("a2", 1) == [Fail(1, "rank 2 exited with code 1; --max-restarts is 2")]
+
+
+def test_an_error_that_a_lost_peer_caused_counts_for_nothing() -> None:
+    host = running(2)
+    assert host.exits("a1", 1, blameless=True)[-1] == Restart(1, 0.0)
+    assert host.roster.failures == 0
+
+
+def test_a_rank_that_dies_again_and_again_before_it_takes_part_is_slowed_down() -> None:
+    host = running(2)
+    delays = []
+    for number in range(14):
+        member = "a1" + "'" * (number + 1)
+        host.start(member)
+        (restart,) = host.exits(member)
+        assert isinstance(restart, Restart)
+        delays.append(restart.delay_s)
+    assert delays == [0.0] * 5 + [1.0, 2.0, 4.0, 8.0] + [10.0] * 5
+    host.start("a0'", "a1!")
+    assert host.exits("a0'") == [Restart(0, 0.0)]  # of another rank
+
+
+def test_taking_part_once_makes_a_rank_fast_again() -> None:
+    host = running(1)
+    host.exits("a0")
+    for number in range(7):
+        host.start(f"a0{number}")
+        last = host.exits(f"a0{number}")
+    assert last == [Restart(0, 2.0)]
+    host.start("a0'")
+    host.asks("a0'")
+    host.is_answered(record_of(["a0'"], 2))
+    assert host.exits("a0'") == [Restart(0, 0.0)]
+
+
+# -- what is said and brought
+
+
+def test_ranks_that_declare_different_layouts_end_the_job_with_both_named() -> None:
+    host = Host(2)
+    host.start("a0", "a1")
+    host.asks("a0")
+    (failed,) = host.asks("a1", layout=ParallelLayout(min_replicas=2))
+    assert isinstance(failed, Fail)
+    assert failed.code == 2
+    assert "min_replicas=2" in failed.reason
+    assert "min_replicas=1" in failed.reason
+
+
+def test_the_report_brings_what_is_known() -> None:
+    host = running()
+    host.roster.handle(Committed("a0", Attempt(4, 1)))
+    host.roster.handle(Committed("a1", Attempt(3, 1)))  # late
+    host.exits("a0")
+    host.asks("a1", broken=True, tip=Attempt(3, 1))
+    host.asks("a2", broken=True, tip=Attempt(4, 1))
+    report = host.roster.report()
+    assert (report.agent, report.host, report.job, report.coordinator) == ("a", "host", "job", "c")
+    assert report.seen == 1
+    assert report.known == Attempt(4, 1)
+    assert report.gone == ("a0",)
+    assert report.layout == LAYOUT
+
+
+def test_what_is_known_is_heard_from_tips_and_records_too_and_never_falls() -> None:
+    host = running(2)
+    host.asks("a0", tip=Attempt(5, 1))
+    assert host.roster.known == Attempt(5, 1)
+    host.asks("a1", tip=Attempt(2, 1))
+    assert host.roster.known == Attempt(5, 1)
+    host.is_answered(record_of(["a0", "a1"], 2, committed=Attempt(6, 1), rolled_forward=True))
+    assert host.roster.known == Attempt(6, 1)
+
+
+def test_the_state_before_the_first_step_is_no_knowledge() -> None:
+    host = running(1)
+    host.asks("a0", tip=Attempt(0, 1))
+    assert host.roster.known is None
+
+
+def test_members_of_other_hosts_are_not_this_ones_to_call_gone() -> None:
+    host = running(1)
+    host.asks("a0")
+    record = record_of(["a0", "b0"], 2)
+    assert host.is_answered(record) == [Deliver(("a0",), record)]
+    assert host.roster.report().gone == ()
+
+
+def test_a_member_without_a_seat_in_the_answer_goes_on_waiting() -> None:
+    host = Host(2)
+    host.start("a0", "a1")
+    host.asks("a0")
+    host.asks("a1")
+    record = record_of(["a0"])
+    assert host.is_answered(record) == [Deliver(("a0",), record), NoticeJoin(("a0",), 1)]
+
+
+@pytest.mark.parametrize("event", [Exited("a9", 1), Left("a9", True), Asked("a9", report_of("a9"), LAYOUT, True)])
+def test_events_of_unknown_members_do_nothing(event: Exited | Left | Asked) -> None:
+    host = running()
+    assert host.roster.handle(event) == []
+    assert not host.roster.finished
+
+
+def test_a_second_exit_of_the_same_process_does_nothing() -> None:
+    host = running()
+    host.exits("a1")
+    assert host.exits("a1") == []
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (0, "exited with code 0"),
+        (3, "exited with code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-11, "was killed by SIGSEGV"),
+        (-250, "was killed by signal 250"),
+    ],
+)
+def test_an_exit_in_words(status: int, words: str) -> None:
+    assert describe_exit(status) == words
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "fits"),
+    [
+        (ParallelLayout(), 1, True),
+        (ParallelLayout(sdp=2, tp=2), 4, True),
+        (ParallelLayout(sdp=2, tp=2), 3, False),
+        (ParallelLayout(pp=2, min_replicas=3), 6, True),
+        (ParallelLayout(pp=2, min_replicas=3), 5, False),
+    ],
+)
+def test_a_layout_that_can_never_be_filled_is_named_with_both_numbers(
+    layout: ParallelLayout, num_ranks: int, fits: bool
+) -> None:
+    reason = infeasible(layout, num_ranks)
+    assert (reason is None) == fits
+    if reason is not None:
+        assert f"needs {layout.unit * layout.min_replicas} ranks" in reason
+        assert f"the job has {num_ranks}" in reason
+
+
+# -- any order of events
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["start", "ask", "die", "leave", "answer", "void"]), st.integers(0, 2)))
+
+
+@given(EVENTS)
+def test_in_any_order_one_question_is_open_and_nobody_is_left_seated_behind_it(
+    events: list[tuple[str, int]],
+) -> None:
+    """A1, with ranks that do what ranks can do: one process to a rank, which asks, sits or dies."""
+    host = Host(3)
+    state: dict[str, str] = {}  # the live processes
+    open_questions = 0
+    started = generation = 0
+    for what, rank in events:
+        mine = next((member for member in state if int(member[1]) == rank), None)
+        done: list[Instruction] = []
+        if what == "start" and mine is None:
+            started += 1
+            state[f"a{rank}-{started}"] = "starting"
+            host.start(f"a{rank}-{started}")
+        elif what == "ask" and mine is not None and state[mine] in ("starting", "seated"):
+            state[mine] = "asking"
+            done = host.asks(mine, broken=rank == 0)
+        elif what == "die" and mine is not None:
+            del state[mine]
+            done = host.exits(mine)
+        elif what == "leave" and mine is not None and state[mine] == "seated":
+            state[mine] = "left"
+            done = host.leaves(mine, finished=False)
+        elif what in ("answer", "void") and open_questions:
+            open_questions -= 1
+            asked = [member for member in state if state[member] == "asking"]
+            if what == "void" or not asked:
+                done = host.is_answered(Void("why not"))
+            else:
+                generation += 1
+                record = record_of(asked, generation)
+                done = host.is_answered(record)
+                state.update(dict.fromkeys(asked, "seated"))
+                assert done[0] == Deliver(tuple(asked), record)
+        open_questions += sum(isinstance(instruction, Ask) for instruction in done)
+        assert open_questions <= 1
+        if any(isinstance(instruction, Ask) for instruction in done):
+            assert "seated" not in state.values()
+            assert "asking" in state.values()
+        for instruction in done:
+            if isinstance(instruction, Abort | NoticeJoin):
+                assert set(instruction.members) == {member for member in state if state[member] == "seated"}
+                assert instruction.members
+    # Nobody waits for ever: when all that live have asked, there is a question.
+    if generation and "asking" in state.values() and "seated" not in state.values():
+        assert open_questions == 1

@@ -1,0 +1,43 @@
+"""Positions to passes, and slots to parts: pure arithmetic, checked against the slow way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticgang.train.slots import Run, runs_of, slots_of
+
+
+@given(num_slots=st.integers(0, 200), count=st.integers(1, 50))
+def test_the_parts_are_all_slots_in_order_once_and_as_even_as_can_be(num_slots: int, count: int) -> None:
+    parts = [slots_of(num_slots, index, count) for index in range(count)]
+    assert [slot for part in parts for slot in part] == list(range(num_slots))
+    assert {len(part) for part in parts} <= {num_slots // count, -(-num_slots // count)}
+
+
+@pytest.mark.parametrize(("index", "count"), [(-1, 4), (4, 4), (5, 4), (0, 0)])
+def test_an_index_outside_is_refused_with_both_numbers(index: int, count: int) -> None:
+    with pytest.raises(ValueError, match=rf"less than `count` \({count}\), but is {index} instead"):
+        slots_of(8, index, count)
+
+
+@given(first=st.integers(0, 500), num=st.integers(0, 100), num_samples=st.integers(1, 60))
+def test_runs_name_each_position_once_in_order(first: int, num: int, num_samples: int) -> None:
+    runs = runs_of(first, num, num_samples)
+    places = [(run.pass_index, place) for run in runs for place in range(run.start, run.stop)]
+    assert places == [divmod(position, num_samples) for position in range(first, first + num)]
+    assert all(0 <= run.start < run.stop <= num_samples for run in runs)
+    assert len({run.pass_index for run in runs}) == len(runs)
+
+
+def test_a_batch_over_the_end_holds_the_tail_of_one_pass_and_the_head_of_the_next() -> None:
+    assert runs_of(8, 4, 10) == [Run(0, 8, 10), Run(1, 0, 2)]
+
+
+def test_a_batch_over_many_passes_holds_them_whole() -> None:
+    assert runs_of(2, 8, 3) == [Run(0, 2, 3), Run(1, 0, 3), Run(2, 0, 3), Run(3, 0, 1)]
+
+
+def test_positions_far_along_are_exact() -> None:
+    assert runs_of(10**18, 2, 10**9 + 7) == [Run(*divmod(10**18, 10**9 + 7), 10**18 % (10**9 + 7) + 2)]
