@@ -43,6 +43,9 @@ PRELOAD = (
     "elasticgang.launch.child",
 )
 
+# numpy's OpenBLAS would start its threads on import (F1). torch's own threads start at the first parallel operation.
+_SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
+
 _MAX_MESSAGE = 1 << 17
 _MAX_FDS = 16
 _START_TIMEOUT_S = 120.0
@@ -121,7 +124,7 @@ class ForkServer(ForkServerClient):
                 [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), *preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **(env or {}), **_SINGLE_THREADED},
                 start_new_session=True,  # a Ctrl-C in the terminal is for the owner, who forwards it in order
             )
         super().__init__(ours)
