@@ -241,16 +241,23 @@ class _Worker:
                 os.close(fd)  # the mapping stays
             tensors = [self._tensor(*tensor) for tensor in command["tensors"]]
             work = CALLS[command["call"]](self._groups[command["group"]], tensors, **command["options"])
+            future = self._future_of(work)
         except Exception as exc:
             self._send({"done": id, "error": str(exc) or type(exc).__name__})
             return
         # The tensors are kept until the end by the future's callback.
-        work.get_future().add_done_callback(lambda future: self._completed(id, future, tensors))
+        future.add_done_callback(lambda future: self._completed(id, future, tensors))
+
+    def _future_of(self, work: Any) -> Any:
+        try:
+            return work.get_future()
+        except RuntimeError:  # Gloo's reduce_scatter gives a work without one
+            return self._pool.submit(work.wait)
 
     def _completed(self, id: int, future: Any, tensors: list[Tensor]) -> None:
         error = None
         try:
-            future.wait()
+            future.wait() if hasattr(future, "wait") else future.result()
         except Exception as exc:
             error = str(exc) or type(exc).__name__
         with contextlib.suppress(OSError):

@@ -95,8 +95,8 @@ class Gang(ABC):
 
     @abstractmethod
     def create_gang(self, ranks: Sequence[int]) -> Gang | None:
-        """A gang of some of this gang's ranks, in the order of `ranks`; None on a rank that is not among them. Called
-        on every rank of this gang.
+        """A gang of some of this gang's ranks; None on a rank that is not among them. Called on every rank of this
+        gang. Its ranks are numbered in ascending order, whatever the order of `ranks`, as torch's groups are.
 
         Raises:
             ValueError: `ranks` is empty, has duplicates, or a rank outside `[0, size)`.
@@ -255,7 +255,7 @@ class Gang(ABC):
                 f"MEAN needs a floating-point or complex dtype, but the tensor's is {tensor.dtype} instead."
             )
         work = self._start(replace(collective, op=ReduceOperation.SUM))
-        return _Then(work, lambda: _divide(tensor, self.size))
+        return Then(work, lambda: _divide(tensor, self.size))
 
     def _check(self, name: str, tensor: Tensor) -> None:
         if tensor.device != self.device:
@@ -320,7 +320,7 @@ def _divide(tensor: Tensor, divisor: int) -> None:
         tensor.div_(divisor)
 
 
-class _Then:
+class Then:
     """A work with a last step, done once, by whoever waits first, unless the gang was poisoned."""
 
     def __init__(self, work: Work, last: Callable[[], None]) -> None:

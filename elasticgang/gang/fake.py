@@ -55,7 +55,7 @@ class FakeGang(Gang):
         check_ranks(ranks, self._size)
         if self._rank not in ranks:
             return None
-        return FakeGang(self._device, rank=list(ranks).index(self._rank), size=len(ranks))
+        return FakeGang(self._device, rank=sorted(ranks).index(self._rank), size=len(ranks))
 
     def as_process_group(self) -> ProcessGroup:
         raise NotSupportedError("A fake gang has no process group.")

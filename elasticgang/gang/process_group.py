@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
-from elasticgang.gang.base import Collective, Gang, ReduceOperation, Work, check_ranks
+from elasticgang.gang.base import Collective, Gang, ReduceOperation, Then, Work, check_ranks
 
 _REDUCE_OPS: dict[ReduceOperation, Any] = {
     ReduceOperation.SUM: ReduceOp.SUM,
@@ -157,7 +157,7 @@ class ProcessGroupGang(Gang):
             case "reduce_scatter":
                 return dist.reduce_scatter(c.outputs[0], list(c.inputs), _REDUCE_OPS[c.op], **later)
             case "all_to_all":
-                return dist.all_to_all(list(c.outputs), list(c.inputs), **later)
+                return self._all_to_all(c)
             case "reduce":
                 return dist.reduce(c.outputs[0], op=_REDUCE_OPS[c.op], group_dst=c.peer, **later)
             case "gather":
@@ -170,6 +170,18 @@ class ProcessGroupGang(Gang):
                 return dist.irecv(c.outputs[0], group=self._pg, tag=c.tag, group_src=c.peer)
             case _:
                 raise NotSupportedError(f"{c.call} is no collective of a gang.")
+
+    def _all_to_all(self, c: Collective) -> Work:
+        """As one flat exchange: Gloo's own of lists wants all tensors of one size."""
+        received, sent = (torch.cat([tensor.reshape(-1) for tensor in part]) for part in (c.outputs, c.inputs))
+        sizes, sent_sizes = ([tensor.numel() for tensor in part] for part in (c.outputs, c.inputs))
+        work: Any = dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._pg, async_op=True)
+
+        def unpack() -> None:
+            for output, part in zip(c.outputs, torch.split(received, sizes), strict=True):
+                output.copy_(part.view(output.shape))
+
+        return Then(_TranslatedWork("all_to_all", work), unpack)
 
 
 def _translated(call: str, perform: Callable[[], Any]) -> Any:
