@@ -25,6 +25,7 @@ from torch import Tensor
 
 from elasticgang.comm.arena import Arena, Block
 from elasticgang.comm.forkserver import ForkServerClient
+from elasticgang.comm.worker import IN_PLACE
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
 
 _MAX_MESSAGE = 1 << 17
@@ -159,14 +160,13 @@ class CommProcess:
     ) -> CommWork:
         """Start the collective `call` of the worker on `group`. `outputs` are written when it completes; a tensor that
         is input and output stands in both. Never raises a `GangError`: the work that is returned has failed."""
-        sources = {id(tensor) for tensor in inputs}
-        written = {id(tensor) for tensor in outputs}
-        tensors = [*outputs, *(tensor for tensor in inputs if id(tensor) not in written)]
+        in_place = call in IN_PLACE
+        tensors = list(outputs) if in_place else [*outputs, *inputs]
         blocks = [self._arena.take(tensor.numel() * tensor.element_size()) for tensor in tensors]
         shared = [block.as_tensor(tensor) for block, tensor in zip(blocks, tensors, strict=True)]
         with torch.no_grad():
-            for tensor, copy in zip(tensors, shared, strict=True):
-                if id(tensor) in sources:
+            for index, (tensor, copy) in enumerate(zip(tensors, shared, strict=True)):
+                if in_place or index >= len(outputs):
                     copy.copy_(tensor)
         work = CommWork(call, outputs, list(zip(outputs, shared, strict=False)))
         described = [

@@ -25,10 +25,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
+    GatherOptions,
     PrefixStore,
     ProcessGroupGloo,
     ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
     TCPStore,
 )
 
@@ -64,10 +69,79 @@ def _allgather(group: Any, tensors: list[Tensor]) -> Any:
     return group.allgather([outputs], [source], AllgatherOptions())
 
 
+def _reduce(group: Any, tensors: list[Tensor], op: str, root: int) -> Any:
+    options = ReduceOptions()
+    options.reduceOp, options.rootRank = _REDUCE_OPS[op], root
+    return group.reduce(tensors, options)
+
+
+def _reduce_scatter(group: Any, tensors: list[Tensor], op: str) -> Any:
+    output, *inputs = tensors
+    options = ReduceScatterOptions()
+    options.reduceOp = _REDUCE_OPS[op]
+    return group.reduce_scatter([output], [inputs], options)
+
+
+def _alltoall(group: Any, tensors: list[Tensor]) -> Any:
+    outputs, inputs = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+    sizes = [[tensor.numel() for tensor in part] for part in (outputs, inputs)]
+    flat = [torch.cat([tensor.reshape(-1) for tensor in part]) for part in (outputs, inputs)]
+    work = group.alltoall_base(*flat, *sizes, AllToAllOptions())  # Gloo has no alltoall of lists
+
+    def unpack(future: Any) -> list[Tensor]:
+        future.wait()
+        for output, part in zip(outputs, torch.split(flat[0], sizes[0]), strict=True):
+            output.copy_(part.view(output.shape))
+        return outputs
+
+    return _Unpacked(work.get_future().then(unpack))
+
+
+class _Unpacked:
+    """A work with a last step."""
+
+    def __init__(self, future: Any) -> None:
+        self._future = future
+
+    def get_future(self) -> Any:
+        return self._future
+
+
+def _gather(group: Any, tensors: list[Tensor], root: int) -> Any:
+    *outputs, source = tensors
+    options = GatherOptions()
+    options.rootRank = root
+    return group.gather([outputs] if outputs else [], [source], options)
+
+
+def _scatter(group: Any, tensors: list[Tensor], root: int) -> Any:
+    output, *inputs = tensors
+    options = ScatterOptions()
+    options.rootRank = root
+    return group.scatter([output], [inputs] if inputs else [], options)
+
+
+def _send(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+    return group.send(tensors, peer, tag)
+
+
+def _recv(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+    return group.recv(tensors, peer, tag)
+
+
+# The tensors of a call stand in one list: outputs, then inputs; those of an in-place call once.
+IN_PLACE = frozenset({"allreduce", "broadcast", "reduce"})
 CALLS: dict[str, Callable[..., Any]] = {
     "allreduce": _allreduce,
-    "broadcast": _broadcast,
     "allgather": _allgather,
+    "alltoall": _alltoall,
+    "broadcast": _broadcast,
+    "gather": _gather,
+    "recv": _recv,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "scatter": _scatter,
+    "send": _send,
 }
 
 
@@ -167,16 +241,23 @@ class _Worker:
                 os.close(fd)  # the mapping stays
             tensors = [self._tensor(*tensor) for tensor in command["tensors"]]
             work = CALLS[command["call"]](self._groups[command["group"]], tensors, **command["options"])
+            future = self._future_of(work)
         except Exception as exc:
             self._send({"done": id, "error": str(exc) or type(exc).__name__})
             return
         # The tensors are kept until the end by the future's callback.
-        work.get_future().add_done_callback(lambda future: self._completed(id, future, tensors))
+        future.add_done_callback(lambda future: self._completed(id, future, tensors))
+
+    def _future_of(self, work: Any) -> Any:
+        try:
+            return work.get_future()
+        except RuntimeError:  # Gloo's reduce_scatter gives a work without one
+            return self._pool.submit(work.wait)
 
     def _completed(self, id: int, future: Any, tensors: list[Tensor]) -> None:
         error = None
         try:
-            future.wait()
+            future.wait() if hasattr(future, "wait") else future.result()
         except Exception as exc:
             error = str(exc) or type(exc).__name__
         with contextlib.suppress(OSError):

@@ -1,34 +1,76 @@
 """The Gang interface: a set of ranks that act collectively.
 
-Names, argument order, shapes and in-place behaviour are those of fairseq2's `fairseq2.gang.Gang`.
+Names, argument order, shapes and in-place behaviour are those of fairseq2's `fairseq2.gang.Gang`; what goes beyond it
+is marked so.
 
-A poisoned gang (an `ElasticGang` whose generation has ended) returns from tensor collectives at once, with finite,
-deterministic outputs: what was there before, or zeros. Object and barrier-like calls raise `StepAborted` instead,
-because nothing they could return is true.
+B1  Every call is checked here, once for all kinds of gang, before anything is sent; a `ValueError` names both sides.
+B2  A kind of gang implements `_start`, which takes a checked `Collective`.
+B3  A poisoned gang (an `ElasticGang` whose generation has ended) returns from tensor collectives at once, with finite,
+    deterministic outputs: what an in-place tensor held before, zeros in a pure output. Object and barrier-like calls
+    raise `StepAborted` instead, because nothing they could return is true.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, overload
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class ReduceOperation(enum.Enum):
-    """How `Gang.all_reduce` combines the tensors of the ranks."""
+    """How the tensors of the ranks are combined."""
 
-    SUM = "sum"
-    MEAN = "mean"
-    PRODUCT = "product"
-    MIN = "min"
-    MAX = "max"
+    SUM = 1
+    MEAN = 2
+    PRODUCT = 3
+    MIN = 4
+    MAX = 5
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One checked call. `outputs` are written; a tensor reduced in place is in both. `peer`: the source, destination or
+    partner, as a rank of the gang."""
+
+    call: str
+    outputs: tuple[Tensor, ...] = ()
+    inputs: tuple[Tensor, ...] = ()
+    op: ReduceOperation = ReduceOperation.SUM
+    peer: int = 0
+    tag: int = 0
+
+    @property
+    def is_in_place(self) -> bool:
+        return self.call in ("all_reduce", "reduce", "broadcast")
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> bool:
+        """Block until it has ended (on CUDA: until the current stream waits for it). False when the gang was poisoned.
+
+        Raises GangError as the call itself would have.
+        """
 
 
 class Gang(ABC):
-    """A set of ranks that act collectively; `rank` is this process's place in it, `0 <= rank < size`."""
+    """A set of ranks that act collectively; `rank` is this process's place in it, `0 <= rank < size`.
+
+    Every collective must be called on all ranks of the gang, in the same order. It returns None when it has completed,
+    or with `async_op=True` at once, a `Work` to wait for; until then none of its tensors may be touched.
+
+    Raised by all of them:
+        ValueError: an argument does not fit. Nothing was sent; the gang is still usable.
+        InvalidOperationError: the gang is closed.
+        GangError: a peer left, or the deadline passed. Outputs are undefined. (An `ElasticGang` is poisoned instead.)
+    """
 
     @property
     @abstractmethod
@@ -42,68 +84,262 @@ class Gang(ABC):
     @abstractmethod
     def device(self) -> torch.device: ...
 
+    @property
+    @abstractmethod
+    def supports_process_group(self) -> bool:
+        """Whether `as_process_group` gives one."""
+
     @abstractmethod
     def close(self) -> None:
         """End the gang. Later calls raise `InvalidOperationError`."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
-        """Reduce `tensor` over all ranks, in place.
-
-        Shapes: `[*S]`, the same on every rank, contiguous. Blocks: at most the gang's timeout.
+    def create_gang(self, ranks: Sequence[int]) -> Gang | None:
+        """A gang of some of this gang's ranks; None on a rank that is not among them. Called on every rank of this
+        gang. Its ranks are numbered in ascending order, whatever the order of `ranks`, as torch's groups are.
 
         Raises:
-            ValueError: `tensor` cannot be reduced so. Nothing was sent; the gang is still usable.
-            GangError: a peer left. `tensor` is undefined; drop the step.
+            ValueError: `ranks` is empty, has duplicates, or a rank outside `[0, size)`.
+            GangError: the gang could not be made.
         """
 
     @abstractmethod
-    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        """Gather `input_tensor` from every rank into `output_tensor`, in rank order.
-
-        Shapes: input `[*S]`; output `[size, *S]`, contiguous, same dtype and device. Errors: as `all_reduce`.
-        """
+    def as_process_group(self) -> ProcessGroup:
+        """This gang for what takes torch's process groups. Raises NotSupportedError where there is none."""
 
     @abstractmethod
-    def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
-        """Gather `input_tensor` from every rank into `output_tensors`, one tensor `[*S]` a rank. Errors: as
-        `all_reduce`."""
+    def _start(self, collective: Collective) -> Work: ...
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:
-        """Copy `tensor` of rank `source_rank` to `tensor` of every rank. Errors: as `all_reduce`."""
+    def barrier(self) -> None:
+        """Wait for all ranks. Raises `StepAborted` when the generation of an elastic gang has ended."""
 
     @abstractmethod
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         """Replace the items of `objects` by those of rank `source_rank`, by pickle: only between trusted processes.
 
         Raises:
-            ValueError: `source_rank` is not a rank of this gang.
-            StepAborted: the generation has ended. `objects` is unchanged.
+            ValueError: `source_rank` is no rank of this gang, or the lists differ in length.
+            StepAborted: the generation of an elastic gang has ended. `objects` is unchanged.
         """
 
-    @abstractmethod
-    def barrier(self) -> None:
-        """Wait for all ranks. Raises `StepAborted` when the generation has ended."""
+    @overload
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: bool) -> Work | None: ...
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: bool = False) -> Work | None:
+        """Reduce `tensor` over all ranks, in place on every one. Shape: `[*S]`, the same on every rank."""
+        self._check("tensor", tensor)
+        return self._run(Collective("all_reduce", (tensor,), (tensor,), op), async_op)
+
+    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool = False) -> Work | None:
+        """Gather `input_tensor` of every rank, in rank order. Shapes: input `[*S]`, output `[size, *S]`."""
+        self._check("input_tensor", input_tensor)
+        self._check_like("output_tensor", output_tensor, [self.size, *input_tensor.shape], input_tensor)
+        return self._run(Collective("all_gather", tuple(output_tensor.unbind()), (input_tensor,)), async_op)
+
+    def all_gather_to_list(
+        self, output_tensors: list[Tensor], input_tensor: Tensor, *, async_op: bool = False
+    ) -> Work | None:
+        """Gather `input_tensor` of every rank, one tensor `[*S]` a rank."""
+        self._check("input_tensor", input_tensor)
+        self._check_list("output_tensors", output_tensors, input_tensor)
+        return self._run(Collective("all_gather", tuple(output_tensors), (input_tensor,)), async_op)
+
+    def broadcast(self, tensor: Tensor, source_rank: int = 0, *, async_op: bool = False) -> Work | None:
+        """Copy `tensor` of rank `source_rank` to `tensor` of every rank. Shape: `[*S]`, the same on every rank."""
+        self._check("tensor", tensor)
+        self._check_rank("source_rank", source_rank)
+        return self._run(Collective("broadcast", (tensor,), (tensor,), peer=source_rank), async_op)
+
+    def reduce_scatter(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        op: ReduceOperation = ReduceOperation.SUM,
+        *,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce over all ranks and keep this rank's part. Shapes: output `[*S]`, input `[size, *S]`.
+        Beyond fairseq2."""
+        self._check("output_tensor", output_tensor)
+        self._check_like("input_tensor", input_tensor, [self.size, *output_tensor.shape], output_tensor)
+        parts = tuple(input_tensor.unbind())
+        return self._run(Collective("reduce_scatter", (output_tensor,), parts, op), async_op)
+
+    def all_to_all(
+        self, output_tensors: list[Tensor], input_tensors: list[Tensor], *, async_op: bool = False
+    ) -> Work | None:
+        """Send `input_tensors[i]` to rank i and receive `output_tensors[i]` from it; the shapes of a pair of ranks must
+        fit each other. Beyond fairseq2."""
+        for name, tensors in (("output_tensors", output_tensors), ("input_tensors", input_tensors)):
+            self._check_length(name, tensors)
+            for index, tensor in enumerate(tensors):
+                self._check(f"{name}[{index}]", tensor)
+                self._check_dtype(f"{name}[{index}]", tensor, input_tensors[0])
+        mine, kept = input_tensors[self.rank], output_tensors[self.rank]
+        self._check_like(f"output_tensors[{self.rank}]", kept, mine.shape, mine)
+        return self._run(Collective("all_to_all", tuple(output_tensors), tuple(input_tensors)), async_op)
+
+    def reduce(
+        self, tensor: Tensor, op: ReduceOperation, destination_rank: int = 0, *, async_op: bool = False
+    ) -> Work | None:
+        """Reduce `tensor` over all ranks into `tensor` of rank `destination_rank`; elsewhere it is undefined
+        afterwards. Beyond fairseq2."""
+        self._check("tensor", tensor)
+        self._check_rank("destination_rank", destination_rank)
+        return self._run(Collective("reduce", (tensor,), (tensor,), op, destination_rank), async_op)
+
+    def gather(
+        self,
+        output_tensors: list[Tensor] | None,
+        input_tensor: Tensor,
+        destination_rank: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gather `input_tensor` of every rank in `output_tensors` of rank `destination_rank`; None elsewhere. Beyond
+        fairseq2."""
+        self._check("input_tensor", input_tensor)
+        self._check_rank("destination_rank", destination_rank)
+        outputs = self._at_root("output_tensors", output_tensors, destination_rank)
+        if outputs:
+            self._check_list("output_tensors", outputs, input_tensor)
+        return self._run(Collective("gather", tuple(outputs), (input_tensor,), peer=destination_rank), async_op)
+
+    def scatter(
+        self,
+        output_tensor: Tensor,
+        input_tensors: list[Tensor] | None,
+        source_rank: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Receive this rank's one of the `input_tensors` of rank `source_rank`; None elsewhere. Beyond fairseq2."""
+        self._check("output_tensor", output_tensor)
+        self._check_rank("source_rank", source_rank)
+        inputs = self._at_root("input_tensors", input_tensors, source_rank)
+        if inputs:
+            self._check_list("input_tensors", inputs, output_tensor)
+        return self._run(Collective("scatter", (output_tensor,), tuple(inputs), peer=source_rank), async_op)
+
+    def send(self, tensor: Tensor, destination_rank: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
+        """Send `tensor` to one rank, which must `recv` it under the same `tag`. Beyond fairseq2."""
+        self._check("tensor", tensor)
+        self._check_partner("destination_rank", destination_rank)
+        return self._run(Collective("send", (), (tensor,), peer=destination_rank, tag=tag), async_op)
+
+    def recv(self, tensor: Tensor, source_rank: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
+        """Receive `tensor` from one rank, which must `send` it under the same `tag`. Beyond fairseq2."""
+        self._check("tensor", tensor)
+        self._check_partner("source_rank", source_rank)
+        return self._run(Collective("recv", (tensor,), (), peer=source_rank, tag=tag), async_op)
+
+    def _run(self, collective: Collective, async_op: bool) -> Work | None:
+        if collective.op is ReduceOperation.MEAN:
+            work = self._start_mean(collective)
+        else:
+            work = self._start(collective)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _start_mean(self, collective: Collective) -> Work:
+        """MEAN as SUM and a division, which every backend can do."""
+        tensor = collective.outputs[0]
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"MEAN needs a floating-point or complex dtype, but the tensor's is {tensor.dtype} instead."
+            )
+        work = self._start(replace(collective, op=ReduceOperation.SUM))
+        return Then(work, lambda: _divide(tensor, self.size))
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if tensor.device != self.device:
+            raise ValueError(
+                f"`{name}` must be on the gang's device ({self.device}), but is on {tensor.device} instead."
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"`{name}` must be contiguous, but has the strides {tensor.stride()} instead.")
+
+    def _check_dtype(self, name: str, tensor: Tensor, like: Tensor) -> None:
+        if tensor.dtype != like.dtype:
+            raise ValueError(f"`{name}` must be of the same dtype ({like.dtype}), but is of {tensor.dtype} instead.")
+
+    def _check_like(self, name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:
+        self._check(name, tensor)
+        if list(tensor.shape) != list(shape):
+            raise ValueError(f"`{name}` must have the shape {list(shape)}, but has {list(tensor.shape)} instead.")
+        self._check_dtype(name, tensor, like)
+
+    def _check_length(self, name: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self.size:
+            raise ValueError(
+                f"`{name}` must have one tensor for each of the {self.size} ranks, but has {len(tensors)} instead."
+            )
+
+    def _check_list(self, name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+        self._check_length(name, tensors)
+        for index, tensor in enumerate(tensors):
+            self._check_like(f"{name}[{index}]", tensor, like.shape, like)
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"`{name}` must be at least 0 and less than the gang's size ({self.size}), but is {rank}.")
+
+    def _check_partner(self, name: str, rank: int) -> None:
+        self._check_rank(name, rank)
+        if rank == self.rank:
+            raise ValueError(f"`{name}` must be another rank than this one ({self.rank}), but is {rank} instead.")
+
+    def _at_root(self, name: str, tensors: list[Tensor] | None, root: int) -> list[Tensor]:
+        if (tensors is not None) != (self.rank == root):
+            wanted = "a list of tensors" if self.rank == root else "None"
+            raise ValueError(f"`{name}` must be {wanted} on rank {self.rank}, because the root is rank {root}.")
+        return tensors or []
 
 
-def check_rank(name: str, rank: int, size: int) -> None:
-    if not 0 <= rank < size:
-        raise ValueError(f"`{name}` must be at least 0 and less than the gang's size ({size}), but is {rank} instead.")
+def check_ranks(ranks: Sequence[int], size: int) -> None:
+    """Raise ValueError unless `ranks` are at least one, distinct, and ranks of a gang of `size`."""
+    if not ranks:
+        raise ValueError("`ranks` must have at least one rank, but is empty.")
+    for index, rank in enumerate(ranks):
+        if not 0 <= rank < size:
+            raise ValueError(
+                f"`ranks[{index}]` must be at least 0 and less than the gang's size ({size}), but is {rank} instead."
+            )
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"`ranks` must be distinct, but are {list(ranks)} instead.")
 
 
-def check_collective(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"`{name}` must be on the gang's device ({device}), but is on {tensor.device} instead.")
-    if not tensor.is_contiguous():
-        raise ValueError(f"`{name}` must be contiguous, but has strides {tensor.stride()} instead.")
+def _divide(tensor: Tensor, divisor: int) -> None:
+    with torch.no_grad():
+        tensor.div_(divisor)
 
 
-def check_gathered(name: str, output: Tensor, shape: Sequence[int], input_tensor: Tensor) -> None:
-    """`output` must have `shape`, and the dtype of `input_tensor`."""
-    if list(output.shape) != list(shape):
-        raise ValueError(f"`{name}` must have the shape {list(shape)}, but has {list(output.shape)} instead.")
-    if output.dtype != input_tensor.dtype:
-        raise ValueError(
-            f"`{name}` must have the dtype of `input_tensor` ({input_tensor.dtype}), but has {output.dtype} instead."
-        )
+class Then:
+    """A work with a last step, done once, by whoever waits first, unless the gang was poisoned."""
+
+    def __init__(self, work: Work, last: Callable[[], None]) -> None:
+        self._work = work
+        self._last: Callable[[], None] | None = last
+
+    def wait(self) -> bool:
+        completed = self._work.wait()
+        last, self._last = self._last, None
+        if completed and last is not None:
+            last()
+        return completed
+
+
+class EndedWork:
+    """A collective that was over when it began."""
+
+    def __init__(self, completed: bool = True) -> None:
+        self._completed = completed
+
+    def wait(self) -> bool:
+        return self._completed

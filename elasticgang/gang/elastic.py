@@ -2,7 +2,7 @@
 
 E1  The object keeps its identity; `bind` is called between generations only, by the manager's thread.
 E2  The first error poisons every gang of the rank (the binding's owner does that); from then on until the next `bind`
-    tensor collectives return at once with what their tensors hold, and object and barrier calls raise `StepAborted`.
+    tensor collectives return at once, and object and barrier calls raise `StepAborted`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from elasticgang.errors import GangError, InvalidOperationError, StepAborted
-from elasticgang.gang.base import Gang, ReduceOperation, check_collective, check_gathered, check_rank
+from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
+from elasticgang.gang.base import Collective, EndedWork, Gang, Work
+from elasticgang.gang.fake import simulate
 
 
-class Work(Protocol):
-    """A collective under way; `comm.client.CommWork` is one."""
+class GroupWork(Protocol):
+    """A collective under way in a group; `comm.client.CommWork` is one."""
 
     @property
     def future(self) -> torch.futures.Future[list[Tensor]]: ...
@@ -34,9 +36,26 @@ class Group(Protocol):
     @property
     def timeout(self) -> float: ...
 
-    def submit(self, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object) -> Work: ...
+    def submit(
+        self, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
+    ) -> GroupWork: ...
 
     def poison(self, error: GangError) -> None: ...
+
+
+# A gang's collective as the group's call, and the options that it takes.
+_CALLS = {
+    "all_reduce": ("allreduce", ("op",)),
+    "all_gather": ("allgather", ()),
+    "all_to_all": ("alltoall", ()),
+    "broadcast": ("broadcast", ("root",)),
+    "gather": ("gather", ("root",)),
+    "recv": ("recv", ("peer", "tag")),
+    "reduce": ("reduce", ("op", "root")),
+    "reduce_scatter": ("reduce_scatter", ("op",)),
+    "scatter": ("scatter", ("root",)),
+    "send": ("send", ("peer", "tag")),
+}
 
 
 @dataclass(frozen=True)
@@ -82,18 +101,18 @@ class ElasticGang(Gang):
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def supports_process_group(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._closed = True
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
-        binding = self._bound()
-        check_collective("tensor", tensor, self._device)
-        if op is ReduceOperation.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"`tensor` must be of a floating-point dtype for MEAN, but is of {tensor.dtype} instead.")
-        call = ReduceOperation.SUM if op is ReduceOperation.MEAN else op
-        if self._swallow(binding, "allreduce", [tensor], [tensor], op=call.value) and op is ReduceOperation.MEAN:
-            with torch.no_grad():
-                tensor.div_(binding.size)
+    def create_gang(self, ranks: Sequence[int]) -> Gang | None:
+        raise NotSupportedError("The gangs of a generation are made with it; declare the axes in the layout.")
+
+    def as_process_group(self) -> ProcessGroup:
+        raise NotSupportedError("An elastic gang has no process group yet.")
 
     def all_reduce_future(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """SUM of `tensor` over all ranks, in place, as DDP's communication hooks want it: the future never fails.
@@ -105,49 +124,42 @@ class ElasticGang(Gang):
         if binding.group is None:
             ended.set_result(tensor)
             return ended
-        work = binding.group.submit("allreduce", [tensor], [tensor], op=ReduceOperation.SUM.value)
+        work = binding.group.submit("allreduce", [tensor], [tensor], op="sum")
         work.future.add_done_callback(lambda _: ended.set_result(tensor))
         return ended
 
-    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        check_collective("output_tensor", output_tensor, self._device)
-        check_gathered("output_tensor", output_tensor, [self.size, *input_tensor.shape], input_tensor)
-        self.all_gather_to_list(list(output_tensor.unbind()), input_tensor)
-
-    def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
+    def _start(self, collective: Collective) -> Work:
         binding = self._bound()
-        if len(output_tensors) != binding.size:
-            raise ValueError(
-                f"`output_tensors` must have one tensor for each of the {binding.size} ranks, but has "
-                f"{len(output_tensors)} instead."
-            )
-        check_collective("input_tensor", input_tensor, self._device)
-        for index, output in enumerate(output_tensors):
-            check_gathered(f"output_tensors[{index}]", output, input_tensor.shape, input_tensor)
         if binding.group is None:
             with torch.no_grad():
-                output_tensors[0].copy_(input_tensor)
-        elif not self._swallow(binding, "allgather", output_tensors, [input_tensor]):
-            with torch.no_grad():
-                for output in output_tensors:
-                    output.zero_()
+                simulate(collective, 0, 1)
+            return EndedWork()
+        call, options = _CALLS[collective.call]
+        values: dict[str, object] = {
+            "op": collective.op.name.lower(),
+            "root": collective.peer,
+            "peer": collective.peer,
+            "tag": collective.tag,
+        }
+        work = binding.group.submit(
+            call, collective.outputs, collective.inputs, **{option: values[option] for option in options}
+        )
+        return _SwallowingWork(work, collective, binding.group)
 
-    def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:
-        binding = self._bound()
-        check_collective("tensor", tensor, self._device)
-        check_rank("source_rank", source_rank, binding.size)
-        self._swallow(binding, "broadcast", [tensor], [tensor], root=source_rank)
+    def barrier(self) -> None:
+        token = torch.zeros(1)
+        self._perform(Collective("all_reduce", (token,), (token,)))
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         binding = self._bound()
-        check_rank("source_rank", source_rank, binding.size)
+        self._check_rank("source_rank", source_rank)
         if binding.group is None:
             return
         data = pickle.dumps(objects) if binding.rank == source_rank else b""
         size = torch.tensor([len(data)])
-        self._perform(binding, "broadcast", [size], [size], root=source_rank)
+        self._perform(Collective("broadcast", (size,), (size,), peer=source_rank))
         payload = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8)
-        self._perform(binding, "broadcast", [payload], [payload], root=source_rank)
+        self._perform(Collective("broadcast", (payload,), (payload,), peer=source_rank))
         received = pickle.loads(payload.numpy().tobytes())
         if len(received) != len(objects):
             raise ValueError(
@@ -156,27 +168,26 @@ class ElasticGang(Gang):
             )
         objects[:] = received
 
-    def barrier(self) -> None:
-        binding = self._bound()
-        token = torch.zeros(1)
-        self._perform(binding, "allreduce", [token], [token], op=ReduceOperation.SUM.value)
-
-    def _perform(
-        self, binding: Binding, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
-    ) -> None:
+    def _perform(self, collective: Collective) -> None:
         """Run one collective; `StepAborted` when it cannot complete."""
-        if not self._swallow(binding, call, outputs, inputs, **options):
-            raise StepAborted(f"the generation ended before {call} of the gang {self._name} could complete")
+        if not self._start(collective).wait():
+            raise StepAborted(f"the generation ended before the gang {self._name} could {collective.call}")
 
-    def _swallow(
-        self, binding: Binding, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
-    ) -> bool:
-        """Run one collective. False, and the gangs of this rank poisoned, when it could not complete."""
-        if binding.group is None:
-            return True
+
+class _SwallowingWork:
+    """E2: an error poisons the gangs and shows as a result that is finite and the same every time."""
+
+    def __init__(self, work: GroupWork, collective: Collective, group: Group) -> None:
+        self._work, self._collective, self._group = work, collective, group
+
+    def wait(self) -> bool:
         try:
-            binding.group.submit(call, outputs, inputs, **options).wait(binding.group.timeout)
+            self._work.wait(self._group.timeout)
         except GangError as error:
-            binding.group.poison(error)
+            self._group.poison(error)
+            if not self._collective.is_in_place:
+                with torch.no_grad():
+                    for output in self._collective.outputs:
+                        output.zero_()
             return False
         return True

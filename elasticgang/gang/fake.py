@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from elasticgang.errors import InvalidOperationError, NotSupportedError
-from elasticgang.gang.base import Gang, ReduceOperation, check_collective, check_gathered, check_rank
+from elasticgang.gang.base import Collective, EndedWork, Gang, ReduceOperation, Work, check_ranks
 
 
 class FakeGang(Gang):
-    """Simulates a gang of `size` identical ranks. For single-process runs and tests."""
+    """Simulates a gang of `size` ranks that all do the same. For single-process runs and tests.
+
+    Where another rank's part is not known from this one's (what a broadcast from, or a scatter by, another rank would
+    bring), tensors keep what they hold.
+    """
 
     def __init__(self, device: torch.device, *, rank: int = 0, size: int = 1) -> None:
         if size < 1:
             raise ValueError(f"`size` must be at least 1, but is {size} instead.")
-        check_rank("rank", rank, size)
+        if not 0 <= rank < size:
+            raise ValueError(f"`rank` must be at least 0 and less than `size` ({size}), but is {rank} instead.")
+        if device.type == "meta":
+            raise ValueError("`device` must not be of type `meta`.")
         self._device, self._rank, self._size = device, rank, size
         self._closed = False
+        self._sent: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
 
     @property
     def rank(self) -> int:
@@ -31,59 +43,78 @@ class FakeGang(Gang):
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def supports_process_group(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._closed = True
+
+    def create_gang(self, ranks: Sequence[int]) -> FakeGang | None:
+        self._check_open()
+        check_ranks(ranks, self._size)
+        if self._rank not in ranks:
+            return None
+        return FakeGang(self._device, rank=sorted(ranks).index(self._rank), size=len(ranks))
+
+    def as_process_group(self) -> ProcessGroup:
+        raise NotSupportedError("A fake gang has no process group.")
+
+    def barrier(self) -> None:
+        self._check_open()
+
+    def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
+        self._check_open()
+        self._check_rank("source_rank", source_rank)
 
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidOperationError("The gang is closed.")
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
+    def _start(self, collective: Collective) -> Work:
         self._check_open()
-        check_collective("tensor", tensor, self._device)
         with torch.no_grad():
-            if op is ReduceOperation.SUM:
-                tensor.mul_(self._size)
-            elif op is ReduceOperation.PRODUCT:
-                tensor.pow_(self._size)
+            if collective.call == "send":
+                key = (collective.peer, collective.tag)
+                self._sent[key].append(collective.inputs[0].clone())
+            elif collective.call == "recv":
+                self._receive(collective)
+            else:
+                simulate(collective, self._rank, self._size)
+        return EndedWork()
 
-    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        self._check_open()
-        check_collective("input_tensor", input_tensor, self._device)
-        check_collective("output_tensor", output_tensor, self._device)
-        check_gathered("output_tensor", output_tensor, [self._size, *input_tensor.shape], input_tensor)
-        with torch.no_grad():
-            output_tensor.copy_(input_tensor.unsqueeze(0).expand_as(output_tensor))
-
-    def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
-        self._check_open()
-        if len(output_tensors) != self._size:
-            raise ValueError(
-                f"`output_tensors` must have one tensor for each of the {self._size} ranks, but has "
-                f"{len(output_tensors)} instead."
+    def _receive(self, collective: Collective) -> None:
+        """The peer, doing the same, has sent what this rank has sent to it."""
+        waiting = self._sent[collective.peer, collective.tag]
+        if not waiting:
+            raise InvalidOperationError(
+                f"`recv` from rank {collective.peer} under tag {collective.tag} would wait for ever: every rank of a "
+                "fake gang does the same, and this one has sent nothing there."
             )
-        check_collective("input_tensor", input_tensor, self._device)
-        for index, output in enumerate(output_tensors):
-            check_gathered(f"output_tensors[{index}]", output, input_tensor.shape, input_tensor)
-        with torch.no_grad():
-            for output in output_tensors:
-                output.copy_(input_tensor)
+        collective.outputs[0].copy_(waiting.popleft())
 
-    def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:
-        self._check_open()
-        check_collective("tensor", tensor, self._device)
-        self._check_source(source_rank)
 
-    def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
-        self._check_open()
-        self._check_source(source_rank)
+def simulate(collective: Collective, rank: int, size: int) -> None:
+    """Write the outputs of a collective (but send and recv) in which all ranks do the same."""
+    outputs, inputs = collective.outputs, collective.inputs
+    if collective.call == "all_reduce" or (collective.call == "reduce" and collective.peer == rank):
+        _reduce(outputs[0], collective.op, size)
+    elif collective.call == "reduce_scatter":
+        outputs[0].copy_(inputs[rank])
+        _reduce(outputs[0], collective.op, size)
+    elif collective.call in ("all_gather", "gather"):
+        for output in outputs:
+            output.copy_(inputs[0])
+    elif collective.call == "all_to_all":
+        for output in outputs:
+            output.copy_(inputs[rank])
+    elif collective.call == "scatter" and inputs:
+        outputs[0].copy_(inputs[rank])
 
-    def _check_source(self, source_rank: int) -> None:
-        check_rank("source_rank", source_rank, self._size)
-        if source_rank != self._rank:
-            raise NotSupportedError(
-                f"A fake gang has no rank {source_rank} to broadcast from; it is rank {self._rank}."
-            )
 
-    def barrier(self) -> None:
-        self._check_open()
+def _reduce(tensor: Tensor, op: ReduceOperation, size: int) -> None:
+    """`size` times the same; MIN and MAX of equal things are identities."""
+    if op is ReduceOperation.SUM:
+        tensor.mul_(size)
+    elif op is ReduceOperation.PRODUCT:
+        tensor.pow_(size)

@@ -1,0 +1,201 @@
+"""A gang over a process group of torch.distributed: static, for jobs that no manager runs."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, ReduceOp
+
+from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
+from elasticgang.gang.base import Collective, Gang, ReduceOperation, Then, Work, check_ranks
+
+_REDUCE_OPS: dict[ReduceOperation, Any] = {
+    ReduceOperation.SUM: ReduceOp.SUM,
+    ReduceOperation.PRODUCT: ReduceOp.PRODUCT,
+    ReduceOperation.MIN: ReduceOp.MIN,
+    ReduceOperation.MAX: ReduceOp.MAX,
+}
+_DEFAULT_TIMEOUT = timedelta(minutes=15)
+
+
+class ProcessGroupGang(Gang):
+    """Wraps `pg`, whose ranks are the gang's."""
+
+    def __init__(self, pg: ProcessGroup, device: torch.device) -> None:
+        self._pg = pg
+        self._device = device
+        self._closed = False
+
+    @classmethod
+    def create_default_process_group(
+        cls, device: torch.device, *, timeout: timedelta | None = None, high_priority: bool = False
+    ) -> ProcessGroupGang:
+        """Initialize torch's default process group (NCCL on CUDA, Gloo on the CPU) from the environment that torchrun
+        sets, and wrap it.
+
+        `timeout`: of a collective; None is 15 minutes. `high_priority`: NCCL on high-priority streams.
+
+        Raises:
+            ValueError: `device` is neither a CPU nor a CUDA device.
+            NotSupportedError: torch was built without torch.distributed.
+            InvalidOperationError: the default process group is initialized already.
+            GangError: it could not be initialized.
+        """
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"`device` must be of type `cpu` or `cuda`, but is of type `{device.type}` instead.")
+        if not dist.is_available():
+            raise NotSupportedError("torch.distributed is not available.")
+        if dist.is_initialized():
+            raise InvalidOperationError("The default process group is initialized already.")
+        options: dict[str, Any] = {}
+        if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
+            options["device_id"] = device  # initialize NCCL now, not at the first collective
+            # 3: abort the communicators and go on. 1, torch's default and fairseq2's choice, ends the whole process.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+            if high_priority:
+                from torch.distributed import ProcessGroupNCCL
+
+                options["pg_options"] = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*options._timeout was specified.*")
+                dist.init_process_group(backend, timeout=timeout or _DEFAULT_TIMEOUT, **options)
+        except (RuntimeError, ValueError) as exc:
+            raise GangError(f"the default process group could not be initialized: {exc}") from exc
+        world = dist.group.WORLD
+        assert world is not None
+        return cls(world, device)
+
+    @property
+    def rank(self) -> int:
+        return self._pg.rank()
+
+    @property
+    def size(self) -> int:
+        return self._pg.size()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def supports_process_group(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            dist.destroy_process_group(self._pg)
+
+    def as_process_group(self) -> ProcessGroup:
+        return self._pg
+
+    def create_gang(self, ranks: Sequence[int]) -> ProcessGroupGang | None:
+        self._check_open()
+        check_ranks(ranks, self.size)
+        mine = dist.get_process_group_ranks(self._pg)
+        try:
+            # Of the ranks of this gang alone: a sub-gang can be made from any gang, without the ranks outside it.
+            pg = dist.new_group(
+                [mine[rank] for rank in ranks],
+                backend=dist.get_backend(self._pg),
+                use_local_synchronization=self.size < dist.get_world_size(),
+            )
+        except (RuntimeError, ValueError) as exc:
+            raise GangError(f"a gang of the ranks {list(ranks)} could not be made: {exc}") from exc
+        if self.rank not in ranks or not isinstance(pg, ProcessGroup):
+            return None
+        return ProcessGroupGang(pg, self._device)
+
+    def split(self, groups: Sequence[Sequence[int]], name: str) -> ProcessGroupGang | None:
+        """The one of `groups`, disjoint, that this rank is in; by `split_group`, which shares NCCL's resources."""
+        self._check_open()
+        try:
+            pg = dist.distributed_c10d.split_group(self._pg, [list(group) for group in groups], group_desc=name)
+        except (RuntimeError, ValueError) as exc:
+            raise GangError(f"the {name} gangs could not be made: {exc}") from exc
+        return None if pg is None else ProcessGroupGang(pg, self._device)
+
+    def barrier(self) -> None:
+        self._check_open()
+        device_ids = [self._device.index] if self._device.type == "cuda" else None
+        _translated("barrier", lambda: dist.barrier(group=self._pg, device_ids=device_ids))
+
+    def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
+        self._check_open()
+        self._check_rank("source_rank", source_rank)
+        _translated(
+            "broadcast_objects",
+            lambda: dist.broadcast_object_list(objects, group=self._pg, group_src=source_rank, device=self._device),
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidOperationError("The gang is closed.")
+
+    def _start(self, collective: Collective) -> Work:
+        self._check_open()
+        return _TranslatedWork(collective.call, _translated(collective.call, lambda: self._issue(collective)))
+
+    def _issue(self, c: Collective) -> Any:
+        later: dict[str, Any] = {"group": self._pg, "async_op": True}
+        match c.call:
+            case "all_reduce":
+                return dist.all_reduce(c.outputs[0], _REDUCE_OPS[c.op], **later)
+            case "all_gather":
+                return dist.all_gather(list(c.outputs), c.inputs[0], **later)
+            case "broadcast":
+                return dist.broadcast(c.outputs[0], group_src=c.peer, **later)
+            case "reduce_scatter":
+                return dist.reduce_scatter(c.outputs[0], list(c.inputs), _REDUCE_OPS[c.op], **later)
+            case "all_to_all":
+                return self._all_to_all(c)
+            case "reduce":
+                return dist.reduce(c.outputs[0], op=_REDUCE_OPS[c.op], group_dst=c.peer, **later)
+            case "gather":
+                return dist.gather(c.inputs[0], list(c.outputs) or None, group_dst=c.peer, **later)
+            case "scatter":
+                return dist.scatter(c.outputs[0], list(c.inputs) or None, group_src=c.peer, **later)
+            case "send":
+                return dist.isend(c.inputs[0], group=self._pg, tag=c.tag, group_dst=c.peer)
+            case "recv":
+                return dist.irecv(c.outputs[0], group=self._pg, tag=c.tag, group_src=c.peer)
+            case _:
+                raise NotSupportedError(f"{c.call} is no collective of a gang.")
+
+    def _all_to_all(self, c: Collective) -> Work:
+        """As one flat exchange: Gloo's own of lists wants all tensors of one size."""
+        received, sent = (torch.cat([tensor.reshape(-1) for tensor in part]) for part in (c.outputs, c.inputs))
+        sizes, sent_sizes = ([tensor.numel() for tensor in part] for part in (c.outputs, c.inputs))
+        work: Any = dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._pg, async_op=True)
+
+        def unpack() -> None:
+            for output, part in zip(c.outputs, torch.split(received, sizes), strict=True):
+                output.copy_(part.view(output.shape))
+
+        return Then(_TranslatedWork("all_to_all", work), unpack)
+
+
+def _translated(call: str, perform: Callable[[], Any]) -> Any:
+    """torch's RuntimeError as ours."""
+    try:
+        return perform()
+    except RuntimeError as exc:
+        raise GangError(f"`{call}` failed: {exc}") from exc
+
+
+class _TranslatedWork:
+    def __init__(self, call: str, work: Any) -> None:
+        self._call, self._work = call, work
+
+    def wait(self) -> bool:
+        _translated(self._call, self._work.wait)
+        return True

@@ -1,0 +1,128 @@
+"""What every gang must do, as plain functions, so that fake, static and elastic gangs are held to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from elasticgang.gang import Gang, ReduceOperation, all_sum, broadcast_flag
+
+SUM, MEAN = ReduceOperation.SUM, ReduceOperation.MEAN
+
+
+def _filled(value: float, *shape: int) -> Tensor:
+    return torch.full(shape, float(value))
+
+
+def same_on_every_rank(gang: Gang) -> None:
+    """Every rank does the same: defined for a fake gang too."""
+    size = gang.size
+    for op, expected in {
+        SUM: 2.0 * size,
+        MEAN: 2.0,
+        ReduceOperation.PRODUCT: 2.0**size,
+        ReduceOperation.MIN: 2.0,
+        ReduceOperation.MAX: 2.0,
+    }.items():
+        tensor = _filled(2, 3)
+        assert gang.all_reduce(tensor, op) is None
+        assert tensor.tolist() == [expected] * 3, op
+    output = torch.empty(size, 2, 3)
+    gang.all_gather(output, _filled(5, 2, 3))
+    assert torch.equal(output, _filled(5, size, 2, 3))
+    outputs = [torch.empty(2) for _ in range(size)]
+    gang.all_gather_to_list(outputs, _filled(4, 2))
+    assert all(torch.equal(tensor, _filled(4, 2)) for tensor in outputs)
+    part = torch.empty(2)
+    gang.reduce_scatter(part, torch.arange(size * 2.0).view(size, 2))
+    assert part.tolist() == [size * 2.0 * gang.rank, size * (2.0 * gang.rank + 1)]
+    outputs = [torch.empty(1) for _ in range(size)]
+    gang.all_to_all(outputs, [_filled(index, 1) for index in range(size)])
+    assert [tensor.item() for tensor in outputs] == [float(gang.rank)] * size
+    objects: list[object] = ["a", 1]
+    gang.broadcast_objects(objects, size - 1)
+    assert objects == ["a", 1]
+    work = gang.all_reduce(tensor := _filled(3, 2), MEAN, async_op=True)
+    assert work is not None
+    assert work.wait()
+    assert work.wait(), "waiting again changes nothing"
+    assert tensor.tolist() == [3.0, 3.0]
+    assert all_sum(gang, 2).item() == 2 * size
+    assert broadcast_flag(gang, True)
+    gang.barrier()
+
+
+def one_to_another(gang: Gang) -> None:
+    """The ranks do different things: for gangs of real processes, of two ranks at least."""
+    size, rank = gang.size, gang.rank
+    last, numbers = size - 1, list(range(size))
+    gang.all_reduce(tensor := _filled(rank + 1, 2), MEAN)
+    assert tensor.tolist() == [(size + 1) / 2] * 2
+    gang.all_gather(output := torch.empty(size, 1), _filled(rank, 1))
+    assert output.flatten().tolist() == numbers
+    gang.broadcast(tensor := _filled(rank, 2), last)
+    assert tensor.tolist() == [last, last]
+    outputs = [torch.empty(index + 1) for index in numbers]
+    gang.all_to_all(outputs, [_filled(10 * rank + index, rank + 1) for index in numbers])
+    assert [tensor.tolist() for tensor in outputs] == [[10 * index + rank] * (index + 1) for index in numbers]
+    gang.reduce(tensor := _filled(rank + 1, 2), SUM, last)
+    assert rank != last or tensor.tolist() == [size * (size + 1) / 2] * 2
+    received = [torch.empty(1) for _ in numbers] if rank == 1 else None
+    gang.gather(received, _filled(rank, 1), 1)
+    assert received is None or [tensor.item() for tensor in received] == numbers
+    gang.scatter(part := torch.empty(1), [_filled(index, 1) for index in numbers] if rank == 1 else None, 1)
+    assert part.item() == rank
+    if rank == 0:
+        gang.send(_filled(7, 2), 1, tag=3)
+    if rank == 1:
+        gang.recv(tensor := torch.empty(2), 0, tag=3)
+        assert tensor.tolist() == [7, 7]
+    objects: list[object] = [{"rank": rank}]
+    gang.broadcast_objects(objects, 1)
+    assert objects == [{"rank": 1}]
+    assert broadcast_flag(gang, rank == 1, 1)
+
+
+def refusals(gang: Gang) -> None:
+    """What does not fit is refused by name, with both sides, before anything is sent; the gang stays usable."""
+    size = gang.size
+    good = torch.zeros(2)
+    outputs = [torch.empty(2)] * size
+    wrong: dict[str, Callable[[], object]] = {
+        "contiguous": lambda: gang.all_reduce(torch.zeros(2, 2).t(), SUM),
+        "device": lambda: gang.all_reduce(torch.zeros(2, device="meta"), SUM),
+        "floating-point": lambda: gang.all_reduce(torch.zeros(2, dtype=torch.int64), MEAN),
+        rf"shape \[{size}, 2\], but has \[{size + 1}, 2\]": lambda: gang.all_gather(torch.empty(size + 1, 2), good),
+        "dtype": lambda: gang.all_gather(torch.empty(size, 2, dtype=torch.int64), good),
+        "each of the": lambda: gang.all_gather_to_list([*outputs, good], good),
+        f"source_rank.*{size}": lambda: gang.broadcast(good, size),
+        "source_rank.*-1": lambda: gang.broadcast_objects([1], -1),
+        "input_tensor": lambda: gang.reduce_scatter(good, good),
+        r"input_tensors": lambda: gang.all_to_all(outputs, [good] * (size + 1)),
+        "destination_rank": lambda: gang.reduce(good, SUM, size),
+        "another rank": lambda: gang.send(good, gang.rank),
+        "because the root is": lambda: gang.gather(None if gang.rank == 0 else outputs, good, 0),
+        "root": lambda: gang.scatter(good, None if gang.rank == 0 else outputs, 0),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def sub_gangs(gang: Gang) -> None:
+    """Gangs from any gang; what is no set of its ranks is refused."""
+    size = gang.size
+    for ranks in ([], [0, 0], [size], [-1]):
+        with pytest.raises(ValueError, match="ranks"):
+            gang.create_gang(ranks)
+    chosen = list(reversed(range(1, size)))
+    inner = gang.create_gang(chosen)
+    assert (inner is None) == (gang.rank == 0)
+    if inner is not None:
+        assert (inner.rank, inner.size) == (gang.rank - 1, size - 1)
+        same_on_every_rank(inner)
+        innermost = inner.create_gang([0])
+        assert (innermost is None) == (inner.rank != 0)

@@ -1,0 +1,77 @@
+"""One contract for fake, static (real Gloo, real processes) and elastic gangs (under `elasticgang run`)."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticgang.comm.forkserver import ForkServer
+from elasticgang.errors import InvalidOperationError
+from elasticgang.gang import FakeGang, ReduceOperation
+from tests.gang import contract
+
+_ROOT = Path(__file__).parents[2]
+_DEADLINE_S = 60
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 4), (3, 4)])
+def test_a_fake_gang_keeps_the_contract(rank: int, size: int) -> None:
+    gang = FakeGang(torch.device("cpu"), rank=rank, size=size)
+    contract.same_on_every_rank(gang)
+    contract.refusals(gang)
+    if size > 1:
+        contract.sub_gangs(gang)
+
+
+def test_a_fake_gang_receives_what_it_sent() -> None:
+    gang = FakeGang(torch.device("cpu"), rank=0, size=2)
+    with pytest.raises(InvalidOperationError, match="for ever"):
+        gang.recv(torch.empty(1), 1)
+    gang.send(torch.tensor([3.0]), 1)
+    gang.recv(tensor := torch.empty(1), 1)
+    assert tensor.item() == 3
+
+
+def test_a_closed_fake_gang_refuses() -> None:
+    gang = FakeGang(torch.device("cpu"))
+    gang.close()
+    with pytest.raises(InvalidOperationError):
+        gang.all_reduce(torch.zeros(1), ReduceOperation.SUM)
+
+
+def test_static_gangs_keep_the_contract() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = ForkServer(["torch", "torch.distributed", "tests.gang.contract_ranks"])
+    try:
+        server.wait_ready()
+        args = [{"rank": rank, "size": 4, "port": port} for rank in range(4)]
+        ranks = [server.spawn("tests.gang.contract_ranks:static", arg, stdio=[1, 2]) for arg in args]
+        assert [_status(rank.pidfd) for rank in ranks] == [0, 0, 0, 0]
+    finally:
+        server.close()
+
+
+def _status(pidfd: int) -> int:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    assert poll.poll(_DEADLINE_S * 1000), "a rank did not end"
+    ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    os.close(pidfd)
+    assert ended is not None
+    return ended.si_status
+
+
+def test_elastic_gangs_keep_the_contract() -> None:
+    script = str(_ROOT / "tests/gang/contract_ranks.py")
+    command = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "3", script]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("contract kept") == 3
