@@ -169,6 +169,10 @@ def _set_name(name: str) -> None:
     ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
 
 
+def _die_with_parent(wanted: bool) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL if wanted else 0, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
 def become_subreaper() -> None:
     """Orphans below this process become its children (prctl PR_SET_CHILD_SUBREAPER)."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -181,6 +185,7 @@ def main(argv: Sequence[str]) -> int:
     control_fd, owner_pid, preload = int(argv[1]), int(argv[2]), argv[3:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _set_name("eg-forkserver")
+    _die_with_parent(True)  # while it imports it looks at nothing
     control = socket.socket(fileno=control_fd)
     try:
         owner = os.pidfd_open(owner_pid)
@@ -189,6 +194,7 @@ def main(argv: Sequence[str]) -> int:
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             raise RuntimeError(f"{threads} threads are alive after the imports; a fork would inherit their locks")
+        _die_with_parent(False)  # from here on F3: the owner's pidfd, and first those that were started
     except Exception as exc:
         control.send(json.dumps({"error": f"{type(exc).__name__}: {exc}"}).encode())
         return 1
