@@ -101,7 +101,7 @@ class CommProcess:
         self._arena = arena
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self._ended = False
+        self._ended = self._dead = False
         self._abort_error: GangError | None = None
         self._works: dict[int, tuple[CommWork, list[Block]]] = {}
         self._next_id = 0
@@ -205,14 +205,16 @@ class CommProcess:
             first, self._ended = not self._ended, True
             if first:
                 self._abort_error = error
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        if not _exited(self._pidfd, _REAP_TIMEOUT_S):
+            if self._pidfd >= 0:  # closed otherwise, which a notice may come after
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if threading.current_thread() is self._reader:
+            dead = _exited(self._pidfd, _REAP_TIMEOUT_S)
+        else:  # the descriptor belongs to the reader, and after it to `close`
+            self._reader.join(2 * _REAP_TIMEOUT_S)
+            dead = self._dead
+        if not dead:
             raise OperationalError(f"comm process {self.pid} was killed but not dead within {_REAP_TIMEOUT_S:g} s")
-        if threading.current_thread() is not self._reader:
-            self._reader.join(_REAP_TIMEOUT_S)
-            if self._reader.is_alive():
-                raise OperationalError(f"the reader of comm process {self.pid} did not end")
 
     @property
     def ended(self) -> bool:
@@ -222,11 +224,12 @@ class CommProcess:
         """Abort, and give every descriptor back."""
         self.abort(StaleGenerationError("the comm process was closed"))
         self._sock.close()
-        if self._pidfd >= 0:
+        with self._lock:
+            pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
             with contextlib.suppress(ChildProcessError):  # a child only where this process owns the fork server
-                os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
-            os.close(self._pidfd)
-            self._pidfd = -1
+                os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+            os.close(pidfd)
 
     def descriptors(self) -> list[int]:
         """What a forked child of the rank must not keep open."""
@@ -251,10 +254,19 @@ class CommProcess:
         if key == "configured" and message[key] is not None:
             raise PeerLostError(f"could not {what} the generation's groups: {message[key]}")
 
+    def _next_message(self) -> bytes:
+        """b"" once the process is dead. The socket's EOF alone is not enough: a child of this process that was forked
+        while the comm process was started may hold the other end."""
+        poll = select.poll()
+        for fd in (self._sock.fileno(), self._pidfd):
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        return self._sock.recv(_MAX_MESSAGE) if self._sock.fileno() in ready else b""
+
     def _read(self) -> None:
         try:
             with contextlib.suppress(OSError):
-                while data := self._sock.recv(_MAX_MESSAGE):
+                while data := self._next_message():
                     message = json.loads(data)
                     if "done" in message:
                         self._finish(message["done"], message["error"])
@@ -284,7 +296,7 @@ class CommProcess:
             self._replied.notify_all()
         if unexpected and self._on_error is not None:
             self._on_error(error)
-        _exited(self._pidfd, _REAP_TIMEOUT_S)  # M2: EOF may come before the last thread is gone
+        self._dead = _exited(self._pidfd, _REAP_TIMEOUT_S)  # M2: EOF may come before the last thread is gone
         error = self._abort_error or error
         with self._lock:
             works, self._works = self._works, {}

@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import (
 from elasticgang.comm.arena import Block, map_block
 
 _MAX_MESSAGE = 1 << 17
-_MAX_FDS = 32
+_MAX_FDS = 253  # the most that one message can carry
 
 _Gloo: Any = ProcessGroupGloo  # torch's stubs lack its methods
 
@@ -131,6 +131,8 @@ def _recv(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
 
 # The tensors of a call stand in one list: outputs, then inputs; those of an in-place call once.
 IN_PLACE = frozenset({"allreduce", "broadcast", "reduce"})
+# Gloo knows few dtypes. What only moves is bytes to it.
+_REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter"})
 CALLS: dict[str, Callable[..., Any]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,
@@ -240,6 +242,8 @@ class _Worker:
                 self._blocks[block] = map_block(block, fd, size)
                 os.close(fd)  # the mapping stays
             tensors = [self._tensor(*tensor) for tensor in command["tensors"]]
+            if command["call"] not in _REDUCING:
+                tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
             work = CALLS[command["call"]](self._groups[command["group"]], tensors, **command["options"])
             future = self._future_of(work)
         except Exception as exc:

@@ -58,6 +58,23 @@ _CALLS = {
 }
 
 
+# What Gloo can add, and so on.
+_REDUCED = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    }
+)
+_REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+
+
 @dataclass(frozen=True)
 class Binding:
     """`group` is None for a gang of one."""
@@ -134,6 +151,12 @@ class ElasticGang(Gang):
             with torch.no_grad():
                 simulate(collective, 0, 1)
             return EndedWork()
+        if collective.call in _REDUCING and collective.inputs[0].dtype not in _REDUCED:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _REDUCED))
+            raise ValueError(
+                f"`{collective.call}` needs a dtype that is reduced between processes ({names}), but the tensor's is "
+                f"{collective.inputs[0].dtype} instead."
+            )
         call, options = _CALLS[collective.call]
         values: dict[str, object] = {
             "op": collective.op.name.lower(),

@@ -1,4 +1,4 @@
-"""What the processes of these tests run: targets for a fork server, and an owner of one."""
+"""What the processes of these tests run: targets for a fork server, and owners of one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from typing import Any, NoReturn
 
-from elasticgang.comm.arena import Arena
-from elasticgang.comm.client import CommProcess
-from elasticgang.comm.forkserver import ForkServer, ForkServerClient
+from elasticgang.comm.forkserver import ForkServer
 
 
 def describe(args: dict[str, Any], fds: list[int]) -> int:
@@ -57,7 +54,7 @@ def sleep_with_busy_children(args: dict[str, Any], fds: list[int]) -> int:
     """With children that hold every descriptor of this process and are busy, as a DataLoader's workers do. Tells the
     pids of all."""
     pids = [os.getpid(), *(fork_busy() for _ in range(2))]
-    os.write(fds[0], json.dumps(pids).encode())
+    os.write(fds[0], json.dumps(pids).encode() + b"\n")
     return sleep(args, fds)
 
 
@@ -83,8 +80,8 @@ def own() -> None:
         reader, writer = os.pipe()
         server.spawn("tests.gang.children:sleep_with_busy_children", {}, fds=[writer])
         os.close(writer)
-        with os.fdopen(reader, "rb") as told:
-            pids += json.loads(told.readline() or told.read())
+        with os.fdopen(reader) as told:
+            pids += json.loads(told.readline())
     print(json.dumps(pids), flush=True)
     time.sleep(600)
 
@@ -94,21 +91,3 @@ def own_importing() -> None:
     server = ForkServer(preload=("tests.gang.imports_for_ever",))
     print(json.dumps([server.process.pid]), flush=True)
     server.wait_ready()
-
-
-def rank(args: dict[str, Any], fds: list[int]) -> int:
-    """A rank process: it has a comm process and a busy child, and tells their pids."""
-    report, forks = fds
-    comm = CommProcess(
-        ForkServerClient(socket.socket(fileno=forks)),
-        Arena(),
-        store=args["store"],
-        host="127.0.0.1",
-        timeout=30.0,
-        group=os.getpgid(0),
-    )
-    comm.wait_ready()
-    busy = fork_busy()
-    os.write(report, json.dumps([comm.pid, busy]).encode())
-    time.sleep(600)
-    return 0

@@ -26,7 +26,7 @@ _prefixes = itertools.count()
 @pytest.fixture(scope="session")
 def forkserver() -> Iterator[ForkServer]:
     server = ForkServer(
-        preload=("elasticgang.comm.worker", "tests.gang.children"), env={"PYTHONPATH": str(REPOSITORY)}
+        preload=("elasticgang.comm.worker", "tests.gang.ranks"), env={"PYTHONPATH": str(REPOSITORY)}
     )
     server.wait_ready()
     yield server

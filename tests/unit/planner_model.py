@@ -1,8 +1,11 @@
-"""The planner's rules, restated slowly: every choice is tried. For a handful of members."""
+"""The planner's rules, restated slowly: for a handful of members by every choice, for more by the simplest flow."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from elasticgang.layout import Member, ParallelLayout, Plan
 
@@ -57,6 +60,47 @@ def fewest_fetches(
 
     seat(0, frozenset(members), {}, 0)
     return best
+
+
+def fewest_fetches_by_flow(
+    members: Sequence[Member], layout: ParallelLayout, previous: Plan | None, num_groups: int
+) -> int:
+    """As `fewest_fetches`, for more members: hosts send blocks to positions, one by one along the cheapest path."""
+    size = sum(block_of(model, layout) == (0, 0, 0) for model in model_seats(layout))
+    host_of = {member.id: member.host for member in members}
+    held: dict[tuple[str, Model], Counter[Model]] = {}
+    for id, model in models_of(previous).items():
+        if id in host_of:
+            held.setdefault((host_of[id], block_of(model, layout)), Counter())[model] += 1
+    arcs: list[list[Any]] = []  # from, to, capacity, cost; each followed by its reverse
+    for host, num in Counter(host_of.values()).items():
+        arcs += [["source", host, num // size, 0], [host, "source", 0, 0]]
+    for position in {block_of(model, layout) for model in model_seats(layout)}:
+        arcs += [[position, "sink", num_groups, 0], ["sink", position, 0, 0]]
+    for (host, position), counts in held.items():
+        for rank in range(max(counts.values())):
+            gain = sum(num > rank for num in counts.values())
+            arcs += [[host, position, 1, -gain], [position, host, 0, gain]]
+    return num_groups * layout.unit + sum(iter(lambda: _send_one(arcs), 0))
+
+
+def _send_one(arcs: list[list[Any]]) -> int:
+    """Send one block along the cheapest path, found by Bellman and Ford's rule; its cost, 0 when none gains."""
+    cost, via = {"source": 0}, dict[Any, int]()
+    changed = True
+    while changed:
+        changed = False
+        for index, (start, end, capacity, price) in enumerate(arcs):
+            if capacity and start in cost and cost[start] + price < cost.get(end, math.inf):
+                cost[end], via[end], changed = cost[start] + price, index, True
+    if cost.get("sink", 0) >= 0:
+        return 0
+    node: Any = "sink"
+    while node != "source":
+        arcs[via[node]][2] -= 1
+        arcs[via[node] ^ 1][2] += 1
+        node = arcs[via[node]][0]
+    return cost["sink"]
 
 
 def most_groups(members: Sequence[Member], layout: ParallelLayout) -> int:
