@@ -202,13 +202,11 @@ class Job(Command):
 
     @staticmethod
     def _spawned(seen: dict[str, Any], local_rank: int) -> bool:
-        return seen["event"] == "spawned" and seen["local_rank"] == local_rank
+        return bool(seen["event"] == "spawned" and seen["local_rank"] == local_rank)
 
     def fork_server(self) -> psutil.Process:
         """The child of the agent that is the leader of a session."""
-        return next(
-            child for child in psutil.Process(self.process.pid).children() if os.getsid(child.pid) == child.pid
-        )
+        return next(child for child in psutil.Process(self.process.pid).children() if os.getsid(child.pid) == child.pid)
 
 
 def comm_processes(rank_pid: int) -> list[int]:

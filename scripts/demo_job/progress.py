@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 _PLAIN_INTERVAL_S = 5.0
-_LIVE_INTERVAL_S = 0.25
+_LIVE_INTERVAL_S = 0.3
 
 
 @dataclass(frozen=True)

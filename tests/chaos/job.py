@@ -3,11 +3,11 @@
 Gradients are small integers, so that their sums are the same in any order and over any number of ranks: a run with
 kills must end in the very bits of the run alone.
 
-`--faults` is a list of {"at": place, "rank": r, "kill": what, "full": bool, "after": number}, each of which happens once
-in the life of the job. `at` is one of PLACES, `rank` the local rank that gets there, `kill` one of "self", "comm" (its
-comm process), "standby", "comms" (all comm processes of all ranks), or a list of local ranks. `full` (the default):
-only while all ranks are active. `after`: which fault must have happened before; the one before it in the list by
-default, -1 for none.
+`--faults` is a list of {"at": place, "rank": r, "kill": what, "full": bool, "after": number}, each of which happens
+once in the life of the job. `at` is one of PLACES, `rank` the local rank that gets there, `kill` one of "self", "comm"
+(its comm process), "standby", "comms" (all comm processes of all ranks), or a list of local ranks. `full` (the
+default): only while all ranks are active. `after`: which fault must have happened before; the one before it in the list
+by default, -1 for none.
 
 While a fault is still to come and a rank is missing, the second step after the loss waits until somebody comes back, so
 that the number of steps does not depend on speed.
@@ -144,7 +144,10 @@ class Faults:
         self._around(membership, "_configure", before=lambda *_: self.at("configure"))
         self._around(membership, "enter", after=lambda *_: self.at("entered"))
         self._around(
-            manager, "_heal", before=lambda: self.at("healing"), after=lambda: self.at("healed") if manager.tip else None
+            manager,
+            "_heal",
+            before=lambda: self.at("healing"),
+            after=lambda: self.at("healed") if manager.tip else None,
         )
         self._around(keeper_module, "_receive_tensor", after=lambda *_: self.at("half-healed"))
         self._around(manager._keeper, "_send_state", before=lambda *_: self.at("serving"))

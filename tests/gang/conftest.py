@@ -25,9 +25,7 @@ _prefixes = itertools.count()
 
 @pytest.fixture(scope="session")
 def forkserver() -> Iterator[ForkServer]:
-    server = ForkServer(
-        preload=("elasticgang.comm.worker", "tests.gang.ranks"), env={"PYTHONPATH": str(REPOSITORY)}
-    )
+    server = ForkServer(preload=("elasticgang.comm.worker", "tests.gang.ranks"), env={"PYTHONPATH": str(REPOSITORY)})
     server.wait_ready()
     yield server
     server.close()
@@ -38,6 +36,7 @@ def store() -> Iterator[str]:
     """The address of a store."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield f"127.0.0.1:{server.port}"
+    del server  # it serves as long as it lives
 
 
 class World:

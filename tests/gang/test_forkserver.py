@@ -61,9 +61,7 @@ def description(server: ForkServerClient, args: dict[str, Any] | None = None, **
 
 def test_a_child_has_what_it_was_given_and_nothing_else(quick: ForkServer) -> None:
     with open(os.devnull) as given:
-        found = description(
-            quick, {"x": [1, None, "é"]}, fds=[given.fileno()], env={"MINE": "1"}, name="a-name"
-        )
+        found = description(quick, {"x": [1, None, "é"]}, fds=[given.fileno()], env={"MINE": "1"}, name="a-name")
     assert found["args"] == {"x": [1, None, "é"]}
     assert found["num_fds"] == 2
     assert len(found["open"]) == 3 + 2 + 1  # stdio, what was given, and the listing itself
@@ -160,7 +158,7 @@ def test_a_server_that_has_threads_refuses_to_fork() -> None:
 
 def test_a_server_that_cannot_import_says_what() -> None:
     server = ForkServer(preload=("tests.gang.no_such_module",))
-    with pytest.raises(OperationalError, match="No module named 'tests.gang.no_such_module'"):
+    with pytest.raises(OperationalError, match=r"No module named 'tests\.gang\.no_such_module'"):
         server.wait_ready()
     server.close()
 

@@ -261,7 +261,7 @@ def record_of(rank: Rank) -> bytes:
     ours, theirs = socket.socketpair()
     with ours:
         sent = bytearray()
-        reader = Background(lambda: [sent.extend(data) for data in iter(lambda: ours.recv(1 << 16), b"")])
+        reader = Background(lambda: sent.extend(b"".join(iter(lambda: ours.recv(1 << 16), b""))))
         with theirs:
             rank.keeper._send_state(theirs, True)
         reader.result()
@@ -380,12 +380,12 @@ def test_a_source_outlives_any_request(ranks: Ranks, request_bytes: bytes) -> No
     source, healer = ranks(3), ranks(1)
     source.keeper.begin(AT)
     host, _, port = source.keeper.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as sock:
-        with contextlib.suppress(OSError):  # it may have closed before we have
-            sock.sendall(request_bytes)
-            sock.shutdown(socket.SHUT_WR)
-            while sock.recv(1 << 16):
-                pass
+    sock = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+    with sock, contextlib.suppress(OSError):  # it may have closed before we have
+        sock.sendall(request_bytes)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(1 << 16):
+            pass
     assert healer.keeper.heal([source.keeper.address], AT, all=True)
     with source.keeper.hold():
         pass
@@ -452,9 +452,7 @@ def test_an_apply_waits_no_longer_than_its_limit_and_drops_the_slow(
     assert reader.rest() < LARGE * 12  # what it read is not whole, and it knows
 
 
-def test_nobody_is_let_in_between_an_apply_and_the_next_step(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_is_let_in_between_an_apply_and_the_next_step(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.05)
     source, healer = ranks(3), ranks(1)
     source.keeper.begin(AT)

@@ -317,6 +317,39 @@ def test_a_former_block_across_hosts_is_kept_as_far_as_one_host_goes() -> None:
     assert second.spares == ("d",)
 
 
+def test_the_larger_part_of_a_former_block_across_hosts_keeps_its_group() -> None:
+    first = plan(crew(A="a", B="b c"), ParallelLayout(tp=3, within_host=()))
+    second = plan(crew(A="a p q", B="b c r"), ParallelLayout(tp=3), first)
+    assert ids(second) == "r b c a p q"
+
+
+def seated(shape: tuple[int, int, int, int], seats: str) -> Plan:
+    """A plan by its seats in rank order; the host of a member is its first letter."""
+    return Plan(shape, tuple(Member(id, id[0].upper()) for id in seats.split()))
+
+
+def planned_after(previous: Plan, present: str, layout: ParallelLayout) -> str:
+    return ids(plan([Member(id, id[0].upper()) for id in present.split()], layout, previous))
+
+
+def test_of_blocks_with_as_many_members_a_host_keeps_that_of_a_kept_group() -> None:
+    """Of stage 1 of the second group and stage 2 of the first, half of each is left, and A has room for one."""
+    first = seated((3, 2, 1, 2), "x1 x2  c1 c2   x3 x4  a1 a2   a3 a4  x5 x6")
+    assert planned_after(first, "a1 a3 b1 b2 c1 c2", ParallelLayout(pp=3, tp=2)) == "c1 c2 a1 a3 b1 b2"
+
+
+def test_of_blocks_at_the_same_coordinates_that_of_a_kept_group_stays() -> None:
+    first = seated((2, 2, 1, 2), "a1 a2  a3 a4   x1 x2  c1 c2")
+    assert planned_after(first, "a1 a3 c1 c2", ParallelLayout(pp=2, tp=2)) == "a3 a1 c1 c2"
+
+
+def test_members_that_cannot_stay_on_their_host_do_not_count_for_their_group() -> None:
+    """The first group has two members left to the third one's one; but no host has a second for either of them."""
+    first = seated((2, 3, 1, 2), "a1 a2  e1 e2  c1 c2   b1 b2  f1 f2  d1 d2")
+    present = "a1 b1 e1 e2 f1 f2 c1 c3 d3 d4"
+    assert planned_after(first, present, ParallelLayout(pp=2, tp=2)) == "e1 e2 c1 c3 f1 f2 d3 d4"
+
+
 def test_a_survivor_on_another_host_than_before_is_where_it_is() -> None:
     first = plan(crew(A="a b", B="c d"), ParallelLayout(tp=2))
     second = plan(crew(A="b x", B="a c d"), ParallelLayout(tp=2), first)

@@ -62,7 +62,7 @@ def test_any_state_comes_back_equal_through_json(tree: object) -> None:
         {"tensor": 0},  # looks like our own spelling
         {"dict": []},
         {"tuple": [1]},
-        {1: "a", "1": "b", True: "c"},  # JSON would make one key of them
+        {2: "a", "2": "b", None: "c", "null": "d", True: "e", "true": "f"},  # JSON would make three keys of them
         {None: (), 2: ((), [])},
         [math.inf, -math.inf, math.nan, -0.0, 1e308, 2**80],
         (),

@@ -1,0 +1,372 @@
+"""Elastic gangs over real comm processes, sound and poisoned; and which gangs are current where.
+
+What all kinds of gang have in common is in `contract.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elasticgang.comm.client import CommWork
+from elasticgang.comm.forkserver import ForkServer
+from elasticgang.errors import GangError, InvalidOperationError, PeerLostError, StepAborted
+from elasticgang.gang import (
+    ElasticGang,
+    FakeGang,
+    Gang,
+    Gangs,
+    ReduceOperation,
+    create_fake_gangs,
+    get_current_gangs,
+    maybe_get_current_gangs,
+)
+from elasticgang.gang.elastic import Binding
+from tests.gang import contract
+from tests.gang.conftest import World, Worlds
+
+CPU = torch.device("cpu")
+SUM, MEAN = ReduceOperation.SUM, ReduceOperation.MEAN
+GUARD_S = 20.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of a rank; poisoning it ends the rank's generation, as `quorum.membership.BoundGroup` does."""
+
+    world: World
+    rank: int
+    timeout: float = GUARD_S
+
+    def submit(self, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object) -> CommWork:
+        return self.world.comms[self.rank].submit("all", call, outputs, inputs, **options)
+
+    def poison(self, error: GangError) -> None:
+        self.world.comms[self.rank].abort(error)
+
+
+def bound(world: World, name: str = "dp") -> list[ElasticGang]:
+    gangs = []
+    for rank in range(len(world.comms)):
+        gang = ElasticGang(name, CPU)
+        gang.bind(Binding(rank, len(world.comms), Group(world, rank)))
+        gangs.append(gang)
+    return gangs
+
+
+@pytest.fixture(scope="module")
+def trio(forkserver: ForkServer, store: str) -> Iterator[World]:
+    world = World(forkserver, store, 3, GUARD_S)
+    world.configure()
+    yield world
+    world.close()
+
+
+# -- sound
+
+
+@pytest.mark.parametrize("check", [contract.same_on_every_rank, contract.one_to_another, contract.refusals])
+def test_elastic_gangs_of_real_processes_keep_the_contract(trio: World, check: Callable[[Gang], None]) -> None:
+    gangs = bound(trio)
+    trio.each(lambda rank: check(gangs[rank]))
+    trio.each(lambda rank: gangs[rank].barrier())
+
+
+def test_a_gang_of_one_keeps_the_contract_without_any_process() -> None:
+    gang = ElasticGang("tp", CPU)
+    gang.bind(Binding(0, 1, None))
+    contract.same_on_every_rank(gang)
+    contract.refusals(gang)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.complex64, torch.float8_e4m3fn, torch.uint16], ids=lambda dtype: str(dtype)
+)
+def test_a_dtype_that_cannot_be_reduced_is_refused_before_anything_is_sent(trio: World, dtype: torch.dtype) -> None:
+    """Sent, it would fail in the comm process, and with it the generation of all ranks."""
+    gangs = bound(trio)
+    calls: list[Callable[[], object]] = [
+        lambda: gangs[0].all_reduce(torch.zeros(2).to(dtype), SUM),
+        lambda: gangs[0].reduce(torch.zeros(2).to(dtype), SUM),
+        lambda: gangs[0].reduce_scatter(torch.zeros(2).to(dtype), torch.zeros(3, 2).to(dtype)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"float32.* but the tensor's is {dtype} instead"):
+            call()
+    trio.each(lambda rank: gangs[rank].barrier())
+
+
+def test_a_dtype_that_cannot_be_reduced_can_be_moved(trio: World) -> None:
+    gangs = bound(trio)
+
+    def move(rank: int) -> None:
+        mine = torch.full((2,), rank, dtype=torch.int16)
+        outputs = [torch.zeros(2, dtype=torch.int16) for _ in range(3)]
+        gangs[rank].all_gather_to_list(outputs, mine)
+        assert [int(output[0]) for output in outputs] == [0, 1, 2]
+        gangs[rank].all_to_all(outputs, [mine * 10 + other for other in range(3)])
+        assert [int(output[0]) for output in outputs] == [other * 10 + rank for other in range(3)]
+        gangs[rank].scatter(mine, outputs if rank == 0 else None)
+        assert int(mine[0]) == rank * 10
+        gangs[rank].broadcast(mine, 2)
+        assert int(mine[0]) == 20
+
+    trio.each(move)
+
+
+def test_objects_of_any_size_are_broadcast(trio: World) -> None:
+    gangs = bound(trio)
+
+    def broadcast(rank: int) -> None:
+        objects: list[Any] = [{"text": "x" * 300_000, "n": rank}, None] if rank == 1 else ["mine", "too"]
+        gangs[rank].broadcast_objects(objects, 1)
+        assert objects == [{"text": "x" * 300_000, "n": 1}, None]
+
+    trio.each(broadcast)
+
+
+def test_lists_of_objects_of_another_length_are_refused_and_unchanged(trio: World) -> None:
+    gangs = bound(trio)
+
+    def broadcast(rank: int) -> None:
+        objects: list[object] = [1, 2] if rank == 0 else ["mine"]
+        if rank == 0:
+            gangs[rank].broadcast_objects(objects, 0)
+            return
+        with pytest.raises(ValueError, match=r"\(2\), but has 1 instead"):
+            gangs[rank].broadcast_objects(objects, 0)
+        assert objects == ["mine"]
+
+    trio.each(broadcast)
+
+
+def test_a_gang_in_no_generation_and_a_closed_one_refuse(trio: World) -> None:
+    gang = ElasticGang("dp", CPU)
+    calls: list[Callable[[], object]] = [
+        lambda: gang.rank,
+        lambda: gang.size,
+        lambda: gang.all_reduce(torch.zeros(1), SUM),
+        lambda: gang.broadcast_objects([1]),
+        gang.barrier,
+        lambda: gang.all_reduce_future(torch.zeros(1)),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidOperationError, match="is in no generation; use it inside `with step:`"):
+            call()
+    gang.bind(Binding(0, 3, Group(trio, 0)))
+    gang.close()
+    for call in calls:
+        with pytest.raises(InvalidOperationError, match="is closed"):
+            call()
+    assert gang.device == CPU
+
+
+# -- poisoned
+
+
+def end_sound(world: World) -> None:
+    world.comms[0].abort(PeerLostError("rank 1 was killed"))
+
+
+def end_dead(world: World) -> None:
+    for comm in world.comms:
+        os.kill(comm.pid, signal.SIGKILL)
+
+
+def end_peer(world: World) -> None:
+    os.kill(world.comms[1].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [end_sound, end_dead, end_peer])
+def test_a_poisoned_gang_gives_what_was_there_or_zeros_and_never_raises(
+    worlds: Worlds, end: Callable[[World], None]
+) -> None:
+    world = worlds(2)
+    gang = bound(world)[0]
+    end(world)
+    ones = torch.ones(4)
+    for op in ReduceOperation:
+        gang.all_reduce(ones, op)
+        gang.reduce(ones, op)
+    gang.broadcast(ones, 1)
+    assert ones.tolist() == [1.0] * 4  # also after MEAN: nothing was summed, so nothing is divided
+    junk = torch.full((2, 4), 7.0)
+    gang.all_gather(junk, ones)
+    assert not junk.any()
+    lists: list[Callable[[list[Tensor]], object]] = [
+        lambda outputs: gang.all_gather_to_list(outputs, ones),
+        lambda outputs: gang.all_to_all(outputs, [ones] * 2),
+        lambda outputs: gang.gather(outputs, ones),
+    ]
+    for fill in lists:
+        outputs = [torch.full((4,), 7.0) for _ in range(2)]
+        fill(outputs)
+        assert not any(output.any() for output in outputs)
+    part = torch.full((4,), 7.0)
+    gang.reduce_scatter(part, torch.ones(2, 4))
+    assert not part.any()
+    part = torch.full((4,), 7.0)
+    gang.scatter(part, [ones] * 2)
+    assert not part.any()
+    part = torch.full((4,), 7.0)
+    gang.recv(part, 1)
+    assert not part.any()
+    gang.send(ones, 1)
+    assert ones.tolist() == [1.0] * 4
+
+
+def test_what_has_no_true_answer_raises(worlds: Worlds) -> None:
+    world = worlds(2)
+    gang = bound(world)[0]
+    end_sound(world)
+    with pytest.raises(StepAborted, match="dp"):
+        gang.barrier()
+    for source in (0, 1):
+        objects: list[object] = ["mine"]
+        with pytest.raises(StepAborted):
+            gang.broadcast_objects(objects, source)
+        assert objects == ["mine"]
+
+
+def test_what_is_wrong_is_refused_by_a_poisoned_gang_too(worlds: Worlds) -> None:
+    """Whether a script is right does not depend on who has died."""
+    world = worlds(2)
+    gang = bound(world)[0]
+    end_sound(world)
+    contract.refusals(gang)
+
+
+def test_a_work_that_was_under_way_ends_the_same_way(worlds: Worlds) -> None:
+    world = worlds(2)
+    gang = bound(world)[0]
+    kept, junk = torch.ones(4), [torch.full((4,), 7.0) for _ in range(2)]
+    reducing = gang.all_reduce(kept, MEAN, async_op=True)
+    gathering = gang.all_gather_to_list(junk, torch.ones(4), async_op=True)
+    end_peer(world)
+    assert reducing is not None
+    assert gathering is not None
+    assert not reducing.wait()
+    assert not gathering.wait()
+    assert not reducing.wait()
+    assert kept.tolist() == [1.0] * 4
+    assert not any(output.any() for output in junk)
+
+
+def test_the_first_error_poisons_all_gangs_of_the_rank(worlds: Worlds) -> None:
+    world = worlds(2)
+    dp, root = bound(world, "dp")[0], bound(world, "root")[0]
+    end_peer(world)
+    tensor = torch.ones(2)
+    dp.all_reduce(tensor, SUM)
+    assert world.comms[0].ended
+    with pytest.raises(StepAborted):
+        root.barrier()
+
+
+def test_a_gradient_hooks_future_never_fails(worlds: Worlds) -> None:
+    world = worlds(2)
+    gangs = bound(world)
+    buffers = [torch.ones(3), torch.ones(3)]
+    futures = [gang.all_reduce_future(buffer) for gang, buffer in zip(gangs, buffers, strict=True)]
+    for future, buffer in zip(futures, buffers, strict=True):
+        assert future.wait() is buffer
+        assert buffer.tolist() == [2.0] * 3
+    pending = gangs[0].all_reduce_future(buffer := torch.ones(3))
+    end_peer(world)
+    assert pending.wait() is buffer
+    assert buffer.tolist() == [1.0] * 3
+    assert gangs[0].all_reduce_future(buffer).wait() is buffer
+
+
+def test_a_gang_bound_to_the_next_generation_is_sound_again(worlds: Worlds) -> None:
+    first, second = worlds(2), worlds(3)
+    gangs = bound(first)
+    end_sound(first)
+    gangs[0].all_reduce(tensor := torch.ones(1), SUM)
+    assert tensor.item() == 1.0
+    gangs.append(ElasticGang("dp", CPU))
+    for rank, gang in enumerate(gangs):
+        gang.bind(Binding(rank, 3, Group(second, rank)))
+    second.each(lambda rank: contract.one_to_another(gangs[rank]))
+
+
+# -- which gangs are current
+
+
+def gangs_of(rank: int = 0, size: int = 1) -> Gangs:
+    gang = FakeGang(CPU, rank=rank, size=size)
+    return Gangs(root=gang, dp=gang, rdp=gang, sdp=FakeGang(CPU), tp=FakeGang(CPU), pp=FakeGang(CPU))
+
+
+def test_the_innermost_gangs_are_current() -> None:
+    assert maybe_get_current_gangs() is None
+    outer, inner = gangs_of(), gangs_of()
+    with outer as entered:
+        assert entered is outer
+        with inner:
+            assert maybe_get_current_gangs() is inner
+            with outer:
+                assert get_current_gangs() is outer
+            assert maybe_get_current_gangs() is inner
+        assert maybe_get_current_gangs() is outer
+    assert maybe_get_current_gangs() is None
+
+
+def test_an_error_inside_leaves_no_gangs_behind() -> None:
+    with pytest.raises(RuntimeError, match="mine"), gangs_of():
+        raise RuntimeError("mine")
+    assert maybe_get_current_gangs() is None
+
+
+def test_other_threads_have_their_own() -> None:
+    """G1, also in threads that were started before, and inside each other."""
+    seen: list[Gangs | None] = []
+    mine, theirs = gangs_of(), gangs_of()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        seen.append(maybe_get_current_gangs())
+        with theirs:
+            seen.append(maybe_get_current_gangs())
+            inside.set()
+            assert leave.wait(GUARD_S)
+        seen.append(maybe_get_current_gangs())
+
+    with mine:
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(GUARD_S)
+        assert maybe_get_current_gangs() is mine
+    assert maybe_get_current_gangs() is None
+    leave.set()
+    thread.join(GUARD_S)
+    assert seen == [None, theirs, None]
+
+
+def test_rank_0_of_all_is_rank_0_of_each() -> None:
+    with pytest.raises(ValueError, match="Rank 0 of `root` must be rank 0 of `tp`, but is rank 1 of it"):
+        Gangs(
+            root=FakeGang(CPU, rank=0, size=4),
+            dp=FakeGang(CPU),
+            rdp=FakeGang(CPU),
+            sdp=FakeGang(CPU),
+            tp=FakeGang(CPU, rank=1, size=2),
+            pp=FakeGang(CPU),
+        )
+    assert gangs_of(2, 4).root.rank == 2
+
+
+def test_closing_closes_each() -> None:
+    gangs = create_fake_gangs(CPU)
+    gangs.close()
+    for gang in (gangs.root, gangs.dp, gangs.rdp, gangs.sdp, gangs.tp, gangs.pp):
+        with pytest.raises(InvalidOperationError):
+            gang.barrier()
