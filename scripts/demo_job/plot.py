@@ -31,11 +31,12 @@ def plot(report: Report, path: Path) -> None:
         _plot_difference(axes, report)
     bottom = all_axes[-1, 0]
     bottom.set_xlabel("step")
-    bottom.set_xlim(0, max(report.curve, default=1))
+    bottom.set_xlim(0, max(1, report.run.asked.steps))
     for axes in all_axes[:, 0]:
         axes.spines[["top", "right"]].set_visible(False)
         for recovery in report.recoveries:
             axes.axvline(recovery.kill.step, color=_KILL, linewidth=0.8, alpha=0.35, zorder=0)
+    figure.align_ylabels()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
@@ -74,7 +75,7 @@ def _plot_strength(axes: Axes, report: Report) -> None:
     )
     axes.set_ylim(0, report.run.asked.ranks + 0.5)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    axes.set_ylabel("ranks voting")
+    axes.set_ylabel("ranks\nvoting")
 
 
 def _plot_difference(axes: Axes, report: Report) -> None:

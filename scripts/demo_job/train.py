@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    def __init__(self, *, dim: int = 208, num_layers: int = 2, num_heads: int = 4, context: int = 64) -> None:
+    def __init__(self, *, dim: int = 208, num_layers: int = 2, num_heads: int = 4, context: int = 48) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, dim), nn.Embedding(context, dim)
         self.blocks = nn.Sequential(*(Block(dim, num_heads) for _ in range(num_layers)))
@@ -82,7 +82,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8, help="samples in a global batch")
     parser.add_argument("--slot", type=int, default=1, help="samples in a microbatch")
-    parser.add_argument("--context", type=int, default=64, help="bytes in a sample")
+    parser.add_argument("--context", type=int, default=48, help="bytes in a sample")
     parser.add_argument("--dim", type=int, default=208)
     parser.add_argument("--layers", type=int, default=2)
     # At 1e-3 the loss falls faster, but the rounding differences between two runs grow with the steps.

@@ -5,9 +5,9 @@ kills must end in the very bits of the run alone.
 
 `--faults` is a list of {"at": place, "rank": r, "kill": what, "full": bool, "after": number}, each of which happens
 once in the life of the job. `at` is one of PLACES, `rank` the local rank that gets there, `kill` one of "self", "comm"
-(its comm process), "standby", "comms" (all comm processes of all ranks), or a list of local ranks. `full` (the
-default): only while all ranks are active. `after`: which fault must have happened before; the one before it in the list
-by default, -1 for none.
+(its comm process), "standby", "comms" (all comm processes of all ranks), "forkserver", or a list of local ranks. `full`
+(the default): only while all ranks are active. `after`: which fault must have happened before; the one before it in the
+list by default, -1 for none.
 
 While a fault is still to come and a rank is missing, the second step after the loss waits until somebody comes back, so
 that the number of steps does not depend on speed.
@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +38,7 @@ NUM_SAMPLES, BATCH_SIZE, SLOT = 37, 8, 2
 COME_BACK_S = 40.0
 
 PLACES = (
-    "start", "joined", "step", "body", "summed", "voted", "torn", "applied", "told", "ask", "asked", "agreed",
+    "start", "joined", "step", "body", "summed", "voted", "told", "torn", "applied", "ask", "asked", "agreed",
     "configure", "entered", "healing", "half-healed", "serving", "healed", "finished",
 )  # fmt: skip
 
@@ -103,6 +104,8 @@ class Faults:
                 pids = mine[1:]
             case "comms":
                 pids = [pid for rank in range(self._num_ranks) for pid in comm_processes(self._pid(rank))]
+            case "forkserver":
+                pids = [child.pid for child in psutil.Process(os.getppid()).children() if "eg-fork" in child.name()]
             case list():
                 pids = sorted((self._pid(rank) for rank in what), key=lambda pid: pid == os.getpid())
             case _:
@@ -133,7 +136,8 @@ class Faults:
         if not hasattr(membership, "_link"):
             return  # alone
         self._around(membership, "sum", after=lambda gang, _: self.at("voted" if gang == CONTROL else "summed"))
-        self._around(membership, "committed", before=lambda *_: self.at("applied"), after=lambda *_: self.at("told"))
+        self._around(membership, "committed", after=lambda *_: self.at("told"))
+        self._around(manager, "_apply", after=lambda *_: self.at("applied"))
         self._around(
             membership._link,
             "tell",
