@@ -116,7 +116,11 @@ class ForkServerClient:
 class ForkServer(ForkServerClient):
     """The owner's side: starts the server, hands out connections to it, and ends it."""
 
-    def __init__(self, preload: Sequence[str] = PRELOAD, *, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, preload: Sequence[str] = PRELOAD, *, env: dict[str, str] | None = None, new_session: bool = True
+    ) -> None:
+        """`new_session`: a Ctrl-C in the terminal is for the owner, who forwards it in order. Without it, what is
+        started here can join the process group of the owner."""
         become_subreaper()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -125,7 +129,7 @@ class ForkServer(ForkServerClient):
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **(env or {}), **_SINGLE_THREADED},
-                start_new_session=True,  # a Ctrl-C in the terminal is for the owner, who forwards it in order
+                start_new_session=new_session,
             )
         super().__init__(ours)
 

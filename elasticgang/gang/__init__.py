@@ -20,6 +20,7 @@ from elasticgang.gang.gangs import (
     set_default_gangs,
     set_gangs,
 )
+from elasticgang.gang.grid import GangGrid
 from elasticgang.gang.process_group import ProcessGroupGang
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "FakeGang",
     "Gang",
     "GangError",
+    "GangGrid",
     "Gangs",
     "ProcessGroupGang",
     "ReduceOperation",

@@ -10,6 +10,7 @@ N3  A generation is poisoned at most once, by its first error, and stays so.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -39,6 +40,7 @@ FAMILIES = ("root", "dp", "rdp", "sdp", "tp", "pp")
 CONTROL = "control"
 
 _CLOSE_TIMEOUT_S = 2.0
+_MAX_STARTS = 20
 _PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
 
 
@@ -278,11 +280,11 @@ class ElasticMembership:
 
         disinherit()
         generation = self._generation
-        descriptors = [self._context.link, self._context.forks, *self._comms.descriptors()]
+        descriptors = {self._context.link, *self._forks.descriptors()}
         if generation is not None and generation.comm is not None:
-            descriptors += generation.comm.descriptors()
+            descriptors.update(generation.comm.descriptors())
         for descriptor in descriptors:
-            if descriptor >= 0:
+            with contextlib.suppress(OSError):  # -1, or closed by another thread at this moment
                 os.close(descriptor)
 
 
@@ -293,6 +295,7 @@ class _Forks:
         self._client: ForkServerClient = ForkServerClient(socket.socket(fileno=context.forks))
         self._context = context
         self._arena = Arena()
+        self._newest: CommProcess | None = None
         self._thread = ThreadPoolExecutor(1, "comm-start")
 
     def start(self) -> Future[CommProcess]:
@@ -303,7 +306,7 @@ class _Forks:
             return self._start_with(self._client)
         except OperationalError:  # the agent's fork server is gone: one of this rank's own takes its place
             self._client.close()
-            own = ForkServer(_PRELOAD)
+            own = ForkServer(_PRELOAD, new_session=False)  # comm processes join this rank's process group
             own.wait_ready()
             self._client = own
             return self._start_with(own)
@@ -318,8 +321,18 @@ class _Forks:
             group=os.getpgid(0),
             name=f"eg-comm-{self._context.local_rank}",
         )
-        comm.wait_ready()
+        self._newest = comm
+        try:
+            comm.wait_ready()
+        except GangError:
+            comm.close()
+            raise
         return comm
+
+    def descriptors(self) -> list[int]:
+        """Without a lock: it is called in forked children, where nobody would release one."""
+        newest = self._newest
+        return [self._client.fileno(), *([] if newest is None else newest.descriptors())]
 
 
 class _CommSupply:
@@ -330,8 +343,12 @@ class _CommSupply:
         self._standby: Future[CommProcess] | None = forks.start()
 
     def take(self) -> CommProcess:
-        """The standby, once it is ready; a dead one is replaced."""
-        while True:
+        """The standby, once it is ready; a dead one is replaced.
+
+        Raises:
+            OperationalError: none could be started, or all died while they started.
+        """
+        for _ in range(_MAX_STARTS):
             standby, self._standby = self._standby or self._forks.start(), None
             try:
                 comm = standby.result()
@@ -340,6 +357,7 @@ class _CommSupply:
             if not comm.ended:
                 return comm
             comm.close()
+        raise OperationalError(f"{_MAX_STARTS} comm processes in a row died while they started")
 
     def prepare(self) -> None:
         if self._standby is None:
@@ -348,13 +366,8 @@ class _CommSupply:
     def close(self) -> None:
         standby, self._standby = self._standby, None
         if standby is not None and not standby.cancel():
-            standby.result().close()
-
-    def descriptors(self) -> list[int]:
-        standby = self._standby
-        if standby is None or not standby.done() or standby.exception() is not None:
-            return []
-        return standby.result().descriptors()
+            with contextlib.suppress(GangError, OperationalError):  # it never came up
+                standby.result().close()
 
 
 class AloneMembership:

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from elasticgang.gang import ProcessGroupGang, create_fsdp_gangs, create_parallel_gangs
+from elasticgang.errors import LayoutError
+from elasticgang.gang import GangGrid, ProcessGroupGang, create_fsdp_gangs, create_parallel_gangs
 from tests.gang import contract
 
 
@@ -36,8 +38,32 @@ def static(args: dict[str, Any], fds: list[int]) -> int:
     assert (hybrid.sdp.rank, hybrid.rdp.rank) == (root.rank % 2, root.rank // 2)
     contract.one_to_another(hybrid.sdp)
     contract.one_to_another(hybrid.rdp)
+    _grid(root)
     root.close()
     return 0
+
+
+def _grid(root: ProcessGroupGang) -> None:
+    """HyperCommGrid's calls on real groups; a rank outside the grid gets None."""
+    grid = GangGrid([2, 1], ["tp", "dp"], rank_offset=2)
+    outside = root.rank < 2
+    made = grid.create_gang(["dp", "tp"])
+    assert grid.get_gang(["tp", "dp"]) is made
+    assert (made is None) == outside
+    for call in (grid.create_gang, lambda dims: grid.get_gang("dp")):
+        with pytest.raises(KeyError):
+            call(["tp", "dp"])
+    whole = GangGrid([2, 2], ["tp", "dp"])
+    whole.register_view("expert", [2, 2], ["tp", "ep"], ["tp"])
+    tp = whole.create_gang("tp", group_desc="tensor")
+    assert whole.get_gang("tp", view="expert") is tp
+    ep = whole.create_gang("ep", view="expert")
+    assert tp is not None
+    assert ep is not None
+    contract.one_to_another(tp)
+    contract.one_to_another(ep)
+    with pytest.raises(LayoutError, match="world"):
+        GangGrid([8], ["dp"])
 
 
 def elastic() -> None:

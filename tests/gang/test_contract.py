@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from elasticgang.comm.forkserver import ForkServer
-from elasticgang.errors import InvalidOperationError
-from elasticgang.gang import FakeGang, ReduceOperation
+from elasticgang.errors import InvalidOperationError, LayoutError
+from elasticgang.gang import FakeGang, GangGrid, ReduceOperation
 from tests.gang import contract
 
 _ROOT = Path(__file__).parents[2]
@@ -44,6 +44,25 @@ def test_a_closed_fake_gang_refuses() -> None:
     gang.close()
     with pytest.raises(InvalidOperationError):
         gang.all_reduce(torch.zeros(1), ReduceOperation.SUM)
+
+
+def test_a_grid_of_a_fake_root() -> None:
+    grid = GangGrid([2, 2, 2], ["a", "b", "c"], root=FakeGang(torch.device("cpu"), rank=3, size=8))
+    assert grid.rank_groups(["b", "a"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert grid.rank_groups(["a", "b"], ordered_as_given=True) == [[0, 2, 1, 3], [4, 6, 5, 7]]
+    gang = grid.create_gang(["c", "a"])
+    assert gang is not None
+    assert (gang.rank, gang.size) == (1, 4), "rank 3 is second of [2, 3, 6, 7]"
+    assert grid.get_gang(["a", "c"]) is gang
+    with pytest.raises(KeyError, match="c-a"):
+        grid.create_gang(["a", "c"])
+    with pytest.raises(LayoutError, match="backend"):
+        GangGrid([2], ["a"], backend="gloo", root=FakeGang(torch.device("cpu"), size=2))
+
+
+def test_without_a_root_there_is_no_grid() -> None:
+    with pytest.raises(InvalidOperationError, match="root"):
+        GangGrid([1], ["a"])
 
 
 def test_static_gangs_keep_the_contract() -> None:

@@ -1,0 +1,153 @@
+"""Gangs along any named axes of a grid of ranks: HyperCommGrid's job under the Gang API.
+
+H1  `create_gang` is collective over the grid, and makes the gangs of all its ranks in one order.
+H2  A gang is made once; `create_gang` and `get_gang` are two calls because only making one takes options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from elasticgang.errors import GangError, InvalidOperationError, LayoutError
+from elasticgang.gang.base import Gang
+from elasticgang.gang.gangs import get_default_device
+from elasticgang.gang.process_group import ProcessGroupGang
+from elasticgang.layout.grid import Axes, Grid
+
+Dims = str | Sequence[str]
+
+
+class GangGrid:
+    """A grid of the ranks `rank_offset` to `rank_offset + prod(shape)`; the first of `dim_names` varies fastest."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dim_names: Sequence[str],
+        rank_offset: int = 0,
+        *,
+        backend: str | None = None,
+        root: Gang | None = None,
+    ) -> None:
+        """`root`: the gang whose ranks the grid is of; None is torch's default process group. `backend`: of the gangs
+        that are made, "gloo" or "nccl"; None is the root's.
+
+        Raises:
+            LayoutError: lengths that differ, names that are repeated, sizes below 1, or a grid that is larger than the
+                world minus its offset.
+            InvalidOperationError: there is neither a `root` nor a default process group.
+        """
+        self._root = root if root is not None else _default_root()
+        if backend is not None and not isinstance(self._root, ProcessGroupGang):
+            raise LayoutError(f"`backend` must be None for a root of {type(self._root).__name__}, but is {backend!r}.")
+        self._grid = Grid(Axes(tuple(shape), tuple(dim_names), rank_offset), self._root.size)
+        self._backend = backend
+        self._gangs: dict[str, Gang | None] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._grid.base.shape
+
+    @property
+    def dim_names(self) -> tuple[str, ...]:
+        return self._grid.base.dim_names
+
+    @property
+    def rank_offset(self) -> int:
+        return self._grid.base.rank_offset
+
+    @property
+    def size(self) -> int:
+        """Ranks in the grid."""
+        return self._grid.base.size
+
+    def rank_groups(self, dims: Dims, *, ordered_as_given: bool = False, view: str | None = None) -> list[list[int]]:
+        """The ranks that differ only along `dims`, a list per group, in ascending order whatever the order of `dims`.
+
+        `ordered_as_given=True` is HyperCommGrid's `_gen_rank_enum`: the last of `dims` varies fastest in a group.
+        """
+        return self._grid.rank_groups(dims, view=view, ordered_as_given=ordered_as_given)
+
+    def register_view(
+        self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] = ()
+    ) -> None:
+        """A further factorisation of the same ranks. Gangs along `shared_dims` are those of the grid itself.
+
+        Raises:
+            LayoutError: the sizes do not multiply to the grid's, or a shared dim enumerates to other groups; it says
+                which. Nothing was registered.
+        """
+        self._grid.register_view(name, shape, dim_names, shared_dims)
+
+    def create_gang(
+        self,
+        dims: Dims,
+        *,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        view: str | None = None,
+    ) -> Gang | None:
+        """Make the gangs along `dims`, and return this rank's; None on a rank outside the grid. Called on every rank of
+        the root.
+
+        Raises:
+            LayoutError: `dims` are no dims of the grid.
+            KeyError: they were made before; use `get_gang`.
+            GangError: they could not be made.
+        """
+        key = self._grid.key(dims, view=view)
+        if key in self._gangs:
+            raise KeyError(f"the gangs {key!r} exist already; use get_gang({dims!r})")
+        groups = self._grid.rank_groups(dims, view=view)
+        if isinstance(self._root, ProcessGroupGang):
+            gang = self._enumerate(self._root, groups, timeout, pg_options, group_desc or key)
+        else:
+            made = [self._root.create_gang(group) for group in groups]
+            gang = next((gang for gang in made if gang is not None), None)
+        self._gangs[key] = gang
+        return gang
+
+    def get_gang(self, dims: Dims, *, view: str | None = None) -> Gang | None:
+        """What `create_gang` returned. Raises KeyError when it was not called for `dims`."""
+        key = self._grid.key(dims, view=view)
+        if key not in self._gangs:
+            raise KeyError(f"the gangs {key!r} do not exist; use create_gang({dims!r}) first")
+        return self._gangs[key]
+
+    def close(self) -> None:
+        """Close every gang that was made here."""
+        for gang in reversed(list(self._gangs.values())):
+            if gang is not None:
+                gang.close()
+        self._gangs.clear()
+
+    def _enumerate(
+        self, root: ProcessGroupGang, groups: list[list[int]], timeout: timedelta | None, pg_options: Any, desc: str
+    ) -> Gang | None:
+        mine = dist.get_process_group_ranks(root.as_process_group())
+        try:
+            pg, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                [[mine[rank] for rank in group] for group in groups],
+                timeout=timeout,
+                backend=self._backend or dist.get_backend(root.as_process_group()),
+                pg_options=pg_options,
+                group_desc=desc,
+            )
+        except (RuntimeError, ValueError) as exc:
+            raise GangError(f"the gangs {desc!r} could not be made: {exc}") from exc
+        return None if pg is None else ProcessGroupGang(pg, root.device)
+
+
+def _default_root() -> ProcessGroupGang:
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidOperationError(
+            "There is no default process group; use ProcessGroupGang.create_default_process_group, or give a `root`."
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    return ProcessGroupGang(world, get_default_device())
