@@ -210,14 +210,11 @@ class Job(Command):
 
 
 def comm_processes(rank_pid: int) -> list[int]:
-    """The comm processes of a rank, oldest first: in use, then the standby.
-
-    They are in the rank's process group, and not among its children.
-    """
+    """The comm processes of a rank, oldest first: in use, then the standby."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == rank_pid and process.pid != rank_pid and process.ppid() != rank_pid:
+            if os.getpgid(process.pid) == rank_pid and process.name().startswith("eg-comm"):
                 found.append((process.create_time(), process.pid))
     return [pid for _, pid in sorted(found)]
 

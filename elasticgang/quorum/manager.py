@@ -52,15 +52,23 @@ class StateKeeper(Protocol):
     def begin(self, attempt: Attempt | None) -> None:
         """A step begins on the state of `attempt` (None: on none): keep aside what forward changes, serve healers."""
 
+    def forward_done(self) -> None:
+        """The step's forward has changed what it changes: serve that to learners too."""
+
     def restore(self) -> None:
         """The step is dropped: put back what forward changed."""
 
     def hold(self) -> AbstractContextManager[None]:
         """While the state is changed: no healer reads; those that do are waited for, up to a limit, then dropped."""
 
-    def heal(self, sources: Sequence[str], attempt: Attempt, *, all: bool, cancelled: Callable[[], bool] = ...) -> bool:
-        """Load the state of `attempt` from the peers at `sources`; `all=False`: only what forward changes. Gives up
-        waiting for a source to begin its step once `cancelled`."""
+    def heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = ...) -> bool:
+        """Load the state of `attempt` from one of the peers at `sources`. Gives up waiting for a source to begin its
+        step once `cancelled`."""
+
+    def fetch_after(
+        self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = ...
+    ) -> Callable[[], None] | None:
+        """What the forward of the step on `attempt` has changed at one of `sources`, as a call that loads it here."""
 
     def close(self) -> None: ...
 
@@ -81,7 +89,7 @@ class Reducer(Protocol):
 @dataclass(frozen=True)
 class _Pending:
     attempt: Attempt
-    apply: Callable[[], None]
+    apply: tuple[Callable[[], None], ...]
 
 
 @dataclass(frozen=True)
@@ -142,8 +150,6 @@ class QuorumManager:
         self._committed = Attempt(0, 0)
         self._pending: _Pending | None = None
         self._active: set[str] = set()
-        self._partly_healed = False
-        self._healed_from: list[str] = []
         self._entered = 0
         self._holds: tuple[int, int, int] | None = None
         self._regroup = True
@@ -283,12 +289,6 @@ class QuorumManager:
         if self._step is not None:
             raise InvalidOperationError(f"step {self._step.index} is still under way")
         self._step, self._failure = step, None
-        if self._partly_healed and self._tip is not None:
-            # What forward changed in the step that this rank healed in. Not from one that healed beside it: each
-            # would wait for the other.
-            self._partly_healed = not self._keeper.heal(
-                self._healed_from, self._tip, all=False, cancelled=lambda: self.poisoned
-            )
         self._keeper.begin(self._tip)
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
@@ -309,6 +309,7 @@ class QuorumManager:
         return dropped
 
     def _commit(self, step: Step, weight: float, apply: Callable[[float], None]) -> bool:
+        self._keeper.forward_done()
         for reducer in self._reducers:
             reducer.contribute()
         if self._tip is None and not self.poisoned:
@@ -316,14 +317,15 @@ class QuorumManager:
         for reducer in self._reducers:
             reducer.finish()
         attempt = Attempt(step.index + 1, self.generation)
+        after = self._after()
         try:
             total, num_failed = self._total_weight(weight)
             if num_failed:  # known to all before anybody is prepared, so that nobody can roll it forward
                 return False
             if total <= 0:  # the same on every rank, so that all raise and none has voted
                 raise InvalidOperationError(f"the weights of step {step.index} sum to {total:g} over all ranks")
-            if self._tip is not None:
-                self._pending = _Pending(attempt, lambda: apply(total))
+            if self._tip is not None and after is not None:
+                self._pending = _Pending(attempt, (lambda: apply(total), after))
             passed = self._vote(attempt)
         except GangError:
             if self._pending is None:
@@ -340,6 +342,8 @@ class QuorumManager:
         self._membership.committed(*attempt)  # before applying: who dies in the act must not take this with it
         if self._pending is not None:
             self._apply()
+        else:
+            self._tip = None
         return self._tip == attempt
 
     def _total_weight(self, weight: float) -> tuple[float, int]:
@@ -378,15 +382,23 @@ class QuorumManager:
         assert pending is not None
         self._torn, self._tip = True, None
         with self._keeper.hold():
-            pending.apply()
+            for act in pending.apply:
+                act()
         self._torn, self._tip = False, pending.attempt
 
     def _heal(self) -> None:
         """Load the committed state. On failure this rank stays a learner, and tries again in the next step."""
-        sources = self._sources()
-        if self._keeper.heal(sources, self._committed, all=True, cancelled=lambda: self.poisoned):
+        if self._keeper.heal(self._sources(), self._committed, lambda: self.poisoned):
             self._tip, self._torn = self._committed, False
-            self._partly_healed, self._healed_from = True, sources
+
+    def _after(self) -> Callable[[], None] | None:
+        """How this rank's state gets what forward changed in this step: by its own forward, or, for a learner, which
+        ran none, from those that did; before the vote, since they may die after it. None: it cannot."""
+        if self.member in self._active:
+            return lambda: None
+        if self._tip is None or self.poisoned:
+            return None
+        return self._keeper.fetch_after(self._sources(), self._tip, lambda: self.poisoned)
 
     def _sources(self) -> list[str]:
         """Addresses of the members that hold this rank's part of the state."""
@@ -440,8 +452,6 @@ class QuorumManager:
         self._holds = None
         if seat.member in record.plan.ranks:
             self._holds = record.model_coordinates(self.member)
-        if self._tip is None:
-            self._partly_healed = False
 
     def _share(self) -> Share | None:
         """The replica groups whose seats are all active divide the slots; inside one, its `sdp` ranks do."""

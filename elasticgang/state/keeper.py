@@ -1,7 +1,8 @@
 """The training state of one rank: named, kept aside, served to healers, and taken from peers.
 
 S1  What is served is the state of exactly one attempt: live parameters and optimizer state between two applies, and
-    what forward changes as it was when the step began (R6).
+    what forward changes as it was when the step began (R6). A learner, which runs no forward, gets besides what the
+    step's forward made of it, to load together with the step's apply.
 S2  An apply waits for those who read, up to `HOLD_TIMEOUT_S`, then closes their connections; it never overlaps a read.
 S3  A healer changes nothing of its own before everything has arrived and every chunk's digest is right.
 S4  Nothing received is unpickled.
@@ -21,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ _CHUNK_BYTES = 4 << 20
 _MAX_MANIFEST_BYTES = 64 << 20
 _LENGTH = struct.Struct("!Q")
 _DIGEST_BYTES = 16
+
+_T = TypeVar("_T")
 
 
 class Stateful(Protocol):
@@ -68,6 +71,7 @@ class Keeper:
         self._aside: dict[str, Any] = {}
         self._changed = threading.Condition()
         self._serving: Attempt | None = None
+        self._forward_done = False
         self._readers: set[_Reader] = set()
         self._listener: socket.socket | None = None
         self.address = ""
@@ -95,7 +99,12 @@ class Keeper:
     def begin(self, attempt: Attempt | None) -> None:
         self._aside = self._small(cloned=True) if attempt is not None else {}
         with self._changed:
-            self._serving = attempt
+            self._serving, self._forward_done = attempt, False
+            self._changed.notify_all()
+
+    def forward_done(self) -> None:
+        with self._changed:
+            self._forward_done = True
             self._changed.notify_all()
 
     def restore(self) -> None:
@@ -172,10 +181,10 @@ class Keeper:
             try:
                 request = json.loads(_receive(sock, 1 << 16))
                 attempt = Attempt(*request["attempt"])
-                if not self._admit(reader, attempt):
+                if not self._admit(reader, attempt, request["after"]):
                     _send(sock, json.dumps({"refused": f"this rank holds {self._serving}, not {attempt}"}).encode())
                     return
-                self._send_state(sock, request["all"])
+                self._send_state(sock, request["after"])
             except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
                 log.debug("a healer was dropped: %r", exc)
             finally:
@@ -183,18 +192,21 @@ class Keeper:
                     self._readers.discard(reader)
                     self._changed.notify_all()
 
-    def _admit(self, reader: _Reader, attempt: Attempt) -> bool:
-        """Wait until this rank's step on `attempt` has begun; from then on no apply happens while it reads."""
+    def _admit(self, reader: _Reader, attempt: Attempt, after: bool) -> bool:
+        """Wait until this rank's step on `attempt` has begun, or its forward is done; from then on no apply happens
+        while it reads."""
         with self._changed:
-            admitted = self._changed.wait_for(lambda: self._serving == attempt, _READY_TIMEOUT_S)
+            admitted = self._changed.wait_for(
+                lambda: self._serving == attempt and (self._forward_done or not after), _READY_TIMEOUT_S
+            )
             if admitted:
                 self._readers.add(reader)
             return admitted
 
-    def _send_state(self, sock: socket.socket, all: bool) -> None:
-        state: dict[str, Any] = {"small": self._aside}
-        if all:
-            state["large"] = self._large()
+    def _send_state(self, sock: socket.socket, after: bool) -> None:
+        state: dict[str, Any] = (
+            {"small": self._small(cloned=False)} if after else {"small": self._aside, "large": self._large()}
+        )
         spec, tensors = flatten(state)
         shapes = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
         _send(sock, json.dumps({"spec": spec, "tensors": shapes}).encode())
@@ -207,32 +219,45 @@ class Keeper:
 
     # -- healing
 
-    def heal(
-        self,
+    def heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = lambda: False) -> bool:
+        def load(state: dict[str, Any]) -> bool:
+            self._load_small(state["small"])
+            self._load_large(state["large"])
+            return True
+
+        return self._from_first(sources, attempt, False, cancelled, load) is True
+
+    def fetch_after(
+        self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = lambda: False
+    ) -> Callable[[], None] | None:
+        def later(state: dict[str, Any]) -> Callable[[], None]:
+            small = state["small"]
+            return lambda: self._load_small(small)
+
+        return self._from_first(sources, attempt, True, cancelled, later)
+
+    @staticmethod
+    def _from_first(
         sources: Sequence[str],
         attempt: Attempt,
-        *,
-        all: bool,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> bool:
+        after: bool,
+        cancelled: Callable[[], bool],
+        use: Callable[[dict[str, Any]], _T],
+    ) -> _T | None:
         for source in sources:
             if cancelled():
-                return False
+                return None
             try:
-                state = _fetch(source, attempt, all, cancelled)
-                self._load_small(state["small"])
-                if all:
-                    self._load_large(state["large"])
-                return True
+                return use(_fetch(source, attempt, after, cancelled))
             except (OSError, WireError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as exc:
                 log.warning("could not heal from %s: %s", source, exc)
-        return False
+        return None
 
 
-def _fetch(source: str, attempt: Attempt, all: bool, cancelled: Callable[[], bool]) -> dict[str, Any]:
+def _fetch(source: str, attempt: Attempt, after: bool, cancelled: Callable[[], bool]) -> dict[str, Any]:
     host, _, port = source.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=HEAL_TIMEOUT_S) as sock:
-        _send(sock, json.dumps({"attempt": list(attempt), "all": all}).encode())
+        _send(sock, json.dumps({"attempt": list(attempt), "after": after}).encode())
         _await_answer(sock, cancelled)
         manifest = json.loads(_receive(sock, _MAX_MANIFEST_BYTES))
         if "refused" in manifest:

@@ -39,7 +39,7 @@ What it writes, in runs/<date>-seed<seed>/ or --output-dir:
 
 The reference is the same job without kills. The losses of the two may differ by {LOSS_TOLERANCE:g} in a step: a killed
 rank's share is computed by others, so that the same terms are added in another order (measured without kills, with
-1 to 4 ranks over 300 steps: up to 2.7e-7; with one sample of one step left out: more than 1e-3).
+1 to 4 ranks over 300 steps: up to 2.6e-7; with one sample of one step left out: more than 1e-3).
 
 Exit code: 0 when the run passed. 1 when a sample was lost or seen twice, when the loss curve leaves the reference's,
 when fewer kills happened than asked for, or when the job failed. 2 for a command line that makes no sense.

@@ -3,11 +3,14 @@
 Gradients are small integers, so that their sums are the same in any order and over any number of ranks: a run with
 kills must end in the very bits of the run alone.
 
-`--faults` is a list of {"at": place, "rank": r, "kill": what, "full": bool, "after": number}, each of which happens
-once in the life of the job. `at` is one of PLACES, `rank` the local rank that gets there, `kill` one of "self", "comm"
-(its comm process), "standby", "comms" (all comm processes of all ranks), "forkserver", or a list of local ranks. `full`
-(the default): only while all ranks are active. `after`: which fault must have happened before; the one before it in the
-list by default, -1 for none.
+`--faults` is a list of objects, each of which happens once in the life of the job, when the one before it has:
+    at      one of PLACES
+    rank    the local rank that gets there; null for whichever does first
+    kill    "self" (the default), "comm" (its comm process), "standby", "comms" (all comm processes of all ranks),
+            "forkserver", or a list of local ranks
+    full    only once all ranks are active in a generation after that of the fault before (the default), or at any time
+    free    it waits for no other fault
+    step    only in this step
 
 While a fault is still to come and a rank is missing, the second step after the loss waits until somebody comes back, so
 that the number of steps does not depend on speed.
@@ -16,6 +19,7 @@ that the number of steps does not depend on speed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -34,7 +38,7 @@ from elasticgang.quorum.membership import CONTROL
 from elasticgang.state import keeper as keeper_module
 from tests.support import comm_processes
 
-NUM_SAMPLES, BATCH_SIZE, SLOT = 37, 8, 2
+NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 8, 2, 5
 COME_BACK_S = 40.0
 
 PLACES = (
@@ -82,16 +86,28 @@ class Faults:
 
     def at(self, place: str) -> None:
         for number, spec in enumerate(self._specs):
-            if spec["at"] != place or spec["rank"] != self.rank or (spec.get("full", True) and not self._is_full()):
+            if spec["at"] != place or spec["rank"] not in (self.rank, None) or not self._is_due(number, spec):
                 continue
-            after = spec.get("after", number - 1)
-            if self._fired(number).exists() or (after >= 0 and not self._fired(after).exists()):
-                continue
-            self._fired(number).write_text(f"{time.monotonic()}\n")
-            self._kill(spec.get("kill", "self"))
+            generation = 0 if self.manager is None else self.manager.generation
+            with contextlib.suppress(FileExistsError), self._fired(number).open("x") as file:
+                file.write(str(generation))
+                file.flush()
+                self._kill(spec.get("kill", "self"))
 
-    def _is_full(self) -> bool:
-        return self.manager is not None and self.manager.num_active == self._num_ranks
+    def _is_due(self, number: int, spec: dict[str, Any]) -> bool:
+        if self._fired(number).exists():
+            return False
+        if "step" in spec and (self.manager is None or self.manager.committed_steps != spec["step"]):
+            return False
+        before = self._fired(number - 1)
+        if number > 0 and not spec.get("free") and not before.exists():
+            return False
+        if not spec.get("full", True):
+            return True
+        manager = self.manager
+        if manager is None or manager.num_active < self._num_ranks:
+            return False
+        return number == 0 or manager.generation > int(before.read_text() or "0")
 
     def _kill(self, what: str | list[int]) -> None:
         mine = comm_processes(os.getpid())
@@ -236,7 +252,7 @@ def main() -> None:
     sgd.faults = faults
     optim = eg.Optimizer(manager, sgd)
     schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0 / (1 + step % 4))
-    batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=SLOT, seed=5)
+    batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=SLOT, seed=SEED)
     manager.register_state(model=model, optim=optim, schedule=schedule)
     history = History(args.output_dir / "history", manager.member)
     faults.at("joined")

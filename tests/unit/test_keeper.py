@@ -143,7 +143,7 @@ class FakeSource:
 def test_the_whole_state_is_healed_to_the_bit(ranks: Ranks) -> None:
     source, healer = ranks(3), ranks(1)
     source.keeper.begin(AT)
-    assert healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert healer.keeper.heal([source.keeper.address], AT)
     assert same(healer.large(), source.large())
     assert same(healer.small(), source.small())
     assert same(healer.optim.state_dict(), source.optim.state_dict())
@@ -153,19 +153,49 @@ def test_the_whole_state_is_healed_to_the_bit(ranks: Ranks) -> None:
     assert same(healer.large(), source.large())
 
 
-def test_a_part_is_what_forward_changes_and_nothing_else(ranks: Ranks) -> None:
-    source, healer = ranks(3), ranks(1)
-    before = healer.large()
+def test_a_learner_gets_what_forward_changed_to_load_when_it_applies(ranks: Ranks) -> None:
+    source, learner = ranks(3), ranks(1)
     source.keeper.begin(AT)
-    assert healer.keeper.heal([source.keeper.address], AT, all=False)
-    assert same(healer.small(), source.small())
-    assert same(healer.large(), before)
+    source.model(torch.randn(5, 3))
+    source.counter.state["count"] = 99
+    before = learner.large(), learner.small()
+    source.keeper.forward_done()
+    load = learner.keeper.fetch_after([source.keeper.address], AT)
+    assert load is not None
+    assert same((learner.large(), learner.small()), before)
+    expected = source.small()
+    with source.keeper.hold():
+        source.model(torch.randn(5, 3))
+    load()
+    assert same(learner.small(), expected)
+    assert learner.counter.state["count"] == 99
+    assert same(learner.large(), before[0])
+
+
+def test_what_forward_changed_is_waited_for(ranks: Ranks) -> None:
+    source, learner = ranks(3), ranks(1)
+    source.keeper.begin(Attempt(2, 2))
+    source.keeper.forward_done()  # of another step
+    source.keeper.begin(AT)
+    fetching = Background(lambda: learner.keeper.fetch_after([source.keeper.address], AT))
+    source.counter.state["count"] = 99
+    source.keeper.forward_done()
+    fetching.result()()
+    assert learner.counter.state["count"] == 99
+
+
+def test_what_forward_changed_comes_from_nobody_who_is_gone(ranks: Ranks) -> None:
+    source, learner = ranks(3), ranks(1)
+    source.keeper.begin(AT)
+    source.keeper.forward_done()
+    source.keeper.close()
+    assert learner.keeper.fetch_after([source.keeper.address], AT) is None
 
 
 def test_a_healer_gets_copies(ranks: Ranks) -> None:
     source, healer = ranks(3), ranks(1)
     source.keeper.begin(AT)
-    healer.keeper.heal([source.keeper.address], AT, all=True)
+    healer.keeper.heal([source.keeper.address], AT)
     expected = healer.large(), healer.small()
     source.train()
     source.counter.state["seen"].append(3)
@@ -180,7 +210,7 @@ def test_what_is_served_is_what_was_there_when_the_step_began(ranks: Ranks) -> N
     source.model(torch.randn(5, 3))
     source.counter.state["count"] = 99
     source.counter.state["seen"].append(3)
-    assert healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert healer.keeper.heal([source.keeper.address], AT)
     assert healer.counter.state["count"] == 3
     assert healer.counter.state["seen"] == [1, 2]
     assert same(healer.small()[0], expected[0])
@@ -190,7 +220,7 @@ def test_large_states_come_in_many_chunks(ranks: Ranks, monkeypatch: pytest.Monk
     monkeypatch.setattr(keeper_module, "_CHUNK_BYTES", 1000)
     source, healer = ranks(1, size=700), ranks(0, size=700)
     source.keeper.begin(AT)
-    assert healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert healer.keeper.heal([source.keeper.address], AT)
     assert same(healer.large(), source.large())
 
 
@@ -198,7 +228,7 @@ def test_many_heal_from_one_at_once(ranks: Ranks) -> None:
     source, healers = ranks(2), [ranks(0) for _ in range(6)]
     source.keeper.begin(AT)
     waiting = [
-        Background(lambda healer=healer: healer.keeper.heal([source.keeper.address], AT, all=True))  # type: ignore[misc]
+        Background(lambda healer=healer: healer.keeper.heal([source.keeper.address], AT))  # type: ignore[misc]
         for healer in healers
     ]
     assert all(each.result() for each in waiting)
@@ -216,13 +246,13 @@ def test_another_attempt_is_refused_and_nothing_changes(
     source, healer = ranks(3), ranks(1)
     before = healer.large(), healer.small()
     source.keeper.begin(AT)
-    assert not healer.keeper.heal([source.keeper.address], wrong, all=True)
+    assert not healer.keeper.heal([source.keeper.address], wrong)
     assert same((healer.large(), healer.small()), before)
 
 
 def test_a_healer_waits_until_the_source_begins_the_step(ranks: Ranks) -> None:
     source, healer = ranks(3), ranks(1)
-    healing = Background(lambda: healer.keeper.heal([source.keeper.address], AT, all=True))
+    healing = Background(lambda: healer.keeper.heal([source.keeper.address], AT))
     source.keeper.begin(Attempt(2, 2))
     source.keeper.begin(AT)
     assert healing.result()
@@ -233,14 +263,14 @@ def test_a_source_without_state_serves_nobody(ranks: Ranks, monkeypatch: pytest.
     monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.05)
     source, healer = ranks(3), ranks(1)
     source.keeper.begin(None)
-    assert not healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert not healer.keeper.heal([source.keeper.address], AT)
 
 
 def test_a_wait_for_the_source_ends_with_the_generation(ranks: Ranks) -> None:
     """The source may have left the generation, and wait for this rank to leave it too."""
     source, healer = ranks(3), ranks(1)
     over = threading.Event()
-    healing = Background(lambda: healer.keeper.heal([source.keeper.address], AT, all=True, cancelled=over.is_set))
+    healing = Background(lambda: healer.keeper.heal([source.keeper.address], AT, over.is_set))
     over.set()
     assert healing.result() is False
 
@@ -248,7 +278,7 @@ def test_a_wait_for_the_source_ends_with_the_generation(ranks: Ranks) -> None:
 def test_nothing_is_asked_of_further_sources_once_cancelled(ranks: Ranks) -> None:
     healer = ranks(1)
     with FakeSource(lambda sock: None) as source:
-        assert not healer.keeper.heal([source.address], AT, all=True, cancelled=lambda: True)
+        assert not healer.keeper.heal([source.address], AT, lambda: True)
         assert source.request == {}
 
 
@@ -263,7 +293,7 @@ def record_of(rank: Rank) -> bytes:
         sent = bytearray()
         reader = Background(lambda: sent.extend(b"".join(iter(lambda: ours.recv(1 << 16), b""))))
         with theirs:
-            rank.keeper._send_state(theirs, True)
+            rank.keeper._send_state(theirs, False)
         reader.result()
     return bytes(sent)
 
@@ -272,7 +302,7 @@ def test_a_dead_source_is_passed_over(ranks: Ranks) -> None:
     source, healer, dead = ranks(3), ranks(1), ranks(2)
     dead.keeper.close()
     source.keeper.begin(AT)
-    assert healer.keeper.heal([dead.keeper.address, source.keeper.address], AT, all=True)
+    assert healer.keeper.heal([dead.keeper.address, source.keeper.address], AT)
     assert same(healer.large(), source.large())
 
 
@@ -282,7 +312,7 @@ def test_a_source_that_dies_in_the_middle_is_followed_by_the_next(ranks: Ranks, 
     whole = record_of(ranks(2))
     with FakeSource(lambda sock: sock.sendall(whole[: int(len(whole) * share)])) as dying:
         source.keeper.begin(AT)
-        assert healer.keeper.heal([dying.address, source.keeper.address], AT, all=True)
+        assert healer.keeper.heal([dying.address, source.keeper.address], AT)
         assert dying.request["attempt"] == list(AT)
     assert same(healer.large(), source.large())
     assert same(healer.small(), source.small())
@@ -293,9 +323,9 @@ def test_with_no_source_that_answers_nothing_changes(ranks: Ranks) -> None:
     before = healer.large(), healer.small()
     whole = record_of(ranks(2))
     with FakeSource(lambda sock: sock.sendall(whole[:-1])) as dying:
-        assert not healer.keeper.heal([dying.address], AT, all=True)
+        assert not healer.keeper.heal([dying.address], AT)
     assert same((healer.large(), healer.small()), before)
-    assert not healer.keeper.heal([], AT, all=True)
+    assert not healer.keeper.heal([], AT)
 
 
 @pytest.mark.parametrize("place", [-1, -200, -20])
@@ -306,11 +336,11 @@ def test_a_changed_bit_is_found_and_the_next_source_used(ranks: Ranks, place: in
     damaged = bytearray(record_of(ranks(2)))
     damaged[place] ^= 1
     with FakeSource(lambda sock: sock.sendall(damaged)) as liar:
-        assert not healer.keeper.heal([liar.address], AT, all=True)
+        assert not healer.keeper.heal([liar.address], AT)
     assert same(healer.large(), before)
     with FakeSource(lambda sock: sock.sendall(damaged)) as liar:
         source.keeper.begin(AT)
-        assert healer.keeper.heal([liar.address, source.keeper.address], AT, all=True)
+        assert healer.keeper.heal([liar.address, source.keeper.address], AT)
     assert same(healer.large(), source.large())
 
 
@@ -348,11 +378,11 @@ def test_what_is_not_a_state_changes_nothing_and_the_next_source_is_used(ranks: 
     source, healer = ranks(3), ranks(1)
     before = healer.large(), healer.small()
     with FakeSource(lambda sock: sock.sendall(sent)) as liar:
-        assert not healer.keeper.heal([liar.address], AT, all=True)
+        assert not healer.keeper.heal([liar.address], AT)
     assert same((healer.large(), healer.small()), before)
     with FakeSource(lambda sock: sock.sendall(sent)) as liar:
         source.keeper.begin(AT)
-        assert healer.keeper.heal([liar.address, source.keeper.address], AT, all=True)
+        assert healer.keeper.heal([liar.address, source.keeper.address], AT)
     assert same(healer.large(), source.large())
 
 
@@ -360,7 +390,7 @@ def test_a_model_of_another_shape_is_not_loaded_in_part(ranks: Ranks) -> None:
     source, healer = ranks(3, size=5), ranks(1, size=4)
     before = healer.large(), healer.small()
     source.keeper.begin(AT)
-    assert not healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert not healer.keeper.heal([source.keeper.address], AT)
     assert same((healer.large(), healer.small()), before)
 
 
@@ -386,7 +416,7 @@ def test_a_source_outlives_any_request(ranks: Ranks, request_bytes: bytes) -> No
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1 << 16):
             pass
-    assert healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert healer.keeper.heal([source.keeper.address], AT)
     with source.keeper.hold():
         pass
 
@@ -403,7 +433,7 @@ class SlowReader:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         self.sock.settimeout(DEADLINE_S)
         self.sock.connect((host, int(port)))
-        keeper_module._send(self.sock, json.dumps({"attempt": list(AT), "all": True}).encode())
+        keeper_module._send(self.sock, json.dumps({"attempt": list(AT), "after": False}).encode())
         self.first = self.sock.recv(1)
 
     def rest(self) -> int:
@@ -457,17 +487,17 @@ def test_nobody_is_let_in_between_an_apply_and_the_next_step(ranks: Ranks, monke
     source, healer = ranks(3), ranks(1)
     source.keeper.begin(AT)
     with source.keeper.hold():
-        assert not healer.keeper.heal([source.keeper.address], AT, all=True)
-    assert not healer.keeper.heal([source.keeper.address], AT, all=True)
+        assert not healer.keeper.heal([source.keeper.address], AT)
+    assert not healer.keeper.heal([source.keeper.address], AT)
     source.keeper.begin(Attempt(4, 2))
-    assert healer.keeper.heal([source.keeper.address], Attempt(4, 2), all=True)
+    assert healer.keeper.heal([source.keeper.address], Attempt(4, 2))
 
 
 def test_after_close_nobody_is_served(ranks: Ranks) -> None:
     source, healer = ranks(3), ranks(1)
     source.keeper.begin(AT)
     source.keeper.close()
-    assert not healer.keeper.heal([source.keeper.address], AT, all=True)
+    assert not healer.keeper.heal([source.keeper.address], AT)
     source.keeper.close()
 
 

@@ -1,0 +1,209 @@
+"""SIGKILL of any process, at any moment: the job ends with the very bits of a run alone, each sample taken once.
+
+Where a rank dies is decided by the job itself (`job.py`), so that each moment is met every time.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticgang.train.data import GlobalBatch
+from tests.chaos.job import BATCH_SIZE, NUM_SAMPLES, PLACES, SEED, SLOT
+from tests.support import REPOSITORY, Job
+
+NUM_STEPS = 30
+JOB = REPOSITORY / "tests" / "chaos" / "job.py"
+RECOVERY_S = 5.0  # from a death to the next generation; milliseconds in fact, unless somebody waits for a timeout
+
+Fault = dict[str, Any]
+
+
+def at(place: str, rank: int | None, kill: str | list[int] = "self", **conditions: Any) -> Fault:
+    assert place in PLACES
+    return {"at": place, "rank": rank, "kill": kill, **conditions}
+
+
+def soon(place: str, rank: int | None, kill: str | list[int] = "self", **conditions: Any) -> Fault:
+    """Without waiting until all ranks are back."""
+    return at(place, rank, kill, full=False, **conditions)
+
+
+def histories(directory: Path) -> list[list[dict[str, Any]]]:
+    return [list(map(json.loads, path.read_text().splitlines())) for path in (directory / "history").glob("*.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the state that an undisturbed run of one process ends with."""
+    directory = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, str(JOB), "--steps", str(NUM_STEPS), "--output-dir", str(directory)]
+    subprocess.run(command, check=True, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, timeout=60)
+    ((*_, last),) = histories(directory)
+    assert last["kind"] == "finished"
+    assert last["steps"] == NUM_STEPS
+    return str(last["digest"])
+
+
+def run(directory: Path, faults: list[Fault], ranks: int = 3) -> Job:
+    return Job(directory, JOB, "--output-dir", str(directory), "--faults", json.dumps(faults), ranks=ranks)
+
+
+def check(job: Job, faults: list[Fault], alone: str, recovery_s: float = RECOVERY_S) -> None:
+    """Every fault has happened, and nothing of it shows in the result."""
+    assert job.wait() == 0, job.stderr
+    job.assert_nothing_left()
+    assert {path.name for path in job.directory.glob("fired-*")} == {f"fired-{n}" for n in range(len(faults))}
+    found = histories(job.directory)
+    digests = [line["digest"] for history in found for line in history if line["kind"] == "finished"]
+    assert digests, "nobody has finished"
+    assert set(digests) == {alone}
+    check_samples(found)
+    check_recoveries(job, recovery_s)
+
+
+def check_samples(found: list[list[dict[str, Any]]]) -> None:
+    """R4 and R5: one attempt at each step is committed, and it is made of the step's samples, each once."""
+    prepared: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    committed: defaultdict[int, set[int]] = defaultdict(set)
+    for history in found:
+        mine: dict[tuple[int, int], list[int]] = {}
+        for line in history:
+            if line["kind"] == "prepared":
+                mine[line["step"], line["generation"]] = line["samples"]
+            elif line["kind"] == "committed":
+                committed[line["step"]].add(line["generation"])
+        for attempt, samples in mine.items():
+            prepared[attempt] += samples
+    batches = GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=SLOT, seed=SEED)
+    assert sorted(committed) == list(range(NUM_STEPS))
+    for step, generations in committed.items():
+        assert len(generations) == 1, f"step {step} was committed in the generations {generations}"
+        (generation,) = generations
+        assert Counter(prepared[step, generation]) == Counter(batches.samples(step).tolist()), f"step {step}"
+
+
+def check_recoveries(job: Job, recovery_s: float) -> None:
+    events = job.events()
+    for place, event in enumerate(events):
+        if event["event"] == "exited" and event["status"] == -9:
+            following = next((later for later in events[place:] if later["event"] == "generation"), None)
+            assert following is None or following["t"] - event["t"] < recovery_s, f"{event} to {following}"
+
+
+SCENARIOS: dict[str, list[Fault]] = {
+    "a rank at each place of a step": [
+        at("step", 1),
+        at("body", 0),
+        at("summed", 2),  # its gradients are in, and it has not voted
+        at("voted", 0),  # all have voted, and it has told nobody
+        at("told", 1),
+        at("torn", 0),
+        at("applied", 2),
+    ],
+    "two ranks at once": [
+        at("body", 0, [0, 1]),
+        at("summed", 2, [0, 2]),
+        at("voted", 1, [1, 2]),
+        at("torn", 0, [0, 2]),
+    ],
+    "comm processes": [
+        at("body", 0, "comm"),
+        at("summed", 1, "comm"),
+        at("voted", 2, "comm"),
+        at("applied", 0, "comm"),
+        at("step", 2, "standby"),
+        soon("step", 2, "comm"),  # and there is no standby to take
+        at("body", 0, "comms"),
+        at("summed", 1, "comms"),
+        at("voted", 0, "comms"),
+    ],
+    "another rank during a generation change": [
+        at("body", 1),
+        soon("ask", 2),
+        at("body", 1),
+        soon("asked", 2),
+        at("body", 1),
+        soon("agreed", 0),
+        at("body", 1),
+        soon("configure", 2),
+        at("body", 1),
+        soon("entered", 0),
+    ],
+    "comm processes during a generation change": [
+        at("body", 1),
+        soon("configure", 0, "comms"),
+        at("body", 1),
+        soon("asked", 2, "standby"),
+        at("body", 1),
+        soon("entered", 0, "comm"),
+    ],
+    "who heals, and who is healed from": [
+        at("body", 2),
+        soon("healing", 2),
+        soon("half-healed", 2),
+        soon("healed", 2),
+        at("body", 1),
+        soon("serving", None),
+        at("body", 1),
+        soon("half-healed", 1, "comm"),
+        at("body", 1),
+        soon("serving", None, "comms"),
+    ],
+    "while ranks start": [
+        soon("start", 1, free=True),
+        soon("joined", 0, free=True),
+        soon("asked", 2, free=True),
+        soon("configure", 1, free=True),
+        soon("entered", 0, free=True),
+        at("body", 2),
+    ],
+    "everyone that has the state before the first step": [
+        soon("serving", 0),
+        soon("summed", 1),
+        soon("voted", 2),
+    ],
+    "the first to have the state, half applied": [soon("torn", 0)],
+    "the first to have the state, applied": [soon("applied", 0)],
+    "the first to have the state, once another is healed": [soon("healed", 1, [0])],
+    "in the last step": [
+        at("body", 1, step=NUM_STEPS - 1),
+        soon("voted", 0, step=NUM_STEPS - 1),
+        soon("finished", 2),
+    ],
+    "in the last step, and what it leaves in doubt": [at("summed", 1, step=NUM_STEPS - 1), soon("finished", 2)],
+    "in the last apply": [at("torn", 0, [0, 1], step=NUM_STEPS - 1)],
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_kill_leaves_no_trace_in_the_result(name: str, tmp_path: Path, alone: str) -> None:
+    with run(tmp_path, SCENARIOS[name]) as job:
+        check(job, SCENARIOS[name], alone)
+
+
+def test_the_fork_server_may_die(tmp_path: Path, alone: str) -> None:
+    """What it is needed for afterwards waits until another one has imported torch."""
+    faults = [at("body", 1, "forkserver"), soon("step", 0, "comm"), at("step", 2)]
+    with run(tmp_path, faults) as job:
+        check(job, faults, alone, recovery_s=60.0)
+
+
+def test_two_ranks_are_enough_and_one_goes_on(tmp_path: Path, alone: str) -> None:
+    faults = [at("voted", 0), at("voted", 1), at("torn", 0), at("body", 1)]
+    with run(tmp_path, faults, ranks=2) as job:
+        check(job, faults, alone)
+
+
+def test_when_all_that_have_the_state_die_the_job_ends_and_says_so(tmp_path: Path) -> None:
+    faults = [at("body", 0, [0, 1, 2])]
+    with run(tmp_path, faults) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert "the job's state is lost: no live member holds step" in job.stderr
