@@ -152,6 +152,7 @@ class _Rank:
     phase: _Phase = _Phase.STARTING
     report: MemberReport | None = None
     entered_any: bool = False
+    finished: bool = False
 
 
 @dataclass
@@ -269,7 +270,7 @@ class Roster:
         rank = self._ranks.get(member)
         if rank is None:
             return []
-        rank.phase = _Phase.LEFT
+        rank.phase, rank.finished = _Phase.LEFT, finished
         self.finished = self.finished or finished
         instructions = self._abort(f"rank {rank.local_rank} left") if not finished else []
         if self.finished:
@@ -297,10 +298,12 @@ class Roster:
             return instructions
         if not by_kill:
             self.failures += 1
-            if self.finished or self.failures > self.max_restarts:
+            if rank.finished or self.failures > self.max_restarts:
                 code = event.status if event.status > 0 else 128 - event.status
                 allowed = f"; --max-restarts is {self.max_restarts}" if self.max_restarts else ""
                 return [Fail(code, f"rank {rank.local_rank} {describe_exit(event.status)}{allowed}")]
+            if self.finished:  # it failed before the others finished, and took longer to exit
+                return instructions
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
 
     def _backoff(self, rank: _Rank) -> float:

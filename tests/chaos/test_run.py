@@ -368,7 +368,7 @@ def test_a_coordinator_of_its_own_ends_by_a_signal(tmp_path: Path) -> None:
     with Command(tmp_path, command) as coordinator:
         wait_until(lambda: coordinator.stdout.endswith("\n"), "its address")
         address = coordinator.stdout.removeprefix("coordinator listening on ").strip()
-        path = training(tmp_path / "..", steps=3) if False else training(tmp_path, steps=3)
+        path = training(tmp_path, steps=3)
         with Job(tmp_path / "job", path, options=["--coordinator", address]) as job:
             assert job.wait() == 0, job.stderr
         coordinator.process.send_signal(signal.SIGTERM)

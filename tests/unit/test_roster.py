@@ -382,6 +382,25 @@ def test_a_script_that_fails_after_the_end_fails_the_job_whatever_may_be_forgive
     assert failed.code == 3
 
 
+def test_a_forgiven_failure_whose_exit_comes_after_the_end_is_forgiven() -> None:
+    host = running(3, max_restarts=1)
+    host.leaves("a1", finished=False)
+    host.asks("a0", broken=True)
+    host.asks("a2", broken=True)
+    host.is_answered(record_of(["a0", "a2"], 2))
+    host.leaves("a0", finished=True)
+    assert host.exits("a1", 1) == []
+    host.leaves("a2", finished=True)
+    assert host.exits("a2", 0) == []
+
+
+def test_a_failure_too_many_fails_the_job_although_another_has_finished() -> None:
+    host = running(2)
+    host.leaves("a0", finished=True)
+    (failed,) = host.exits("a1", 1)
+    assert isinstance(failed, Fail)
+
+
 # -- who is to blame for an exit
 
 
