@@ -190,9 +190,12 @@ class CommProcess:
                 self._works[id] = (work, list(blocks))
             new = [block for block in blocks if block.id not in self._sent_blocks]
             message = {**message, "kind": "run", "id": id, "new": [(block.id, block.size) for block in new]}
-            with contextlib.suppress(OSError):  # the process is dead: the reader thread fails all works
+            try:
                 socket.send_fds(self._sock, [json.dumps(message).encode()], [block.fd for block in new])
                 self._sent_blocks.update(block.id for block in new)
+            except OSError as exc:  # dead: the reader thread fails all works. Otherwise they never end but by a kill
+                error = PeerLostError(f"comm process {self.pid} could not be told of {work.name}: {exc}")
+                threading.Thread(target=self.abort, args=(error,), name="comm-abort", daemon=True).start()
         return True
 
     def abort(self, error: GangError) -> None:

@@ -179,7 +179,7 @@ class _Worker:
         host, _, port = args["store"].rpartition(":")
         self._store_address = (host, int(port))
         # One client a group: on one client, a group that waits for a peer's key keeps another from setting its own.
-        self._stores = [self._connect(), self._connect()]
+        self._stores = [self._connect() for _ in range(3)]
         self._send({"ready": True})
 
     def serve(self) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 EXIT_USAGE = 2
+_MAX_SECONDS = 7 * 24 * 3600 + 1
 
 _RUN_EXAMPLES = """\
 examples:
@@ -91,7 +92,12 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         help="failures of the script itself (an exception, a non-zero exit, a crash) that the job survives; a rank "
         "that is killed from outside is always restarted (default: %(default)s)",
     )
-    run.add_argument("--job-id", "--rdzv-id", default="job", metavar="NAME", help="(default: %(default)s)")
+    run.add_argument(
+        "--job-id",
+        "--rdzv-id",
+        metavar="NAME",
+        help="the job's name at the coordinator, never to be used again there (default: a new one)",
+    )
     run.add_argument("--log-dir", "--log_dir", metavar="DIR", help="write events.jsonl there")
     run.add_argument(
         "--grace-period",
@@ -114,8 +120,8 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be greater than 0, but is {text} instead")
+    if not 0 < value < _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be greater than 0 and at most a week, but is {text} instead")
     return value
 
 
@@ -159,8 +165,7 @@ def _run(args: argparse.Namespace) -> int:
 
     code = run_job(args)
     # Everything is ended and reaped. The interpreter would still wait for a thread that is in a call to the lighthouse.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # What it printed is flushed already, or nobody reads it.
     os._exit(code)
 
 
@@ -188,7 +193,8 @@ def _coordinator(args: argparse.Namespace) -> int:
         try:
             socket.create_server((args.host, args.port)).close()
         except OSError as exc:
-            raise _UsageError(f"cannot listen on {args.host}:{args.port}: {exc.strerror or exc}") from exc
+            reason = os.strerror(exc.errno) if exc.errno else str(exc)
+            raise _UsageError(f"cannot listen on {args.host}:{args.port}: {reason}") from exc
     from elasticgang.launch.run import run_coordinator
 
     return run_coordinator(args.host, args.port)

@@ -1,6 +1,7 @@
 """The ranks' output, line by line with its rank and step in front.
 
-A thread of its own reads the pipes, so that a terminal that is held up holds up no recovery.
+A thread for each of stdout and stderr reads the pipes and writes: a terminal that is held up holds up the ranks that
+print to it, once their pipe is full, but neither the agent nor the other stream.
 """
 
 from __future__ import annotations
@@ -10,51 +11,73 @@ import os
 import selectors
 import sys
 import threading
+from collections import deque
 from typing import BinaryIO
 
 _MAX_LINE = 1 << 16
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class PrefixedOutput:
     """Reads every pipe that `open` made and writes its lines to this process's stdout or stderr."""
 
     def __init__(self, stdout: BinaryIO | None = None, stderr: BinaryIO | None = None) -> None:
-        self._targets = (stdout or sys.stdout.buffer, stderr or sys.stderr.buffer)
         self._steps: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = os.pipe()
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._closing = False
-        self._thread = threading.Thread(target=self._pump, name="output", daemon=True)
-        self._thread.start()
+        self._stdout = _Stream("stdout", stdout or sys.stdout.buffer, self._steps)
+        self._stderr = _Stream("stderr", stderr or sys.stderr.buffer, self._steps)
 
     def open(self, local_rank: int) -> tuple[int, int]:
-        writers = []
-        for target in self._targets:
-            reader, writer = os.pipe()
-            os.set_blocking(reader, False)
-            self._selector.register(reader, selectors.EVENT_READ, (local_rank, target, bytearray()))
-            writers.append(writer)
-        os.write(self._wake_writer, b"x")
-        return writers[0], writers[1]
+        return self._stdout.open(local_rank), self._stderr.open(local_rank)
 
     def step(self, local_rank: int, step: int) -> None:
         self._steps[local_rank] = step
 
     def say(self, line: str) -> None:
-        self._write(self._targets[1], line.encode() + b"\n")
+        """Write a line of the agent's own to stderr. Never blocks."""
+        self._stderr.say(line)
 
     def close(self) -> None:
-        """Write what is left in the pipes, and end."""
+        """Write what is left in the pipes, and end; what nobody reads within a second is given up."""
+        for stream in (self._stdout, self._stderr):
+            stream.close()
+
+
+class _Stream:
+    def __init__(self, name: str, target: BinaryIO, steps: dict[int, int]) -> None:
+        self._target = target
+        self._steps = steps
+        self._said: deque[str] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._closing = False
+        self._thread = threading.Thread(target=self._pump, name=name, daemon=True)
+        self._thread.start()
+
+    def open(self, local_rank: int) -> int:
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        self._selector.register(reader, selectors.EVENT_READ, (local_rank, bytearray()))
+        self._wake()
+        return writer
+
+    def say(self, line: str) -> None:
+        self._said.append(line)
+        self._wake()
+
+    def close(self) -> None:
         self._closing = True
-        os.write(self._wake_writer, b"x")
-        self._thread.join(2.0)
+        self._wake()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: the thread has been woken often enough
+            os.write(self._wake_writer, b"x")
 
     def _pump(self) -> None:
         while True:
-            ready = self._selector.select()
-            for key, _ in ready:
+            for key, _ in self._selector.select():
                 if key.fd == self._wake_reader:
                     os.read(key.fd, 4096)
                 else:
@@ -63,10 +86,13 @@ class PrefixedOutput:
                 for key in list(self._selector.get_map().values()):
                     if key.fd != self._wake_reader:
                         self._drain(key, last=True)
+            while self._said:
+                self._write(self._said.popleft().encode() + b"\n")
+            if self._closing:
                 return
 
     def _drain(self, key: selectors.SelectorKey, *, last: bool = False) -> None:
-        local_rank, target, partial = key.data
+        local_rank, partial = key.data
         data: bytes | None
         try:
             data = os.read(key.fd, 1 << 16)
@@ -80,12 +106,12 @@ class PrefixedOutput:
         partial[:] = rest
         if lines:
             prefix = f"[rank {local_rank} step {self._steps.get(local_rank, 0)}] ".encode()
-            self._write(target, b"".join(prefix + line + b"\n" for line in lines))
+            self._write(b"".join(prefix + line + b"\n" for line in lines))
         if ended:
             self._selector.unregister(key.fd)
             os.close(key.fd)
 
-    def _write(self, target: BinaryIO, data: bytes) -> None:
-        with self._lock, contextlib.suppress(OSError, ValueError):  # the reader of our output may be gone
-            target.write(data)
-            target.flush()
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the reader of our output may be gone
+            self._target.write(data)
+            self._target.flush()

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import uuid
 
 os.environ.setdefault("RUST_LOG", "error")  # before torchft is imported: one line of ours, not ten of the lighthouse
 
@@ -23,7 +24,7 @@ def run_job(args: argparse.Namespace) -> int:
     job = Job(
         command={"script": args.script, "args": args.args, "module": args.module},
         num_ranks=args.nproc_per_node,
-        job_id=args.job_id,
+        job_id=args.job_id or uuid.uuid4().hex[:12],
         coordinator=args.coordinator,
         connect_timeout=args.connect_timeout,
         max_restarts=args.max_restarts,
@@ -42,12 +43,14 @@ def run_job(args: argparse.Namespace) -> int:
 
 
 def run_coordinator(host: str, port: int) -> int:
+    ending = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # in the servers' threads too: they are for `sigwait`
     try:
         coordinator = Coordinator(host, port)
     except OperationalError as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 2
     print(f"coordinator listening on {coordinator.address}", flush=True)
-    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    signal.sigwait(ending)
     coordinator.close()
     return 0

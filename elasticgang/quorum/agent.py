@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
+import psutil
 from torchft.coordination import LighthouseClient
 
 from elasticgang.comm.forkserver import ForkServer, Spawned
@@ -69,6 +70,7 @@ _QUORUM_TIMEOUT_S = 60.0
 _HEARTBEAT_INTERVAL_S = 0.1
 _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
+_VOID_PATIENCE_S = 3.0
 
 
 class Output(Protocol):
@@ -131,7 +133,10 @@ class Agent:
         self._coordinator_pid = 0
         self._num_starting = 0
         self._num_forking = 0
+        self._signal = 0
         self._away_since = 0.0
+        self._void_since = 0.0
+        self._told_void = ""
         self._entered = asyncio.Event()
         self._code_when_empty = 0
         self._shown_whole: set[str] = set()
@@ -150,9 +155,11 @@ class Agent:
             self._loop.add_signal_handler(number, self._on_signal, number)
         try:
             if self._job.coordinator is not None:
-                self._endpoint = await self._off_loop(
-                    self._asker, reach, self._job.coordinator, self._job.connect_timeout
-                )
+                reaching = self._in_daemon(reach, self._job.coordinator, self._job.connect_timeout)
+                if not await self._unless_ended(reaching):
+                    self._stop_threads()
+                    return self._exit.result()
+                self._endpoint = reaching.result()
             self._forkserver = self._new_forkserver()
         except BaseException:
             self._stop_threads()
@@ -168,15 +175,20 @@ class Agent:
     async def _serve(self) -> int:
         assert self._exit is not None
         starting = asyncio.ensure_future(self._start())
-        either: list[asyncio.Future[Any]] = [starting, self._exit]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():  # a signal while the fork server imports
+        if not await self._unless_ended(starting):  # a signal while the fork server imports
             self._forkserver.process.kill()
             with contextlib.suppress(OperationalError):
                 await starting
             return self._exit.result()
         starting.result()
         return await self._exit
+
+    async def _unless_ended(self, future: asyncio.Future[Any]) -> bool:
+        """Wait for `future`. False: the job has ended before."""
+        assert self._exit is not None
+        either: list[asyncio.Future[Any]] = [future, self._exit]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return future.done()
 
     async def _start(self) -> None:
         await self._off_loop(self._forker, self._forkserver.wait_ready)
@@ -198,7 +210,6 @@ class Agent:
         self._num_starting = self._job.num_ranks
         for local_rank in range(self._job.num_ranks):
             await self._spawn(local_rank)
-            self._num_starting -= 1
         self._loop.call_later(_START_TIMEOUT_S, lambda: self._handle(StartExpired()))
 
     def _start_coordinator(self) -> str:
@@ -238,15 +249,19 @@ class Agent:
             _kill(rank.pid, number)
         if self._exit is not None and not self._exit.done():
             self._events.write("signal", signal=signal.Signals(number).name)
-            wait = self._job.grace_period
             self._stopping.set()  # no restarts from here on
-            self._loop.call_later(wait, self._finish, 128 + number)
-            self._code_when_empty = 128 + number
+            self._signal, self._code_when_empty = number, 128 + number
+            self._loop.call_later(self._job.grace_period, self._finish, 128 + number)
+            self._finish_when_empty()
 
     def _finish(self, code: int) -> None:
         assert self._exit is not None
         if not self._exit.done():
             self._exit.set_result(code)
+
+    def _finish_when_empty(self) -> None:
+        if not self._ranks and not self._num_starting:
+            self._finish(self._code_when_empty)
 
     async def _end_everything(self) -> None:
         self._stopping.set()
@@ -262,6 +277,8 @@ class Agent:
         with contextlib.suppress(ChildProcessError):
             while time.monotonic() < deadline:
                 if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is None:
+                    for child in psutil.Process().children():  # orphans too: this process is their subreaper
+                        _kill(child.pid, signal.SIGKILL)
                     await asyncio.sleep(0.002)
 
     def _stop_threads(self) -> None:
@@ -269,8 +286,28 @@ class Agent:
         self._forker.shutdown(wait=False, cancel_futures=True)
         self._asker.shutdown(wait=False, cancel_futures=True)
 
-    async def _off_loop(self, thread: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> Any:
-        return await self._loop.run_in_executor(thread, function, *args)
+    def _in_daemon(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """In a thread that the end of this process does not wait for."""
+        ended = self._loop.create_future()
+
+        def settle(result: Any, error: Exception | None) -> None:
+            if not ended.done():
+                ended.set_result(result) if error is None else ended.set_exception(error)
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = function(*args)
+            except Exception as exc:
+                error = exc
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(settle, result, error)
+
+        threading.Thread(target=run, name=function.__name__, daemon=True).start()
+        return ended
+
+    def _off_loop(self, thread: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        return self._loop.run_in_executor(thread, function, *args)
 
     def _background(self, coroutine: Any) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -314,6 +351,8 @@ class Agent:
                 self._fail(code, reason)
 
     def _fail(self, code: int, reason: str) -> None:
+        if self._exit is not None and self._exit.done():
+            return  # what comes after the first failure comes from it
         self._events.write("failed", code=code, reason=reason)
         self._output.say(f"elasticgang: error: {reason}")
         self._finish(code)
@@ -344,9 +383,13 @@ class Agent:
             await asyncio.wait_for(self._entered.wait(), _SETTLE_TIMEOUT_S)
         await asyncio.sleep(delay_s)
         await self._spawn(local_rank)
-        self._num_starting -= 1
 
     async def _spawn(self, local_rank: int) -> None:
+        """Start one of those that `_num_starting` counts, unless the job is being ended."""
+        if self._stopping.is_set():
+            self._num_starting -= 1
+            self._finish_when_empty()
+            return
         member = f"{self._id}/{local_rank}/{uuid.uuid4().hex[:8]}"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._num_forking += 1  # one that dies before its pid is known here must not be reaped as an orphan
@@ -359,11 +402,14 @@ class Agent:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         rank = _RankProcess(member, local_rank, spawned.pid, spawned.pidfd, writer)
         self._ranks[member] = rank
+        self._num_starting -= 1
+        if self._signal:  # it came while this one was forked
+            _kill(rank.pid, self._signal)
         self._events.write("spawned", member=member, local_rank=local_rank, pid=spawned.pid)
         self._handle(Started(member, local_rank))
         rank_done = self._loop.create_task(self._listen(rank, reader))
         self._tasks.add(rank_done)
-        rank_done.add_done_callback(self._tasks.discard)
+        rank_done.add_done_callback(self._background_done)
         self._loop.add_reader(spawned.pidfd, self._on_death, rank, rank_done)
         self._reap_orphans()
 
@@ -466,8 +512,7 @@ class Agent:
         elif status and not self._stopping.is_set():
             self._output.say(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
         self._handle(Exited(rank.member, status, blameless=bool(failure and failure["blameless"])))
-        if not self._ranks and not self._num_starting:
-            self._finish(self._code_when_empty)
+        self._finish_when_empty()
 
     def _show(self, local_rank: int, traceback: str) -> None:
         """A traceback whole, once; a repetition in one line."""
@@ -521,7 +566,18 @@ class Agent:
             answer = Void(str(exc))
         else:
             self._away_since = 0.0
+        self._tell_of_void(answer)
         self._handle(Answered(answer))
+
+    def _tell_of_void(self, answer: Record | Void | Lost) -> None:
+        """Say once why no generation is agreed, when that goes on."""
+        if not isinstance(answer, Void):
+            self._void_since = 0.0
+            return
+        self._void_since = self._void_since or time.monotonic()
+        if time.monotonic() - self._void_since > _VOID_PATIENCE_S and answer.reason != self._told_void:
+            self._told_void = answer.reason
+            self._output.say(f"elasticgang: no generation can be agreed yet: {answer.reason}")
 
     def _agree(self, report: Report) -> Record | Void | Lost:
         """Ask the lighthouse and write the record that follows, on the asking thread. Raises OperationalError when the

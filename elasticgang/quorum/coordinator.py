@@ -8,20 +8,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import select
 import signal
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 from torchft.coordination import LighthouseServer
 
 from elasticgang.errors import OperationalError
+
+_T = TypeVar("_T")
 
 COORDINATOR_KEY = "elasticgang/coordinator"
 
@@ -56,7 +61,8 @@ class Coordinator:
         try:
             listener = socket.create_server((host, port))
         except OSError as exc:
-            raise OperationalError(f"cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+            reason = os.strerror(exc.errno) if exc.errno else str(exc)
+            raise OperationalError(f"cannot listen on {host}:{port}: {reason}") from exc
         self.port: int = listener.getsockname()[1]
         self.host = host
         self._store = TCPStore(
@@ -94,16 +100,41 @@ def reach(address: str, timeout: float) -> Endpoint:
     if not separator or not host or not port.isdigit():
         raise ValueError(f"a coordinator's address must be host:port, but is {address!r} instead.")
     mine = _first_contact(host, int(port), address, timeout)
-    try:
+
+    def ask() -> tuple[Store, Any]:
         store = TCPStore(
             host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(timeout, 1))
         )
-        found = json.loads(store.get(COORDINATOR_KEY))
+        return store, json.loads(store.get(COORDINATOR_KEY))
+
+    try:
+        store, found = _within(timeout + 1.0, ask)
         lighthouse = f"http://{host}:{found['lighthouse_port']}"
         incarnation = str(found["incarnation"])
-    except (DistError, RuntimeError, ValueError, KeyError) as exc:
+    except (DistError, RuntimeError, ValueError, KeyError, TimeoutError) as exc:
         raise OperationalError(f"what answers at {address} is not a coordinator of elasticgang") from exc
     return Endpoint(store, address, lighthouse, incarnation, mine)
+
+
+def _within(timeout: float, function: Callable[[], _T]) -> _T:
+    """torch's client waits for ever for a server that accepts and says nothing. Raises TimeoutError; the thread that
+    hangs is left behind."""
+    outcome: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((function(), None))
+        except Exception as exc:
+            outcome.put((None, exc))
+
+    threading.Thread(target=run, name="reach", daemon=True).start()
+    try:
+        result, error = outcome.get(timeout=timeout)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {timeout:g} s") from None
+    if error is not None:
+        raise error
+    return cast(_T, result)
 
 
 def _first_contact(host: str, port: int, address: str, timeout: float) -> str:

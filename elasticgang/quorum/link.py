@@ -11,6 +11,7 @@ import queue
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -88,5 +89,7 @@ class AgentLink:
                         self._on_join(message["generation"])
         except (OSError, WireError):
             pass
+        except Exception:
+            traceback.print_exc()  # the process ends here, so that this is all that tells why
         finally:
             os.killpg(0, signal.SIGKILL)

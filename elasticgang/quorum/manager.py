@@ -30,7 +30,7 @@ from elasticgang.errors import (
     StateLostError,
     StepAborted,
 )
-from elasticgang.gang import Gangs
+from elasticgang.gang import Gang, Gangs
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.commit import Action, Attempt, action
 from elasticgang.quorum.decide import ACTIVE, LEARNER, MemberReport, Record, Seat
@@ -121,6 +121,11 @@ class Step:
         if self._manager.poisoned:
             raise StepAborted(f"step {self.index} is lost: {self._manager.error}")
 
+    def contribute(self) -> None:
+        """For a rank without slots: reduce its zeros now, at the place in the program where the others' backward waits
+        for them, so that collectives of the script's own may follow."""
+        self._manager._contribute()
+
     def __enter__(self) -> Step:
         self._manager._begin(self)
         self._gangs.__enter__()
@@ -151,10 +156,12 @@ class QuorumManager:
         self._pending: _Pending | None = None
         self._active: set[str] = set()
         self._entered = 0
+        self._record: Record | None = None
         self._holds: tuple[int, int, int] | None = None
         self._regroup = True
         self._failure: Exception | None = None
         self._torn = False
+        self._registered = False
         self._left = False
 
     # -- what the user sees
@@ -172,8 +179,7 @@ class QuorumManager:
     @property
     def generation(self) -> int:
         """The generation entered last; 0 before the first."""
-        record = self._membership.record
-        return 0 if record is None else record.generation
+        return self._entered
 
     @property
     def committed_steps(self) -> int:
@@ -191,11 +197,17 @@ class QuorumManager:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank does what one rank does: the active member of the lowest rank."""
-        record = self._membership.record
+        """Whether this rank does what one rank does: the active member of the lowest rank. After the loop, as of the
+        last generation."""
+        record = self._record
         if record is None or not self._active:
             return False
         return min(self._active, key=lambda member: record.plan.ranks[member]) == self.member
+
+    @property
+    def reduction(self) -> Gang:
+        """The gang of `gangs.dp` that only gradients use."""
+        return self._membership.reduction
 
     @property
     def error(self) -> GangError | None:
@@ -214,6 +226,7 @@ class QuorumManager:
             TypeError: an object has no such methods.
         """
         self._keeper.register(**objects)
+        self._registered = True
 
     def report_error(self, error: Exception) -> None:
         """Let the present step fail on every rank without ending the generation, for an error that is this rank's
@@ -229,6 +242,8 @@ class QuorumManager:
             OperationalError: 100 tries in a row were lost.
             StateLostError: nobody holds the committed state any more.
         """
+        if self._reducers and not self._registered:
+            raise InvalidOperationError("name the training state with `register_state` before the first step")
         if self._left:
             raise InvalidOperationError("this rank has left the job; there is one loop over `steps` to a job")
         lost = 0
@@ -310,8 +325,7 @@ class QuorumManager:
 
     def _commit(self, step: Step, weight: float, apply: Callable[[float], None]) -> bool:
         self._keeper.forward_done()
-        for reducer in self._reducers:
-            reducer.contribute()
+        self._contribute()
         if self._tip is None and not self.poisoned:
             self._heal()
         for reducer in self._reducers:
@@ -336,6 +350,10 @@ class QuorumManager:
             self._pending = None
             return False
         return self._passed(attempt)
+
+    def _contribute(self) -> None:
+        for reducer in self._reducers:
+            reducer.contribute()
 
     def _passed(self, attempt: Attempt) -> bool:
         self._committed = attempt
@@ -447,7 +465,7 @@ class QuorumManager:
                 raise StateLostError("the only state left was torn while the first step was applied")
             self._tip = record.committed if fresh else None
         self._committed = record.committed
-        self._entered = record.generation
+        self._entered, self._record = record.generation, record
         self._active = set(record.members(ACTIVE))
         self._holds = None
         if seat.member in record.plan.ranks:

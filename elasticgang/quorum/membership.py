@@ -29,7 +29,7 @@ from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
 from elasticgang.errors import EvictedError, GangError, OperationalError, PeerLostError
-from elasticgang.gang import Gangs, create_fake_gangs
+from elasticgang.gang import Gang, Gangs, create_fake_gangs
 from elasticgang.gang.elastic import Binding, ElasticGang
 from elasticgang.layout import Member, ParallelLayout, plan
 from elasticgang.quorum.commit import Attempt
@@ -38,6 +38,7 @@ from elasticgang.quorum.link import AgentLink, RankContext
 
 FAMILIES = ("root", "dp", "rdp", "sdp", "tp", "pp")
 CONTROL = "control"
+REDUCE = "reduce"  # the ranks of dp, for gradients alone: a user's collectives in a step keep their own order
 
 _CLOSE_TIMEOUT_S = 2.0
 _MAX_STARTS = 20
@@ -94,6 +95,11 @@ class Membership(Protocol):
     def gangs(self) -> Gangs: ...
 
     @property
+    def reduction(self) -> Gang:
+        """The ranks of `gangs.dp` with a group of its own, which only gradients use: ranks without slots reduce later
+        in their program than the others, so that the order among a user's collectives would differ."""
+
+    @property
     def record(self) -> Record | None: ...
 
     @property
@@ -124,7 +130,7 @@ class ElasticMembership:
         self.member, self.local_rank = context.member, context.local_rank
         self._context = context
         self._layout = layout
-        self._elastic = {name: ElasticGang(name, device) for name in FAMILIES}
+        self._elastic = {name: ElasticGang(name, device) for name in (*FAMILIES, REDUCE)}
         self._generation: Generation | None = None
         self._aborted = (0, "")  # written by the link's thread: the newest generation that is over, and why
         self._joining = 0
@@ -135,7 +141,11 @@ class ElasticMembership:
 
     @property
     def gangs(self) -> Gangs:
-        return Gangs(**self._elastic)
+        return Gangs(**{name: self._elastic[name] for name in FAMILIES})
+
+    @property
+    def reduction(self) -> Gang:
+        return self._elastic[REDUCE]
 
     @property
     def record(self) -> Record | None:
@@ -230,7 +240,7 @@ class ElasticMembership:
         generation = Generation(record, seat, record.plan.ranks[self.member], comm)
         self._generation = generation
         specs = {}
-        for name in (*FAMILIES, CONTROL):
+        for name in (*FAMILIES, CONTROL, REDUCE):
             ranks = self._ranks_of(generation, name)
             if len(ranks) > 1:
                 group = self._group_name(ranks, name)
@@ -250,13 +260,13 @@ class ElasticMembership:
 
     def _ranks_of(self, generation: Generation, name: str) -> tuple[int, ...]:
         """The ranks of this rank's gang of that family."""
-        family = "root" if name == CONTROL else name
+        family = {CONTROL: "root", REDUCE: "dp"}.get(name, name)
         return next(ranks for ranks in generation.record.plan.groups(family) if generation.rank in ranks)
 
     @staticmethod
     def _group_name(ranks: tuple[int, ...], name: str) -> str:
-        """Gangs of the same ranks share a process group; the control gang never does."""
-        return CONTROL if name == CONTROL else "-".join(map(str, ranks))
+        """Gangs of the same ranks share a process group; the runtime's own do not."""
+        return name if name in (CONTROL, REDUCE) else "-".join(map(str, ranks))
 
     def _group(self, generation: Generation, ranks: tuple[int, ...], name: str) -> BoundGroup | None:
         if len(ranks) == 1:
@@ -380,6 +390,7 @@ class AloneMembership:
         self._layout = layout
         self._planned = plan([Member(self.member, "localhost")], layout)
         self.gangs = create_fake_gangs(device)
+        self.reduction: Gang = self.gangs.dp
         self.record: Record | None = None
         self.error: GangError | None = None
         self.join_noticed = False

@@ -68,6 +68,8 @@ class Slots(Sequence[Slot]):
             yield slot
         if self._step is not None:
             self._step.check()
+            if not self._slots:
+                self._step.contribute()
 
 
 class GlobalBatch:

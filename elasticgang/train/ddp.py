@@ -73,7 +73,7 @@ class DistributedDataParallel(nn.Module):
         return self._reduce(bucket.buffer())
 
     def _reduce(self, buffer: Tensor) -> Future[Tensor]:
-        gang = self._manager.gangs.dp
+        gang = self._manager.reduction
         if isinstance(gang, ElasticGang):
             return gang.all_reduce_future(buffer)
         alone: Future[Tensor] = Future()

@@ -154,6 +154,7 @@ def status_of(job: Job) -> Status:
         steps=len(ledger.attempts),
         loss=ledger.loss(newest),
         seated=job.journal.seated,
+        ranks=job.spec.ranks,
         kills=len(found),
         recovery_ms=measured[-1] if measured else None,
     )

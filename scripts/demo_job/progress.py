@@ -14,18 +14,19 @@ _LIVE_INTERVAL_S = 0.3
 
 @dataclass(frozen=True)
 class Status:
-    """`loss`: of the last committed step. `seated`: ranks in the generation. `recovery_ms`: of the last kill that the
+    """`loss`: of the last committed step. `seated`: of the `ranks`, in the generation. `recovery_ms`: of the last kill that the
     job has recovered from."""
 
     steps: int
     loss: float
     seated: int
+    ranks: int
     kills: int
     recovery_ms: float | None
 
     def __str__(self) -> str:
         recovery = "" if self.recovery_ms is None else f", last recovery {self.recovery_ms:.0f} ms"
-        return f"loss {self.loss:.3f}, {self.seated} ranks, {self.kills} kills{recovery}"
+        return f"loss {self.loss:.3f}, {self.seated} of {self.ranks} ranks, {self.kills} kills{recovery}"
 
 
 class Progress:
