@@ -190,6 +190,8 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _set_name("eg-forkserver")
     _die_with_parent(True)  # while it imports it looks at nothing
+    if os.getppid() != owner_pid:
+        return 1  # the owner died before that
     control = socket.socket(fileno=control_fd)
     try:
         owner = os.pidfd_open(owner_pid)

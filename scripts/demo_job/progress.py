@@ -14,8 +14,8 @@ _LIVE_INTERVAL_S = 0.3
 
 @dataclass(frozen=True)
 class Status:
-    """`loss`: of the last committed step. `seated`: of the `ranks`, in the generation. `recovery_ms`: of the last kill that the
-    job has recovered from."""
+    """`loss`: of the last committed step. `seated`: of the `ranks`, in the generation. `recovery_ms`: of the last kill
+    that the job has recovered from."""
 
     steps: int
     loss: float
