@@ -27,6 +27,7 @@ DEADLINE_S = 60.0  # a guard against a hang; no test waits for it to pass
 _MARK = "ELASTICGANG_TEST_JOB"
 
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound="Command")
 
 
 def wait_until(condition: Callable[[], _T | None], what: str, deadline_s: float = DEADLINE_S) -> _T:
@@ -130,7 +131,7 @@ class Command:
                 raise AssertionError(f"still there after {deadline_s:g} s: {', '.join(described)}")
             time.sleep(0.005)
 
-    def __enter__(self) -> Any:
+    def __enter__(self: _C) -> _C:
         return self
 
     def __exit__(

@@ -315,7 +315,7 @@ class QuorumManager:
         if not step.committed:
             for reducer in self._reducers:
                 reducer.drop(rebuild=error is not None)
-            if self._tip is not None and (error is None or dropped):
+            if error is None or dropped:
                 self._keeper.restore()
         if error is None and not step.voted and not self.poisoned:
             raise InvalidOperationError(f"step {step.index} ended without `optim.step`, so that nothing can commit it")

@@ -97,7 +97,7 @@ class Keeper:
     # -- steps
 
     def begin(self, attempt: Attempt | None) -> None:
-        self._aside = self._small(cloned=True) if attempt is not None else {}
+        self._aside = self._small(cloned=True)  # also without a state: this rank's may be designated as the first
         with self._changed:
             self._serving, self._forward_done = attempt, False
             self._changed.notify_all()
@@ -108,8 +108,7 @@ class Keeper:
             self._changed.notify_all()
 
     def restore(self) -> None:
-        if self._aside:
-            self._load_small(self._aside)
+        self._load_small(self._aside)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -223,6 +222,7 @@ class Keeper:
         def load(state: dict[str, Any]) -> bool:
             self._load_small(state["small"])
             self._load_large(state["large"])
+            self._aside = self._small(cloned=True)  # the step that this rank heals in may be dropped
             return True
 
         return self._from_first(sources, attempt, False, cancelled, load) is True

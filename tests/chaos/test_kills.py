@@ -9,6 +9,8 @@ import json
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +54,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(directory: Path, faults: list[Fault], ranks: int = 3) -> Job:
-    return Job(directory, JOB, "--output-dir", str(directory), "--faults", json.dumps(faults), ranks=ranks)
+    """The job, ended."""
+    with Job(directory, JOB, "--output-dir", str(directory), "--faults", json.dumps(faults), ranks=ranks) as job:
+        job.wait()
+        job.assert_nothing_left()
+        return job
 
 
 def check(job: Job, faults: list[Fault], alone: str, recovery_s: float = RECOVERY_S) -> None:
     """Every fault has happened, and nothing of it shows in the result."""
-    assert job.wait() == 0, job.stderr
-    job.assert_nothing_left()
+    assert job.process.returncode == 0, job.stderr
     assert {path.name for path in job.directory.glob("fired-*")} == {f"fired-{n}" for n in range(len(faults))}
     found = histories(job.directory)
     digests = [line["digest"] for history in found for line in history if line["kind"] == "finished"]
@@ -182,28 +187,37 @@ SCENARIOS: dict[str, list[Fault]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Job]]]:
+    """The jobs of all scenarios that were selected, two at a time: each is idle half of its time."""
+    selected = [
+        str(item.callspec.params["name"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test_a_kill_leaves_no_trace_in_the_result
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        directories = {name: tmp_path_factory.mktemp("job") for name in selected}
+        yield {name: pool.submit(run, directories[name], SCENARIOS[name]) for name in selected}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_kill_leaves_no_trace_in_the_result(name: str, tmp_path: Path, alone: str) -> None:
-    with run(tmp_path, SCENARIOS[name]) as job:
-        check(job, SCENARIOS[name], alone)
+def test_a_kill_leaves_no_trace_in_the_result(name: str, jobs: dict[str, Future[Job]], alone: str) -> None:
+    check(jobs[name].result(), SCENARIOS[name], alone)
 
 
 def test_the_fork_server_may_die(tmp_path: Path, alone: str) -> None:
     """What it is needed for afterwards waits until another one has imported torch."""
     faults = [at("body", 1, "forkserver"), soon("step", 0, "comm"), at("step", 2)]
-    with run(tmp_path, faults) as job:
-        check(job, faults, alone, recovery_s=60.0)
+    check(run(tmp_path, faults), faults, alone, recovery_s=60.0)
 
 
-def test_two_ranks_are_enough_and_one_goes_on(tmp_path: Path, alone: str) -> None:
+def test_of_two_ranks_one_goes_on(tmp_path: Path, alone: str) -> None:
     faults = [at("voted", 0), at("voted", 1), at("torn", 0), at("body", 1)]
-    with run(tmp_path, faults, ranks=2) as job:
-        check(job, faults, alone)
+    check(run(tmp_path, faults, ranks=2), faults, alone)
 
 
 def test_when_all_that_have_the_state_die_the_job_ends_and_says_so(tmp_path: Path) -> None:
-    faults = [at("body", 0, [0, 1, 2])]
-    with run(tmp_path, faults) as job:
-        assert job.wait() == 1
-        job.assert_nothing_left()
-        assert "the job's state is lost: no live member holds step" in job.stderr
+    job = run(tmp_path, [at("body", 0, [0, 1, 2])])
+    assert job.process.returncode == 1
+    assert "the job's state is lost: no live member holds step" in job.stderr

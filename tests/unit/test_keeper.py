@@ -529,13 +529,25 @@ def test_what_is_kept_is_of_the_step_that_began_last(ranks: Ranks) -> None:
     assert rank.counter.state["count"] == 5
 
 
-def test_without_state_nothing_is_put_back(ranks: Ranks) -> None:
+def test_without_state_it_is_put_back_too(ranks: Ranks) -> None:
+    """Before the first committed step, a rank that holds nothing may be designated as the one that all take it from."""
     rank = ranks(2)
-    rank.keeper.begin(AT)
+    before = rank.small()
     rank.keeper.begin(None)
     rank.counter.state["count"] = 99
     rank.keeper.restore()
-    assert rank.counter.state["count"] == 99
+    assert same(rank.small(), before)
+
+
+def test_what_was_healed_in_a_dropped_step_stays(ranks: Ranks) -> None:
+    source, healer = ranks(1), ranks(2)
+    source.keeper.begin(AT)
+    healer.keeper.begin(None)
+    healer.counter.state["count"] = 99
+    assert healer.keeper.heal([source.keeper.address], AT)
+    healer.counter.state["count"] = 100
+    healer.keeper.restore()
+    assert same(healer.small(), source.small())
 
 
 def test_a_keeper_without_a_host_listens_nowhere(ranks: Ranks) -> None:
