@@ -193,7 +193,9 @@ class CommProcess:
             try:
                 socket.send_fds(self._sock, [json.dumps(message).encode()], [block.fd for block in new])
                 self._sent_blocks.update(block.id for block in new)
-            except OSError as exc:  # dead: the reader thread fails all works. Otherwise they never end but by a kill
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # the process is dead: the reader thread fails all works
+            except OSError as exc:  # it lives and was not told (too long a message, say): the work ends by a kill alone
                 error = PeerLostError(f"comm process {self.pid} could not be told of {work.name}: {exc}")
                 threading.Thread(target=self.abort, args=(error,), name="comm-abort", daemon=True).start()
         return True
@@ -247,9 +249,11 @@ class CommProcess:
     def _reply(self, key: str, timeout: float, what: str) -> None:
         deadline = time.monotonic() + timeout
         with self._replied:
-            while not (self._replies and key in self._replies[0]):
+            while True:
                 if self._ended:
                     raise PeerLostError(f"comm process {self.pid} ended during {what}")
+                if self._replies and key in self._replies[0]:
+                    break
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._replied.wait(left):
                     raise CollectiveTimeoutError(f"comm process {self.pid} did not {what} within {timeout:g} s")

@@ -31,7 +31,7 @@ def summary_of(command: Command) -> dict[str, Any]:
 
 def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
     with demo(tmp_path, "--steps", "60", "--kill-every", "2") as command:
-        assert command.wait() == 0, command.stdout + command.stderr
+        assert command.wait(110.0) == 0, command.stdout + command.stderr
         command.assert_nothing_left()
         summary = summary_of(command)
         assert set(KEYS) <= set(summary)

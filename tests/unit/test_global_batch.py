@@ -44,6 +44,9 @@ class FakeStep:
         if self._checks < 0:
             raise StepAborted("lost")
 
+    def contribute(self) -> None:
+        assert self.share is None, "only a rank without slots has nothing else to contribute"
+
 
 def slots_in(batches: GlobalBatch, **fields: Any) -> Slots:
     return batches.slots(cast(Step, FakeStep(**fields)))
