@@ -138,6 +138,7 @@ class Agent:
         self._void_since = 0.0
         self._told_void = ""
         self._entered = asyncio.Event()
+        self._over = asyncio.Event()  # nobody is started any more
         self._code_when_empty = 0
         self._shown_whole: set[str] = set()
 
@@ -250,6 +251,7 @@ class Agent:
         if self._exit is not None and not self._exit.done():
             self._events.write("signal", signal=signal.Signals(number).name)
             self._stopping.set()  # no restarts from here on
+            self._over.set()
             self._signal, self._code_when_empty = number, 128 + number
             self._loop.call_later(self._job.grace_period, self._finish, 128 + number)
             self._finish_when_empty()
@@ -326,6 +328,8 @@ class Agent:
             return
         for instruction in self._roster.handle(event):
             self._perform(instruction)
+        if self._roster.finished:
+            self._over.set()
 
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
@@ -381,12 +385,13 @@ class Agent:
         """Start the rank again, once those that are left are on their way: starting takes the cores they need."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._entered.wait(), _SETTLE_TIMEOUT_S)
-        await asyncio.sleep(delay_s)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._over.wait(), delay_s)
         await self._spawn(local_rank)
 
     async def _spawn(self, local_rank: int) -> None:
-        """Start one of those that `_num_starting` counts, unless the job is being ended."""
-        if self._stopping.is_set():
+        """Start one of those that `_num_starting` counts, unless the job is being ended or has finished."""
+        if self._over.is_set():
             self._num_starting -= 1
             self._finish_when_empty()
             return

@@ -199,6 +199,20 @@ def test_a_failure_that_is_not_forgiven_ends_the_others(tmp_path: Path) -> None:
         assert "rank 1 exited with code 1" in job.stderr
 
 
+def test_a_restart_that_still_waits_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    setup = """if rank == 1:
+            (here / "deaths").open("a").write("x")
+            os.kill(os.getpid(), signal.SIGKILL)"""
+    body = """while step.index == 1 and len((here / "deaths").read_text()) < 8: time.sleep(0.01)"""
+    path = training(tmp_path, steps=3, setup=setup, body=body, after='print("over at", time.time(), flush=True)')
+    with Job(tmp_path, path, ranks=2) as job:
+        assert job.wait() == 0, job.stderr
+        ended_at = time.time()
+        (over_at,) = re.findall(r"over at ([0-9.]+)", job.stdout)
+    assert ended_at - float(over_at) < ENDED_S  # the ninth start would be 4 s after the eighth death
+    assert len((tmp_path / "deaths").read_text()) == 8
+
+
 OWN_EXITS = [
     ("sys.exit(3)", 3, "rank 1 exited with code 3"),
     ("sys.exit('no data')", 1, "no data"),
