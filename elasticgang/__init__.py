@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         maybe_get_current_gangs,
         raise_operational_gang_error,
         set_default_gangs,
+        set_default_process_group,
         set_gangs,
     )
     from elasticgang.layout import (
@@ -97,6 +98,7 @@ _HOMES = {
         "maybe_get_current_gangs",
         "raise_operational_gang_error",
         "set_default_gangs",
+        "set_default_process_group",
         "set_gangs",
     ),
     "elasticgang.layout": (
@@ -157,6 +159,7 @@ __all__ = [
     "plan",
     "raise_operational_gang_error",
     "set_default_gangs",
+    "set_default_process_group",
     "set_gangs",
 ]
 

@@ -25,11 +25,23 @@ from torch import Tensor
 
 from elasticgang.comm.arena import Arena, Block
 from elasticgang.comm.forkserver import ForkServerClient
-from elasticgang.comm.worker import IN_PLACE
+from elasticgang.comm.worker import IN_PLACE, REDUCING
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
 
 _MAX_MESSAGE = 1 << 17
 _REAP_TIMEOUT_S = 5.0
+_REDUCED = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
+_WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}  # which Gloo cannot add
 _START_TIMEOUT_S = 60.0
 
 
@@ -57,7 +69,7 @@ class CommWork:
         if error is None:
             with torch.no_grad():
                 for output, shared in self._copies:
-                    output.copy_(shared)
+                    _copy(shared, output)
         self.error = error
         self._ended.set()
         if error is None:
@@ -146,6 +158,16 @@ class CommProcess:
         self._send({"kind": "configure", "prefix": prefix, "groups": specs})
         self._reply("configured", self.timeout + 5.0, "configure")
 
+    def add_group(self, prefix: str, group: GroupSpec) -> None:
+        """One more group beside those that are configured, under the store's `prefix`; works of those go on.
+
+        Raises:
+            GangError: a peer did not come, or the process was aborted meanwhile. Abort it.
+        """
+        spec = {"name": group.name, "rank": group.rank, "size": group.size}
+        self._send({"kind": "add", "prefix": prefix, "groups": [spec]})
+        self._reply("configured", self.timeout + 5.0, "configure")
+
     def close_groups(self, timeout: float) -> None:
         """End a generation without ending the process. Raises GangError when that fails, and when a work is under way,
         which only a kill can end: abort it."""
@@ -159,19 +181,24 @@ class CommProcess:
         self, group: str, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
     ) -> CommWork:
         """Start the collective `call` of the worker on `group`. `outputs` are written when it completes; a tensor that
-        is input and output stands in both. Never raises a `GangError`: the work that is returned has failed."""
+        is input and output stands in both. Never raises a `GangError`: the work that is returned has failed.
+
+        Raises:
+            ValueError: the call reduces, and its dtype cannot be. Nothing was sent.
+        """
         in_place = call in IN_PLACE
         tensors = list(outputs) if in_place else [*outputs, *inputs]
-        blocks = [self._arena.take(tensor.numel() * tensor.element_size()) for tensor in tensors]
-        shared = [block.as_tensor(tensor) for block, tensor in zip(blocks, tensors, strict=True)]
+        staged = [staged_like(call, options.get("op"), tensor) for tensor in tensors]
+        blocks = [self._arena.take(like.numel() * like.element_size()) for like in staged]
+        shared = [block.as_tensor(like) for block, like in zip(blocks, staged, strict=True)]
         with torch.no_grad():
             for index, (tensor, copy) in enumerate(zip(tensors, shared, strict=True)):
                 if in_place or index >= len(outputs):
-                    copy.copy_(tensor)
+                    _copy(tensor, copy)
         work = CommWork(call, outputs, list(zip(outputs, shared, strict=False)))
         described = [
-            (block.id, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for block, tensor in zip(blocks, tensors, strict=True)
+            (block.id, list(like.shape), str(like.dtype).removeprefix("torch."))
+            for block, like in zip(blocks, staged, strict=True)
         ]
         if not self._start(work, blocks, {"group": group, "call": call, "options": options, "tensors": described}):
             for block in blocks:
@@ -311,6 +338,33 @@ class CommProcess:
             work._end(error)
             for block in blocks:
                 self._arena.give_back(block)
+
+
+def staged_like(call: str, op: object, tensor: Tensor) -> Tensor:
+    """What stands for `tensor` in the arena, without its contents: of a shape and dtype that Gloo takes.
+
+    Raises:
+        ValueError: the call reduces, and the dtype cannot be reduced with `op`.
+    """
+    if call not in REDUCING or tensor.dtype in _REDUCED:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if tensor.is_complex() and op == "sum":
+        return torch.view_as_real(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    if tensor.dtype in _WIDENED:
+        return torch.empty(tensor.shape, dtype=_WIDENED[tensor.dtype], device="meta")
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in (*_REDUCED, *_WIDENED)))
+    raise ValueError(
+        f"`{call}` by {op} needs a dtype that is reduced between processes ({names}, and complex ones by sum), but the "
+        f"tensor's is {tensor.dtype} instead."
+    )
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    if source.is_complex() and not target.is_complex():
+        source = torch.view_as_real(source.resolve_conj())
+    elif target.is_complex() and not source.is_complex():
+        source = torch.view_as_complex(source)
+    target.copy_(source)
 
 
 def _exited(pidfd: int, timeout: float) -> bool:

@@ -49,6 +49,9 @@ _REDUCE_OPS: dict[str, Any] = {
     "product": ReduceOp.PRODUCT,
     "min": ReduceOp.MIN,
     "max": ReduceOp.MAX,
+    "band": ReduceOp.BAND,
+    "bor": ReduceOp.BOR,
+    "bxor": ReduceOp.BXOR,
 }
 
 
@@ -69,6 +72,11 @@ def _allgather(group: Any, tensors: list[Tensor]) -> Any:
     return group.allgather([outputs], [source], AllgatherOptions())
 
 
+def _allgather_single(group: Any, tensors: list[Tensor]) -> Any:
+    output, source = tensors
+    return group._allgather_base(output, source, AllgatherOptions())
+
+
 def _reduce(group: Any, tensors: list[Tensor], op: str, root: int) -> Any:
     options = ReduceOptions()
     options.reduceOp, options.rootRank = _REDUCE_OPS[op], root
@@ -80,6 +88,13 @@ def _reduce_scatter(group: Any, tensors: list[Tensor], op: str) -> Any:
     options = ReduceScatterOptions()
     options.reduceOp = _REDUCE_OPS[op]
     return group.reduce_scatter([output], [inputs], options)
+
+
+def _reduce_scatter_single(group: Any, tensors: list[Tensor], op: str) -> Any:
+    output, source = (tensor.view(-1) for tensor in tensors)  # Gloo ends the process where the shapes do not multiply
+    options = ReduceScatterOptions()
+    options.reduceOp = _REDUCE_OPS[op]
+    return group._reduce_scatter_base(output, source, options)
 
 
 def _alltoall(group: Any, tensors: list[Tensor]) -> Any:
@@ -132,16 +147,18 @@ def _recv(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
 # The tensors of a call stand in one list: outputs, then inputs; those of an in-place call once.
 IN_PLACE = frozenset({"allreduce", "broadcast", "reduce"})
 # Gloo knows few dtypes. What only moves is bytes to it.
-_REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter"})
+REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
 CALLS: dict[str, Callable[..., Any]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,
+    "allgather_single": _allgather_single,
     "alltoall": _alltoall,
     "broadcast": _broadcast,
     "gather": _gather,
     "recv": _recv,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter_single,
     "scatter": _scatter,
     "send": _send,
 }
@@ -193,6 +210,8 @@ class _Worker:
                 self._run(command, fds)
             elif kind == "configure":
                 self._reply(self._configure, command)
+            elif kind == "add":
+                self._pool.submit(self._reply, self._add, command)  # works of other groups go on meanwhile
             elif kind == "close":
                 self._reply(self._close, command)
 
@@ -216,6 +235,13 @@ class _Worker:
             for store, group in zip(self._stores, command["groups"], strict=False)
         }
         self._groups = {name: future.result() for name, future in started.items()}
+
+    def _add(self, command: dict[str, Any]) -> None:
+        """One more group beside those that are configured."""
+        (group,) = command["groups"]
+        groups = self._groups
+        made = self._create(self._connect(), command["prefix"], group)
+        groups[group["name"]] = made  # in those that were configured when it was asked for
 
     def _connect(self) -> TCPStore:
         host, port = self._store_address
@@ -242,7 +268,7 @@ class _Worker:
                 self._blocks[block] = map_block(block, fd, size)
                 os.close(fd)  # the mapping stays
             tensors = [self._tensor(*tensor) for tensor in command["tensors"]]
-            if command["call"] not in _REDUCING:
+            if command["call"] not in REDUCING:
                 tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
             work = CALLS[command["call"]](self._groups[command["group"]], tensors, **command["options"])
             future = self._future_of(work)

@@ -21,6 +21,7 @@ from elasticgang.gang.gangs import (
     set_gangs,
 )
 from elasticgang.gang.grid import GangGrid
+from elasticgang.gang.mesh import set_default_process_group
 from elasticgang.gang.process_group import ProcessGroupGang
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "maybe_get_current_gangs",
     "raise_operational_gang_error",
     "set_default_gangs",
+    "set_default_process_group",
     "set_gangs",
 ]

@@ -13,6 +13,7 @@ B3  A poisoned gang (an `ElasticGang` whose generation has ended) returns from t
 from __future__ import annotations
 
 import enum
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from typing import Literal, Protocol, overload
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.futures import Future
 
 
 class ReduceOperation(enum.Enum):
@@ -36,12 +38,12 @@ class ReduceOperation(enum.Enum):
 @dataclass(frozen=True)
 class Collective:
     """One checked call. `outputs` are written; a tensor reduced in place is in both. `peer`: the source, destination or
-    partner, as a rank of the gang."""
+    partner, as a rank of the gang. `op`: a `ReduceOperation`, or a `BitwiseOperation` of `calls.py`."""
 
     call: str
     outputs: tuple[Tensor, ...] = ()
     inputs: tuple[Tensor, ...] = ()
-    op: ReduceOperation = ReduceOperation.SUM
+    op: enum.Enum = ReduceOperation.SUM
     peer: int = 0
     tag: int = 0
 
@@ -58,6 +60,9 @@ class Work(Protocol):
 
         Raises GangError as the call itself would have.
         """
+
+    def get_future(self) -> Future[bool]:
+        """What `wait` returns, once it has ended; or its error."""
 
 
 class Gang(ABC):
@@ -138,7 +143,7 @@ class Gang(ABC):
         """Gather `input_tensor` of every rank, in rank order. Shapes: input `[*S]`, output `[size, *S]`."""
         self._check("input_tensor", input_tensor)
         self._check_like("output_tensor", output_tensor, [self.size, *input_tensor.shape], input_tensor)
-        return self._run(Collective("all_gather", tuple(output_tensor.unbind()), (input_tensor,)), async_op)
+        return self._run(Collective("all_gather_single", (output_tensor,), (input_tensor,)), async_op)
 
     def all_gather_to_list(
         self, output_tensors: list[Tensor], input_tensor: Tensor, *, async_op: bool = False
@@ -166,8 +171,7 @@ class Gang(ABC):
         Beyond fairseq2."""
         self._check("output_tensor", output_tensor)
         self._check_like("input_tensor", input_tensor, [self.size, *output_tensor.shape], output_tensor)
-        parts = tuple(input_tensor.unbind())
-        return self._run(Collective("reduce_scatter", (output_tensor,), parts, op), async_op)
+        return self._run(Collective("reduce_scatter_single", (output_tensor,), (input_tensor,), op), async_op)
 
     def all_to_all(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], *, async_op: bool = False
@@ -238,17 +242,17 @@ class Gang(ABC):
         return self._run(Collective("recv", (tensor,), (), peer=source_rank, tag=tag), async_op)
 
     def _run(self, collective: Collective, async_op: bool) -> Work | None:
-        if collective.op is ReduceOperation.MEAN:
-            work = self._start_mean(collective)
-        else:
-            work = self._start(collective)
+        work = self.start(collective)
         if async_op:
             return work
         work.wait()
         return None
 
-    def _start_mean(self, collective: Collective) -> Work:
-        """MEAN as SUM and a division, which every backend can do."""
+    def start(self, collective: Collective) -> Work:
+        """Start a collective that was checked."""
+        if collective.op is not ReduceOperation.MEAN:
+            return self._start(collective)
+        # As SUM and a division, which every backend can do.
         tensor = collective.outputs[0]
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
@@ -321,17 +325,25 @@ def _divide(tensor: Tensor, divisor: int) -> None:
 
 
 class Then:
-    """A work with a last step, done once, by whoever waits first, unless the gang was poisoned."""
+    """A work with a last step, done once, by whoever learns first that it has completed, unless the gang was
+    poisoned."""
 
     def __init__(self, work: Work, last: Callable[[], None]) -> None:
         self._work = work
+        self._lock = threading.Lock()
         self._last: Callable[[], None] | None = last
 
     def wait(self) -> bool:
-        completed = self._work.wait()
-        last, self._last = self._last, None
-        if completed and last is not None:
-            last()
+        return self._finish(self._work.wait())
+
+    def get_future(self) -> Future[bool]:
+        return self._work.get_future().then(lambda future: self._finish(future.value()))
+
+    def _finish(self, completed: bool) -> bool:
+        with self._lock:  # who comes second waits until it is done
+            last, self._last = self._last, None
+            if completed and last is not None:
+                last()
         return completed
 
 
@@ -343,3 +355,8 @@ class EndedWork:
 
     def wait(self) -> bool:
         return self._completed
+
+    def get_future(self) -> Future[bool]:
+        future: Future[bool] = Future()
+        future.set_result(self._completed)
+        return future

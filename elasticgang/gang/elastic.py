@@ -14,11 +14,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.futures import Future
 
-from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
-from elasticgang.gang.base import Collective, EndedWork, Gang, Work
+from elasticgang.errors import GangError, InvalidOperationError, PeerLostError, StepAborted
+from elasticgang.gang import world
+from elasticgang.gang.base import Collective, EndedWork, Gang, Work, check_ranks
 from elasticgang.gang.fake import simulate
+from elasticgang.gang.torch_group import GangProcessGroup
 
 
 class GroupWork(Protocol):
@@ -42,59 +44,77 @@ class Group(Protocol):
 
     def poison(self, error: GangError) -> None: ...
 
+    def split(self, name: str, ranks: Sequence[int]) -> Group | None:
+        """A group of some ranks of the generation, this one among them, until the generation ends. Called by all of
+        them with the same `name`, which no other group has. None for a group of one. Raises GangError."""
+
 
 # A gang's collective as the group's call, and the options that it takes.
 _CALLS = {
     "all_reduce": ("allreduce", ("op",)),
     "all_gather": ("allgather", ()),
+    "all_gather_single": ("allgather_single", ()),
     "all_to_all": ("alltoall", ()),
     "broadcast": ("broadcast", ("root",)),
     "gather": ("gather", ("root",)),
     "recv": ("recv", ("peer", "tag")),
     "reduce": ("reduce", ("op", "root")),
     "reduce_scatter": ("reduce_scatter", ("op",)),
+    "reduce_scatter_single": ("reduce_scatter_single", ("op",)),
     "scatter": ("scatter", ("root",)),
     "send": ("send", ("peer", "tag")),
 }
 
 
-# What Gloo can add, and so on.
-_REDUCED = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-        torch.bool,
+def group_call(collective: Collective) -> tuple[str, dict[str, object]]:
+    """A gang's collective as a group's call and its options."""
+    call, options = _CALLS[collective.call]
+    values: dict[str, object] = {
+        "op": collective.op.name.lower(),
+        "root": collective.peer,
+        "peer": collective.peer,
+        "tag": collective.tag,
     }
-)
-_REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+    return call, {option: values[option] for option in options}
 
 
 @dataclass(frozen=True)
 class Binding:
-    """`group` is None for a gang of one."""
+    """`ranks`: the gang's, as ranks of the generation. `group` is None for a gang of one."""
 
     rank: int
-    size: int
+    ranks: tuple[int, ...]
     group: Group | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 class ElasticGang(Gang):
-    """A gang of the current generation, made by the manager."""
+    """A gang of the current generation, made by the manager.
+
+    `as_process_group` gives the same group in every generation; its rank and size are the gang's.
+    """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
         self._device = device
         self._binding: Binding | None = None
+        self._process_group: GangProcessGroup | None = None
+        self._made: list[ElasticGang] = []
+        self._num_made = 0
         self._closed = False
 
     def bind(self, binding: Binding | None) -> None:
+        """Enter a generation, or (None) leave it; the gangs that were made from this one end with it."""
+        for gang in self._made:
+            gang.bind(None)
+            gang.close()
+        self._made, self._num_made = [], 0
         self._binding = binding
+        if binding is not None and self._process_group is not None:
+            world.enter(self._process_group, binding.ranks)
 
     def __repr__(self) -> str:
         return f"ElasticGang({self._name!r}, {self._binding})"
@@ -120,16 +140,47 @@ class ElasticGang(Gang):
 
     @property
     def supports_process_group(self) -> bool:
-        return False
+        return True
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The gang's ranks, as ranks of the generation (which are those of `manager.gangs.root`)."""
+        return self._bound().ranks
 
     def close(self) -> None:
         self._closed = True
+        if self._process_group is not None:
+            world.leave(self._process_group)
 
-    def create_gang(self, ranks: Sequence[int]) -> Gang | None:
-        raise NotSupportedError("The gangs of a generation are made with it; declare the axes in the layout.")
+    def create_gang(self, ranks: Sequence[int]) -> ElasticGang | None:
+        """See `Gang.create_gang`. The gang lasts as long as the generation: make it anew in the next one, or declare an
+        axis in the layout.
 
-    def as_process_group(self) -> ProcessGroup:
-        raise NotSupportedError("An elastic gang has no process group yet.")
+        Raises:
+            StepAborted: the generation has ended.
+        """
+        binding = self._bound()
+        check_ranks(ranks, binding.size)
+        self._num_made += 1  # on every rank of the gang, so that all give it the same name
+        ranks = sorted(ranks)
+        if binding.rank not in ranks:
+            return None
+        chosen = tuple(binding.ranks[rank] for rank in ranks)
+        gang = ElasticGang(f"{self._name}.{self._num_made}", self._device)
+        group = None
+        if len(chosen) > 1:
+            assert binding.group is not None
+            group = binding.group.split(f"{gang._name}:{'-'.join(map(str, chosen))}", chosen)
+        gang.bind(Binding(ranks.index(binding.rank), chosen, group))
+        self._made.append(gang)
+        return gang
+
+    def as_process_group(self) -> GangProcessGroup:
+        binding = self._bound()
+        if self._process_group is None:
+            self._process_group = GangProcessGroup(self)
+            world.enter(self._process_group, binding.ranks)
+        return self._process_group
 
     def all_reduce_future(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """SUM of `tensor` over all ranks, in place, as DDP's communication hooks want it: the future never fails.
@@ -151,22 +202,8 @@ class ElasticGang(Gang):
             with torch.no_grad():
                 simulate(collective, 0, 1)
             return EndedWork()
-        if collective.call in _REDUCING and collective.inputs[0].dtype not in _REDUCED:
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _REDUCED))
-            raise ValueError(
-                f"`{collective.call}` needs a dtype that is reduced between processes ({names}), but the tensor's is "
-                f"{collective.inputs[0].dtype} instead."
-            )
-        call, options = _CALLS[collective.call]
-        values: dict[str, object] = {
-            "op": collective.op.name.lower(),
-            "root": collective.peer,
-            "peer": collective.peer,
-            "tag": collective.tag,
-        }
-        work = binding.group.submit(
-            call, collective.outputs, collective.inputs, **{option: values[option] for option in options}
-        )
+        call, options = group_call(collective)
+        work = binding.group.submit(call, collective.outputs, collective.inputs, **options)
         return _SwallowingWork(work, collective, binding.group)
 
     def barrier(self) -> None:
@@ -207,10 +244,24 @@ class _SwallowingWork:
         try:
             self._work.wait(self._group.timeout)
         except GangError as error:
-            self._group.poison(error)
-            if not self._collective.is_in_place:
-                with torch.no_grad():
-                    for output in self._collective.outputs:
-                        output.zero_()
+            self._swallow(error)
             return False
         return True
+
+    def get_future(self) -> Future[bool]:
+        def completed(future: Future[list[Tensor]]) -> bool:
+            try:
+                future.value()
+            except Exception as error:  # the group's own work fails with GangErrors only
+                self._swallow(error if isinstance(error, GangError) else PeerLostError(str(error)))
+                return False
+            return True
+
+        return self._work.future.then(completed)
+
+    def _swallow(self, error: GangError) -> None:
+        self._group.poison(error)
+        if not self._collective.is_in_place:
+            with torch.no_grad():
+                for output in self._collective.outputs:
+                    output.zero_()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from elasticgang.errors import InvalidOperationError, NotSupportedError
+from elasticgang.errors import InvalidOperationError
+from elasticgang.gang import world
 from elasticgang.gang.base import Collective, EndedWork, Gang, ReduceOperation, Work, check_ranks
+from elasticgang.gang.calls import BitwiseOperation
+from elasticgang.gang.torch_group import GangProcessGroup
 
 
 class FakeGang(Gang):
@@ -29,6 +34,7 @@ class FakeGang(Gang):
             raise ValueError("`device` must not be of type `meta`.")
         self._device, self._rank, self._size = device, rank, size
         self._closed = False
+        self._process_group: GangProcessGroup | None = None
         self._sent: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
 
     @property
@@ -45,10 +51,12 @@ class FakeGang(Gang):
 
     @property
     def supports_process_group(self) -> bool:
-        return False
+        return True
 
     def close(self) -> None:
         self._closed = True
+        if self._process_group is not None:
+            world.leave(self._process_group)
 
     def create_gang(self, ranks: Sequence[int]) -> FakeGang | None:
         self._check_open()
@@ -58,7 +66,12 @@ class FakeGang(Gang):
         return FakeGang(self._device, rank=sorted(ranks).index(self._rank), size=len(ranks))
 
     def as_process_group(self) -> ProcessGroup:
-        raise NotSupportedError("A fake gang has no process group.")
+        self._check_open()
+        if self._process_group is None:
+            self._process_group = GangProcessGroup(self)
+            alone = [dist.get_rank() if dist.is_initialized() else 0]
+            world.enter(self._process_group, alone if self._size == 1 else range(self._size))
+        return self._process_group
 
     def barrier(self) -> None:
         self._check_open()
@@ -99,22 +112,27 @@ def simulate(collective: Collective, rank: int, size: int) -> None:
     outputs, inputs = collective.outputs, collective.inputs
     if collective.call == "all_reduce" or (collective.call == "reduce" and collective.peer == rank):
         _reduce(outputs[0], collective.op, size)
-    elif collective.call == "reduce_scatter":
-        outputs[0].copy_(inputs[rank])
+    elif collective.call in ("reduce_scatter", "reduce_scatter_single"):
+        part = inputs[rank] if len(inputs) > 1 else inputs[0].reshape(size, -1)[rank]
+        outputs[0].copy_(part.reshape(outputs[0].shape))
         _reduce(outputs[0], collective.op, size)
+    elif collective.call == "all_gather_single":
+        outputs[0].copy_(inputs[0].reshape(1, -1).expand(size, -1).reshape(outputs[0].shape))
     elif collective.call in ("all_gather", "gather"):
         for output in outputs:
-            output.copy_(inputs[0])
+            output.copy_(inputs[0].reshape(output.shape))
     elif collective.call == "all_to_all":
         for output in outputs:
-            output.copy_(inputs[rank])
+            output.copy_(inputs[rank].reshape(output.shape))
     elif collective.call == "scatter" and inputs:
-        outputs[0].copy_(inputs[rank])
+        outputs[0].copy_(inputs[rank].reshape(outputs[0].shape))
 
 
-def _reduce(tensor: Tensor, op: ReduceOperation, size: int) -> None:
-    """`size` times the same; MIN and MAX of equal things are identities."""
+def _reduce(tensor: Tensor, op: enum.Enum, size: int) -> None:
+    """`size` times the same; MIN, MAX, BAND and BOR of equal things are identities."""
     if op is ReduceOperation.SUM:
         tensor.mul_(size)
     elif op is ReduceOperation.PRODUCT:
         tensor.pow_(size)
+    elif op is BitwiseOperation.BXOR and size % 2 == 0:
+        tensor.zero_()

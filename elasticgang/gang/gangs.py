@@ -15,10 +15,12 @@ from types import TracebackType
 from typing import NoReturn
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from elasticgang.errors import GangError, InternalError, OperationalError
 from elasticgang.gang.base import Gang, ReduceOperation
 from elasticgang.gang.fake import FakeGang
+from elasticgang.gang.mesh import axes_of_mesh, device_mesh, gang_of_mesh, refuse_foreign_default
 from elasticgang.gang.process_group import ProcessGroupGang
 from elasticgang.layout import FAMILIES, groups_over
 
@@ -67,6 +69,45 @@ class Gangs:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _current.stack.pop()
+
+    def device_mesh(self, *names: str) -> DeviceMesh:
+        """A mesh with a dimension for each of the gangs `names` ("rdp", "sdp", …), slowest-varying first, for what
+        takes meshes: FSDP2 (`fully_shard`), DTensor, `parallelize_module`. `mesh.get_group(name)` is that gang's group.
+
+        A snapshot: ask anew in each generation; modules that were wrapped with an older one go on, because its groups
+        are the gangs' own. Makes `root`'s group torch's default one, if there is none. Sends nothing.
+
+        Raises:
+            ValueError: there is no such gang, or the gangs are not the axes of one grid.
+            InvalidOperationError: torch's default process group is another one than `root`'s.
+        """
+        known = [field.name for field in fields(self)]
+        for name in names:
+            if name not in known:
+                raise ValueError(f"`names` must be some of {', '.join(known)}, but one is {name!r} instead.")
+        if len(set(names)) != len(names):
+            raise ValueError(f"`names` must be distinct, but are {list(names)} instead.")
+        return device_mesh(self.root, {name: getattr(self, name) for name in names})
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh, *, device: torch.device | None = None, **dims: str) -> Gangs:
+        """The gangs along the dimensions of `mesh`. `dims` says which of them is `rdp`, `sdp`, `tp` or `pp`, where it
+        is not named so: `Gangs.from_device_mesh(mesh, rdp="replicate", sdp="shard")`. Called on every rank, since
+        groups over several dimensions (`root`, `dp`) are made where torch has none.
+
+        Raises:
+            ValueError: a dimension of `mesh` stands for none of the gangs, or `dims` names one that it lacks.
+            InvalidOperationError: there is no default process group.
+        """
+        refuse_foreign_default()
+        of_axis = axes_of_mesh(mesh, dims)
+        device = device or (torch.device("cpu") if mesh.device_type == "cpu" else get_default_device())
+        along = {
+            family: [of_axis[axis] for axis in axes if axis in of_axis]
+            for family, axes in FAMILIES.items()
+            if family != "replica"
+        }
+        return cls(**{family: gang_of_mesh(mesh, names, family, device) for family, names in along.items()})
 
     def close(self) -> None:
         """Close every gang; one that stands under several names, once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.futures import Future
 
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
 from elasticgang.gang.base import Collective, Gang, ReduceOperation, Then, Work, check_ranks
 
-_REDUCE_OPS: dict[ReduceOperation, Any] = {
+_REDUCE_OPS: dict[enum.Enum, Any] = {
     ReduceOperation.SUM: ReduceOp.SUM,
     ReduceOperation.PRODUCT: ReduceOp.PRODUCT,
     ReduceOperation.MIN: ReduceOp.MIN,
@@ -152,10 +154,15 @@ class ProcessGroupGang(Gang):
                 return dist.all_reduce(c.outputs[0], _REDUCE_OPS[c.op], **later)
             case "all_gather":
                 return dist.all_gather(list(c.outputs), c.inputs[0], **later)
+            case "all_gather_single":
+                return dist.all_gather_single(c.outputs[0].view(-1), c.inputs[0].view(-1), **later)
             case "broadcast":
                 return dist.broadcast(c.outputs[0], group_src=c.peer, **later)
-            case "reduce_scatter":
-                return dist.reduce_scatter(c.outputs[0], list(c.inputs), _REDUCE_OPS[c.op], **later)
+            case "reduce_scatter_single":
+                # Flat: Gloo ends the process where the shapes do not multiply.
+                return dist.reduce_scatter_single(
+                    c.outputs[0].view(-1), c.inputs[0].view(-1), _REDUCE_OPS[c.op], **later
+                )
             case "all_to_all":
                 return self._all_to_all(c)
             case "reduce":
@@ -199,3 +206,10 @@ class _TranslatedWork:
     def wait(self) -> bool:
         _translated(self._call, self._work.wait)
         return True
+
+    def get_future(self) -> Future[bool]:
+        def completed(future: Future[Any]) -> bool:
+            _translated(self._call, future.value)
+            return True
+
+        return _translated(self._call, self._work.get_future).then(completed)  # type: ignore[no-any-return]

@@ -28,7 +28,7 @@ from torch import Tensor
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
-from elasticgang.errors import EvictedError, GangError, OperationalError, PeerLostError
+from elasticgang.errors import EvictedError, GangError, OperationalError, PeerLostError, StepAborted
 from elasticgang.gang import Gang, Gangs, create_fake_gangs
 from elasticgang.gang.elastic import Binding, ElasticGang
 from elasticgang.layout import Member, ParallelLayout, plan
@@ -55,6 +55,11 @@ class Generation:
     comm: CommProcess | None
     error: GangError | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def prefix(self) -> str:
+        """Of the store's keys of this generation (R1)."""
+        return f"{self.record.job}/{self.record.generation}/{self.record.digest}"
 
     def poison(self, error: GangError) -> None:
         """End the generation for this rank: kill the comm process, so that its peers notice at once."""
@@ -83,6 +88,18 @@ class BoundGroup:
 
     def poison(self, error: GangError) -> None:
         self.generation.poison(error)
+
+    def split(self, name: str, ranks: Sequence[int]) -> BoundGroup:
+        generation, ranks = self.generation, tuple(ranks)
+        if generation.error is not None:
+            raise StepAborted(f"the gang {name} cannot be made: {generation.error}")
+        assert generation.comm is not None
+        try:
+            generation.comm.add_group(generation.prefix, GroupSpec(name, ranks.index(generation.rank), len(ranks)))
+        except GangError as error:
+            generation.poison(error)
+            raise
+        return BoundGroup(name, generation, self.timeout)
 
 
 class Membership(Protocol):
@@ -204,6 +221,8 @@ class ElasticMembership:
         """Say that this rank takes part no more, then end its comm processes."""
         self._link.tell("left", finished=finished)
         comm = self._leave_generation()
+        for gang in self._elastic.values():
+            gang.close()
         if comm is not None:
             comm.close()
         self._comms.close()
@@ -249,13 +268,13 @@ class ElasticMembership:
             generation.poison(PeerLostError(self._aborted[1]))
             return False
         try:
-            comm.configure(f"{record.job}/{record.generation}/{record.digest}", list(specs.values()), generation.poison)
+            comm.configure(generation.prefix, list(specs.values()), generation.poison)
         except GangError as error:
             generation.poison(error)
             return False
         for name, gang in self._elastic.items():
             ranks = self._ranks_of(generation, name)
-            gang.bind(Binding(ranks.index(generation.rank), len(ranks), self._group(generation, ranks, name)))
+            gang.bind(Binding(ranks.index(generation.rank), ranks, self._group(generation, ranks, name)))
         return True
 
     def _ranks_of(self, generation: Generation, name: str) -> tuple[int, ...]:

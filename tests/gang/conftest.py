@@ -47,6 +47,7 @@ class World:
         self._threads = ThreadPoolExecutor(16)
         self.arena = Arena()
         self.comms = [self.start() for _ in range(size)]
+        self.prefix = ""
         self.errors: list[list[GangError]] = []
         self._aborts: list[threading.Thread] = []
 
@@ -70,7 +71,7 @@ class World:
     def configure(self, names: Sequence[str] = ("all",), order: Sequence[int] | None = None) -> None:
         """Everyone in a group of each name; `order[i]` is the rank of `comms[i]`. An error aborts, as in a rank."""
         order = order or range(len(self.comms))
-        prefix = f"test/{next(_prefixes)}"
+        prefix = self.prefix = f"test/{next(_prefixes)}"
         self.errors = [[] for _ in self.comms]
 
         def configure(index: int) -> None:

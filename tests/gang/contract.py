@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from elasticgang.gang import Gang, ReduceOperation, all_sum, broadcast_flag
@@ -123,6 +125,36 @@ def sub_gangs(gang: Gang) -> None:
     assert (inner is None) == (gang.rank == 0)
     if inner is not None:
         assert (inner.rank, inner.size) == (gang.rank - 1, size - 1)
+        pg = inner.as_process_group()
+        assert (pg.rank(), pg.size()) == (inner.rank, inner.size)
+        same_in_a_process_group(pg)
         same_on_every_rank(inner)
         innermost = inner.create_gang([0])
         assert (innermost is None) == (inner.rank != 0)
+
+
+def same_in_a_process_group(pg: dist.ProcessGroup) -> None:
+    """What a gang gives for torch's own calls; every rank does the same."""
+    size = pg.size()
+    dist.all_reduce(tensor := _filled(2, 3), group=pg)
+    assert tensor.tolist() == [2.0 * size] * 3
+    dist.all_reduce(tensor := _filled(2, 2), dist.ReduceOp.AVG, group=pg)
+    assert tensor.tolist() == [2, 2]
+    work = dist.all_reduce(tensor := _filled(3, 1), group=pg, async_op=True)
+    assert work is not None
+    assert [t.item() for t in work.get_future().wait()] == [3 * size]
+    dist.all_gather_single(output := torch.empty(2 * size), _filled(5, 2), group=pg)
+    assert output.tolist() == [5.0] * (2 * size)
+    dist.reduce_scatter_single(part := torch.empty(2), _filled(1, size, 2).flatten(), group=pg)
+    assert part.tolist() == [size, size]
+    dist.all_to_all_single(output := torch.empty(size), _filled(4, size), group=pg)
+    assert output.tolist() == [4.0] * size
+    dist.broadcast(tensor := _filled(6, 1), group=pg, group_src=size - 1)
+    assert tensor.item() == 6
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, {"a": 1}, group=pg)
+    assert objects == [{"a": 1}] * size
+    gathered = funcol.all_gather_single(_filled(7, 2), 0, pg)
+    assert gathered.tolist() == [7.0] * (2 * size)
+    assert funcol.all_reduce(_filled(2, 2), "sum", pg).tolist() == [2.0 * size] * 2
+    dist.barrier(group=pg)

@@ -1,0 +1,309 @@
+"""torch's process-group methods as `Collective`s: their argument forms are told apart here, and nowhere else.
+
+Each function takes what torch's callers pass to the method of the same name (Python's `torch.distributed`, and C++ by
+the trampoline) and returns what is to be done. Nothing is sent here.
+
+K1  What does not fit raises ValueError, naming both sides, before anything is sent.
+K2  Tensors need not be contiguous. An output whose elements share memory is refused, since no result is right for it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from elasticgang.errors import NotSupportedError
+from elasticgang.gang.base import Collective, ReduceOperation
+
+
+class BitwiseOperation(enum.Enum):
+    """What torch can reduce with beyond fairseq2's `ReduceOperation`."""
+
+    BAND = 1
+    BOR = 2
+    BXOR = 3
+
+
+_OPERATIONS = {
+    ReduceOp.SUM: ReduceOperation.SUM,
+    ReduceOp.AVG: ReduceOperation.MEAN,
+    ReduceOp.PRODUCT: ReduceOperation.PRODUCT,
+    ReduceOp.MIN: ReduceOperation.MIN,
+    ReduceOp.MAX: ReduceOperation.MAX,
+    ReduceOp.BAND: BitwiseOperation.BAND,
+    ReduceOp.BOR: BitwiseOperation.BOR,
+    ReduceOp.BXOR: BitwiseOperation.BXOR,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a process group: its parts, started in this order, and what its future resolves to.
+
+    `is_exact`: nothing but the true result will do (objects and barriers); a poisoned group raises `StepAborted`.
+    """
+
+    parts: tuple[Collective, ...]
+    result: list[Any]
+    is_exact: bool = False
+
+
+def allreduce(size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: Any = None) -> Call:
+    outputs = _as_list(tensors)
+    op = _operation(opts)
+    return Call(tuple(Collective("all_reduce", (t,), (t,), op) for t in _writable(outputs)), outputs)
+
+
+def broadcast(size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: Any = None) -> Call:
+    outputs = _as_list(tensors)
+    root = _root(opts, size)
+    parts = tuple(Collective("broadcast", (t,), (t,), peer=root) for t in _writable(outputs))
+    return Call(parts, outputs, _moves_objects(outputs))
+
+
+def reduce(
+    size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, op: Any = None, timeout: Any = None
+) -> Call:
+    """`reduce(tensors, options)`, or `reduce(tensor, root, op)`."""
+    outputs = _as_list(tensors)
+    root, operation = _root(opts, size), _operation(op if op is not None else opts)
+    return Call(tuple(Collective("reduce", (t,), (t,), operation, root) for t in _writable(outputs)), outputs)
+
+
+def allgather(
+    size: int,
+    output_tensors: Sequence[Sequence[Tensor]] | Sequence[Tensor],
+    input_tensors: Sequence[Tensor] | Tensor,
+    opts: Any = None,
+    timeout: Any = None,
+) -> Call:
+    """One list of outputs for each of the inputs; or one list, and a tensor."""
+    inputs = _as_list(input_tensors)
+    lists: list[Any] = [output_tensors] if isinstance(input_tensors, Tensor) else list(output_tensors)
+    _same_length("output_tensors", lists, "input_tensors", inputs)
+    parts = []
+    for outputs, source in zip(lists, inputs, strict=True):
+        _for_each_rank("output_tensors", outputs, size)
+        for output in _writable(outputs):
+            _fits("an output tensor", output, source, source.numel())
+        parts.append(Collective("all_gather", tuple(outputs), (source,)))
+    return Call(tuple(parts), lists, _moves_objects(inputs))
+
+
+def all_gather_single(size: int, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None) -> Call:
+    return all_gather_single_coalesced(size, [output], [input])
+
+
+def all_gather_single_coalesced(
+    size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+) -> Call:
+    _same_length("outputs", outputs, "inputs", inputs)
+    for output, source in zip(_writable(outputs), inputs, strict=True):
+        _fits("`output`", output, source, size * source.numel())
+    pairs = zip(outputs, inputs, strict=True)
+    return Call(tuple(Collective("all_gather_single", (o,), (i,)) for o, i in pairs), list(outputs))
+
+
+def reduce_scatter(
+    size: int,
+    output_tensors: Sequence[Tensor] | Tensor,
+    input_tensors: Sequence[Sequence[Tensor]] | Sequence[Tensor],
+    opts: Any = None,
+    timeout: Any = None,
+) -> Call:
+    """One list of inputs for each of the outputs; or one list, and a tensor."""
+    outputs = _as_list(output_tensors)
+    lists: list[Any] = [input_tensors] if isinstance(output_tensors, Tensor) else list(input_tensors)
+    _same_length("output_tensors", outputs, "input_tensors", lists)
+    op = _operation(opts)
+    parts = []
+    for output, inputs in zip(_writable(outputs), lists, strict=True):
+        _for_each_rank("input_tensors", inputs, size)
+        for source in inputs:
+            _fits("an input tensor", source, output, output.numel())
+        parts.append(Collective("reduce_scatter", (output,), tuple(inputs), op))
+    return Call(tuple(parts), outputs)
+
+
+def reduce_scatter_single(size: int, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None) -> Call:
+    return reduce_scatter_single_coalesced(size, [output], [input], opts)
+
+
+def reduce_scatter_single_coalesced(
+    size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+) -> Call:
+    _same_length("outputs", outputs, "inputs", inputs)
+    for output, source in zip(_writable(outputs), inputs, strict=True):
+        _fits("`input`", source, output, size * output.numel())
+    op = _operation(opts)
+    pairs = zip(outputs, inputs, strict=True)
+    return Call(tuple(Collective("reduce_scatter_single", (o,), (i,), op) for o, i in pairs), list(outputs))
+
+
+def alltoall(size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Call:
+    _for_each_rank("outputs", outputs, size)
+    _for_each_rank("inputs", inputs, size)
+    for tensor in (*_writable(outputs), *inputs):
+        _fits("a tensor", tensor, inputs[0], tensor.numel())
+    return Call((Collective("all_to_all", tuple(outputs), tuple(inputs)),), list(outputs))
+
+
+def all_to_all_single(
+    size: int,
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    opts: Any = None,
+    timeout: Any = None,
+) -> Call:
+    """Splits are along the first dimension; none are equal ones."""
+    _fits("`output`", output, input, output.numel())
+    _writable([output])
+    outputs = _split("output", output, output_split_sizes, size)
+    inputs = _split("input", input, input_split_sizes, size)
+    return Call((Collective("all_to_all", outputs, inputs),), [output])
+
+
+def gather(
+    size: int,
+    output_tensors: Sequence[Sequence[Tensor]] | Sequence[Tensor],
+    input_tensors: Sequence[Tensor] | Tensor,
+    opts: Any = None,
+    timeout: Any = None,
+) -> Call:
+    """Outputs are given on the root only; elsewhere there is an empty list (or none)."""
+    inputs = _as_list(input_tensors)
+    lists: list[Any] = [output_tensors] if isinstance(input_tensors, Tensor) else list(output_tensors)
+    root = _root(opts, size)
+    parts = []
+    for index, source in enumerate(inputs):
+        outputs = lists[index] if index < len(lists) else []
+        if outputs:
+            _for_each_rank("output_tensors", outputs, size)
+        for output in _writable(outputs):
+            _fits("an output tensor", output, source, source.numel())
+        parts.append(Collective("gather", tuple(outputs), (source,), peer=root))
+    return Call(tuple(parts), lists, _moves_objects(inputs))
+
+
+def scatter(
+    size: int,
+    output_tensors: Sequence[Tensor] | Tensor,
+    input_tensors: Sequence[Sequence[Tensor]] | Sequence[Tensor],
+    opts: Any = None,
+    timeout: Any = None,
+) -> Call:
+    """Inputs are given on the root only; elsewhere there is an empty list (or none)."""
+    outputs = _as_list(output_tensors)
+    lists: list[Any] = [input_tensors] if isinstance(output_tensors, Tensor) else list(input_tensors)
+    root = _root(opts, size)
+    parts = []
+    for index, output in enumerate(_writable(outputs)):
+        inputs = lists[index] if index < len(lists) else []
+        if inputs:
+            _for_each_rank("input_tensors", inputs, size)
+        for source in inputs:
+            _fits("an input tensor", source, output, output.numel())
+        parts.append(Collective("scatter", (output,), tuple(inputs), peer=root))
+    return Call(tuple(parts), outputs, _moves_objects(outputs))
+
+
+def send(size: int, tensors: Sequence[Tensor], dst_rank: int, tag: int = 0) -> Call:
+    peer = _rank("dst_rank", dst_rank, size)
+    return Call(tuple(Collective("send", (), (t,), peer=peer, tag=tag) for t in tensors), list(tensors))
+
+
+def recv(size: int, tensors: Sequence[Tensor], src_rank: int, tag: int = 0) -> Call:
+    peer = _rank("src_rank", src_rank, size)
+    parts = tuple(Collective("recv", (t,), (), peer=peer, tag=tag) for t in _writable(tensors))
+    return Call(parts, list(tensors), _moves_objects(list(tensors)))
+
+
+def barrier(size: int, opts: Any = None, timeout: Any = None) -> Call:
+    token = torch.zeros(1)
+    return Call((Collective("all_reduce", (token,), (token,)),), [token], is_exact=True)
+
+
+def _as_list(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _operation(opts: Any) -> Any:
+    """Of an options object, of a `ReduceOp`, or the default."""
+    op = getattr(opts, "reduceOp", opts)
+    if op is None or isinstance(op, int):
+        return ReduceOperation.SUM
+    for known, operation in _OPERATIONS.items():
+        if op == known:
+            return operation
+    raise NotSupportedError(f"A reduction by {op} is not supported; use one of {', '.join(map(str, _OPERATIONS))}.")
+
+
+def _root(opts: Any, size: int) -> int:
+    """Of an options object, of a number, or the default."""
+    root = getattr(opts, "rootRank", opts)
+    return 0 if root is None else _rank("the root", root, size)
+
+
+def _rank(name: str, rank: int, size: int) -> int:
+    if not 0 <= rank < size:
+        raise ValueError(f"{name} must be at least 0 and less than the group's size ({size}), but is {rank} instead.")
+    return rank
+
+
+def _moves_objects(tensors: Sequence[Tensor]) -> bool:
+    """Integers that are moved, not reduced, are what torch's object collectives are made of: sizes and pickles."""
+    return any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors)
+
+
+def _writable(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    for output in outputs:
+        if torch._debug_has_internal_overlap(output) == 1:
+            raise ValueError(
+                f"an output must not share memory among its elements, but has the shape {list(output.shape)} and the "
+                f"strides {output.stride()}; use a copy of it."
+            )
+    return outputs
+
+
+def _fits(name: str, tensor: Tensor, like: Tensor, num_elements: int) -> None:
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(
+            f"{name} must be of {like.dtype} on {like.device}, but is of {tensor.dtype} on {tensor.device}."
+        )
+    if tensor.numel() != num_elements:
+        raise ValueError(f"{name} must have {num_elements} elements, but has {tensor.numel()} instead.")
+
+
+def _same_length(name: str, tensors: Sequence[Any], other_name: str, others: Sequence[Any]) -> None:
+    if len(tensors) != len(others):
+        raise ValueError(f"`{name}` must be as many as `{other_name}` ({len(others)}), but are {len(tensors)} instead.")
+
+
+def _for_each_rank(name: str, tensors: Sequence[Tensor], size: int) -> None:
+    if len(tensors) != size:
+        raise ValueError(f"`{name}` must have one tensor for each of the {size} ranks, but has {len(tensors)} instead.")
+
+
+def _split(name: str, tensor: Tensor, sizes: Sequence[int] | None, num_ranks: int) -> tuple[Tensor, ...]:
+    length = tensor.shape[0] if tensor.dim() else 0
+    if not sizes:
+        if length % num_ranks:
+            raise ValueError(
+                f"`{name}` must have a first dimension that divides by the group's size ({num_ranks}), but it is "
+                f"{length} instead."
+            )
+        sizes = [length // num_ranks] * num_ranks
+    if len(sizes) != num_ranks or sum(sizes) != length:
+        raise ValueError(
+            f"the split sizes of `{name}` must be {num_ranks} that sum to its first dimension ({length}), but are "
+            f"{list(sizes)} instead."
+        )
+    return torch.split(tensor, list(sizes))

@@ -1,0 +1,125 @@
+"""Gangs as a `torch.distributed.DeviceMesh`, and a mesh as gangs.
+
+A mesh is a snapshot: its ranks are those of one generation. The groups in it are the gangs' own and follow them from
+generation to generation, with their true sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from elasticgang.errors import InvalidOperationError, NotSupportedError
+from elasticgang.gang import world
+from elasticgang.gang.base import Gang
+from elasticgang.gang.elastic import ElasticGang
+from elasticgang.gang.fake import FakeGang
+from elasticgang.gang.process_group import ProcessGroupGang
+from elasticgang.gang.torch_group import GangProcessGroup
+from elasticgang.layout import AXES
+
+
+def device_mesh(root: Gang, gangs: Mapping[str, Gang]) -> DeviceMesh:
+    """A mesh of one dimension for each of `gangs`, in their order, by their names; `root` holds all of their ranks.
+
+    Raises:
+        ValueError: there are none, or they are not the axes of one grid.
+        InvalidOperationError: torch's default process group is another one than `root`'s.
+    """
+    if not gangs:
+        raise ValueError("a mesh must have at least one dimension, but there are none.")
+    groups = {name: gang.as_process_group() for name, gang in gangs.items()}
+    ranks = {name: _ranks(gang, root) for name, gang in gangs.items()}
+    mesh = _grid(root.rank, ranks)
+    default = root.as_process_group()
+    if isinstance(default, GangProcessGroup):
+        world.enter(default, range(root.size))
+    world.set_default(default)
+    for name, group in groups.items():
+        if isinstance(group, GangProcessGroup):
+            world.enter(group, ranks[name])
+    if len(groups) == 1:
+        (group,) = groups.values()
+        return DeviceMesh.from_group(group, root.device.type, mesh_dim_names=tuple(groups))
+    return DeviceMesh.from_group(list(groups.values()), root.device.type, mesh, mesh_dim_names=tuple(groups))
+
+
+def set_default_process_group(gang: Gang) -> None:
+    """Make `gang`'s process group torch's default one: what `torch.distributed` uses where no group is given, what
+    `torch.distributed.new_group` splits, and whose ranks a mesh counts in. In an elastic job that is `manager.gangs.root`.
+
+    Raises:
+        InvalidOperationError: there is a default process group already, which is no gang's.
+    """
+    world.set_default(gang.as_process_group())
+
+
+def gang_of_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, device: torch.device) -> Gang:
+    """The gang along `dims` of `mesh`; along several, torch makes (once) a dimension `name` of them. Called on every
+    rank."""
+    sizes = [mesh[dim].size() for dim in dims]
+    if math.prod(sizes) == 1:
+        return FakeGang(device)
+    wide = [dim for dim, size in zip(dims, sizes, strict=True) if size > 1]
+    if math.prod(sizes) == dist.get_world_size():
+        return ProcessGroupGang(dist.group.WORLD, device)  # type: ignore[arg-type]
+    if len(wide) == 1:
+        return ProcessGroupGang(mesh.get_group(wide[0]), device)
+    return ProcessGroupGang(mesh[tuple(wide)]._flatten(f"elasticgang_{name}").get_group(), device)
+
+
+def axes_of_mesh(mesh: DeviceMesh, dims: Mapping[str, str]) -> dict[str, str]:
+    """Which dimension of `mesh` each of `AXES` is: as `dims` says, or the one of the same name."""
+    names = mesh.mesh_dim_names or ()
+    for axis, dim in dims.items():
+        if axis not in AXES:
+            raise ValueError(
+                f"dimensions must be given for some of {', '.join(AXES)}, but one is for {axis!r} instead."
+            )
+        if dim not in names:
+            raise ValueError(f"`{axis}` must be one of the mesh's dimensions {list(names)}, but is {dim!r} instead.")
+    of_axis = {**{axis: axis for axis in AXES if axis in names}, **dims}
+    if sorted(of_axis.values()) != sorted(names):
+        raise ValueError(
+            f"each dimension of the mesh must stand for one of {', '.join(AXES)}, but {list(names)} and {dict(dims)} "
+            "do not say so; name them: `from_device_mesh(mesh, rdp=..., sdp=...)`."
+        )
+    return of_axis
+
+
+def _ranks(gang: Gang, root: Gang) -> list[int]:
+    """Of `gang`, as ranks of the default group."""
+    if isinstance(gang, ElasticGang):
+        return list(gang.ranks)
+    if isinstance(gang, ProcessGroupGang):
+        return dist.get_process_group_ranks(gang.as_process_group())
+    if isinstance(gang, FakeGang) and (gang.size == 1 or gang.size == root.size):
+        return [root.rank] if gang.size == 1 else list(range(root.size))
+    raise NotSupportedError(f"The ranks of {type(gang).__name__} of size {gang.size} in its root are not known.")
+
+
+def _grid(me: int, ranks: Mapping[str, Sequence[int]]) -> torch.Tensor:
+    """The mesh's ranks: along each dimension they lie as this rank's own gang does."""
+    names = list(ranks)
+    mesh = torch.full((1,) * len(names), me, dtype=torch.int)
+    for index, name in enumerate(names):
+        shape = [1] * len(names)
+        shape[index] = len(ranks[name])
+        mesh = mesh + (torch.tensor(ranks[name], dtype=torch.int) - me).view(shape)
+    if len(set(mesh.flatten().tolist())) != mesh.numel() or int(mesh.min()) < 0:
+        found = ", ".join(f"{name} has {list(group)}" for name, group in ranks.items())
+        raise ValueError(
+            f"the gangs of a mesh must be axes of one grid, but {found}"
+            f" on rank {me} instead; `dp` lies along `rdp` and `sdp`, and `root` along all."
+        )
+    return mesh
+
+
+def refuse_foreign_default() -> None:
+    """Raise InvalidOperationError when there is no default process group that a mesh could count its ranks in."""
+    if not dist.is_initialized():
+        raise InvalidOperationError("A mesh's gangs need the default process group that the mesh was made with.")

@@ -1,0 +1,203 @@
+"""torch's `ProcessGroup` over whatever runs collectives: what DDP, FSDP2, DTensor and functional collectives take.
+
+T1  Every collective is written once: its form in `calls.py`, its policy in `_submit`.
+T2  `rank()` and `size()` are asked for at every call, by C++ too, so that a group may change both beneath its users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work as TorchWorkBase
+from torch.futures import Future
+
+from elasticgang.errors import InvalidOperationError, NotSupportedError, StepAborted
+from elasticgang.gang import calls
+from elasticgang.gang.base import Gang, Work
+from elasticgang.gang.calls import Call
+
+BACKEND_NAME = "elasticgang"
+
+
+class TorchWork(TorchWorkBase):
+    """One call of a group. Its future resolves to the call's result, when all its parts have completed."""
+
+    def __init__(self, works: Sequence[Work], call: Call) -> None:
+        super().__init__()
+        self._works = works
+        self._call = call
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises StepAborted when the call's result had to be exact and the group was poisoned."""
+        completed = [work.wait() for work in self._works]  # all of them, also after one that did not complete
+        self._check(all(completed))
+        return True
+
+    def get_future(self) -> Future[Any]:
+        done = torch.futures.collect_all([work.get_future() for work in self._works])
+
+        def finish(parts: Future[list[Future[bool]]]) -> list[Any]:
+            self._check(all(part.value() for part in parts.value()))
+            return self._call.result
+
+        return done.then(finish)
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._call.result
+
+    def is_completed(self) -> bool:
+        return all(work.get_future().done() for work in self._works)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        for work in self._works:
+            if work.get_future().done():
+                try:
+                    work.wait()
+                except Exception as exc:
+                    return exc
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def _check(self, completed: bool) -> None:
+        if self._call.is_exact and not completed:
+            raise StepAborted(
+                "the generation ended before the call was complete, and nothing else than its result will do"
+            )
+
+
+def _collective(form: Callable[..., Call]) -> Callable[..., TorchWork]:
+    def method(self: CollectiveMethods, *args: Any, **kwargs: Any) -> TorchWork:
+        return self._submit(form(self.size(), *args, **kwargs))
+
+    method.__name__ = form.__name__
+    method.__doc__ = f"As `torch.distributed.ProcessGroup.{form.__name__}`. Raises ValueError before anything is sent."
+    return method
+
+
+class CollectiveMethods:
+    """All collectives of a torch process group, over `_submit`; and its name, which torch's own class keeps in a
+    backend that there is none of here."""
+
+    _name = ""
+    _desc = ""
+
+    @property
+    def group_name(self) -> str:
+        """Under which torch's registry knows the group.
+
+        Raises:
+            InvalidOperationError: it is in no registry.
+        """
+        return self.getGroupName()
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def getGroupName(self) -> str:
+        if not self._name:
+            raise InvalidOperationError("The process group has no name; register it first.")
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def size(self) -> int:
+        raise NotImplementedError
+
+    def _submit(self, call: Call) -> TorchWork:
+        raise NotImplementedError
+
+    allreduce = _collective(calls.allreduce)
+    allreduce_coalesced = _collective(calls.allreduce)
+    allgather = _collective(calls.allgather)
+    allgather_coalesced = _collective(calls.allgather)
+    all_gather_single = _collective(calls.all_gather_single)
+    _allgather_base = _collective(calls.all_gather_single)
+    all_gather_single_coalesced = _collective(calls.all_gather_single_coalesced)
+    allgather_into_tensor_coalesced = _collective(calls.all_gather_single_coalesced)
+    reduce_scatter = _collective(calls.reduce_scatter)
+    reduce_scatter_single = _collective(calls.reduce_scatter_single)
+    _reduce_scatter_base = _collective(calls.reduce_scatter_single)
+    reduce_scatter_single_coalesced = _collective(calls.reduce_scatter_single_coalesced)
+    reduce_scatter_tensor_coalesced = _collective(calls.reduce_scatter_single_coalesced)
+    alltoall = _collective(calls.alltoall)
+    all_to_all_single = _collective(calls.all_to_all_single)
+    alltoall_base = _collective(calls.all_to_all_single)
+    broadcast = _collective(calls.broadcast)
+    reduce = _collective(calls.reduce)
+    gather = _collective(calls.gather)
+    scatter = _collective(calls.scatter)
+    send = _collective(calls.send)
+    recv = _collective(calls.recv)
+    barrier = _collective(calls.barrier)
+
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> TorchWork:
+        """`broadcast` of one tensor."""
+        return self._submit(calls.broadcast(self.size(), tensor, root))
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> TorchWork:
+        raise NotSupportedError("`recv` needs a source here: name the rank to receive from.")
+
+
+class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[misc]  # names that torch fixes
+    """A gang as a process group. It stays the gang's own through all generations: rank and size are the gang's.
+
+    Of a poisoned gang, collectives complete with outputs as the gang's do, except that barriers, and integers that are
+    moved and not reduced (torch's object collectives), raise `StepAborted`.
+    """
+
+    def __init__(self, gang: Gang) -> None:
+        super().__init__(gang.rank, gang.size)  # type: ignore[call-arg]  # torch's stub lacks this form
+        self._gang = gang
+
+    def rank(self) -> int:
+        return self._gang.rank
+
+    def size(self) -> int:
+        return self._gang.size
+
+    getRank = rank  # what C++ callers, such as DDP's reducer, look for
+    getSize = size
+
+    def getBackendName(self) -> str:
+        return BACKEND_NAME
+
+    def new_group(self, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
+        """What `torch.distributed.new_group` calls on a default group; other options than `group_name` are the
+        gang's."""
+        gang = self._gang.create_gang(ranks)
+        if gang is None:
+            return None
+        pg = GangProcessGroup(gang)  # which torch registers itself
+        pg._set_group_name(options["group_name"])
+        pg._set_group_desc(options.get("group_desc") or BACKEND_NAME)
+        return pg
+
+    def shutdown(self) -> None:
+        """Does nothing: the gang lives as long as its owner wants."""
+
+    def abort(self) -> None:
+        """Does nothing: see `shutdown`."""
+
+    def __repr__(self) -> str:
+        return f"GangProcessGroup({self._gang!r})"
+
+    def _submit(self, call: Call) -> TorchWork:
+        return TorchWork([self._gang.start(part) for part in call.parts], call)
