@@ -4,18 +4,20 @@
       LayoutError (ValueError)        fix the configuration
       NotSupportedError               fairseq2's names for misuse: this object cannot do that,
       InvalidOperationError             not now,
+        ClosedError (OSError)             not any more: the process group was shut down,
       OperationalError                  the environment failed,
       InternalError                     a bug of ours
-      GangError                       drop the step, enter the next generation
+      GangError (RuntimeError)        drop the step, enter the next generation
         PeerLostError                   a peer, or the comm process, is gone
-        CollectiveTimeoutError          nobody is known to be dead, but the deadline passed
+        CollectiveTimeoutError          nobody is known to be dead, but the deadline passed (TimeoutError)
         StaleGenerationError            the generation this belongs to has ended
         StepAborted                     object and barrier calls of a poisoned gang; `with step` catches it
       EvictedError                    exit; come back as a new member
       StateLostError                  no live holder and no checkpoint
       WireError                       bytes that are not ours, or half a message: close that connection
 
-Every error pickles, because errors cross process boundaries here.
+Some are also of Python's own kinds, which torch's and torchft's callers look for. Every error pickles, because errors
+cross process boundaries here.
 """
 
 from __future__ import annotations
@@ -45,7 +47,11 @@ class InternalError(ElasticGangError):
     """An invariant of elasticgang is broken. Please report it."""
 
 
-class GangError(ElasticGangError):
+class ClosedError(InvalidOperationError, OSError):
+    """The process group was shut down."""
+
+
+class GangError(ElasticGangError, RuntimeError):
     """A collective could not be completed. Its outputs are undefined; drop the step."""
 
 
@@ -53,7 +59,7 @@ class PeerLostError(GangError):
     """A member of the gang, or the comm process beside this rank, is gone."""
 
 
-class CollectiveTimeoutError(GangError):
+class CollectiveTimeoutError(GangError, TimeoutError):
     """A collective did not finish before its deadline."""
 
 

@@ -88,7 +88,7 @@ class CommWork:
             GangError: it failed. Its outputs are undefined.
         """
         if not self._ended.wait(timeout):
-            raise CollectiveTimeoutError(f"{self.name} did not finish within {timeout:g} s")
+            raise CollectiveTimeoutError(f"{self.name} timed out after {timeout:g} seconds")
         if self.error is not None:
             raise self.error
 
@@ -101,18 +101,20 @@ class CommProcess:
         forkserver: ForkServerClient,
         arena: Arena,
         *,
-        store: str,
-        host: str,
         timeout: float,
-        group: int,
+        store: str | None = None,
+        host: str | None = None,
+        group: int = 0,
         name: str = "eg-comm",
     ) -> None:
-        """Start the process. `store`: "host:port". `host`: the address that its peers reach it by. `timeout`:
-        seconds for a collective. `group`: the process group that it joins. `name`: its name for `ps`."""
+        """Start the process. `timeout`: seconds for a collective. `store`: "host:port" of the one to connect to at
+        once. `host`: the address that its peers reach it by; None is Gloo's choice. `group`: the process group that it
+        joins, 0 for one of its own. `name`: its name for `ps`."""
         self.timeout = timeout
         self._arena = arena
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
+        self._add_lock = threading.Lock()
         self._ended = self._dead = False
         self._abort_error: GangError | None = None
         self._works: dict[int, tuple[CommWork, list[Block]]] = {}
@@ -120,7 +122,7 @@ class CommProcess:
         self._sent_blocks: set[int] = set()
         self._replies: list[dict[str, Any]] = []
         self._replied = threading.Condition(self._lock)
-        self._on_error: Callable[[GangError], None] | None = None
+        self._on_error: Callable[[GangError], None] = self.abort
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         watch = os.pidfd_open(os.getpid())
         try:
@@ -145,8 +147,17 @@ class CommProcess:
         """Block until the process can be configured. Raises GangError when it died or is not ready in time."""
         self._reply("ready", timeout, "start")
 
-    def configure(self, prefix: str, groups: Sequence[GroupSpec], on_error: Callable[[GangError], None]) -> None:
-        """Replace all groups by `groups`, under the store's `prefix`, which no other generation may use.
+    def configure(
+        self,
+        prefix: str,
+        groups: Sequence[GroupSpec],
+        on_error: Callable[[GangError], None],
+        *,
+        store: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Replace all groups by `groups`, under the `prefix`, which no other generation may use, of the store (None:
+        the one it was started with). `timeout`: seconds for this and for each collective of the groups.
 
         `on_error` is called, once per failed work, from the thread that learned of it, before the work ends.
 
@@ -155,18 +166,30 @@ class CommProcess:
         """
         self._on_error = on_error
         specs = [{"name": spec.name, "rank": spec.rank, "size": spec.size} for spec in groups]
-        self._send({"kind": "configure", "prefix": prefix, "groups": specs})
-        self._reply("configured", self.timeout + 5.0, "configure")
+        self.timeout = timeout or self.timeout
+        message = {"kind": "configure", "prefix": prefix, "groups": specs, "store": store, "timeout_s": self.timeout}
+        self._send(message)
+        self._reply("configured", self.timeout + (5.0 if timeout is None else 0.0), "configure")
 
-    def add_group(self, prefix: str, group: GroupSpec) -> None:
-        """One more group beside those that are configured, under the store's `prefix`; works of those go on.
+    def add_group(
+        self, prefix: str, group: GroupSpec, *, store: str | None = None, timeout: float | None = None
+    ) -> None:
+        """One more group beside those that are configured, under the `prefix` of the store; works of those go on.
 
         Raises:
             GangError: a peer did not come, or the process was aborted meanwhile. Abort it.
         """
         spec = {"name": group.name, "rank": group.rank, "size": group.size}
-        self._send({"kind": "add", "prefix": prefix, "groups": [spec]})
-        self._reply("configured", self.timeout + 5.0, "configure")
+        timeout = timeout or self.timeout
+        message = {"kind": "add", "prefix": prefix, "groups": [spec], "store": store, "timeout_s": timeout}
+        with self._add_lock:  # their replies come in the order in which the groups are made
+            self._send(message)
+            self._reply("configured", timeout + 5.0, "configure")
+
+    def remove_group(self, name: str) -> None:
+        """Let go of a group; none of its works may be under way. Nothing when the process has ended."""
+        with contextlib.suppress(PeerLostError):
+            self._send({"kind": "remove", "name": name})
 
     def close_groups(self, timeout: float) -> None:
         """End a generation without ending the process. Raises GangError when that fails, and when a work is under way,
@@ -252,6 +275,11 @@ class CommProcess:
     def ended(self) -> bool:
         return self._ended
 
+    @property
+    def num_works(self) -> int:
+        """Collectives under way."""
+        return len(self._works)
+
     def close(self) -> None:
         """Abort, and give every descriptor back."""
         self.abort(StaleGenerationError("the comm process was closed"))
@@ -283,7 +311,9 @@ class CommProcess:
                     break
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._replied.wait(left):
-                    raise CollectiveTimeoutError(f"comm process {self.pid} did not {what} within {timeout:g} s")
+                    raise CollectiveTimeoutError(
+                        f"{what} timed out after {timeout:g} seconds (comm process {self.pid})"
+                    )
             message = self._replies.pop(0)
         if key == "configured" and message[key] is not None:
             raise PeerLostError(f"could not {what} the generation's groups: {message[key]}")
@@ -314,7 +344,7 @@ class CommProcess:
     def _finish(self, id: int, reason: str | None) -> None:
         work, blocks = self._works[id]
         error = None if reason is None else PeerLostError(f"{work.name}: {reason}")
-        if error is not None and self._on_error is not None:
+        if error is not None:
             self._on_error(error)
             return  # the abort that it called for fails this work with all others
         with self._lock:
@@ -328,7 +358,7 @@ class CommProcess:
         with self._replied:
             unexpected, self._ended = not self._ended, True
             self._replied.notify_all()
-        if unexpected and self._on_error is not None:
+        if unexpected:
             self._on_error(error)
         self._dead = _exited(self._pidfd, _REAP_TIMEOUT_S)  # M2: EOF may come before the last thread is gone
         error = self._abort_error or error

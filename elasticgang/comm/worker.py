@@ -165,8 +165,8 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
-    """`args`: store ("host:port"), host (the address that peers reach this one by), timeout_s. `fds`: the socket to
-    the rank, the rank's pidfd."""
+    """`args`: store ("host:port", or none yet), host (the address that peers reach this one by, or none: Gloo's
+    choice), timeout_s. `fds`: the socket to the rank, the rank's pidfd."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
     sock = socket.socket(fileno=fds[0])
@@ -188,15 +188,14 @@ def _die_with(pidfd: int) -> None:
 class _Worker:
     def __init__(self, sock: socket.socket, args: dict[str, Any]) -> None:
         self._sock = sock
-        self._host: str = args["host"]
+        self._host: str | None = args["host"]
         self._timeout = timedelta(seconds=args["timeout_s"])
         self._blocks: dict[int, Block] = {}
         self._groups: dict[str, Any] = {}
         self._pool = ThreadPoolExecutor(16)
-        host, _, port = args["store"].rpartition(":")
-        self._store_address = (host, int(port))
+        self._store: str | None = args["store"]
         # One client a group: on one client, a group that waits for a peer's key keeps another from setting its own.
-        self._stores = [self._connect() for _ in range(3)]
+        self._stores = [] if self._store is None else [self._connect(self._store) for _ in range(3)]
         self._send({"ready": True})
 
     def serve(self) -> None:
@@ -214,6 +213,8 @@ class _Worker:
                 self._pool.submit(self._reply, self._add, command)  # works of other groups go on meanwhile
             elif kind == "close":
                 self._reply(self._close, command)
+            elif kind == "remove":
+                self._pool.submit(self._groups.pop, command["name"], None)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._sock.send(json.dumps(message).encode())
@@ -228,10 +229,14 @@ class _Worker:
 
     def _configure(self, command: dict[str, Any]) -> None:
         self._close(command)
+        self._timeout = timedelta(seconds=command["timeout_s"])
+        if command["store"] is not None and command["store"] != self._store:
+            self._store, self._stores = command["store"], []
+        assert self._store is not None
         while len(self._stores) < len(command["groups"]):
-            self._stores.append(self._connect())
+            self._stores.append(self._connect(self._store))
         started = {
-            group["name"]: self._pool.submit(self._create, store, command["prefix"], group)
+            group["name"]: self._pool.submit(self._create, store, command["prefix"], group, self._timeout)
             for store, group in zip(self._stores, command["groups"], strict=False)
         }
         self._groups = {name: future.result() for name, future in started.items()}
@@ -240,17 +245,20 @@ class _Worker:
         """One more group beside those that are configured."""
         (group,) = command["groups"]
         groups = self._groups
-        made = self._create(self._connect(), command["prefix"], group)
-        groups[group["name"]] = made  # in those that were configured when it was asked for
+        store = command["store"] or self._store
+        assert store is not None
+        timeout = timedelta(seconds=command["timeout_s"])
+        groups[group["name"]] = self._create(self._connect(store), command["prefix"], group, timeout)
 
-    def _connect(self) -> TCPStore:
-        host, port = self._store_address
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+    def _connect(self, store: str) -> TCPStore:
+        host, _, port = store.rpartition(":")
+        return TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
 
-    def _create(self, client: TCPStore, prefix: str, group: dict[str, Any]) -> Any:
+    def _create(self, client: TCPStore, prefix: str, group: dict[str, Any], timeout: timedelta) -> Any:
         options = _Gloo._Options()
-        options._timeout = self._timeout
-        options._devices = [_Gloo.create_device(hostname=self._host)]
+        options._timeout = timeout
+        device = _Gloo.create_default_device() if self._host is None else _Gloo.create_device(hostname=self._host)
+        options._devices = [device]
         store = PrefixStore(f"{prefix}/{group['name']}", client)
         return _Gloo(store, group["rank"], group["size"], options)
 

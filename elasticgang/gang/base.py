@@ -55,8 +55,9 @@ class Collective:
 class Work(Protocol):
     """A collective under way."""
 
-    def wait(self) -> bool:
-        """Block until it has ended (on CUDA: until the current stream waits for it). False when the gang was poisoned.
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it has ended (on CUDA: until the current stream waits for it), at most `timeout` seconds (None:
+        the gang's own). False when the gang was poisoned.
 
         Raises GangError as the call itself would have.
         """
@@ -252,14 +253,7 @@ class Gang(ABC):
         """Start a collective that was checked."""
         if collective.op is not ReduceOperation.MEAN:
             return self._start(collective)
-        # As SUM and a division, which every backend can do.
-        tensor = collective.outputs[0]
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(
-                f"MEAN needs a floating-point or complex dtype, but the tensor's is {tensor.dtype} instead."
-            )
-        work = self._start(replace(collective, op=ReduceOperation.SUM))
-        return Then(work, lambda: _divide(tensor, self.size))
+        return start_mean(self._start, collective, self.size)
 
     def _check(self, name: str, tensor: Tensor) -> None:
         if tensor.device != self.device:
@@ -319,6 +313,15 @@ def check_ranks(ranks: Sequence[int], size: int) -> None:
         raise ValueError(f"`ranks` must be distinct, but are {list(ranks)} instead.")
 
 
+def start_mean(start: Callable[[Collective], Work], collective: Collective, size: int) -> Work:
+    """MEAN over `size` as SUM and a division, which every backend can do."""
+    tensor = collective.outputs[0]
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"MEAN needs a floating-point or complex dtype, but the tensor's is {tensor.dtype} instead.")
+    work = start(replace(collective, op=ReduceOperation.SUM))
+    return Then(work, lambda: _divide(tensor, size))
+
+
 def _divide(tensor: Tensor, divisor: int) -> None:
     with torch.no_grad():
         tensor.div_(divisor)
@@ -333,8 +336,8 @@ class Then:
         self._lock = threading.Lock()
         self._last: Callable[[], None] | None = last
 
-    def wait(self) -> bool:
-        return self._finish(self._work.wait())
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._finish(self._work.wait(timeout))
 
     def get_future(self) -> Future[bool]:
         return self._work.get_future().then(lambda future: self._finish(future.value()))
@@ -353,7 +356,7 @@ class EndedWork:
     def __init__(self, completed: bool = True) -> None:
         self._completed = completed
 
-    def wait(self) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
         return self._completed
 
     def get_future(self) -> Future[bool]:

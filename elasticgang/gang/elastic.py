@@ -240,9 +240,9 @@ class _SwallowingWork:
     def __init__(self, work: GroupWork, collective: Collective, group: Group) -> None:
         self._work, self._collective, self._group = work, collective, group
 
-    def wait(self) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
         try:
-            self._work.wait(self._group.timeout)
+            self._work.wait(timeout or self._group.timeout)
         except GangError as error:
             self._swallow(error)
             return False

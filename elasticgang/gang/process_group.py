@@ -195,6 +195,8 @@ def _translated(call: str, perform: Callable[[], Any]) -> Any:
     """torch's RuntimeError as ours."""
     try:
         return perform()
+    except GangError:  # of a group that is ours
+        raise
     except RuntimeError as exc:
         raise GangError(f"`{call}` failed: {exc}") from exc
 
@@ -203,8 +205,9 @@ class _TranslatedWork:
     def __init__(self, call: str, work: Any) -> None:
         self._call, self._work = call, work
 
-    def wait(self) -> bool:
-        _translated(self._call, self._work.wait)
+    def wait(self, timeout: float | None = None) -> bool:
+        given = () if timeout is None else (timedelta(seconds=timeout),)
+        _translated(self._call, lambda: self._work.wait(*given))
         return True
 
     def get_future(self) -> Future[bool]:

@@ -12,15 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BroadcastOptions
 from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 
+from elasticgang.comm import torch_backend
 from elasticgang.errors import InvalidOperationError, NotSupportedError, StepAborted
 from elasticgang.gang import calls
 from elasticgang.gang.base import Gang, Work
 from elasticgang.gang.calls import Call
 
-BACKEND_NAME = "elasticgang"
+BACKEND_NAME = torch_backend.NAME
+
+
+torch_backend.register()  # torch looks a group's devices up by its backend's name
 
 
 class TorchWork(TorchWorkBase):
@@ -33,7 +38,8 @@ class TorchWork(TorchWorkBase):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises StepAborted when the call's result had to be exact and the group was poisoned."""
-        completed = [work.wait() for work in self._works]  # all of them, also after one that did not complete
+        seconds = timeout.total_seconds() if timeout else None  # C++ callers give 0 for none
+        completed = [work.wait(seconds) for work in self._works]  # all of them, also after one that did not complete
         self._check(all(completed))
         return True
 
@@ -75,11 +81,11 @@ class TorchWork(TorchWorkBase):
             )
 
 
-def _collective(form: Callable[..., Call]) -> Callable[..., TorchWork]:
-    def method(self: CollectiveMethods, *args: Any, **kwargs: Any) -> TorchWork:
-        return self._submit(form(self.size(), *args, **kwargs))
+def _collective(name: str, form: Callable[..., Call]) -> Callable[..., Any]:
+    def method(self: CollectiveMethods, *args: Any, **kwargs: Any) -> Any:
+        return self._perform(name, form(self.size(), *args, **kwargs), args, kwargs)
 
-    method.__name__ = form.__name__
+    method.__name__ = name
     method.__doc__ = f"As `torch.distributed.ProcessGroup.{form.__name__}`. Raises ValueError before anything is sent."
     return method
 
@@ -124,33 +130,43 @@ class CollectiveMethods:
     def _submit(self, call: Call) -> TorchWork:
         raise NotImplementedError
 
-    allreduce = _collective(calls.allreduce)
-    allreduce_coalesced = _collective(calls.allreduce)
-    allgather = _collective(calls.allgather)
-    allgather_coalesced = _collective(calls.allgather)
-    all_gather_single = _collective(calls.all_gather_single)
-    _allgather_base = _collective(calls.all_gather_single)
-    all_gather_single_coalesced = _collective(calls.all_gather_single_coalesced)
-    allgather_into_tensor_coalesced = _collective(calls.all_gather_single_coalesced)
-    reduce_scatter = _collective(calls.reduce_scatter)
-    reduce_scatter_single = _collective(calls.reduce_scatter_single)
-    _reduce_scatter_base = _collective(calls.reduce_scatter_single)
-    reduce_scatter_single_coalesced = _collective(calls.reduce_scatter_single_coalesced)
-    reduce_scatter_tensor_coalesced = _collective(calls.reduce_scatter_single_coalesced)
-    alltoall = _collective(calls.alltoall)
-    all_to_all_single = _collective(calls.all_to_all_single)
-    alltoall_base = _collective(calls.all_to_all_single)
-    broadcast = _collective(calls.broadcast)
-    reduce = _collective(calls.reduce)
-    gather = _collective(calls.gather)
-    scatter = _collective(calls.scatter)
-    send = _collective(calls.send)
-    recv = _collective(calls.recv)
-    barrier = _collective(calls.barrier)
+    def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`call` is what the method `name` was asked for by `args` and `kwargs`."""
+        return self._submit(call)
 
-    def broadcast_one(self, tensor: torch.Tensor, root: int) -> TorchWork:
+    allreduce = _collective("allreduce", calls.allreduce)
+    allreduce_coalesced = _collective("allreduce_coalesced", calls.allreduce)
+    allgather = _collective("allgather", calls.allgather)
+    allgather_coalesced = _collective("allgather_coalesced", calls.allgather)
+    all_gather_single = _collective("all_gather_single", calls.all_gather_single)
+    _allgather_base = _collective("_allgather_base", calls.all_gather_single)
+    all_gather_single_coalesced = _collective("all_gather_single_coalesced", calls.all_gather_single_coalesced)
+    allgather_into_tensor_coalesced = _collective("allgather_into_tensor_coalesced", calls.all_gather_single_coalesced)
+    reduce_scatter = _collective("reduce_scatter", calls.reduce_scatter)
+    reduce_scatter_single = _collective("reduce_scatter_single", calls.reduce_scatter_single)
+    _reduce_scatter_base = _collective("_reduce_scatter_base", calls.reduce_scatter_single)
+    reduce_scatter_single_coalesced = _collective(
+        "reduce_scatter_single_coalesced", calls.reduce_scatter_single_coalesced
+    )
+    reduce_scatter_tensor_coalesced = _collective(
+        "reduce_scatter_tensor_coalesced", calls.reduce_scatter_single_coalesced
+    )
+    alltoall = _collective("alltoall", calls.alltoall)
+    all_to_all_single = _collective("all_to_all_single", calls.all_to_all_single)
+    alltoall_base = _collective("alltoall_base", calls.all_to_all_single)
+    broadcast = _collective("broadcast", calls.broadcast)
+    reduce = _collective("reduce", calls.reduce)
+    gather = _collective("gather", calls.gather)
+    scatter = _collective("scatter", calls.scatter)
+    send = _collective("send", calls.send)
+    recv = _collective("recv", calls.recv)
+    barrier = _collective("barrier", calls.barrier)
+
+    def broadcast_one(self, tensor: torch.Tensor, root: int) -> Any:
         """`broadcast` of one tensor."""
-        return self._submit(calls.broadcast(self.size(), tensor, root))
+        options = BroadcastOptions()
+        options.rootRank = root
+        return self.broadcast([tensor], options)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> TorchWork:
         raise NotSupportedError("`recv` needs a source here: name the rank to receive from.")

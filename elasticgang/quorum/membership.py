@@ -28,6 +28,7 @@ from torch import Tensor
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
+from elasticgang.comm.supply import PRELOAD, CommSupply
 from elasticgang.errors import EvictedError, GangError, OperationalError, PeerLostError, StepAborted
 from elasticgang.gang import Gang, Gangs, create_fake_gangs
 from elasticgang.gang.elastic import Binding, ElasticGang
@@ -41,8 +42,6 @@ CONTROL = "control"
 REDUCE = "reduce"  # the ranks of dp, for gradients alone: a user's collectives in a step keep their own order
 
 _CLOSE_TIMEOUT_S = 2.0
-_MAX_STARTS = 20
-_PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
 
 
 @dataclass
@@ -152,7 +151,7 @@ class ElasticMembership:
         self._aborted = (0, "")  # written by the link's thread: the newest generation that is over, and why
         self._joining = 0
         self._forks = _Forks(context)
-        self._comms = _CommSupply(self._forks)
+        self._comms = CommSupply(self._forks.start)
         self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
         os.register_at_fork(after_in_child=self._close_in_child)
 
@@ -335,7 +334,7 @@ class _Forks:
             return self._start_with(self._client)
         except OperationalError:  # the agent's fork server is gone: one of this rank's own takes its place
             self._client.close()
-            own = ForkServer(_PRELOAD, new_session=False)  # comm processes join this rank's process group
+            own = ForkServer(PRELOAD, new_session=False)  # comm processes join this rank's process group
             own.wait_ready()
             self._client = own
             return self._start_with(own)
@@ -362,41 +361,6 @@ class _Forks:
         """Without a lock: it is called in forked children, where nobody would release one."""
         newest = self._newest
         return [self._client.fileno(), *([] if newest is None else newest.descriptors())]
-
-
-class _CommSupply:
-    """Keeps one comm process ready: the standby."""
-
-    def __init__(self, forks: _Forks) -> None:
-        self._forks = forks
-        self._standby: Future[CommProcess] | None = forks.start()
-
-    def take(self) -> CommProcess:
-        """The standby, once it is ready; a dead one is replaced.
-
-        Raises:
-            OperationalError: none could be started, or all died while they started.
-        """
-        for _ in range(_MAX_STARTS):
-            standby, self._standby = self._standby or self._forks.start(), None
-            try:
-                comm = standby.result()
-            except GangError:
-                continue
-            if not comm.ended:
-                return comm
-            comm.close()
-        raise OperationalError(f"{_MAX_STARTS} comm processes in a row died while they started")
-
-    def prepare(self) -> None:
-        if self._standby is None:
-            self._standby = self._forks.start()
-
-    def close(self) -> None:
-        standby, self._standby = self._standby, None
-        if standby is not None and not standby.cancel():
-            with contextlib.suppress(GangError, OperationalError):  # it never came up
-                standby.result().close()
 
 
 class AloneMembership:

@@ -53,7 +53,8 @@ def fsdp2(mesh: DeviceMesh) -> nn.Module:
     sharded = model()
     fully_shard(sharded[0], mesh=mesh)
     fully_shard(sharded[2], mesh=mesh)
-    return fully_shard(sharded, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    return sharded
 
 
 def wrap(form: str, mesh: Callable[[], DeviceMesh]) -> nn.Module:
@@ -73,10 +74,10 @@ class Training:
         inputs, targets = (part.chunk(self._size)[self._rank] for part in batch(step))
         self._optimizer.zero_grad()
         loss = nn.functional.mse_loss(self._module(inputs), targets)
-        loss.backward()
+        torch.autograd.backward(loss)
         return loss.item()
 
-    def apply(self) -> None:
+    def apply(self, weight: float = 1.0) -> None:
         self._optimizer.step()
 
 
@@ -118,12 +119,10 @@ def under_elasticgang(form: str) -> list[float]:
             gangs = manager.gangs
             if training is None:
                 eg.set_default_process_group(gangs.root)
-                training = Training(
-                    wrap(form, lambda: manager.gangs.device_mesh("rdp", "sdp")), gangs.dp.rank, gangs.dp.size
-                )
+                module = wrap(form, lambda: manager.gangs.device_mesh("rdp", "sdp"))
+                training = Training(module, gangs.dp.rank, gangs.dp.size)
             loss = mean_over(gangs.dp, training.backward(step.index))
-            trained = training
-            if manager.commit(1.0, lambda total: trained.apply()):
+            if manager.commit(1.0, training.apply):
                 losses.append(loss)
     return losses
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import elasticgang as eg
@@ -50,8 +50,13 @@ def dtensor(mesh: DeviceMesh) -> None:
     sharded = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
     assert sharded.to_local().shape[0] == 4 // mesh["tp"].size()
     assert torch.equal(sharded.full_tensor(), whole)
-    assert (sharded * 2).sum().full_tensor().item() == 2 * whole.sum()
+    assert full(torch.sum(sharded * 2)).item() == 2 * whole.sum()
     assert torch.equal(sharded.redistribute(placements=[Shard(1), Shard(0)]).full_tensor(), whole)
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
 
 
 def tensor_parallel(mesh: DeviceMesh) -> None:
@@ -65,9 +70,8 @@ def tensor_parallel(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(found, expected)
     expected.sum().backward()
     found.sum().backward()
-    gradient = split[0].weight.grad
-    assert gradient is not None
-    torch.testing.assert_close(gradient.full_tensor(), dense[0].weight.grad)
+    gradients = [next(model.parameters()).grad for model in (split, dense)]
+    torch.testing.assert_close(full(gradients[0]), gradients[1])
 
 
 def data_parallel(gang: eg.Gang) -> None:

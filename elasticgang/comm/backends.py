@@ -1,0 +1,75 @@
+"""Reconfigurable process groups by name, and those that run in this process.
+
+Isolated groups (`process_group.py`) can always be aborted. Of those in process, NCCL can; Gloo cannot (its `abort`
+leaves waiting threads waiting, in torch 2.13), so that a lost peer costs a collective's timeout there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchft.process_group as torchft
+from torchft.process_group import ProcessGroup
+
+from elasticgang.comm.process_group import ProcessGroupIsolatedGloo, ProcessGroupIsolatedNCCL, _seconds
+from elasticgang.errors import NotSupportedError
+from elasticgang.gang.calls import Call
+from elasticgang.gang.torch_group import CollectiveMethods
+
+
+class _InProcess(CollectiveMethods):
+    """Every collective, checked, of the torch group that the last `configure` made."""
+
+    parent: Any
+
+    def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return getattr(self.parent, name)(*args, **kwargs)
+
+
+class ProcessGroupGloo(_InProcess, torchft.ProcessGroupGloo):  # type: ignore[misc]  # names that torch fixes
+    """torchft's `ProcessGroupGloo`, with the collectives that it refuses and torch's Gloo has."""
+
+
+class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[misc]  # names that torch fixes
+    """torchft's `ProcessGroupNCCL`, which aborts its communicators, with every collective."""
+
+
+def create_process_group(name: str, timeout: float | timedelta = 60.0) -> ProcessGroup:
+    """A group of that kind, to be configured: "gloo", "nccl", "isolated-gloo", "isolated-nccl" or "dummy".
+
+    `timeout`: seconds, for `configure` and for each collective.
+
+    Raises:
+        ValueError: there is no such kind, or `timeout` is not above 0.
+        NotSupportedError: it is not available here; it says why.
+    """
+    if name not in _KINDS:
+        raise ValueError(f"`name` must be one of {', '.join(_KINDS)}, but is {name!r} instead.")
+    return _KINDS[name](timedelta(seconds=_seconds(timeout)))
+
+
+def _gloo(timeout: timedelta) -> ProcessGroup:
+    if not dist.is_gloo_available():
+        raise NotSupportedError("gloo is not available: torch was built without it.")
+    return ProcessGroupGloo(timeout)
+
+
+def _nccl(timeout: timedelta) -> ProcessGroup:
+    if not dist.is_nccl_available():
+        raise NotSupportedError("nccl is not available: torch was built without it.")
+    if not torch.cuda.is_available():
+        raise NotSupportedError("nccl is not available: there is no CUDA device.")
+    return ProcessGroupNCCL(timeout)
+
+
+_KINDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
+    "gloo": _gloo,
+    "nccl": _nccl,
+    "isolated-gloo": ProcessGroupIsolatedGloo,
+    "isolated-nccl": ProcessGroupIsolatedNCCL,
+    "dummy": lambda timeout: torchft.ProcessGroupDummy(0, 1),
+}

@@ -1,0 +1,244 @@
+"""torchft's reconfigurable process groups, isolated in a comm process: the places of `ProcessGroupBaby*`.
+
+I1  A configuration's process is used again after a clean end; after an error, or with works under way, it is killed,
+    and the standby takes over. Either way no work of an earlier configuration reaches the new groups.
+I2  The first error ends the configuration: it is kept for `errored`, the process is killed, every work has ended, and
+    later calls fail at once, until the next `configure`.
+I3  One owner configures, aborts and shuts down; any number of threads issue collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch.futures import Future
+from torchft.process_group import ProcessGroup
+
+from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
+from elasticgang.comm.supply import CommSupply, own_forks
+from elasticgang.errors import (
+    ClosedError,
+    GangError,
+    InvalidOperationError,
+    NotSupportedError,
+    PeerLostError,
+    StaleGenerationError,
+)
+from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean
+from elasticgang.gang.calls import Call
+from elasticgang.gang.elastic import group_call
+from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
+
+_GROUP = "all"
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class IsolatedWork:
+    """A collective of one configuration. A deadline that passes ends the configuration."""
+
+    def __init__(self, work: CommWork, timeout: float, fail: Callable[[GangError], None]) -> None:
+        self._work, self._timeout, self._fail = work, timeout, fail
+
+    def wait(self, timeout: float | None = None) -> bool:
+        try:
+            self._work.wait(timeout or self._timeout)
+        except GangError as error:
+            self._fail(error)
+            raise
+        return True
+
+    def get_future(self) -> Future[bool]:
+        return self._work.future.then(lambda future: bool(future.value()) or True)
+
+
+class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
+    """What all backends share; use `ProcessGroupIsolatedGloo` or `ProcessGroupIsolatedNCCL`."""
+
+    backend = "gloo"
+
+    def __init__(self, timeout: float | timedelta = 60.0, *, reuse: bool = True) -> None:
+        """`timeout`: seconds (or a timedelta) for `configure` and for each collective. `reuse=False`: a new process for
+        each configuration, as torchft has it.
+
+        Raises:
+            ValueError: `timeout` is not above 0.
+            NotSupportedError: the backend is not available here.
+        """
+        super().__init__(0, 1)
+        self._timeout = _seconds(timeout)
+        self._check_available()
+        self._reuse = reuse
+        self._lock = threading.Lock()
+        self._rank, self._size = 0, 1
+        self._comm: CommProcess | None = None
+        self._error: GangError | None = None
+        self._closed = False
+        self._supply = CommSupply(own_forks().start)
+
+    @classmethod
+    def _check_available(cls) -> None:
+        if not torch.distributed.is_gloo_available():
+            raise NotSupportedError("Gloo is not available: torch was built without it.")
+
+    # -- torchft's ProcessGroup
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Become rank `rank` of `world_size`. Blocks until all have met, at most the timeout.
+
+        `store_addr`: "host:port/prefix", of a `TCPStore`; no other configuration may use the prefix. The ids and ranks
+        beyond `rank` and `world_size` are torchft's for its logs, and not needed here.
+
+        Raises:
+            ValueError: an argument does not fit. Nothing has changed.
+            ClosedError: the group was shut down.
+            GangError: a peer did not come (`CollectiveTimeoutError`), or failed. The group is unconfigured.
+        """
+        address, _, prefix = store_addr.partition("/")
+        if not prefix or not address.rpartition(":")[2].isdigit():
+            raise ValueError(f"`store_addr` must be host:port/prefix, but is {store_addr!r} instead.")
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(
+                f"`rank` must be at least 0 and less than `world_size` ({world_size}), but is {rank} instead."
+            )
+        comm = self._leave()
+        self._rank, self._size = rank, world_size
+        comm = comm or self._supply.take(self._timeout)
+        with self._lock:
+            self._comm, self._error = comm, None
+        spec = GroupSpec(_GROUP, rank, world_size)
+        try:
+            comm.configure(prefix, [spec], self._failer(comm), store=address, timeout=self._timeout)
+        except GangError as error:
+            self._fail(comm, error)
+            raise
+        finally:
+            self._supply.prepare()
+
+    def abort(self, errored: bool = True) -> None:
+        """End the present configuration: every work under way has failed when this returns, and none of its memory is
+        touched any more. Idempotent; the next `configure` works."""
+        comm = self._comm
+        if comm is not None:
+            self._fail(comm, PeerLostError("the process group was aborted"))
+
+    def shutdown(self) -> None:
+        """End everything. Later calls raise `ClosedError`. Idempotent."""
+        with self._lock:
+            self._closed = True
+            comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.close()
+        self._supply.close()
+
+    def errored(self) -> Exception | None:
+        """The error that ended the present configuration; None while it is sound."""
+        return None if self._error is None else PeerLostError(f"the process group was aborted: {self._error}")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For collectives that are waited for from now on, and for `configure`."""
+        self._timeout = _seconds(timeout)
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    getRank = rank
+    getSize = size
+
+    def getBackendName(self) -> str:
+        return f"elasticgang-isolated-{self.backend}"
+
+    def num_active_work(self) -> int:
+        """Collectives under way."""
+        comm = self._comm
+        return 0 if comm is None else comm.num_works
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self._rank}, size={self._size})"
+
+    # -- collectives
+
+    def _submit(self, call: Call) -> TorchWork:
+        return TorchWork([self._start(part) for part in call.parts], call)
+
+    def _start(self, collective: Collective) -> Work:
+        if collective.op is ReduceOperation.MEAN:
+            return start_mean(self._start, collective, self._size)
+        with self._lock:
+            comm, closed = self._comm, self._closed
+        if closed:
+            raise ClosedError("the process group's handle is closed: it was shut down")
+        if comm is None:
+            raise InvalidOperationError("the process group is not configured; call `configure` first")
+        name, options = group_call(collective)
+        work = comm.submit(_GROUP, name, collective.outputs, collective.inputs, **options)
+        return IsolatedWork(work, self._timeout, self._failer(comm))
+
+    # -- one configuration
+
+    def _failer(self, comm: CommProcess) -> Callable[[GangError], None]:
+        return lambda error: self._fail(comm, error)
+
+    def _fail(self, comm: CommProcess, error: GangError) -> None:
+        """I2. Of an earlier configuration: nothing of this one changes."""
+        with self._lock:
+            if self._comm is comm and self._error is None:
+                self._error = error
+        comm.abort(error)
+
+    def _leave(self) -> CommProcess | None:
+        """I1. The process to use again, if that can be."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the process group's handle is closed: it was shut down")
+            comm, self._comm = self._comm, None
+        if comm is None:
+            return None
+        if self._reuse and self._error is None and not comm.ended:
+            try:
+                comm.close_groups(_CLOSE_TIMEOUT_S)
+                return comm
+            except GangError:
+                pass
+        comm.abort(StaleGenerationError("the process group was configured anew"))
+        comm.close()
+        return None
+
+
+class ProcessGroupIsolatedGloo(ProcessGroupIsolated):
+    """Gloo in a comm process: takes the place of torchft's `ProcessGroupBabyGloo`. For CPU tensors."""
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not seconds > 0:
+        raise ValueError(f"`timeout` must be above 0 seconds, but is {seconds:g} instead.")
+    return seconds
+
+
+class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
+    """NCCL in a comm process: takes the place of torchft's `ProcessGroupBabyNCCL`. For CUDA tensors."""
+
+    backend = "nccl"
+
+    @classmethod
+    def _check_available(cls) -> None:
+        if not torch.distributed.is_nccl_available():
+            raise NotSupportedError("isolated-nccl is not available: torch was built without NCCL.")
+        if not torch.cuda.is_available():
+            raise NotSupportedError("isolated-nccl is not available: there is no CUDA device.")

@@ -1,0 +1,151 @@
+"""A process group of fixed ranks in the comm process that all such groups of this process share.
+
+G1  The comm process starts with the first group and ends with the last.
+G2  An error of one group is the end of all: the process that could still write to their tensors is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import uuid
+
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore
+
+from elasticgang.comm.client import CommProcess, GroupSpec
+from elasticgang.comm.process_group import IsolatedWork
+from elasticgang.comm.supply import own_forks
+from elasticgang.comm.torch_backend import NAME
+from elasticgang.errors import ClosedError, GangError
+from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean
+from elasticgang.gang.calls import Call
+from elasticgang.gang.elastic import group_call
+from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
+
+_START_TIMEOUT_S = 120.0
+
+
+class _Shared:
+    """G1: this process's comm process, and how many groups are in it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._comm: CommProcess | None = None
+        self._num_groups = 0
+
+    def enter(self) -> CommProcess:
+        with self._lock:
+            if self._comm is None:
+                self._comm = own_forks().start().result(_START_TIMEOUT_S)
+            self._num_groups += 1
+            return self._comm
+
+    def leave(self, comm: CommProcess) -> None:
+        with self._lock:
+            if comm is not self._comm:
+                return
+            self._num_groups -= 1
+            if self._num_groups == 0:
+                self._comm = None
+                comm.close()
+
+
+_shared = _Shared()
+
+
+def _forget_parents() -> None:
+    global _shared
+    _shared = _Shared()
+
+
+os.register_at_fork(after_in_child=_forget_parents)
+
+
+class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
+    """Made by `torch.distributed`. Thread-safe."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        """Block until all ranks of the group have met through `store`, at most `timeout` seconds.
+
+        Raises:
+            GangError: a peer did not come.
+        """
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self._closed = False
+        self._server: TCPStore | None = None
+        address, prefix = self._meet(store)
+        self._group = prefix
+        self._shared = _shared
+        self._comm = self._shared.enter()
+        try:
+            self._comm.add_group(prefix, GroupSpec(prefix, rank, size), store=address, timeout=timeout)
+        except GangError as error:
+            self._comm.abort(error)
+            self._shared.leave(self._comm)
+            raise
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    getRank = rank
+    getSize = size
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    def shutdown(self) -> None:
+        """End the group. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._comm.remove_group(self._group)
+            self._shared.leave(self._comm)
+            self._server = None
+
+    def abort(self) -> None:
+        """Fail every collective that is under way, of every group of this process (G2)."""
+        self._comm.abort(GangError("the process group was aborted"))
+
+    def __repr__(self) -> str:
+        return f"StaticProcessGroup(rank={self._rank}, size={self._size})"
+
+    def _meet(self, store: Store) -> tuple[str, str]:
+        """The store that comm processes use, and a prefix in it that nobody else has: as rank 0 says."""
+        if self._rank:
+            address, prefix = json.loads(store.get("elasticgang"))
+            return address, prefix
+        tcp = store
+        while isinstance(tcp, PrefixStore):
+            tcp = tcp.underlying_store
+        if not isinstance(tcp, TCPStore):  # a file, or memory of this process: comm processes need one to connect to
+            tcp = self._server = TCPStore(_own_host(), 0, is_master=True, wait_for_workers=False)
+        address, prefix = f"{tcp.host}:{tcp.port}", f"elasticgang/{uuid.uuid4().hex}"
+        store.set("elasticgang", json.dumps([address, prefix]))
+        return address, prefix
+
+    def _submit(self, call: Call) -> TorchWork:
+        return TorchWork([self._start(part) for part in call.parts], call)
+
+    def _start(self, collective: Collective) -> Work:
+        if self._closed:
+            raise ClosedError("the process group's handle is closed: it was destroyed")
+        if collective.op is ReduceOperation.MEAN:
+            return start_mean(self._start, collective, self._size)
+        name, options = group_call(collective)
+        work = self._comm.submit(self._group, name, collective.outputs, collective.inputs, **options)
+        return IsolatedWork(work, self._timeout, self._comm.abort)
+
+
+def _own_host() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,111 @@
+"""Where comm processes come from, and the one that stands by.
+
+S1  Starting takes place on a thread of its own; `take` is the only wait.
+S2  A process that has no agent starts one fork server, when the first comm process is asked for; it ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from elasticgang.comm.arena import Arena
+from elasticgang.comm.client import CommProcess
+from elasticgang.comm.forkserver import ForkServer
+from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError
+
+PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
+_MAX_STARTS = 20
+
+
+class CommSupply:
+    """Keeps one comm process ready: the standby. For one thread, but for what `start` does."""
+
+    def __init__(self, start: Callable[[], Future[CommProcess]]) -> None:
+        """`start` begins to start a process, which is ready when the future has it."""
+        self._start = start
+        self._standby: Future[CommProcess] | None = start()
+
+    def take(self, timeout: float | None = None) -> CommProcess:
+        """The standby, once it is ready; a dead one is replaced.
+
+        Raises:
+            CollectiveTimeoutError: it was not ready within `timeout` seconds. It is still being started.
+            OperationalError: none could be started, or all died while they started.
+        """
+        for _ in range(_MAX_STARTS):
+            self.prepare()
+            assert self._standby is not None
+            try:
+                comm = self._standby.result(timeout)
+            except FutureTimeoutError:
+                raise CollectiveTimeoutError(f"starting a comm process timed out after {timeout:g} seconds") from None
+            except GangError:
+                self._standby = None
+                continue
+            except OperationalError:
+                self._standby = None
+                raise
+            self._standby = None
+            if not comm.ended:
+                return comm
+            comm.close()
+        raise OperationalError(f"{_MAX_STARTS} comm processes in a row died while they started")
+
+    def prepare(self) -> None:
+        """Begin to start a standby, if there is none."""
+        if self._standby is None:
+            self._standby = self._start()
+
+    def close(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None and not standby.cancel():
+            with contextlib.suppress(GangError, OperationalError):  # it never came up
+                standby.result().close()
+
+
+class _OwnForks:
+    """The fork server and the arena of a process that no agent started."""
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self._server: ForkServer | None = None
+        self._thread = ThreadPoolExecutor(1, "comm-start")
+
+    def start(self) -> Future[CommProcess]:
+        return self._thread.submit(self._start)
+
+    def _start(self) -> CommProcess:
+        if self._server is None or self._server.process.poll() is not None:
+            self._server = ForkServer(PRELOAD, new_session=False)
+            self._server.wait_ready()
+        comm = CommProcess(self._server, self.arena, timeout=60.0)
+        try:
+            comm.wait_ready()
+        except GangError:
+            comm.close()
+            raise
+        return comm
+
+
+_lock = threading.Lock()
+_own: dict[int, _OwnForks] = {}
+
+
+def own_forks() -> _OwnForks:
+    """Of this process; a forked child has its own."""
+    with _lock:
+        return _own.setdefault(os.getpid(), _OwnForks())
+
+
+def _forget_parents() -> None:
+    global _lock
+    _lock = threading.Lock()  # the parent's may have been held at the fork
+    _own.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents)

@@ -1,0 +1,210 @@
+"""Process groups that swallow errors: torchft's `ErrorSwallowingProcessGroupWrapper`, for every collective.
+
+E1  After the first error nothing more is sent until the next `configure`.
+E2  What a collective leaves after an error is the same everywhere: what an in-place tensor held before, or zeros where
+    memory was shared; zeros in a pure output. It is never uninitialised memory.
+E3  Where only the true result will do (barriers, and integers that are moved and not reduced, of which torch's object
+    collectives are made), `StepAborted` is raised.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import Work as TorchWorkBase
+from torch.futures import Future
+from torchft.process_group import ProcessGroup
+
+from elasticgang.errors import StepAborted
+from elasticgang.gang import Gang, Gangs
+from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean
+from elasticgang.gang.calls import Call
+from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
+
+
+class SwallowedWork(TorchWorkBase):
+    """A collective whose errors become the group's `error`. `work` is None when it was never sent."""
+
+    def __init__(self, pg: SwallowingProcessGroup, work: Any, call: Call) -> None:
+        super().__init__()
+        self._pg, self._work, self._call = pg, work, call
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True, also after an error. Raises StepAborted where E3 holds."""
+        try:
+            if self._work is not None and not self._failed:
+                _ = self._work.wait(timeout) if timeout else self._work.wait()
+                return True
+        except Exception as error:
+            self._pg.report_error(error)
+        self._settle()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        def finish(future: Future[Any]) -> Any:
+            try:
+                future.value()
+            except Exception as error:
+                self._pg.report_error(error)
+                self._settle()
+            return self._call.result
+
+        if self._work is None:
+            done: Future[Any] = Future()
+            try:
+                self._settle()
+                done.set_result(self._call.result)
+            except StepAborted as error:
+                done.set_exception(error)
+            return done
+        then: Future[Any] = self._work.get_future().then(finish)
+        return then
+
+    def result(self) -> Any:
+        self.wait()
+        return self._call.result
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def _settle(self) -> None:
+        """E2 and E3, once."""
+        with self._lock:
+            first, self._failed = not self._failed, True
+            if first:
+                for part in self._call.parts:
+                    neutral_outputs(part)
+        if self._call.is_exact:
+            raise StepAborted(f"the process group failed before: {self._pg.error()}")
+
+
+def neutral_outputs(collective: Collective) -> None:
+    """Zeros in pure outputs; what is reduced or received in place keeps what it holds."""
+    if not collective.is_in_place:
+        with torch.no_grad():
+            for output in collective.outputs:
+                output.zero_()
+
+
+class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
+    """`pg` with its errors swallowed (E1 to E3). Thread-safe where `pg` is."""
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__(0, 1)
+        self._pg = pg
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        """As `pg.configure`, which may raise; and forget the error."""
+        self._pg.configure(*args, **kwargs)
+        with self._lock:
+            self._error = None
+
+    def error(self) -> Exception | None:
+        """The first error since `configure`."""
+        return self._error
+
+    def report_error(self, e: Exception) -> None:
+        """Let the group fail by `e`: nothing more is sent until `configure`. Only the first is kept."""
+        with self._lock:
+            self._error = self._error or e
+
+    def errored(self) -> Exception | None:
+        return self._error or self._pg.errored()
+
+    @property
+    def parent(self) -> ProcessGroup:
+        """The group that is wrapped."""
+        return self._pg
+
+    def abort(self, errored: bool = True) -> None:
+        self._pg.abort()
+
+    def shutdown(self) -> None:
+        self._pg.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._pg.set_timeout(timeout)
+
+    def rank(self) -> int:
+        return int(self._pg.rank())
+
+    def size(self) -> int:
+        return int(self._pg.size())
+
+    getRank = rank
+    getSize = size
+
+    def getBackendName(self) -> str:
+        return str(self._pg.getBackendName())
+
+    def __repr__(self) -> str:
+        return f"SwallowingProcessGroup({self._pg!r})"
+
+    def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SwallowedWork:
+        work = None
+        if self._error is None:
+            try:
+                work = getattr(self._pg, name)(*args, **kwargs)
+            except ValueError:  # an argument does not fit: nothing was sent
+                raise
+            except Exception as error:
+                self.report_error(error)
+        swallowed = SwallowedWork(self, work, call)
+        if work is None:
+            swallowed._settle()
+        return swallowed
+
+
+class Manager(Protocol):
+    """What a `ManagedProcessGroup` needs of `elasticgang.QuorumManager`."""
+
+    @property
+    def gangs(self) -> Gangs: ...
+
+    @property
+    def num_active(self) -> int: ...
+
+
+class ManagedProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
+    """The data-parallel gang of a manager, for what takes a process group and divides by its size: that is the number
+    of active members along `gangs.dp`. Learners take part with what they give, by convention zeros. An error ends the
+    manager's generation; collectives then return as those of its gangs do."""
+
+    def __init__(self, manager: Manager) -> None:
+        super().__init__(0, 1)
+        self._manager = manager
+
+    def rank(self) -> int:
+        return self._manager.gangs.dp.rank
+
+    def size(self) -> int:
+        gangs = self._manager.gangs
+        return max(1, self._manager.num_active * gangs.dp.size // gangs.root.size)
+
+    getRank = rank
+    getSize = size
+
+    def getBackendName(self) -> str:
+        return "elasticgang-managed"
+
+    def __repr__(self) -> str:
+        return f"ManagedProcessGroup({self._manager.gangs.dp!r})"
+
+    def _submit(self, call: Call) -> TorchWork:
+        gang = self._manager.gangs.dp
+        return TorchWork([self._start(gang, part) for part in call.parts], call)
+
+    def _start(self, gang: Gang, collective: Collective) -> Work:
+        if collective.op is ReduceOperation.MEAN:
+            return start_mean(gang.start, collective, self.size())
+        return gang.start(collective)
