@@ -1,9 +1,10 @@
 """Memory that a rank process and its comm process both see.
 
-A block is a memfd of its own (not `/dev/shm`, which is 64 MB in a default container), of a power of two of bytes and
-reused: its descriptor travels once to each comm process, later messages name its id.
+A block is a memfd of its own (not `/dev/shm`, which is 64 MB in a default container), and reused: its descriptor
+travels once to each comm process, later messages name its id. Small and strided tensors are copied through blocks; a
+block can also be mapped beneath a large tensor (`shared.py`).
 
-M1  A block is free, or belongs to exactly one pending work, or was lent for good by `empty`.
+M1  A block is free, belongs to exactly one pending work, or lies beneath one storage.
 M2  A block that a killed comm process could still write to is not reused: the owner frees blocks only after the kill
     was waited for.
 """
@@ -19,21 +20,35 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_SMALLEST_BYTES = 4096
+PAGE = mmap.PAGESIZE
+_MAX_ODD_BYTES = 1 << 29
 
 
 @dataclass(eq=False)
 class Block:
-    """`bytes`: the whole block as a uint8 tensor. `fd` stays open as long as the arena."""
+    """`bytes`: the whole block as a uint8 tensor. `fd` stays open as long as the block is in use."""
 
     id: int
     fd: int
     size: int
     bytes: Tensor = field(repr=False)
+    _views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
-    def as_tensor(self, like: Tensor) -> Tensor:
-        """The start of the block as a contiguous tensor of the shape and dtype of `like`."""
-        return self.bytes[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+    def as_tensor(self, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """The block from byte `offset` on as a contiguous tensor."""
+        key = (offset, shape, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= 16:
+                self._views.clear()
+            view = self._views[key] = bytes_as(self.bytes, shape, dtype, offset)
+        return view
+
+
+def bytes_as(memory: Tensor, shape: torch.Size, dtype: torch.dtype, offset: int) -> Tensor:
+    """`memory` (uint8) from `offset` on as a contiguous tensor; a copy where `offset` does not suit the dtype."""
+    num_bytes = shape.numel() * dtype.itemsize
+    return memory[offset : offset + num_bytes].view(dtype).view(shape)
 
 
 def map_block(id: int, fd: int, size: int) -> Block:
@@ -48,14 +63,19 @@ class Arena:
         self._lock = threading.Lock()
         self._free: dict[int, list[Block]] = defaultdict(list)
         self._next_id = 0
+        self._odd_bytes = 0
+        self.discarded: list[int] = []  # ids of blocks that are no more, in order: comm processes unmap them
 
     def take(self, num_bytes: int) -> Block:
-        size = _SMALLEST_BYTES
-        while size < num_bytes:
-            size *= 2
+        """A block of at least so many bytes: of a power of two, so that few sizes are kept."""
+        return self.take_exactly(max(PAGE, 1 << (num_bytes - 1).bit_length()))
+
+    def take_exactly(self, size: int) -> Block:
         with self._lock:
-            if self._free[size]:
-                return self._free[size].pop()
+            free = self._free[size]
+            if free:
+                self._odd_bytes -= _is_odd(size) * size
+                return free.pop()
             self._next_id += 1
             id = self._next_id
         fd = os.memfd_create(f"elasticgang-{id}", os.MFD_CLOEXEC)
@@ -63,5 +83,17 @@ class Arena:
         return map_block(id, fd, size)
 
     def give_back(self, block: Block) -> None:
+        """The block may be taken again. Of those whose size is no power of two few bytes are kept."""
         with self._lock:
-            self._free[block.size].append(block)
+            if not _is_odd(block.size):
+                self._free[block.size].append(block)
+            elif self._odd_bytes + block.size <= _MAX_ODD_BYTES:
+                self._odd_bytes += block.size
+                self._free[block.size].append(block)
+            else:
+                self.discarded.append(block.id)
+                os.close(block.fd)  # the pages are free once nobody has them mapped
+
+
+def _is_odd(size: int) -> bool:
+    return bool(size & (size - 1))

@@ -25,23 +25,12 @@ from torch import Tensor
 
 from elasticgang.comm.arena import Arena, Block
 from elasticgang.comm.forkserver import ForkServerClient
-from elasticgang.comm.worker import IN_PLACE, REDUCING
+from elasticgang.comm.staging import Span, Staging, staged_dtype
+from elasticgang.comm.worker import IN_PLACE, MAX_FDS, RUN, RUN_MARK
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
 
 _MAX_MESSAGE = 1 << 17
 _REAP_TIMEOUT_S = 5.0
-_REDUCED = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
-_WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}  # which Gloo cannot add
 _START_TIMEOUT_S = 60.0
 
 
@@ -57,25 +46,42 @@ class GroupSpec:
 class CommWork:
     """One collective under way. `future` resolves to the output tensors, or to a `GangError`."""
 
-    def __init__(self, name: str, outputs: Sequence[Tensor], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, name: str, outputs: Sequence[Tensor], spans: Sequence[Span]) -> None:
         self.name = name
-        self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         self.error: GangError | None = None
         self._outputs = list(outputs)
-        self._copies = copies
+        self._spans = spans  # with the tensors, inputs too: their memory may be shared
         self._ended = threading.Event()
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._future_lock = threading.Lock()
+
+    @property
+    def future(self) -> torch.futures.Future[list[Tensor]]:
+        with self._future_lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._ended.is_set():
+                    self._resolve(self._future)
+            return self._future
 
     def _end(self, error: GangError | None) -> None:
-        if error is None:
-            with torch.no_grad():
-                for output, shared in self._copies:
-                    _copy(shared, output)
+        """Once. P4: outputs first."""
+        with torch.no_grad():
+            for span in self._spans[: len(self._outputs)]:
+                span.copy_out() if error is None else span.discard()
         self.error = error
-        self._ended.set()
-        if error is None:
-            self.future.set_result(self._outputs)
+        self._spans = ()
+        with self._future_lock:
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            self._resolve(future)
+
+    def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        if self.error is None:
+            future.set_result(self._outputs)
         else:
-            self.future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+            future.set_exception(self.error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
     def done(self) -> bool:
         return self._ended.is_set()
@@ -112,12 +118,14 @@ class CommProcess:
         joins, 0 for one of its own. `name`: its name for `ps`."""
         self.timeout = timeout
         self._arena = arena
+        self._staging = Staging.of(arena)
+        self._num_discarded = len(arena.discarded)
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._add_lock = threading.Lock()
         self._ended = self._dead = False
         self._abort_error: GangError | None = None
-        self._works: dict[int, tuple[CommWork, list[Block]]] = {}
+        self._works: dict[int, tuple[CommWork, list[Span]]] = {}
         self._next_id = 0
         self._sent_blocks: set[int] = set()
         self._replies: list[dict[str, Any]] = []
@@ -211,25 +219,21 @@ class CommProcess:
         """
         in_place = call in IN_PLACE
         tensors = list(outputs) if in_place else [*outputs, *inputs]
-        staged = [staged_like(call, options.get("op"), tensor) for tensor in tensors]
-        blocks = [self._arena.take(like.numel() * like.element_size()) for like in staged]
-        shared = [block.as_tensor(like) for block, like in zip(blocks, staged, strict=True)]
+        dtypes = [staged_dtype(call, options.get("op"), tensor) for tensor in tensors]
         with torch.no_grad():
-            for index, (tensor, copy) in enumerate(zip(tensors, shared, strict=True)):
+            spans = [self._staging.span(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+            for index, span in enumerate(spans):
                 if in_place or index >= len(outputs):
-                    _copy(tensor, copy)
-        work = CommWork(call, outputs, list(zip(outputs, shared, strict=False)))
-        described = [
-            (block.id, list(like.shape), str(like.dtype).removeprefix("torch."))
-            for block, like in zip(blocks, staged, strict=True)
-        ]
-        if not self._start(work, blocks, {"group": group, "call": call, "options": options, "tensors": described}):
-            for block in blocks:
-                self._arena.give_back(block)
+                    span.copy_in()
+        work = CommWork(call, outputs, spans)
+        body = json.dumps([group, call, options, [span.described for span in spans]]).encode()
+        if not self._start(work, spans, body):
+            for span in spans:
+                self._staging.give_back(span)
             work._end(StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
         return work
 
-    def _start(self, work: CommWork, blocks: Sequence[Block], message: dict[str, Any]) -> bool:
+    def _start(self, work: CommWork, spans: Sequence[Span], body: bytes) -> bool:
         """Register and send. False: the process had ended before, and nothing was registered or sent."""
         with self._send_lock:  # `abort` never takes it: a send that blocks is ended by the kill
             with self._lock:
@@ -237,18 +241,29 @@ class CommProcess:
                     return False
                 self._next_id += 1
                 id = self._next_id
-                self._works[id] = (work, list(blocks))
-            new = [block for block in blocks if block.id not in self._sent_blocks]
-            message = {**message, "kind": "run", "id": id, "new": [(block.id, block.size) for block in new]}
+                self._works[id] = (work, list(spans))
             try:
-                socket.send_fds(self._sock, [json.dumps(message).encode()], [block.fd for block in new])
-                self._sent_blocks.update(block.id for block in new)
+                self._map([span.block for span in spans if span.block.id not in self._sent_blocks])
+                self._sock.send(RUN.pack(RUN_MARK, id) + body)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the process is dead: the reader thread fails all works
             except OSError as exc:  # it lives and was not told (too long a message, say): the work ends by a kill alone
                 error = PeerLostError(f"comm process {self.pid} could not be told of {work.name}: {exc}")
                 threading.Thread(target=self.abort, args=(error,), name="comm-abort", daemon=True).start()
         return True
+
+    def _map(self, blocks: Sequence[Block]) -> None:
+        """Let the process map what it does not know yet, and unmap what is no more."""
+        discarded = self._arena.discarded
+        if len(discarded) > self._num_discarded:
+            gone, self._num_discarded = discarded[self._num_discarded :], len(discarded)
+            self._sock.send(json.dumps({"kind": "unmap", "blocks": gone}).encode())
+        new = list({block.id: block for block in blocks}.values())
+        for first in range(0, len(new), MAX_FDS):
+            part = new[first : first + MAX_FDS]
+            message = {"kind": "map", "blocks": [(block.id, block.size) for block in part]}
+            socket.send_fds(self._sock, [json.dumps(message).encode()], [block.fd for block in part])
+            self._sent_blocks.update(block.id for block in part)
 
     def abort(self, error: GangError) -> None:
         """Kill the process, wait until it is dead, and fail every work with `error`. Idempotent, from any thread.
@@ -331,10 +346,11 @@ class CommProcess:
         try:
             with contextlib.suppress(OSError):
                 while data := self._next_message():
-                    message = json.loads(data)
-                    if "done" in message:
-                        self._finish(message["done"], message["error"])
+                    if data[0] == RUN_MARK:
+                        _, id = RUN.unpack_from(data)
+                        self._finish(id, data[RUN.size :].decode() or None)
                     else:
+                        message = json.loads(data)
                         with self._replied:
                             self._replies.append(message)
                             self._replied.notify_all()
@@ -342,7 +358,7 @@ class CommProcess:
             self._fail_all()
 
     def _finish(self, id: int, reason: str | None) -> None:
-        work, blocks = self._works[id]
+        work, spans = self._works[id]
         error = None if reason is None else PeerLostError(f"{work.name}: {reason}")
         if error is not None:
             self._on_error(error)
@@ -350,8 +366,8 @@ class CommProcess:
         with self._lock:
             del self._works[id]
         work._end(error)
-        for block in blocks:
-            self._arena.give_back(block)
+        for span in spans:
+            self._staging.give_back(span)
 
     def _fail_all(self) -> None:
         error: GangError = PeerLostError(f"comm process {self.pid} died")
@@ -364,37 +380,10 @@ class CommProcess:
         error = self._abort_error or error
         with self._lock:
             works, self._works = self._works, {}
-        for work, blocks in works.values():
+        for work, spans in works.values():
             work._end(error)
-            for block in blocks:
-                self._arena.give_back(block)
-
-
-def staged_like(call: str, op: object, tensor: Tensor) -> Tensor:
-    """What stands for `tensor` in the arena, without its contents: of a shape and dtype that Gloo takes.
-
-    Raises:
-        ValueError: the call reduces, and the dtype cannot be reduced with `op`.
-    """
-    if call not in REDUCING or tensor.dtype in _REDUCED:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if tensor.is_complex() and op == "sum":
-        return torch.view_as_real(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-    if tensor.dtype in _WIDENED:
-        return torch.empty(tensor.shape, dtype=_WIDENED[tensor.dtype], device="meta")
-    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in (*_REDUCED, *_WIDENED)))
-    raise ValueError(
-        f"`{call}` by {op} needs a dtype that is reduced between processes ({names}, and complex ones by sum), but the "
-        f"tensor's is {tensor.dtype} instead."
-    )
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    if source.is_complex() and not target.is_complex():
-        source = torch.view_as_real(source.resolve_conj())
-    elif target.is_complex() and not source.is_complex():
-        source = torch.view_as_complex(source)
-    target.copy_(source)
+            for span in spans:
+                self._staging.give_back(span)
 
 
 def _exited(pidfd: int, timeout: float) -> bool:

@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,10 +38,16 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from elasticgang.comm.arena import Block, map_block
+from elasticgang.comm.arena import Block, bytes_as, map_block
 
 _MAX_MESSAGE = 1 << 17
-_MAX_FDS = 253  # the most that one message can carry
+MAX_FDS = 253  # the most that one message can carry
+
+# A collective, and its end, are a mark and a number; a JSON body, or the error's text, follows. All else is JSON.
+RUN = struct.Struct("<BQ")
+RUN_MARK = 1
+_MAX_PREPARED = 4096
+_MAX_TEXT = 4096
 
 _Gloo: Any = ProcessGroupGloo  # torch's stubs lack its methods
 
@@ -192,6 +199,7 @@ class _Worker:
         self._timeout = timedelta(seconds=args["timeout_s"])
         self._blocks: dict[int, Block] = {}
         self._groups: dict[str, Any] = {}
+        self._prepared: dict[bytes, tuple[str, str, dict[str, Any], list[Tensor]]] = {}
         self._pool = ThreadPoolExecutor(16)
         self._store: str | None = args["store"]
         # One client a group: on one client, a group that waits for a peer's key keeps another from setting its own.
@@ -200,13 +208,20 @@ class _Worker:
 
     def serve(self) -> None:
         while True:
-            data, fds, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, _MAX_FDS)
+            data, fds, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, MAX_FDS)
             if not data:
                 return
+            if data[0] == RUN_MARK:
+                self._run(RUN.unpack_from(data)[1], data[RUN.size :])
+                continue
             command = json.loads(data)
             kind = command["kind"]
-            if kind == "run":
-                self._run(command, fds)
+            if kind == "map":
+                self._map(command["blocks"], fds)
+            elif kind == "unmap":
+                self._prepared.clear()
+                for block in command["blocks"]:
+                    self._blocks.pop(block, None)
             elif kind == "configure":
                 self._reply(self._configure, command)
             elif kind == "add":
@@ -269,22 +284,35 @@ class _Worker:
         if ended:
             self._pool.submit(ended.clear)
 
-    def _run(self, command: dict[str, Any], fds: list[int]) -> None:
-        id = command["id"]
+    def _map(self, blocks: list[tuple[int, int]], fds: list[int]) -> None:
+        for (block, size), fd in zip(blocks, fds, strict=True):
+            self._blocks[block] = map_block(block, fd, size)
+            os.close(fd)  # the mapping stays
+
+    def _run(self, id: int, body: bytes) -> None:
         try:
-            for (block, size), fd in zip(command["new"], fds, strict=True):
-                self._blocks[block] = map_block(block, fd, size)
-                os.close(fd)  # the mapping stays
-            tensors = [self._tensor(*tensor) for tensor in command["tensors"]]
-            if command["call"] not in REDUCING:
-                tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-            work = CALLS[command["call"]](self._groups[command["group"]], tensors, **command["options"])
-            future = self._future_of(work)
+            prepared = self._prepared.get(body) or self._prepare(body)
+            group, call, options, tensors = prepared
+            future = self._future_of(CALLS[call](self._groups[group], tensors, **options))
         except Exception as exc:
-            self._send({"done": id, "error": str(exc) or type(exc).__name__})
+            self._end(id, exc)
             return
         # The tensors are kept until the end by the future's callback.
         future.add_done_callback(lambda future: self._completed(id, future, tensors))
+
+    def _prepare(self, body: bytes) -> tuple[str, str, dict[str, Any], list[Tensor]]:
+        """What a body says; the same one comes again, since blocks do."""
+        group, call, options, described = json.loads(body)
+        tensors = [
+            bytes_as(self._blocks[block].bytes, torch.Size(shape), getattr(torch, dtype), offset)
+            for block, offset, shape, dtype in described
+        ]
+        if call not in REDUCING:
+            tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        self._prepared[body] = prepared = (group, call, options, tensors)
+        return prepared
 
     def _future_of(self, work: Any) -> Any:
         try:
@@ -297,10 +325,10 @@ class _Worker:
         try:
             future.wait() if hasattr(future, "wait") else future.result()
         except Exception as exc:
-            error = str(exc) or type(exc).__name__
-        with contextlib.suppress(OSError):
-            self._send({"done": id, "error": error})
+            error = exc
+        self._end(id, error)
 
-    def _tensor(self, block: int, shape: list[int], dtype: str) -> Tensor:
-        like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        return self._blocks[block].as_tensor(like)
+    def _end(self, id: int, error: Exception | None) -> None:
+        text = "" if error is None else str(error) or type(error).__name__
+        with contextlib.suppress(OSError):
+            self._sock.send(RUN.pack(RUN_MARK, id) + text.encode()[:_MAX_TEXT])

@@ -1,0 +1,132 @@
+"""How a tensor is shown to the comm process: in shared memory, as a shape and dtype that Gloo takes.
+
+Y1  The caller's tensor stays what it was: its address, strides, version and what its views see.
+Y2  What cannot be reduced is refused here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elasticgang.comm.arena import Arena, Block
+from elasticgang.comm.shared import SharedSpan, SharedStorages
+from elasticgang.comm.worker import REDUCING
+
+_REDUCED = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+# What Gloo cannot add, in what it can.
+_WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def staged_dtype(call: str, op: object, tensor: Tensor) -> torch.dtype:
+    """In which dtype `tensor` is shown to the call.
+
+    Raises:
+        ValueError: the call reduces, and the dtype cannot be reduced with `op`.
+    """
+    dtype = tensor.dtype
+    if call not in REDUCING or dtype in _REDUCED:
+        return dtype
+    if dtype in _WIDENED:
+        return _WIDENED[dtype]
+    if dtype in _REAL and op == "sum":
+        return _REAL[dtype]
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in (*_REDUCED, *_WIDENED)))
+    raise ValueError(
+        f"`{call}` by {op} needs a dtype that is reduced between processes ({names}, and complex ones by sum), but the "
+        f"tensor's is {dtype} instead."
+    )
+
+
+@dataclass(eq=False)
+class Span:
+    """`tensor` in a block: `staged` is a copy of it there, or None where its own memory is shared."""
+
+    tensor: Tensor
+    block: Block
+    staged: Tensor | None
+    shared: SharedSpan | None
+    described: tuple[int, int, list[int], str]
+
+    def copy_in(self) -> None:
+        if self.staged is not None:
+            _copy(self.tensor, self.staged)
+        elif self.shared is not None:
+            for outside, inside in self.shared.edges:
+                inside.copy_(outside)
+
+    def copy_out(self) -> None:
+        if self.staged is not None:
+            _copy(self.staged, self.tensor)
+        elif self.shared is not None:
+            for outside, inside in self.shared.edges:
+                outside.copy_(inside)
+
+    def discard(self) -> None:
+        """After an error: what was written to shared memory is nobody's result."""
+        if self.shared is not None:
+            self.tensor.detach().zero_()
+
+
+class Staging:
+    """Puts tensors into the blocks of one arena. Thread-safe."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = weakref.proxy(arena)
+        self._storages = SharedStorages(arena)
+
+    @classmethod
+    def of(cls, arena: Arena) -> Staging:
+        """The one of `arena`: all comm processes of a rank share it, as they share the blocks."""
+        with _made_lock:
+            return _made.setdefault(arena, Staging(arena))
+
+    def span(self, tensor: Tensor, dtype: torch.dtype) -> Span:
+        """Room for `tensor`, to be shown as `dtype`; given back by `give_back`."""
+        if dtype == tensor.dtype and (shared := self._storages.find(tensor)) is not None:
+            return Span(
+                tensor, shared.block, None, shared, _described(shared.block, shared.offset, tensor.shape, dtype)
+            )
+        shape = torch.Size([*tensor.shape, 2]) if tensor.is_complex() and not dtype.is_complex else tensor.shape
+        block = self._arena.take(shape.numel() * dtype.itemsize)
+        return Span(tensor, block, block.as_tensor(shape, dtype), None, _described(block, 0, shape, dtype))
+
+    def give_back(self, span: Span) -> None:
+        if span.shared is None:
+            self._arena.give_back(span.block)
+
+
+_made: weakref.WeakKeyDictionary[Arena, Staging] = weakref.WeakKeyDictionary()
+_made_lock = threading.Lock()
+
+
+def _described(block: Block, offset: int, shape: torch.Size, dtype: torch.dtype) -> tuple[int, int, list[int], str]:
+    return block.id, offset, list(shape), _NAMES[dtype]
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    if source.is_complex() and not target.is_complex():
+        source = torch.view_as_real(source.resolve_conj())
+    elif target.is_complex() and not source.is_complex():
+        source = torch.view_as_complex(source)
+    target.copy_(source)
+
+
+_NAMES = {dtype: name for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)}
