@@ -4,6 +4,9 @@ P1  One `CommProcess` is one subprocess; it is never reused after `abort`. The n
 P2  After `abort` returned, every work has ended, and neither the process nor this side touches a caller's tensor.
 P3  A work ends exactly once: completed, failed by its group, or failed by the abort.
 P4  A completed work has written its outputs before any waiter is released.
+P5  One thread at a time reads the process's messages: the first of those that wait for works, so that no other has to
+    wake it; or the reader thread, while a future or a reply is waited for. The reader alone ends what has a future
+    (whose callbacks may do anything), reports errors, and notices the death.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,35 +50,45 @@ class GroupSpec:
 class CommWork:
     """One collective under way. `future` resolves to the output tensors, or to a `GangError`."""
 
-    def __init__(self, name: str, outputs: Sequence[Tensor], spans: Sequence[Span]) -> None:
+    def __init__(self, comm: CommProcess, name: str, outputs: Sequence[Tensor], spans: Sequence[Span]) -> None:
         self.name = name
         self.error: GangError | None = None
+        self._comm = comm
         self._outputs = list(outputs)
         self._spans = spans  # with the tensors, inputs too: their memory may be shared
-        self._ended = threading.Event()
+        self._is_ended = False
+        self._wake: threading.Event | None = None  # of a thread that waits while another reads
         self._future: torch.futures.Future[list[Tensor]] | None = None
-        self._future_lock = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def future(self) -> torch.futures.Future[list[Tensor]]:
-        with self._future_lock:
+        with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
-                if self._ended.is_set():
+                if self._is_ended:
                     self._resolve(self._future)
+                else:
+                    self._comm._add_listeners(1)
             return self._future
 
     def _end(self, error: GangError | None) -> None:
         """Once. P4: outputs first."""
         with torch.no_grad():
             for span in self._spans[: len(self._outputs)]:
-                span.copy_out() if error is None else span.discard()
+                if error is None:
+                    span.copy_out()
+                else:
+                    span.discard()
         self.error = error
         self._spans = ()
-        with self._future_lock:
-            self._ended.set()
+        with self._lock:
+            self._is_ended = True
             future = self._future
+        if self._wake is not None:
+            self._wake.set()
         if future is not None:
+            self._comm._add_listeners(-1)
             self._resolve(future)
 
     def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
@@ -84,7 +98,7 @@ class CommWork:
             future.set_exception(self.error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
     def done(self) -> bool:
-        return self._ended.is_set()
+        return self._is_ended
 
     def wait(self, timeout: float) -> None:
         """Block until the collective has ended, at most `timeout` seconds.
@@ -93,7 +107,7 @@ class CommWork:
             CollectiveTimeoutError: it has not. It is still under way: abort before the tensors are used again.
             GangError: it failed. Its outputs are undefined.
         """
-        if not self._ended.wait(timeout):
+        if not self._is_ended and not self._comm._await(self, timeout):
             raise CollectiveTimeoutError(f"{self.name} timed out after {timeout:g} seconds")
         if self.error is not None:
             raise self.error
@@ -123,13 +137,19 @@ class CommProcess:
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._add_lock = threading.Lock()
-        self._ended = self._dead = False
+        self._ended = self._dead = self._is_over = False
         self._abort_error: GangError | None = None
         self._works: dict[int, tuple[CommWork, list[Span]]] = {}
         self._next_id = 0
         self._sent_blocks: set[int] = set()
         self._replies: list[dict[str, Any]] = []
         self._replied = threading.Condition(self._lock)
+        # P5
+        self._turn = threading.Condition()
+        self._is_read = False
+        self._num_listeners = 0
+        self._waiting: dict[CommWork, None] = {}
+        self._found: deque[tuple[int, str | None]] = deque()
         self._on_error: Callable[[GangError], None] = self.abort
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         watch = os.pidfd_open(os.getpid())
@@ -148,6 +168,10 @@ class CommProcess:
         finally:
             os.close(watch)
         self.pid, self._pidfd = spawned.pid, spawned.pidfd
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # rings for the reader
+        self._poll = select.poll()
+        for fd in (self._sock.fileno(), self._pidfd):
+            self._poll.register(fd, select.POLLIN)
         self._reader = threading.Thread(target=self._read, name=f"comm-{self.pid}", daemon=True)
         self._reader.start()
 
@@ -225,7 +249,7 @@ class CommProcess:
             for index, span in enumerate(spans):
                 if in_place or index >= len(outputs):
                     span.copy_in()
-        work = CommWork(call, outputs, spans)
+        work = CommWork(self, call, outputs, spans)
         body = json.dumps([group, call, options, [span.described for span in spans]]).encode()
         if not self._start(work, spans, body):
             for span in spans:
@@ -305,10 +329,11 @@ class CommProcess:
             with contextlib.suppress(ChildProcessError):  # a child only where this process owns the fork server
                 os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
             os.close(pidfd)
+            os.close(self._bell)
 
     def descriptors(self) -> list[int]:
         """What a forked child of the rank must not keep open."""
-        return [self._sock.fileno(), self._pidfd]
+        return [self._sock.fileno(), self._pidfd, self._bell]
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
@@ -318,6 +343,15 @@ class CommProcess:
 
     def _reply(self, key: str, timeout: float, what: str) -> None:
         deadline = time.monotonic() + timeout
+        self._add_listeners(1)
+        try:
+            message = self._next_reply(key, timeout, what, deadline)
+        finally:
+            self._add_listeners(-1)
+        if key == "configured" and message[key] is not None:
+            raise PeerLostError(f"could not {what} the generation's groups: {message[key]}")
+
+    def _next_reply(self, key: str, timeout: float, what: str, deadline: float) -> dict[str, Any]:
         with self._replied:
             while True:
                 if self._ended:
@@ -329,47 +363,156 @@ class CommProcess:
                     raise CollectiveTimeoutError(
                         f"{what} timed out after {timeout:g} seconds (comm process {self.pid})"
                     )
-            message = self._replies.pop(0)
-        if key == "configured" and message[key] is not None:
-            raise PeerLostError(f"could not {what} the generation's groups: {message[key]}")
+            return self._replies.pop(0)
 
-    def _next_message(self) -> bytes:
-        """b"" once the process is dead. The socket's EOF alone is not enough: a child of this process that was forked
-        while the comm process was started may hold the other end."""
-        poll = select.poll()
-        for fd in (self._sock.fileno(), self._pidfd):
-            poll.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll()}
-        return self._sock.recv(_MAX_MESSAGE) if self._sock.fileno() in ready else b""
+    # -- reading (P5)
 
-    def _read(self) -> None:
+    def _add_listeners(self, number: int) -> None:
+        with self._turn:
+            self._num_listeners += number
+        if number > 0:
+            self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # closed: nobody is there to hear it
+            os.eventfd_write(self._bell, 1)
+
+    def _await(self, work: CommWork, timeout: float) -> bool:
+        """Wait until `work` has ended, reading if nobody else does. False: it has not, in time."""
+        deadline = time.monotonic() + timeout
+        while not work._is_ended:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            with self._turn:
+                reads = not self._is_read and not self._is_over  # the reader reads what is left
+                if reads:
+                    self._is_read = True
+                else:
+                    work._wake = work._wake or threading.Event()
+                    work._wake.clear()
+                    self._waiting[work] = None
+            if reads:
+                try:
+                    self._read_until(lambda: work._is_ended, deadline)
+                finally:
+                    self._hand_over()
+            elif not work._is_ended:  # it may have, before there was anything to wake
+                assert work._wake is not None
+                work._wake.wait(left)
+            self._waiting.pop(work, None)
+        return True
+
+    def _hand_over(self) -> None:
+        """Let the next one read: whoever waits for a work, or else the reader thread, for those that listen."""
+        with self._turn:
+            self._is_read = False
+            self._turn.notify_all()
+            following = next((work for work in self._waiting if not work._is_ended), None)
+            if following is not None and following._wake is not None:
+                following._wake.set()
+            elif self._num_listeners:
+                self._ring()
+
+    def _read_until(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
+        """Read messages until that, the deadline, or the process's end."""
+        number = self._sock.fileno()
+        while not is_over():
+            left = None if deadline is None else (deadline - time.monotonic()) * 1000
+            if left is not None and left <= 0:
+                return
+            ready = {fd for fd, _ in self._poll.poll(left)}
+            if number in ready:
+                if not self._read_one():
+                    return
+            elif ready:
+                self._over()
+                return
+
+    def _over(self) -> None:
+        """The process is dead, or as good as: the rest is the reader's."""
+        self._is_over = True
+        self._ring()
+
+    def _read_one(self) -> bool:
+        """False at the end of the messages, or when there is none."""
         try:
-            with contextlib.suppress(OSError):
-                while data := self._next_message():
-                    if data[0] == RUN_MARK:
-                        _, id = RUN.unpack_from(data)
-                        self._finish(id, data[RUN.size :].decode() or None)
-                    else:
-                        message = json.loads(data)
-                        with self._replied:
-                            self._replies.append(message)
-                            self._replied.notify_all()
-        finally:
-            self._fail_all()
+            data = self._sock.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        if not data:
+            self._over()
+            return False
+        if data[0] == RUN_MARK:
+            _, id = RUN.unpack_from(data)
+            self._finish(id, data[RUN.size :].decode() or None)
+        else:
+            with self._replied:
+                self._replies.append(json.loads(data))
+                self._replied.notify_all()
+        return True
 
     def _finish(self, id: int, reason: str | None) -> None:
         work, spans = self._works[id]
-        error = None if reason is None else PeerLostError(f"{work.name}: {reason}")
-        if error is not None:
-            self._on_error(error)
-            return  # the abort that it called for fails this work with all others
+        if reason is not None or work._future is not None:
+            self._found.append((id, reason))
+            self._ring()
+            return
         with self._lock:
             del self._works[id]
-        work._end(error)
+        work._end(None)
         for span in spans:
             self._staging.give_back(span)
 
+    def _read(self) -> None:
+        """The reader thread."""
+        poll = select.poll()
+        for fd in (self._bell, self._pidfd):
+            poll.register(fd, select.POLLIN)
+        try:
+            while not self._is_over:
+                ready = {fd for fd, _ in poll.poll()}
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+                self._end_found()
+                if self._pidfd in ready:
+                    return
+                with self._turn:
+                    if self._is_read or not self._num_listeners:
+                        continue  # whoever reads hands over
+                    self._is_read = True
+                try:
+                    self._read_until(lambda: self._end_found() or not self._num_listeners)
+                finally:
+                    self._hand_over()
+        finally:
+            self._fail_all()
+
+    def _end_found(self) -> bool:
+        """End what was left to the reader. The error of one work is that of all: the abort it leads to ends them."""
+        while self._found:
+            id, reason = self._found.popleft()
+            if id not in self._works:
+                continue
+            work, spans = self._works[id]
+            if reason is not None:
+                self._on_error(PeerLostError(f"{work.name}: {reason}"))
+                continue
+            with self._lock:
+                del self._works[id]
+            work._end(None)
+            for span in spans:
+                self._staging.give_back(span)
+        return False
+
     def _fail_all(self) -> None:
+        with self._turn:  # the process is dead, or has closed its socket: who reads notices, and ends soon
+            self._turn.wait_for(lambda: not self._is_read, _REAP_TIMEOUT_S)
+            self._is_read = True
+        self._is_over = True
+        while self._read_one():
+            pass  # what had completed before
+        self._end_found()
         error: GangError = PeerLostError(f"comm process {self.pid} died")
         with self._replied:
             unexpected, self._ended = not self._ended, True
