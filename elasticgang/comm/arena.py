@@ -26,13 +26,22 @@ _MAX_ODD_BYTES = 1 << 29
 
 @dataclass(eq=False)
 class Block:
-    """`bytes`: the whole block as a uint8 tensor. `fd` stays open as long as the block is in use."""
+    """`bytes`: the whole block as a uint8 tensor. `fd`: of the rank's side, open as long as the block is."""
 
     id: int
-    fd: int
     size: int
     bytes: Tensor = field(repr=False)
+    fd: int = -1
     _views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+
+    def close(self) -> None:
+        """Close the descriptor. The pages are free once nobody has them mapped."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
     def as_tensor(self, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> Tensor:
         """The block from byte `offset` on as a contiguous tensor."""
@@ -52,8 +61,9 @@ def bytes_as(memory: Tensor, shape: torch.Size, dtype: torch.dtype, offset: int)
 
 
 def map_block(id: int, fd: int, size: int) -> Block:
+    """The block of a memfd, which the caller may close."""
     memory = mmap.mmap(fd, size)
-    return Block(id, fd, size, torch.frombuffer(memory, dtype=torch.uint8))
+    return Block(id, size, torch.frombuffer(memory, dtype=torch.uint8))
 
 
 class Arena:
@@ -80,7 +90,9 @@ class Arena:
             id = self._next_id
         fd = os.memfd_create(f"elasticgang-{id}", os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
-        return map_block(id, fd, size)
+        block = map_block(id, fd, size)
+        block.fd = fd
+        return block
 
     def give_back(self, block: Block) -> None:
         """The block may be taken again. Of those whose size is no power of two few bytes are kept."""
@@ -92,7 +104,7 @@ class Arena:
                 self._free[block.size].append(block)
             else:
                 self.discarded.append(block.id)
-                os.close(block.fd)  # the pages are free once nobody has them mapped
+                block.close()
 
 
 def _is_odd(size: int) -> bool:

@@ -47,6 +47,7 @@ MAX_FDS = 253  # the most that one message can carry
 RUN = struct.Struct("<BQ")
 RUN_MARK = 1
 _MAX_PREPARED = 4096
+_CONNECT_TIMEOUT = timedelta(seconds=60)
 _MAX_TEXT = 4096
 
 _Gloo: Any = ProcessGroupGloo  # torch's stubs lack its methods
@@ -267,7 +268,12 @@ class _Worker:
 
     def _connect(self, store: str) -> TCPStore:
         host, _, port = store.rpartition(":")
-        return TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
+        # The rank's side has the deadline for connecting: a collective's is too short for a loaded machine.
+        client = TCPStore(
+            host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT
+        )
+        client.set_timeout(self._timeout)
+        return client
 
     def _create(self, client: TCPStore, prefix: str, group: dict[str, Any], timeout: timedelta) -> Any:
         options = _Gloo._Options()
