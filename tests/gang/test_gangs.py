@@ -386,19 +386,6 @@ def test_other_threads_have_their_own() -> None:
     assert seen == [None, theirs, None]
 
 
-def test_rank_0_of_all_is_rank_0_of_each() -> None:
-    with pytest.raises(ValueError, match="Rank 0 of `root` must be rank 0 of `tp`, but is rank 1 of it"):
-        Gangs(
-            root=FakeGang(CPU, rank=0, size=4),
-            dp=FakeGang(CPU),
-            rdp=FakeGang(CPU),
-            sdp=FakeGang(CPU),
-            tp=FakeGang(CPU, rank=1, size=2),
-            pp=FakeGang(CPU),
-        )
-    assert gangs_of(2, 4).root.rank == 2
-
-
 def test_closing_closes_each() -> None:
     gangs = create_fake_gangs(CPU)
     gangs.close()
