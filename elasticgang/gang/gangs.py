@@ -278,10 +278,22 @@ def set_gangs(gangs: Gangs, *, meta: bool = False) -> Iterator[None]:
 
 
 def get_default_device() -> torch.device:
-    """`cuda:LOCAL_RANK` where CUDA is available, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """`cuda:LOCAL_RANK` where CUDA is available, or `cuda:0` where CUDA_VISIBLE_DEVICES leaves one; else the CPU.
+
+    Raises:
+        OperationalError: there are fewer CUDA devices than LOCAL_RANK asks for.
+    """
+    if not torch.cuda.is_available():
+        return _CPU
+    local_rank, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if num_devices == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
+        return torch.device("cuda", 0)
+    if local_rank >= num_devices:
+        raise OperationalError(
+            f"the environment variable LOCAL_RANK must be less than the number of CUDA devices here ({num_devices}), "
+            f"but is {local_rank} instead."
+        )
+    return torch.device("cuda", local_rank)
 
 
 def get_world_size() -> int:
