@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elasticgang.errors import InternalError, InvalidOperationError, LayoutError
 from elasticgang.gang import (
@@ -18,6 +19,7 @@ from elasticgang.gang import (
     Gang,
     GangGrid,
     Gangs,
+    ReduceOperation,
     create_fake_gangs,
     create_fsdp_gangs,
     create_parallel_gangs,
@@ -282,3 +284,15 @@ def test_a_fake_gang_broadcasts_from_any_rank() -> None:
         objects: list[object] = [1]
         gang.broadcast_objects(objects, source)
         assert (tensor.tolist(), objects) == ([1.0, 1.0], [1])
+
+
+def test_a_gang_on_cuda_without_an_index_takes_tensors_of_any() -> None:
+    """A tensor is on "cuda:0" even where "cuda" was asked for."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensor = torch.zeros(2, device="cuda:1")
+        assert tensor.device == torch.device("cuda:1")
+        for device in ("cuda", "cuda:1"):
+            FakeGang(torch.device(device), size=2).all_reduce(tensor, ReduceOperation.SUM)
+        with pytest.raises(ValueError, match=r"must be on the gang's device \(cuda:0\), but is on cuda:1 instead"):
+            FakeGang(torch.device("cuda:0")).all_reduce(tensor, ReduceOperation.SUM)
+    FakeGang(torch.device("cpu:0")).all_reduce(torch.zeros(2), ReduceOperation.SUM)
