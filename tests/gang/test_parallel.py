@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -191,6 +192,22 @@ def test_closing_closes_each_once_and_the_root_last() -> None:
 
 
 # -- out of a grid
+
+
+def test_a_grid_is_used_as_hyper_comm_grid() -> None:
+    """But that `backend` is the grid's, and options are given by keyword, where it creates."""
+    wanted: dict[Callable[..., Any], str] = {
+        GangGrid: "shape, dim_names, rank_offset=0",
+        GangGrid.register_view: "self, name, shape, dim_names, shared_dims=()",
+        GangGrid.rank_groups: "self, dims",
+        GangGrid.create_gang: "self, dims, *, timeout=None, pg_options=None, group_desc=None",
+        GangGrid.get_gang: "self, dims",
+    }
+    for function, text in wanted.items():
+        theirs = list(inspect.signature(eval(f"lambda {text}: None")).parameters.values())
+        ours = [each.replace(annotation=each.empty) for each in inspect.signature(function).parameters.values()]
+        assert ours[: len(theirs)] == theirs
+        assert all(each.kind is each.KEYWORD_ONLY and each.default is not each.empty for each in ours[len(theirs) :])
 
 
 def grid(shape: Sequence[int], names: Sequence[str], rank: int, world: int | None = None, offset: int = 0) -> GangGrid:
