@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
 from elasticgang.gang.base import Collective, Gang, ReduceOperation, Then, Work, check_ranks
+from elasticgang.gang.torch_group import GangProcessGroup
 
 _REDUCE_OPS: dict[enum.Enum, Any] = {
     ReduceOperation.SUM: ReduceOp.SUM,
@@ -111,7 +112,8 @@ class ProcessGroupGang(Gang):
     def as_process_group(self) -> ProcessGroup:
         return self._pg
 
-    def create_gang(self, ranks: Sequence[int]) -> ProcessGroupGang | None:
+    def create_gang(self, ranks: Sequence[int]) -> Gang | None:
+        self._check_open()
         check_ranks(ranks, self.size)
         return self.split([ranks], "gang")
 
@@ -123,17 +125,21 @@ class ProcessGroupGang(Gang):
         timeout: timedelta | None = None,
         backend: str | None = None,
         pg_options: Any = None,
-    ) -> ProcessGroupGang | None:
+    ) -> Gang | None:
         """The gang of the one of `groups`, disjoint sets of ranks, that this rank is in; None if it is in none. Called
         on every rank of this gang.
 
         `timeout`: None is this gang's. `backend`: None is this gang's. `pg_options`: of the backend; Gloo has none.
+        Where the process group is a gang's own, that gang makes them, and has no such options.
 
         Raises:
             InvalidOperationError: the gang is closed.
             GangError: the gang could not be made.
         """
         self._check_open()
+        if isinstance(self._pg, GangProcessGroup):
+            made = [self._pg.gang.create_gang(group) for group in groups]
+            return next((gang for gang in made if gang is not None), None)
         timeout = timeout or self._timeout
         groups = [sorted(group) for group in groups]
         own = dist.get_backend(self._pg)

@@ -82,6 +82,9 @@ def _named(root: ProcessGroupGang) -> None:
     assert (gangs["cp"].rank, gangs.sdp.rank, gangs["ep"].rank) == (root.rank % 2, root.rank // 2, root.rank)
     for name in ("cp", "sdp", "ep"):
         contract.one_to_another(gangs[name])
+    mesh = gangs.device_mesh("sdp", "cp")
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert mesh.get_group("cp") is gangs["cp"].as_process_group()
     part = GangGrid([3], ["cp"], root=root).create_gangs()
     assert (part is None) == (root.rank == 3)
     if part is not None:

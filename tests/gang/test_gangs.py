@@ -23,7 +23,9 @@ from elasticgang.gang import (
     ElasticGang,
     FakeGang,
     Gang,
+    GangGrid,
     Gangs,
+    ProcessGroupGang,
     ReduceOperation,
     create_fake_gangs,
     get_current_gangs,
@@ -86,6 +88,26 @@ def test_elastic_gangs_of_real_processes_keep_the_contract(trio: World, check: C
     gangs = bound(trio)
     trio.each(lambda rank: check(gangs[rank]))
     trio.each(lambda rank: gangs[rank].barrier())
+
+
+def test_a_gang_over_an_elastic_gangs_group_makes_gangs_as_that_gang_does(trio: World) -> None:
+    """As from a mesh of elastic gangs: torch has no backend of that name to make a group with."""
+    gangs = bound(trio)
+
+    def split(rank: int) -> None:
+        over = ProcessGroupGang(gangs[rank].as_process_group(), CPU)
+        pair = over.create_gang([2, 0])
+        assert (pair is None) == (rank == 1)
+        if pair is not None:
+            assert isinstance(pair, ElasticGang)
+            contract.one_to_another(pair)
+        cp = GangGrid([3], ["cp"], root=over).create_gang("cp")
+        assert cp is not None
+        contract.same_on_every_rank(cp)
+
+    trio.each(split)
+    for gang in gangs:
+        gang.close()
 
 
 def test_a_gang_of_one_keeps_the_contract_without_any_process() -> None:

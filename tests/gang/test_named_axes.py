@@ -58,6 +58,11 @@ def test_gangs_along_further_axes_of_a_job(tmp_path: Path) -> None:
         'sdp=4, views=(Axes((2, 2), ("cp", "outer")), Axes((4,), ("ep",)))',
         """\
         lines = [total(name) for name in ("cp", "outer", "ep", "sdp")]
+        mesh = manager.gangs.device_mesh("outer", "cp")
+        assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        assert mesh.get_group("cp") is manager.gangs["cp"].as_process_group()
+        grid = eg.GangGrid([2, 2], ["a", "b"], root=manager.gangs.root)
+        assert grid.create_gangs()["b"].size == 2
         if manager.commit(1.0, lambda total: None) and step.index == 3:
             print(manager.gangs.root.rank, *lines, *manager.gangs, sep=", ")
         """,
