@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         set_gangs,
     )
     from elasticgang.layout import (
+        Axes,
         Member,
         ParallelLayout,
         Plan,
@@ -102,6 +103,7 @@ _HOMES = {
         "set_gangs",
     ),
     "elasticgang.layout": (
+        "Axes",
         "Member",
         "ParallelLayout",
         "Plan",
@@ -118,6 +120,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Axes",
     "CollectiveTimeoutError",
     "DistributedDataParallel",
     "ElasticGang",

@@ -256,10 +256,10 @@ class Gang(ABC):
         return start_mean(self._start, collective, self.size)
 
     def _check(self, name: str, tensor: Tensor) -> None:
-        if tensor.device != self.device:
-            raise ValueError(
-                f"`{name}` must be on the gang's device ({self.device}), but is on {tensor.device} instead."
-            )
+        ours, its = self.device, tensor.device
+        # Without an index a device is any of its type; a tensor's has one on CUDA, and none on the CPU.
+        if its.type != ours.type or (None not in (its.index, ours.index) and its.index != ours.index):
+            raise ValueError(f"`{name}` must be on the gang's device ({ours}), but is on {its} instead.")
         if not tensor.is_contiguous():
             raise ValueError(f"`{name}` must be contiguous, but has the strides {tensor.stride()} instead.")
 

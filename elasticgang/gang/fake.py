@@ -129,7 +129,9 @@ def simulate(collective: Collective, rank: int, size: int) -> None:
 
 
 def _reduce(tensor: Tensor, op: enum.Enum, size: int) -> None:
-    """`size` times the same; MIN, MAX, BAND and BOR of equal things are identities."""
+    """`size` times the same: MIN, MAX, BAND and BOR of that are identities, and so is anything of flags."""
+    if tensor.dtype is torch.bool:
+        return
     if op is ReduceOperation.SUM:
         tensor.mul_(size)
     elif op is ReduceOperation.PRODUCT:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from types import TracebackType
-from typing import NoReturn
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType, TracebackType
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,10 +24,13 @@ from elasticgang.gang.mesh import axes_of_mesh, device_mesh, gang_of_mesh, refus
 from elasticgang.gang.process_group import ProcessGroupGang
 from elasticgang.layout import FAMILIES, groups_over
 
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_NAMES = ("root", "dp", "rdp", "sdp", "tp", "pp")
+
 
 class _Current(threading.local):
     def __init__(self) -> None:  # runs anew in each thread
-        self.stack: list[Gangs] = []
+        self.stack: list[tuple[Gangs, tuple[torch.device, ...]]] = []  # with the devices that they are current for
 
 
 _current = _Current()
@@ -40,8 +43,14 @@ _lock = threading.Lock()
 class Gangs:
     """All gangs of one rank. As a context manager, makes them the current ones of this thread.
 
+    `further`: gangs along other axes (`cp`, `ep`), by name. `gangs["cp"]` is one of them, and `gangs["tp"]` is
+    `gangs.tp`; `in` and iteration are over all the names. `dataclasses.replace(gangs, further={...})` gives others.
+
     `manager.gangs` is a snapshot of one generation; the gang objects in it keep their identity from generation to
     generation and are reconfigured beneath.
+
+    Raises:
+        ValueError: the root's rank 0 is not rank 0 of `dp`, `tp`, `pp` or a further gang, or one is named as another.
     """
 
     root: Gang
@@ -50,19 +59,43 @@ class Gangs:
     sdp: Gang
     tp: Gang
     pp: Gang
+    further: Mapping[str, Gang] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp"):
-            gang = getattr(self, name)
+        object.__setattr__(self, "further", MappingProxyType(dict(self.further)))
+        for name in self.further:
+            if name in _NAMES:
+                raise ValueError(f"`further` must name other gangs than {', '.join(_NAMES)}, but names {name!r}.")
+        for name in ("dp", "tp", "pp", *self.further):
+            gang = self[name]
             if self.root.rank == 0 and gang.rank != 0:
                 raise ValueError(f"Rank 0 of `root` must be rank 0 of `{name}`, but is rank {gang.rank} of it instead.")
+
+    def __getitem__(self, name: str) -> Gang:
+        """The gang of that name. Raises KeyError, which says what names there are."""
+        if name in _NAMES:
+            gang: Gang = getattr(self, name)
+            return gang
+        if name not in self.further:
+            raise KeyError(f"there is no gang {name!r} here, only {', '.join(self)}")
+        return self.further[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in _NAMES or name in self.further
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*_NAMES, *self.further))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A read-only mapping is neither pickled nor copied."""
+        return _remade, ({name: getattr(self, name) for name in _NAMES}, dict(self.further))
 
     @property
     def device(self) -> torch.device:
         return self.root.device
 
     def __enter__(self) -> Gangs:
-        _current.stack.append(self)
+        _current.stack.append((self, (self.device,)))
         return self
 
     def __exit__(
@@ -81,13 +114,12 @@ class Gangs:
             ValueError: there is no such gang, or the gangs are not the axes of one grid.
             InvalidOperationError: torch's default process group is another one than `root`'s.
         """
-        known = [field.name for field in fields(self)]
         for name in names:
-            if name not in known:
-                raise ValueError(f"`names` must be some of {', '.join(known)}, but one is {name!r} instead.")
+            if name not in self:
+                raise ValueError(f"`names` must be some of {', '.join(self)}, but one is {name!r} instead.")
         if len(set(names)) != len(names):
             raise ValueError(f"`names` must be distinct, but are {list(names)} instead.")
-        return device_mesh(self.root, {name: getattr(self, name) for name in names})
+        return device_mesh(self.root, {name: self[name] for name in names})
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, device: torch.device | None = None, **dims: str) -> Gangs:
@@ -107,40 +139,46 @@ class Gangs:
             for family, axes in FAMILIES.items()
             if family != "replica"
         }
-        return cls(**{family: gang_of_mesh(mesh, names, family, device) for family, names in along.items()})
+        made: dict[str, Any] = {family: gang_of_mesh(mesh, names, family, device) for family, names in along.items()}
+        return cls(**made)
 
     def close(self) -> None:
-        """Close every gang; one that stands under several names, once."""
-        gangs = [getattr(self, field.name) for field in fields(self)]
-        for gang in reversed(list(dict.fromkeys(gangs))):
+        """Close every gang, the root last; one that stands under several names, once."""
+        for gang in reversed(list(dict.fromkeys(self[name] for name in self))):
             gang.close()
+
+
+def _remade(gangs: Mapping[str, Gang], further: Mapping[str, Gang]) -> Gangs:
+    return Gangs(**gangs, further=further)
 
 
 def create_fake_gangs(device: torch.device) -> Gangs:
     """Gangs of one rank, without processes."""
-    return Gangs(**{field.name: FakeGang(device) for field in fields(Gangs)})
+    fakes: dict[str, Any] = {name: FakeGang(device) for name in _NAMES}
+    return Gangs(**fakes)
 
 
-def create_parallel_gangs(root: Gang, *, tp_size: int = 1, pp_size: int = 1) -> Gangs:
-    """Split `root` for data, tensor and pipeline parallelism: `pp` outermost, then data, `tp` of adjacent ranks.
+def create_parallel_gangs(root_gang: Gang, *, tp_size: int = 1, pp_size: int = 1) -> Gangs:
+    """Split `root_gang` for data, tensor and pipeline parallelism: `pp` outermost, then data, `tp` of adjacent ranks.
 
     With 8 ranks and `tp_size=2`, the tp gangs are [0, 1], [2, 3], [4, 5], [6, 7] and the dp gangs [0, 2, 4, 6],
     [1, 3, 5, 7]. Called on every rank.
 
     Raises:
-        ValueError: a size is below 1, or `root.size` is no multiple of their product.
+        ValueError: a size is below 1, or `root_gang.size` is no multiple of their product.
         GangError: a gang could not be made.
     """
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
         if size < 1:
             raise ValueError(f"`{name}` must be at least 1, but is {size} instead.")
-    if root.size % (tp_size * pp_size):
+    if root_gang.size % (tp_size * pp_size):
         raise ValueError(
-            f"`root.size` must be a multiple of `tp_size` x `pp_size` ({tp_size * pp_size}), but is {root.size}."
+            f"`root_gang.size` must be a multiple of `tp_size` x `pp_size` ({tp_size * pp_size}), but is "
+            f"{root_gang.size} instead."
         )
-    shape = (pp_size, root.size // (tp_size * pp_size), 1, tp_size)
-    made = {family: _split(root, shape, family) for family in ("pp", "dp", "tp")}
-    return Gangs(root=root, rdp=made["dp"], sdp=FakeGang(root.device), **made)
+    shape = (pp_size, root_gang.size // (tp_size * pp_size), 1, tp_size)
+    pp, dp, tp = (_split(root_gang, shape, family) for family in ("pp", "dp", "tp"))
+    return Gangs(root=root_gang, dp=dp, rdp=dp, sdp=FakeGang(root_gang.device), tp=tp, pp=pp)
 
 
 def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs:
@@ -173,7 +211,7 @@ def _split(parent: Gang, shape: tuple[int, int, int, int], family: str) -> Gang:
         return FakeGang(parent.device)
     if size == parent.size:
         return parent
-    if parent.device.type == "cuda" and isinstance(parent, ProcessGroupGang):
+    if isinstance(parent, ProcessGroupGang):
         gang: Gang | None = parent.split(groups, family)
     else:
         made = [parent.create_gang(group) for group in groups]
@@ -184,45 +222,78 @@ def _split(parent: Gang, shape: tuple[int, int, int, int], family: str) -> Gang:
 
 
 def maybe_get_current_gangs() -> Gangs | None:
-    """The gangs of the innermost `with gangs:` of this thread, or None outside."""
-    return _current.stack[-1] if _current.stack else None
+    """The gangs of the innermost `with gangs:` of this thread, on whatever device, or None outside."""
+    return _current.stack[-1][0] if _current.stack else None
 
 
 def get_current_gangs(device: torch.device | None = None) -> Gangs:
-    """The gangs of the innermost `with gangs:` of this thread (on `device`, if given), or else the default ones."""
-    for gangs in reversed(_current.stack):
-        if device is None or gangs.device == device:
+    """The gangs of the innermost `with gangs:` of this thread on `device`, or else the default ones.
+
+    None is torch's current device (`torch.set_default_device`, `with device:`). While that is the CPU, as it is when
+    nobody has set it, gangs on another device count too, where there are none on the CPU. In fairseq2 they do not, and
+    a rank that forgot to set it would go on with fake gangs of one.
+    """
+    wanted = device or torch.get_default_device()
+    for gangs, devices in reversed(_current.stack):
+        if wanted in devices:
             return gangs
+    if device is None and wanted == _CPU and _current.stack:
+        return _current.stack[-1][0]
     return get_default_gangs(device)
 
 
-def set_default_gangs(gangs: Gangs) -> None:
-    """Make `gangs` those that all threads see outside `with gangs:`, for the device of the gangs."""
+def get_default_gangs(device: torch.device | None = None) -> Gangs:
+    """The default gangs of `device`; when none are set, the same fake ones always.
+
+    None is torch's current device; while that is the CPU and has none, it is `get_default_device()`.
+    """
+    wanted = device or torch.get_default_device()
+    with _lock:
+        gangs = _defaults.get(wanted)
+        if gangs is None and device is None and wanted == _CPU:
+            gangs = _defaults.get(get_default_device())
+        if gangs is None:
+            real = _CPU if wanted.type == "meta" else wanted
+            gangs = _fakes.get(real) or _fakes.setdefault(real, create_fake_gangs(real))
+        return gangs
+
+
+def set_default_gangs(gangs: Gangs, *, meta: bool = False) -> None:
+    """Make `gangs` those that all threads see outside `with gangs:`, for the device of the gangs; with `meta`, for the
+    meta device too."""
     with _lock:
         _defaults[gangs.device] = gangs
-
-
-def get_default_gangs(device: torch.device | None = None) -> Gangs:
-    """The default gangs of `device` (None: of `get_default_device()`); when none are set, the same fake ones always."""
-    device = device or get_default_device()
-    with _lock:
-        if device not in _defaults and device not in _fakes:
-            _fakes[device] = create_fake_gangs(torch.device("cpu") if device.type == "meta" else device)
-        return _defaults.get(device) or _fakes[device]
+        if meta:
+            _defaults[_META] = gangs
 
 
 @contextlib.contextmanager
-def set_gangs(gangs: Gangs) -> Iterator[None]:
-    """`with set_gangs(gangs):` is `with gangs:`."""
-    with gangs:
+def set_gangs(gangs: Gangs, *, meta: bool = False) -> Iterator[None]:
+    """`with set_gangs(gangs):` is `with gangs:`; with `meta`, they are current for the meta device too."""
+    _current.stack.append((gangs, (gangs.device, _META) if meta else (gangs.device,)))
+    try:
         yield
+    finally:
+        _current.stack.pop()
 
 
 def get_default_device() -> torch.device:
-    """`cuda:LOCAL_RANK` where CUDA is available, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """`cuda:LOCAL_RANK` where CUDA is available, or `cuda:0` where CUDA_VISIBLE_DEVICES leaves one; else the CPU.
+
+    Raises:
+        OperationalError: there are fewer CUDA devices than LOCAL_RANK asks for.
+    """
+    if not torch.cuda.is_available():
+        return _CPU
+    local_rank, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if num_devices == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
+        return torch.device("cuda", 0)
+    if local_rank >= num_devices:
+        raise OperationalError(
+            f"the environment variable LOCAL_RANK must be less than the number of CUDA devices here ({num_devices}), "
+            f"but is {local_rank} instead."
+        )
+    return torch.device("cuda", local_rank)
 
 
 def get_world_size() -> int:

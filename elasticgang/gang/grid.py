@@ -12,13 +12,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elasticgang.errors import GangError, InvalidOperationError, LayoutError
+from elasticgang.errors import InvalidOperationError, LayoutError
 from elasticgang.gang.base import Gang
-from elasticgang.gang.gangs import get_default_device
+from elasticgang.gang.fake import FakeGang
+from elasticgang.gang.gangs import Gangs, get_default_device
 from elasticgang.gang.process_group import ProcessGroupGang
-from elasticgang.layout.grid import Axes, Grid
+from elasticgang.layout import Axes, Grid
 
 Dims = str | Sequence[str]
+
+_OURS = ("root", "pp", "dp", "rdp", "sdp", "tp")
 
 
 class GangGrid:
@@ -105,7 +108,9 @@ class GangGrid:
             raise KeyError(f"the gangs {key!r} exist already; use get_gang({dims!r})")
         groups = self._grid.rank_groups(dims, view=view)
         if isinstance(self._root, ProcessGroupGang):
-            gang = self._enumerate(self._root, groups, timeout, pg_options, group_desc or key)
+            gang: Gang | None = self._root.split(
+                groups, group_desc or key, timeout=timeout, backend=self._backend, pg_options=pg_options
+            )
         else:
             made = [self._root.create_gang(group) for group in groups]
             gang = next((gang for gang in made if gang is not None), None)
@@ -119,6 +124,46 @@ class GangGrid:
             raise KeyError(f"the gangs {key!r} do not exist; use create_gang({dims!r}) first")
         return self._gangs[key]
 
+    def create_gangs(self) -> Gangs | None:
+        """The gangs of this grid as `Gangs`; None on a rank outside the grid. Called on every rank of the root.
+
+        Its dims `pp`, `rdp`, `sdp` and `tp` are those of `Gangs`, and `dp` is along `rdp` and `sdp`; a grid may have a
+        dim `dp` instead, which replicates. The other dims are further gangs, those of views too: under their names,
+        or as "view/dim" where the grid has a dim of that name. What the grid lacks is a fake gang of one. Gangs
+        that exist already are taken.
+
+        Raises:
+            LayoutError: the grid has both `dp` and `rdp` or `sdp`, or a dim "root".
+            GangError: a gang could not be made.
+        """
+        dims = self.dim_names
+        data = [dim for dim in ("rdp", "sdp") if dim in dims]
+        if "root" in dims or ("dp" in dims and data):
+            raise LayoutError(f"`dim_names` must have `dp`, or `rdp` and `sdp`, and no `root`, but is {list(dims)}.")
+        made = {dim: self._made(dim) for dim in reversed(dims)}
+        if data:
+            made["dp"] = self._made(data)
+        if self.size < self._root.size:
+            made["root"] = self._made(dims)
+        for view, its in self._grid.views.items():
+            for dim in its.axes.dim_names:
+                if dim not in its.shared_dims:
+                    made[self._grid.key(dim, view=view) if dim in made or dim in _OURS else dim] = self._made(dim, view)
+        gangs = {name: gang for name, gang in made.items() if gang is not None}
+        if len(gangs) < len(made):
+            return None
+        root, pp, dp, rdp, sdp, tp = (gangs.pop(name, None) for name in _OURS)
+        one = FakeGang(self._root.device)
+        return Gangs(
+            root=root or self._root,
+            dp=dp or one,
+            rdp=rdp or (one if data else dp or one),
+            sdp=sdp or one,
+            tp=tp or one,
+            pp=pp or one,
+            further=gangs,
+        )
+
     def close(self) -> None:
         """Close every gang that was made here."""
         for gang in reversed(list(self._gangs.values())):
@@ -126,21 +171,10 @@ class GangGrid:
                 gang.close()
         self._gangs.clear()
 
-    def _enumerate(
-        self, root: ProcessGroupGang, groups: list[list[int]], timeout: timedelta | None, pg_options: Any, desc: str
-    ) -> Gang | None:
-        mine = dist.get_process_group_ranks(root.as_process_group())
-        try:
-            pg, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-                [[mine[rank] for rank in group] for group in groups],
-                timeout=timeout,
-                backend=self._backend or dist.get_backend(root.as_process_group()),
-                pg_options=pg_options,
-                group_desc=desc,
-            )
-        except (RuntimeError, ValueError) as exc:
-            raise GangError(f"the gangs {desc!r} could not be made: {exc}") from exc
-        return None if pg is None else ProcessGroupGang(pg, root.device)
+    def _made(self, dims: Dims, view: str | None = None) -> Gang | None:
+        if self._grid.key(dims, view=view) in self._gangs:
+            return self.get_gang(dims, view=view)
+        return self.create_gang(dims, view=view)
 
 
 def _default_root() -> ProcessGroupGang:

@@ -1,10 +1,15 @@
-"""A gang over a process group of torch.distributed: static, for jobs that no manager runs."""
+"""A gang over a process group of torch.distributed: static, for jobs that no manager runs.
+
+S1  Making gangs out of a gang is collective over that gang alone, and needs nothing else to be alike on its ranks: not
+    the number of groups that they are in, nor the order in which they are in others.
+"""
 
 from __future__ import annotations
 
 import enum
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +21,7 @@ from torch.futures import Future
 
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
 from elasticgang.gang.base import Collective, Gang, ReduceOperation, Then, Work, check_ranks
+from elasticgang.gang.torch_group import GangProcessGroup
 
 _REDUCE_OPS: dict[enum.Enum, Any] = {
     ReduceOperation.SUM: ReduceOp.SUM,
@@ -24,14 +30,16 @@ _REDUCE_OPS: dict[enum.Enum, Any] = {
     ReduceOperation.MAX: ReduceOp.MAX,
 }
 _DEFAULT_TIMEOUT = timedelta(minutes=15)
+_num_splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class ProcessGroupGang(Gang):
-    """Wraps `pg`, whose ranks are the gang's."""
+    """Wraps `pg`, whose ranks are the gang's. `timeout`: of the collectives of the gangs that are made out of it."""
 
-    def __init__(self, pg: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, pg: ProcessGroup, device: torch.device, *, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
         self._pg = pg
         self._device = device
+        self._timeout = timeout
         self._closed = False
 
     @classmethod
@@ -41,7 +49,8 @@ class ProcessGroupGang(Gang):
         """Initialize torch's default process group (NCCL on CUDA, Gloo on the CPU) from the environment that torchrun
         sets, and wrap it.
 
-        `timeout`: of a collective; None is 15 minutes. `high_priority`: NCCL on high-priority streams.
+        `timeout`: of a collective, of this gang and of those made out of it; None is 15 minutes. `high_priority`: NCCL
+        on high-priority streams.
 
         Raises:
             ValueError: `device` is neither a CPU nor a CUDA device.
@@ -59,22 +68,24 @@ class ProcessGroupGang(Gang):
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
             options["device_id"] = device  # initialize NCCL now, not at the first collective
-            # 3: abort the communicators and go on. 1, torch's default and fairseq2's choice, ends the whole process.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+            # 2, ProcessGroupNCCL.hpp's CleanUpOnly: abort the communicators and go on. 3, torch's default, and 1,
+            # fairseq2's choice, end the whole process when a peer is lost.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
             if high_priority:
                 from torch.distributed import ProcessGroupNCCL
 
                 options["pg_options"] = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timeout or _DEFAULT_TIMEOUT
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*options._timeout was specified.*")
-                dist.init_process_group(backend, timeout=timeout or _DEFAULT_TIMEOUT, **options)
+                dist.init_process_group(backend, timeout=timeout, **options)
         except (RuntimeError, ValueError) as exc:
             raise GangError(f"the default process group could not be initialized: {exc}") from exc
         world = dist.group.WORLD
         assert world is not None
-        return cls(world, device)
+        return cls(world, device, timeout=timeout)
 
     @property
     def rank(self) -> int:
@@ -95,36 +106,81 @@ class ProcessGroupGang(Gang):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            dist.destroy_process_group(self._pg)
+            if dist.is_initialized():  # the default group takes all others with it
+                dist.destroy_process_group(self._pg)
 
     def as_process_group(self) -> ProcessGroup:
         return self._pg
 
-    def create_gang(self, ranks: Sequence[int]) -> ProcessGroupGang | None:
+    def create_gang(self, ranks: Sequence[int]) -> Gang | None:
         self._check_open()
         check_ranks(ranks, self.size)
-        mine = dist.get_process_group_ranks(self._pg)
-        try:
-            # Of the ranks of this gang alone: a sub-gang can be made from any gang, without the ranks outside it.
-            pg = dist.new_group(
-                [mine[rank] for rank in ranks],
-                backend=dist.get_backend(self._pg),
-                use_local_synchronization=self.size < dist.get_world_size(),
-            )
-        except (RuntimeError, ValueError) as exc:
-            raise GangError(f"a gang of the ranks {list(ranks)} could not be made: {exc}") from exc
-        if self.rank not in ranks or not isinstance(pg, ProcessGroup):
-            return None
-        return ProcessGroupGang(pg, self._device)
+        return self.split([ranks], "gang")
 
-    def split(self, groups: Sequence[Sequence[int]], name: str) -> ProcessGroupGang | None:
-        """The one of `groups`, disjoint, that this rank is in; by `split_group`, which shares NCCL's resources."""
+    def split(
+        self,
+        groups: Sequence[Sequence[int]],
+        name: str,
+        *,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+    ) -> Gang | None:
+        """The gang of the one of `groups`, disjoint sets of ranks, that this rank is in; None if it is in none. Called
+        on every rank of this gang.
+
+        `timeout`: None is this gang's. `backend`: None is this gang's. `pg_options`: of the backend; Gloo has none.
+        Where the process group is a gang's own, that gang makes them, and has no such options.
+
+        Raises:
+            InvalidOperationError: the gang is closed.
+            GangError: the gang could not be made.
+        """
         self._check_open()
+        if isinstance(self._pg, GangProcessGroup):
+            made = [self._pg.gang.create_gang(group) for group in groups]
+            return next((gang for gang in made if gang is not None), None)
+        timeout = timeout or self._timeout
+        groups = [sorted(group) for group in groups]
+        own = dist.get_backend(self._pg)
+        backend = backend or own
         try:
-            pg = dist.distributed_c10d.split_group(self._pg, [list(group) for group in groups], group_desc=name)
+            world = dist.group.WORLD
+            if backend == own == "nccl" and world is not None and world.bound_device_id is not None:
+                # NCCL that was initialized eagerly splits communicators, together with all the parent's ranks.
+                pg = dist.distributed_c10d.split_group(
+                    self._pg, groups, timeout=timeout, pg_options=pg_options, group_desc=name
+                )
+            else:
+                pg = self._new_group(groups, name, timeout, backend, pg_options)
         except (RuntimeError, ValueError) as exc:
-            raise GangError(f"the {name} gangs could not be made: {exc}") from exc
-        return None if pg is None else ProcessGroupGang(pg, self._device)
+            raise GangError(f"the {name} gangs {groups} could not be made: {exc}") from exc
+        return None if pg is None else ProcessGroupGang(pg, self._device, timeout=timeout)
+
+    def _new_group(
+        self, groups: Sequence[Sequence[int]], desc: str, timeout: timedelta, backend: str, pg_options: Any
+    ) -> ProcessGroup | None:
+        """As `torch.distributed.new_group`, under a name of ours. The names that it makes count the groups that a rank
+        is in, or all calls of all ranks: called by some ranks only, those with another count wait for ever (S1)."""
+        split = _num_splits[self._pg] = _num_splits.get(self._pg, 0) + 1
+        mine = next((group for group in groups if self.rank in group), None)
+        if mine is None:
+            return None
+        c10d: Any = dist.distributed_c10d
+        parent = dist.get_process_group_ranks(self._pg)
+        made: tuple[ProcessGroup, object] = c10d._new_process_group_helper(
+            len(mine),
+            mine.index(self.rank),
+            [parent[rank] for rank in mine],
+            dist.Backend(backend),
+            c10d._get_default_store(),
+            f"{self._pg.group_name}.{split}.{mine[0]}",
+            backend_options=pg_options,
+            timeout=timeout,
+            group_desc=desc,
+        )
+        c10d._world.pg_group_ranks[made[0]] = {parent[rank]: index for index, rank in enumerate(mine)}
+        return made[0]
 
     def barrier(self) -> None:
         self._check_open()

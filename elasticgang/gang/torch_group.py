@@ -183,6 +183,10 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
         super().__init__(gang.rank, gang.size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._gang = gang
 
+    @property
+    def gang(self) -> Gang:
+        return self._gang
+
     def rank(self) -> int:
         return self._gang.rank
 

@@ -1,13 +1,15 @@
 """Who sits where: what the user declares, the plan of a generation, and the groups along named axes. Pure."""
 
-from elasticgang.layout.grid import Axes, Grid, View, groups_over
-from elasticgang.layout.layout import AXES, FAMILIES, MODEL_AXES, ParallelLayout
+from elasticgang.layout.axes import AXES, FAMILIES, MODEL_AXES, RUNTIME_GANGS, Axes, groups_over, groups_within
+from elasticgang.layout.grid import Grid, View
+from elasticgang.layout.layout import ParallelLayout
 from elasticgang.layout.planner import Member, Plan, plan
 
 __all__ = [
     "AXES",
     "FAMILIES",
     "MODEL_AXES",
+    "RUNTIME_GANGS",
     "Axes",
     "Grid",
     "Member",
@@ -15,5 +17,6 @@ __all__ = [
     "Plan",
     "View",
     "groups_over",
+    "groups_within",
     "plan",
 ]

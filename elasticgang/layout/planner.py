@@ -25,7 +25,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from elasticgang.errors import LayoutError
-from elasticgang.layout.grid import groups_over
+from elasticgang.layout.axes import groups_over
 from elasticgang.layout.layout import ParallelLayout
 from elasticgang.layout.seating import seat_members
 from elasticgang.layout.seats import Member, Plan
@@ -57,7 +57,8 @@ def plan(members: Iterable[Member], layout: ParallelLayout, previous: Plan | Non
     left = Former([present.get(member.id) for member in former], [member.host for member in former])
     seats, idle = seat_members(cut, replicas, _waiting(present, previous), left)
     shape = (layout.pp, replicas, layout.sdp, layout.tp)
-    return Plan(shape, tuple(_swap_outer(seats, replicas, layout.pp)), tuple(member.id for member in idle))
+    in_rank_order = tuple(_swap_outer(seats, replicas, layout.pp))
+    return Plan(shape, in_rank_order, tuple(member.id for member in idle), layout.views)
 
 
 def _by_id(members: Iterable[Member]) -> dict[str, Member]:

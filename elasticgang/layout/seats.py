@@ -18,8 +18,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from elasticgang.layout.grid import groups_over
-from elasticgang.layout.layout import FAMILIES
+from elasticgang.layout.axes import FAMILIES, Axes, groups_over, groups_within
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,12 @@ class Member:
 @dataclass(frozen=True)
 class Plan:
     """Who sits where. `shape`: sizes of pp, rdp, sdp, tp; `seats`: the active members in rank order; `spares`: ids,
-    those that have waited longest first."""
+    those that have waited longest first; `views`: the layout's."""
 
     shape: tuple[int, int, int, int]
     seats: tuple[Member, ...]
     spares: tuple[str, ...] = ()
+    views: tuple[Axes, ...] = ()
 
     @property
     def size(self) -> int:
@@ -65,14 +65,18 @@ class Plan:
         }
 
     def groups(self, family: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each gang of the family, in rank order; every rank is in exactly one.
+        """The ranks of each gang of the family or further axis, in rank order; every rank is in exactly one.
 
         Raises:
             ValueError: there is no such family.
         """
-        if family not in FAMILIES:
-            raise ValueError(f"`family` must be one of {', '.join(FAMILIES)}, but is {family!r} instead.")
-        return groups_over(self.shape, FAMILIES[family])
+        if family in FAMILIES:
+            return groups_over(self.shape, FAMILIES[family])
+        for axes in self.views:
+            if family in axes.dim_names:
+                return groups_within(self.shape, axes, family)
+        known = dict.fromkeys((*FAMILIES, *(name for axes in self.views for name in axes.dim_names)))
+        raise ValueError(f"`family` must be one of {', '.join(known)}, but is {family!r} instead.")
 
     @cached_property
     def digest(self) -> str:
@@ -81,11 +85,12 @@ class Plan:
         return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        data: dict[str, Any] = {
             "shape": list(self.shape),
             "seats": [[member.id, member.host] for member in self.seats],
             "spares": list(self.spares),
         }
+        return {**data, "views": [axes.to_json() for axes in self.views]} if self.views else data
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
@@ -97,8 +102,11 @@ class Plan:
             raise ValueError(f"A plan of shape {(pp, rdp, sdp, tp)} must not have {len(seats)} seats.")
         if len({*spares, *(member.id for member in seats)}) != len(seats) + len(spares):
             raise ValueError("A member must appear once in a plan.")
-        return Plan((pp, rdp, sdp, tp), seats, spares)
+        views = tuple(map(Axes.from_json, data.get("views", ())))
+        if any(axes.size != pp * sdp * tp for axes in views):
+            raise ValueError(f"A plan of shape {(pp, rdp, sdp, tp)} must not have the views {views}.")
+        return Plan((pp, rdp, sdp, tp), seats, spares, views)
 
     def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
         """Without what is cached: a read-only mapping does not pickle."""
-        return Plan, (self.shape, self.seats, self.spares)
+        return Plan, (self.shape, self.seats, self.spares, self.views)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from elasticgang.errors import LayoutError
-from elasticgang.layout import Member, ParallelLayout, Plan, plan
+from elasticgang.layout import Axes, Member, ParallelLayout, Plan, plan
 from elasticgang.quorum.commit import Action, Attempt, Standing, action, resolve
 
 PROTOCOL = 1
@@ -343,11 +343,15 @@ def canonical(data: Any) -> str:
 
 
 def layout_to_json(layout: ParallelLayout) -> dict[str, Any]:
-    return {**asdict(layout), "within_host": list(layout.within_host)}
+    data = {**asdict(layout), "within_host": list(layout.within_host)}
+    del data["views"]
+    return {**data, "views": [axes.to_json() for axes in layout.views]} if layout.views else data
 
 
 def layout_from_json(data: dict[str, Any]) -> ParallelLayout:
-    return ParallelLayout(**{**data, "within_host": tuple(data["within_host"])})
+    """Raises KeyError, TypeError or ValueError when `data` is not a layout."""
+    views = tuple(map(Axes.from_json, data.get("views", ())))
+    return ParallelLayout(**{**data, "within_host": tuple(data["within_host"]), "views": views})
 
 
 def report_to_json(report: Report) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -30,16 +30,15 @@ from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
 from elasticgang.comm.supply import PRELOAD, CommSupply
 from elasticgang.errors import EvictedError, GangError, OperationalError, PeerLostError, StepAborted
-from elasticgang.gang import Gang, Gangs, create_fake_gangs
+from elasticgang.gang import FakeGang, Gang, Gangs, create_fake_gangs
 from elasticgang.gang.elastic import Binding, ElasticGang
-from elasticgang.layout import Member, ParallelLayout, plan
+from elasticgang.layout import RUNTIME_GANGS, Member, ParallelLayout, plan
 from elasticgang.quorum.commit import Attempt
 from elasticgang.quorum.decide import ACTIVE, SPARE, MemberReport, Record, Seat, layout_to_json
 from elasticgang.quorum.link import AgentLink, RankContext
 
 FAMILIES = ("root", "dp", "rdp", "sdp", "tp", "pp")
-CONTROL = "control"
-REDUCE = "reduce"  # the ranks of dp, for gradients alone: a user's collectives in a step keep their own order
+CONTROL, REDUCE = RUNTIME_GANGS  # REDUCE: for gradients alone; a user's collectives in a step keep their own order
 
 _CLOSE_TIMEOUT_S = 2.0
 
@@ -146,7 +145,8 @@ class ElasticMembership:
         self.member, self.local_rank = context.member, context.local_rank
         self._context = context
         self._layout = layout
-        self._elastic = {name: ElasticGang(name, device) for name in (*FAMILIES, REDUCE)}
+        self._families = (*FAMILIES, *layout.further_axes)
+        self._elastic = {name: ElasticGang(name, device) for name in (*self._families, REDUCE)}
         self._generation: Generation | None = None
         self._aborted = (0, "")  # written by the link's thread: the newest generation that is over, and why
         self._joining = 0
@@ -157,7 +157,9 @@ class ElasticMembership:
 
     @property
     def gangs(self) -> Gangs:
-        return Gangs(**{name: self._elastic[name] for name in FAMILIES})
+        root, dp, rdp, sdp, tp, pp = (self._elastic[name] for name in FAMILIES)
+        further = {name: self._elastic[name] for name in self._layout.further_axes}
+        return Gangs(root=root, dp=dp, rdp=rdp, sdp=sdp, tp=tp, pp=pp, further=further)
 
     @property
     def reduction(self) -> Gang:
@@ -258,7 +260,7 @@ class ElasticMembership:
         generation = Generation(record, seat, record.plan.ranks[self.member], comm)
         self._generation = generation
         specs = {}
-        for name in (*FAMILIES, CONTROL, REDUCE):
+        for name in (*self._families, CONTROL, REDUCE):
             ranks = self._ranks_of(generation, name)
             if len(ranks) > 1:
                 group = self._group_name(ranks, name)
@@ -277,7 +279,7 @@ class ElasticMembership:
         return True
 
     def _ranks_of(self, generation: Generation, name: str) -> tuple[int, ...]:
-        """The ranks of this rank's gang of that family."""
+        """The ranks of this rank's gang of that family or further axis."""
         family = {CONTROL: "root", REDUCE: "dp"}.get(name, name)
         return next(ranks for ranks in generation.record.plan.groups(family) if generation.rank in ranks)
 
@@ -372,7 +374,8 @@ class AloneMembership:
     def __init__(self, layout: ParallelLayout, device: torch.device) -> None:
         self._layout = layout
         self._planned = plan([Member(self.member, "localhost")], layout)
-        self.gangs = create_fake_gangs(device)
+        fakes = {name: FakeGang(device) for name in layout.further_axes}
+        self.gangs = replace(create_fake_gangs(device), further=fakes)
         self.reduction: Gang = self.gangs.dp
         self.record: Record | None = None
         self.error: GangError | None = None

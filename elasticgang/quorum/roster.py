@@ -234,7 +234,7 @@ class Roster:
         newcomer = rank.phase is _Phase.STARTING
         rank.phase, rank.report = _Phase.ASKING, event.report
         self._hear(event.report.tip)
-        if self.finished and not _has_state(rank):
+        if self.finished and not self._can_finish(rank):
             return [Dismiss((event.member,), "the job has finished")]
         instructions = self._ask_if_ready()
         if instructions:
@@ -258,7 +258,7 @@ class Roster:
             return []
         if self.record is None and self._waits_for_start and self._is_starting():
             return []
-        if self.finished and not any(_has_state(rank) for rank in self._in(_Phase.ASKING).values()):
+        if self.finished and not any(map(self._can_finish, self._in(_Phase.ASKING).values())):
             return []
         self._asking = True
         return [Ask(delay_s)]
@@ -274,16 +274,23 @@ class Roster:
         self.finished = self.finished or finished
         instructions = self._abort(f"rank {rank.local_rank} left") if not finished else []
         if self.finished:
-            instructions += self._dismiss_stateless()
+            instructions += self._dismiss_the_rest()
         return instructions + self._ask_if_ready()
 
-    def _dismiss_stateless(self) -> list[Instruction]:
-        stateless = tuple(
+    def _dismiss_the_rest(self) -> list[Instruction]:
+        """Those that have no part in what is finished: they are without state, or, as spares, with that of before."""
+        rest = tuple(
             member
             for member, rank in {**self._in(_Phase.ASKING), **self._in(_Phase.STARTING)}.items()
-            if not _has_state(rank)
+            if not self._can_finish(rank)
         )
-        return [Dismiss(stateless, "the job has finished")] if stateless else []
+        return [Dismiss(rest, "the job has finished")] if rest else []
+
+    def _can_finish(self, rank: _Rank) -> bool:
+        """It has done the last step, or is in doubt about it."""
+        report = rank.report
+        held = [] if report is None else [attempt for attempt in (report.tip, report.pending) if attempt is not None]
+        return bool(held) and (self.known is None or max(held) >= self.known)
 
     def _exited(self, event: Exited) -> list[Instruction]:
         rank = self._ranks.pop(event.member, None)
@@ -340,10 +347,6 @@ class Roster:
             return instructions + self._abort(f"rank {ranks} died before the generation began")
         waiting = [member for member in self._in(_Phase.ASKING) if record.seat(member) is None]
         return instructions + (self._notice_join() if waiting else [])
-
-
-def _has_state(rank: _Rank) -> bool:
-    return rank.report is not None and not (rank.report.tip is None and rank.report.pending is None)
 
 
 def describe_exit(status: int) -> str:

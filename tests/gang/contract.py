@@ -20,7 +20,8 @@ def _filled(value: float, *shape: int) -> Tensor:
 
 
 def same_on_every_rank(gang: Gang) -> None:
-    """Every rank does the same: defined for a fake gang too."""
+    """Every rank does the same: defined for a fake gang too. (fairseq2's takes no MEAN, MIN or MAX; its real ones take
+    no MEAN with Gloo, which has no average.)"""
     size = gang.size
     for op, expected in {
         SUM: 2.0 * size,
@@ -32,6 +33,9 @@ def same_on_every_rank(gang: Gang) -> None:
         tensor = _filled(2, 3)
         assert gang.all_reduce(tensor, op) is None
         assert tensor.tolist() == [expected] * 3, op
+        if op is not MEAN:
+            gang.all_reduce(flags := torch.tensor([True, False]), op)
+            assert flags.tolist() == [True, False], op
     output = torch.empty(size, 2, 3)
     gang.all_gather(output, _filled(5, 2, 3))
     assert torch.equal(output, _filled(5, size, 2, 3))
@@ -115,7 +119,8 @@ def refusals(gang: Gang) -> None:
 
 
 def sub_gangs(gang: Gang) -> None:
-    """Gangs from any gang; what is no set of its ranks is refused."""
+    """Gangs from any gang, not only from the first; what is no set of its ranks is refused, the size itself too, which
+    fairseq2 lets pass."""
     size = gang.size
     for ranks in ([], [0, 0], [size], [-1]):
         with pytest.raises(ValueError, match="ranks"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.gang import contract
 def static(args: dict[str, Any], fds: list[int]) -> int:
     os.environ.update(RANK=str(args["rank"]), WORLD_SIZE=str(args["size"]), MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(args["port"])
-    root = ProcessGroupGang.create_default_process_group(torch.device("cpu"))
+    root = ProcessGroupGang.create_default_process_group(torch.device("cpu"), timeout=timedelta(seconds=45))
     contract.same_on_every_rank(root)
     contract.one_to_another(root)
     contract.refusals(root)
@@ -38,9 +39,56 @@ def static(args: dict[str, Any], fds: list[int]) -> int:
     assert (hybrid.sdp.rank, hybrid.rdp.rank) == (root.rank % 2, root.rank // 2)
     contract.one_to_another(hybrid.sdp)
     contract.one_to_another(hybrid.rdp)
+    _uneven(root)
     _grid(root)
+    _named(root)
     root.close()
+    for gang in (gangs.tp, piped.pp, hybrid.sdp):  # they ended with the root
+        gang.close()
     return 0
+
+
+def _uneven(root: ProcessGroupGang) -> None:
+    """Gangs out of gangs whose ranks are in different numbers of others. fairseq2 makes none out of a sub-gang; and
+    `new_group` with `use_local_synchronization` waits for ever here, because the names that it agrees on count the
+    groups of each rank."""
+    root.create_gang([0, 1])
+    others = root.create_gang([3, 2, 1])
+    if others is None:
+        return
+    again = ProcessGroupGang(others.as_process_group(), root.device)  # another object over the same group
+    pairs = [others.create_gang([0, 1]), again.create_gang([1, 2]), others.create_gang([0, 2])]
+    expected = [(1, 2), (2, 3), (1, 3)]
+    for pair, members in zip(pairs, expected, strict=True):
+        assert (pair is not None) == (root.rank in members)
+        if pair is not None:
+            assert pair.rank == members.index(root.rank)
+            contract.one_to_another(pair)
+    grid = GangGrid([3], ["cp"], root=others)
+    cp = grid.create_gang("cp", timeout=timedelta(seconds=30), group_desc="three of four")
+    assert cp is not None
+    contract.one_to_another(cp)
+
+
+def _named(root: ProcessGroupGang) -> None:
+    """`Gangs` as one grid, with further axes by name."""
+    grid = GangGrid([2, 2], ["cp", "sdp"], root=root)
+    grid.register_view("expert", [4], ["ep"])
+    gangs = grid.create_gangs()
+    assert gangs is not None
+    assert list(gangs) == ["root", "dp", "rdp", "sdp", "tp", "pp", "cp", "ep"]
+    assert gangs["root"] is root
+    assert gangs.dp is gangs.sdp
+    assert (gangs["cp"].rank, gangs.sdp.rank, gangs["ep"].rank) == (root.rank % 2, root.rank // 2, root.rank)
+    for name in ("cp", "sdp", "ep"):
+        contract.one_to_another(gangs[name])
+    mesh = gangs.device_mesh("sdp", "cp")
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert mesh.get_group("cp") is gangs["cp"].as_process_group()
+    part = GangGrid([3], ["cp"], root=root).create_gangs()
+    assert (part is None) == (root.rank == 3)
+    if part is not None:
+        assert part.root is part["cp"]
 
 
 def _grid(root: ProcessGroupGang) -> None:

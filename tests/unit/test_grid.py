@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -99,6 +100,16 @@ def test_groups_of_any_grid(case: tuple[Axes, list[str]]) -> None:
     for place, at in enumerate(itertools.product(*map(range, sizes))):  # the last of dims varies fastest
         offset = sum(stride[index] - axes.rank_offset for stride, index in zip(strides, at, strict=True))
         assert given_order[0][place] == axes.rank_offset + offset
+
+
+@settings(max_examples=50, deadline=None)
+@given(axes_and_dims())
+def test_axes_travel(case: tuple[Axes, list[str]]) -> None:
+    axes, _ = case
+    assert Axes.from_json(json.loads(json.dumps(axes.to_json()))) == axes
+    for key in ("shape", "dim_names", "rank_offset"):
+        with pytest.raises(KeyError, match=key):
+            Axes.from_json({name: value for name, value in axes.to_json().items() if name != key})
 
 
 def test_the_key_is_in_reversed_order_of_the_names() -> None:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticgang.errors import LayoutError
-from elasticgang.layout import FAMILIES, MODEL_AXES, Member, ParallelLayout, Plan, plan
+from elasticgang.layout import FAMILIES, MODEL_AXES, Axes, Member, ParallelLayout, Plan, plan
 from tests.unit.planner_model import (
     fewest_fetches,
     fewest_fetches_by_flow,
@@ -102,6 +102,18 @@ def test_a_plan_travels() -> None:
         assert again == planned
         assert again.digest == planned.digest
         assert again.ranks == planned.ranks
+
+
+def test_a_plan_carries_the_views_of_its_layout() -> None:
+    layout = ParallelLayout(sdp=4, views=(Axes((2, 2), ("cp", "outer")),))
+    planned = plan(crew(A="a b c d e f g h"), layout)
+    again = Plan.from_json(json.loads(json.dumps(planned.to_json())))
+    assert again == planned == pickle.loads(pickle.dumps(planned))
+    assert again.groups("cp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert planned.digest not in ("", plan(crew(A="a b c d e f g h"), ParallelLayout(sdp=4)).digest)
+    for views in ([{"shape": [2], "dim_names": ["cp"], "rank_offset": 0}], [{"shape": [4]}], 3):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            Plan.from_json({**planned.to_json(), "views": views})
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,20 @@ def test_those_without_state_are_dismissed_at_the_end_and_those_with_state_are_n
     assert dismissed == Dismiss(("a1'",), "the job has finished")
 
 
+def test_a_spare_with_state_of_before_is_dismissed_at_the_end() -> None:
+    """It would ask for ever: there may be too few for a generation, and nobody is left who has what is committed."""
+    host = running(4)
+    host.exits("a1")
+    host.asks("a0", broken=True, tip=Attempt(4, 1))
+    for member in ("a2", "a3"):
+        host.asks(member, broken=True, tip=Attempt(4, 1), pending=Attempt(5, 1))
+    host.is_answered(record_of(["a2", "a3"], 2, spares=["a0"]))  # pairs: without rank 1, rank 0 has no place
+    host.roster.handle(Committed("a2", Attempt(9, 2)))
+    assert host.leaves("a2", finished=True) == [Dismiss(("a0",), "the job has finished")]
+    assert host.exits("a0") == []
+    assert host.leaves("a3", finished=True) == []
+
+
 def test_one_that_is_still_starting_at_the_end_is_dismissed() -> None:
     host = running(2)
     host.exits("a1")

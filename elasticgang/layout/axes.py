@@ -1,0 +1,154 @@
+"""Axes -> groups of ranks, for the four axes of a plan and for any number of named ones.
+
+Pure. Refuses to know processes and process groups: `gang/grid.py` makes gangs of what is enumerated here.
+
+A1  Every rank is in exactly one group of each enumeration.
+A2  Groups come in ascending order of their lowest rank, and ranks ascend within a group, unless the caller asks for
+    the order as given. Hence two enumerations with the same groups are equal.
+A3  Equal dims have equal keys, in whatever order they are named; different groups of one grid have different keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elasticgang.errors import LayoutError
+
+AXES = ("pp", "rdp", "sdp", "tp")  # slowest-varying first
+MODEL_AXES = ("pp", "sdp", "tp")  # a seat's coordinates along these say which part of the model it holds
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "root": AXES,
+    "dp": ("rdp", "sdp"),
+    "rdp": ("rdp",),
+    "sdp": ("sdp",),
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "replica": MODEL_AXES,
+}
+RUNTIME_GANGS = ("control", "reduce")  # of the ranks of root and dp, with groups of their own; `quorum` uses them
+
+KEY_SEPARATOR = "-"
+VIEW_SEPARATOR = "/"
+
+
+def groups_over(shape: Sequence[int], along: Container[str]) -> tuple[tuple[int, ...], ...]:
+    """Ranks that differ only along `along`: one tuple per group, in rank order. `shape`: sizes of `AXES`."""
+    strides = [math.prod(shape[index + 1 :]) for index in range(len(shape))]
+    axes = list(zip(AXES, shape, strides, strict=True))
+    firsts = _sums([(size, stride) for axis, size, stride in axes if axis not in along])
+    offsets = _sums([(size, stride) for axis, size, stride in axes if axis in along])
+    return tuple(tuple([first + offset for offset in offsets]) for first in firsts)
+
+
+def groups_within(shape: Sequence[int], axes: Axes, dim: str) -> tuple[tuple[int, ...], ...]:
+    """Ranks that differ only along `dim` of `axes`, a factorisation of the seats of each replica group: one tuple per
+    group, in rank order. `shape`: sizes of `AXES`."""
+    places = axes.rank_groups(dim)
+    replicas = groups_over(shape, MODEL_AXES)
+    return tuple(sorted(tuple(replica[place] for place in group) for replica in replicas for group in places))
+
+
+def _sums(axes: Sequence[tuple[int, int]]) -> list[int]:
+    """Every sum of one multiple per (size, stride), the last axis varying fastest."""
+    sums = [0]
+    for size, stride in axes:
+        sums = [start + index * stride for start in sums for index in range(size)]
+    return sums
+
+
+@dataclass(frozen=True)
+class Axes:
+    """One factorisation of the ranks `rank_offset` to `rank_offset + size`; the first name varies fastest.
+
+    Raises:
+        LayoutError: lengths that differ; a name that is repeated, empty or contains "-" or "/", which would make keys
+            ambiguous; a size below 1; a negative offset.
+
+    Source: the order of HyperCommGrid's `dim_names` (Megatron-LM).
+    """
+
+    shape: tuple[int, ...]
+    dim_names: tuple[str, ...]
+    rank_offset: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "dim_names", tuple(self.dim_names))
+        if len(self.shape) != len(self.dim_names):
+            raise LayoutError(
+                f"`shape` must have one size for each of `dim_names`, but {list(self.shape)} has {len(self.shape)} "
+                f"and {list(self.dim_names)} has {len(self.dim_names)} instead."
+            )
+        if not all(_is_at_least(1, size) for size in self.shape):
+            raise LayoutError(f"`shape` must hold integers of at least 1, but is {list(self.shape)} instead.")
+        if not _is_at_least(0, self.rank_offset):
+            raise LayoutError(f"`rank_offset` must be an integer of at least 0, but is {self.rank_offset!r} instead.")
+        for name in self.dim_names:
+            if not name or KEY_SEPARATOR in name or VIEW_SEPARATOR in name:
+                raise LayoutError(f'A name in `dim_names` must not be empty or contain "-" or "/", but {name!r} does.')
+        refuse_repeated("dim_names", self.dim_names)
+
+    @property
+    def size(self) -> int:
+        """Ranks in the grid."""
+        return math.prod(self.shape)
+
+    def rank_groups(self, dims: str | Sequence[str], *, ordered_as_given: bool = False) -> list[list[int]]:
+        """The ranks that differ only along `dims`: one list per group.
+
+        In ascending order, whatever the order of `dims`; `ordered_as_given=True` lets the last of `dims` vary fastest
+        within a group.
+
+        Raises:
+            LayoutError: `dims` is empty, repeats a name, or names something else than the grid's dims.
+
+        Source: `ordered_as_given` is HyperCommGrid's `_gen_rank_enum`.
+        """
+        named = self._slowest_first(dims)
+        inner = list(as_list(dims)) if ordered_as_given else named
+        outer = [name for name in reversed(self.dim_names) if name not in named]
+        offsets = self._offsets(inner)
+        return [[self.rank_offset + first + offset for offset in offsets] for first in self._offsets(outer)]
+
+    def key(self, dims: str | Sequence[str]) -> str:
+        """The name of the gangs along `dims`: them in reversed `dim_names` order, joined by "-"."""
+        return KEY_SEPARATOR.join(self._slowest_first(dims))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "dim_names": list(self.dim_names), "rank_offset": self.rank_offset}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Axes:
+        """Raises KeyError, TypeError or ValueError when `data` is no axes."""
+        return Axes(tuple(map(int, data["shape"])), tuple(map(str, data["dim_names"])), int(data["rank_offset"]))
+
+    def _slowest_first(self, dims: str | Sequence[str]) -> list[str]:
+        named = as_list(dims)
+        if not named:
+            raise LayoutError("`dims` must name at least one dim, but is empty instead.")
+        refuse_repeated("dims", named)
+        for name in named:
+            if name not in self.dim_names:
+                raise LayoutError(f"`dims` must be among {list(self.dim_names)}, but names {name!r} instead.")
+        return [name for name in reversed(self.dim_names) if name in named]
+
+    def _offsets(self, names: Sequence[str]) -> list[int]:
+        indices = [self.dim_names.index(name) for name in names]
+        return _sums([(self.shape[index], math.prod(self.shape[:index])) for index in indices])
+
+
+def _is_at_least(minimum: int, value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def as_list(dims: str | Sequence[str]) -> list[str]:
+    return [dims] if isinstance(dims, str) else list(dims)
+
+
+def refuse_repeated(what: str, names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        raise LayoutError(f"`{what}` must name each dim once, but is {list(names)} instead.")
