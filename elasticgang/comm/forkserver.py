@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,7 +156,7 @@ class ForkServer(ForkServerClient):
             try:
                 socket.send_fds(self._sock, [b'{"connect": true}'], [theirs.fileno()])
                 if not self._sock.recv(_MAX_MESSAGE):
-                    raise OperationalError("the fork server is gone")
+                    raise ConnectionResetError("it has closed the connection")
             except OSError as exc:
                 ours.close()
                 raise OperationalError(f"the fork server is gone: {exc}") from exc
@@ -300,10 +301,13 @@ class _Server:
 
 def _fork_and_report(report: socket.socket) -> int:
     """Fork in the intermediate process. Returns the pid there, once reported with its pidfd, and 0 in the child."""
+    middle = os.getpid()
     try:
         pid = os.fork()
         if pid:
             socket.send_fds(report, [json.dumps({"pid": pid}).encode()], [os.pidfd_open(pid)])
+        while not pid and os.getppid() == middle:  # F2: until its parent is the one that will stay so
+            time.sleep(0.0002)
         return pid
     except OSError as exc:
         report.send(json.dumps({"error": str(exc)}).encode())
