@@ -285,8 +285,10 @@ class ElasticMembership:
 
     @staticmethod
     def _group_name(ranks: tuple[int, ...], name: str) -> str:
-        """Gangs of the same ranks share a process group; the runtime's own do not."""
-        return name if name in (CONTROL, REDUCE) else "-".join(map(str, ranks))
+        """Gangs of the same ranks share a process group; the runtime's own do not. Each name has the ranks in it:
+        groups of one name would meet under the same keys, and connect to each other."""
+        among = "-".join(map(str, ranks))
+        return f"{name}:{among}" if name in (CONTROL, REDUCE) else among
 
     def _group(self, generation: Generation, ranks: tuple[int, ...], name: str) -> BoundGroup | None:
         if len(ranks) == 1:
