@@ -26,6 +26,15 @@ class _InProcess(CollectiveMethods):
 
     parent: Any
 
+    def rank(self) -> int:
+        return int(self.parent.rank())
+
+    def size(self) -> int:
+        return int(self.parent.size())
+
+    getRank = rank
+    getSize = size
+
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return getattr(self.parent, name)(*args, **kwargs)
 

@@ -103,7 +103,6 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
 
         Raises:
             ValueError: an argument does not fit. Nothing has changed.
-            ClosedError: the group was shut down.
             GangError: a peer did not come (`CollectiveTimeoutError`), or failed. The group is unconfigured.
         """
         address, _, prefix = store_addr.partition("/")
@@ -117,7 +116,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         self._rank, self._size = rank, world_size
         comm = comm or self._supply.take(self._timeout)
         with self._lock:
-            self._comm, self._error = comm, None
+            self._comm, self._error, self._closed = comm, None, False
         spec = GroupSpec(_GROUP, rank, world_size)
         try:
             comm.configure(prefix, [spec], self._failer(comm), store=address, timeout=self._timeout)
@@ -135,7 +134,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
             self._fail(comm, PeerLostError("the process group was aborted"))
 
     def shutdown(self) -> None:
-        """End everything. Later calls raise `ClosedError`. Idempotent."""
+        """End everything. Later calls raise `ClosedError`, until the next `configure`. Idempotent."""
         with self._lock:
             self._closed = True
             comm, self._comm = self._comm, None
@@ -204,8 +203,6 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
     def _leave(self) -> CommProcess | None:
         """I1. The process to use again, if that can be."""
         with self._lock:
-            if self._closed:
-                raise ClosedError("the process group's handle is closed: it was shut down")
             comm, self._comm = self._comm, None
         if comm is None:
             return None
