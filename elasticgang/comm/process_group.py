@@ -17,17 +17,19 @@ import torch
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
+from elasticgang.comm import deadlines
 from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
 from elasticgang.comm.supply import CommSupply, own_forks
 from elasticgang.errors import (
     ClosedError,
+    CollectiveTimeoutError,
     GangError,
     InvalidOperationError,
     NotSupportedError,
     PeerLostError,
     StaleGenerationError,
 )
-from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean
+from elasticgang.gang.base import Collective, ReduceOperation, Work, follow, start_mean
 from elasticgang.gang.calls import Call
 from elasticgang.gang.elastic import group_call
 from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
@@ -51,7 +53,12 @@ class IsolatedWork:
         return True
 
     def get_future(self) -> Future[bool]:
-        return self._work.future.then(lambda future: bool(future.value()) or True)
+        work, timeout, fail = self._work, self._timeout, self._fail
+        future = work.future
+        if not work.done():
+            late = CollectiveTimeoutError(f"{work.name} timed out after {timeout:g} seconds")
+            deadlines.deadlines.add(work, timeout, lambda: fail(late))
+        return follow(future, lambda future: future.value() is not None)
 
 
 class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes

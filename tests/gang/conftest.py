@@ -16,7 +16,9 @@ from torch._C._distributed_c10d import TCPStore
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
+from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError
+from tests.gang.rings import Ring
 from tests.support import DEADLINE_S, REPOSITORY
 
 _T = TypeVar("_T")
@@ -111,3 +113,20 @@ def worlds(forkserver: ForkServer, store: str) -> Iterator[Worlds]:
     yield make
     for world in made:
         world.close()
+
+
+Rings = Callable[..., Ring]
+
+
+@pytest.fixture
+def rings(store: str) -> Iterator[Rings]:
+    """Isolated groups, unless `make` makes others."""
+    made: list[Ring] = []
+
+    def make(size: int = 2, *, timeout: float = 30.0, make: Callable[[], Any] | None = None) -> Ring:
+        made.append(Ring(make or (lambda: ProcessGroupIsolatedGloo(timeout)), size, store))
+        return made[-1]
+
+    yield make
+    for ring in made:
+        ring.close()
