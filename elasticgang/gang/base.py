@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
-
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 

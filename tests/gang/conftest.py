@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,8 +37,10 @@ def forkserver() -> Iterator[ForkServer]:
 @pytest.fixture(scope="session")
 def store() -> Iterator[str]:
     """The address of a store."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield f"127.0.0.1:{server.port}"
+    listener = socket.create_server(("127.0.0.1", 0))  # of its own socket, torch would look up by DNS who connects
+    port = listener.getsockname()[1]
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    yield f"127.0.0.1:{port}"
     del server  # it serves as long as it lives
 
 
