@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# torch looks up the name of whoever connects to a store, and of whom it connects to. Where the DNS loses an answer now
+# and then, such a look-up costs 5 s otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 TESTS = Path(__file__).parent
 MARKED_TIERS = ("chaos", "gpu")

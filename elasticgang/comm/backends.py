@@ -6,6 +6,7 @@ leaves waiting threads waiting, in torch 2.13), so that a lost peer costs a coll
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchft.process_group as torchft
+from torch._C._distributed_c10d import Work as TorchWorkBase
+from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo, ProcessGroupIsolatedNCCL, _seconds
@@ -26,12 +29,50 @@ class _InProcess(CollectiveMethods):
 
     parent: Any
 
+    def rank(self) -> int:
+        return int(self.parent.rank())
+
+    def size(self) -> int:
+        return int(self.parent.size())
+
+    getRank = rank
+    getSize = size
+
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return getattr(self.parent, name)(*args, **kwargs)
 
 
 class ProcessGroupGloo(_InProcess, torchft.ProcessGroupGloo):  # type: ignore[misc]  # names that torch fixes
     """torchft's `ProcessGroupGloo`, with the collectives that it refuses and torch's Gloo has."""
+
+    def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        work = super()._perform(name, call, args, kwargs)
+        return _WithFuture(work, call) if name.lstrip("_").startswith("reduce_scatter") else work
+
+
+class _WithFuture(TorchWorkBase):
+    """Gloo's reduce-scatter gives a work that has no future."""
+
+    def __init__(self, work: Any, call: Call) -> None:
+        super().__init__()
+        self._work, self._call = work, call
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return bool(self._work.wait(timeout) if timeout else self._work.wait())
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> Future[Any]:
+        started: Future[None] = Future()
+
+        def finish(_: Future[None]) -> Any:
+            self._work.wait()
+            return self._call.result
+
+        following: Future[Any] = started.then(finish)
+        threading.Thread(target=started.set_result, args=(None,), name="gloo-future", daemon=True).start()
+        return following
 
 
 class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[misc]  # names that torch fixes

@@ -5,8 +5,8 @@ P2  After `abort` returned, every work has ended, and neither the process nor th
 P3  A work ends exactly once: completed, failed by its group, or failed by the abort.
 P4  A completed work has written its outputs before any waiter is released.
 P5  One thread at a time reads the process's messages: the first of those that wait for works, so that no other has to
-    wake it; or the reader thread, while a future or a reply is waited for. The reader alone ends what has a future
-    (whose callbacks may do anything), reports errors, and notices the death.
+    wake it; or the reader thread, while a future or a reply is waited for, and else now and then. The reader alone ends
+    what has a future (whose callbacks may do anything), reports errors, and notices the death.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalErr
 _MAX_MESSAGE = 1 << 17
 _REAP_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 60.0
+_UNREAD_MS = 100  # at most, of a message that nobody waits for
 
 
 @dataclass(frozen=True)
@@ -471,17 +472,19 @@ class CommProcess:
             poll.register(fd, select.POLLIN)
         try:
             while not self._is_over:
-                ready = {fd for fd, _ in poll.poll()}
+                ready = {fd for fd, _ in poll.poll(_UNREAD_MS)}
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._bell)
                 self._end_found()
                 if self._pidfd in ready:
                     return
                 with self._turn:
-                    if self._is_read or not self._num_listeners:
+                    if self._is_read or not (self._num_listeners or self._works):
                         continue  # whoever reads hands over
                     self._is_read = True
                 try:
+                    while self._read_one():  # works that nobody waits for hold memory and descriptors
+                        pass
                     self._read_until(lambda: self._end_found() or not self._num_listeners)
                 finally:
                     self._hand_over()

@@ -17,17 +17,19 @@ import torch
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
+from elasticgang.comm import deadlines
 from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
 from elasticgang.comm.supply import CommSupply, own_forks
 from elasticgang.errors import (
     ClosedError,
+    CollectiveTimeoutError,
     GangError,
     InvalidOperationError,
     NotSupportedError,
     PeerLostError,
     StaleGenerationError,
 )
-from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean
+from elasticgang.gang.base import Collective, ReduceOperation, Work, follow, start_mean
 from elasticgang.gang.calls import Call
 from elasticgang.gang.elastic import group_call
 from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
@@ -51,7 +53,12 @@ class IsolatedWork:
         return True
 
     def get_future(self) -> Future[bool]:
-        return self._work.future.then(lambda future: bool(future.value()) or True)
+        work, timeout, fail = self._work, self._timeout, self._fail
+        future = work.future
+        if not work.done():
+            late = CollectiveTimeoutError(f"{work.name} timed out after {timeout:g} seconds")
+            deadlines.deadlines.add(work, timeout, lambda: fail(late))
+        return follow(future, lambda future: future.value() is not None)
 
 
 class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
@@ -103,7 +110,6 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
 
         Raises:
             ValueError: an argument does not fit. Nothing has changed.
-            ClosedError: the group was shut down.
             GangError: a peer did not come (`CollectiveTimeoutError`), or failed. The group is unconfigured.
         """
         address, _, prefix = store_addr.partition("/")
@@ -117,7 +123,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         self._rank, self._size = rank, world_size
         comm = comm or self._supply.take(self._timeout)
         with self._lock:
-            self._comm, self._error = comm, None
+            self._comm, self._error, self._closed = comm, None, False
         spec = GroupSpec(_GROUP, rank, world_size)
         try:
             comm.configure(prefix, [spec], self._failer(comm), store=address, timeout=self._timeout)
@@ -135,7 +141,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
             self._fail(comm, PeerLostError("the process group was aborted"))
 
     def shutdown(self) -> None:
-        """End everything. Later calls raise `ClosedError`. Idempotent."""
+        """End everything. Later calls raise `ClosedError`, until the next `configure`. Idempotent."""
         with self._lock:
             self._closed = True
             comm, self._comm = self._comm, None
@@ -204,8 +210,6 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
     def _leave(self) -> CommProcess | None:
         """I1. The process to use again, if that can be."""
         with self._lock:
-            if self._closed:
-                raise ClosedError("the process group's handle is closed: it was shut down")
             comm, self._comm = self._comm, None
         if comm is None:
             return None

@@ -32,6 +32,7 @@ _REDUCED = frozenset(
 )
 # What Gloo cannot add, in what it can.
 _WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_BITWISE = frozenset({"band", "bor", "bxor"})
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
@@ -42,7 +43,11 @@ def staged_dtype(call: str, op: object, tensor: Tensor) -> torch.dtype:
         ValueError: the call reduces, and the dtype cannot be reduced with `op`.
     """
     dtype = tensor.dtype
-    if call not in REDUCING or dtype in _REDUCED:
+    if call not in REDUCING:
+        return dtype
+    if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"`{call}` by {op} needs integers, but the tensor is of {dtype} instead.")
+    if dtype in _REDUCED:
         return dtype
     if dtype in _WIDENED:
         return _WIDENED[dtype]

@@ -180,6 +180,8 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     sock = socket.socket(fileno=fds[0])
     threading.Thread(target=_die_with, args=(fds[1],), name="rank-watch", daemon=True).start()
     torch.set_num_threads(1)
+    # torch looks up the name of whom it connects to, for its log: an answer that gets lost costs 5 s otherwise.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     worker = _Worker(sock, args)
     with contextlib.suppress(OSError):  # the rank closed or died: the socket says so first
         worker.serve()

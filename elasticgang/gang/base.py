@@ -17,12 +17,15 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, overload
+from typing import Literal, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
+
+_S = TypeVar("_S")
+_T = TypeVar("_T")
 
 
 class ReduceOperation(enum.Enum):
@@ -327,6 +330,22 @@ def _divide(tensor: Tensor, divisor: int) -> None:
         tensor.div_(divisor)
 
 
+def follow(future: Future[_T], finish: Callable[[Future[_T]], _S]) -> Future[_S]:
+    """As `future.then(finish)`, but an error keeps its type. Only for Python: C++ takes the error for a value."""
+    following: Future[_S] = Future()
+
+    def finished(future: Future[_T]) -> None:
+        try:
+            result = finish(future)
+        except Exception as error:
+            following.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+        else:
+            following.set_result(result)
+
+    future.add_done_callback(finished)
+    return following
+
+
 class Then:
     """A work with a last step, done once, by whoever learns first that it has completed, unless the gang was
     poisoned."""
@@ -340,7 +359,7 @@ class Then:
         return self._finish(self._work.wait(timeout))
 
     def get_future(self) -> Future[bool]:
-        return self._work.get_future().then(lambda future: self._finish(future.value()))
+        return follow(self._work.get_future(), lambda future: self._finish(future.value()))
 
     def _finish(self, completed: bool) -> bool:
         with self._lock:  # who comes second waits until it is done

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from elasticgang.errors import GangError, InvalidOperationError, PeerLostError, StepAborted
+from elasticgang.errors import GangError, InvalidOperationError, StepAborted
 from elasticgang.gang import world
-from elasticgang.gang.base import Collective, EndedWork, Gang, Work, check_ranks
+from elasticgang.gang.base import Collective, EndedWork, Gang, Work, check_ranks, follow
 from elasticgang.gang.fake import simulate
 from elasticgang.gang.torch_group import GangProcessGroup
 
@@ -252,12 +252,12 @@ class _SwallowingWork:
         def completed(future: Future[list[Tensor]]) -> bool:
             try:
                 future.value()
-            except Exception as error:  # the group's own work fails with GangErrors only
-                self._swallow(error if isinstance(error, GangError) else PeerLostError(str(error)))
+            except GangError as error:
+                self._swallow(error)
                 return False
             return True
 
-        return self._work.future.then(completed)
+        return follow(self._work.future, completed)
 
     def _swallow(self, error: GangError) -> None:
         self._group.poison(error)

@@ -44,13 +44,14 @@ class TorchWork(TorchWorkBase):
         return True
 
     def get_future(self) -> Future[Any]:
-        done = torch.futures.collect_all([work.get_future() for work in self._works])
+        """An error in it is an error to C++ too; to Python it is a RuntimeError that names the error."""
+        parts = [work.get_future() for work in self._works]
 
-        def finish(parts: Future[list[Future[bool]]]) -> list[Any]:
-            self._check(all(part.value() for part in parts.value()))
+        def finish(_: Future[Any]) -> list[Any]:
+            self._check(all(part.value() for part in parts))  # not of the future's own list, which has no errors
             return self._call.result
 
-        return done.then(finish)
+        return torch.futures.collect_all(parts).then(finish)
 
     def result(self) -> list[Any]:
         self.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,9 @@ from torch._C._distributed_c10d import TCPStore
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
+from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError
+from tests.gang.rings import Ring
 from tests.support import DEADLINE_S, REPOSITORY
 
 _T = TypeVar("_T")
@@ -34,8 +37,10 @@ def forkserver() -> Iterator[ForkServer]:
 @pytest.fixture(scope="session")
 def store() -> Iterator[str]:
     """The address of a store."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield f"127.0.0.1:{server.port}"
+    listener = socket.create_server(("127.0.0.1", 0))  # of its own socket, torch would look up by DNS who connects
+    port = listener.getsockname()[1]
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    yield f"127.0.0.1:{port}"
     del server  # it serves as long as it lives
 
 
@@ -111,3 +116,20 @@ def worlds(forkserver: ForkServer, store: str) -> Iterator[Worlds]:
     yield make
     for world in made:
         world.close()
+
+
+Rings = Callable[..., Ring]
+
+
+@pytest.fixture
+def rings(store: str) -> Iterator[Rings]:
+    """Isolated groups, unless `make` makes others."""
+    made: list[Ring] = []
+
+    def make(size: int = 2, *, timeout: float = 30.0, make: Callable[[], Any] | None = None) -> Ring:
+        made.append(Ring(make or (lambda: ProcessGroupIsolatedGloo(timeout)), size, store))
+        return made[-1]
+
+    yield make
+    for ring in made:
+        ring.close()
