@@ -246,3 +246,5 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
             raise NotSupportedError("isolated-nccl is not available: torch was built without NCCL.")
         if not torch.cuda.is_available():
             raise NotSupportedError("isolated-nccl is not available: there is no CUDA device.")
+        # Device memory reaches a comm process by CUDA's IPC, which nobody could try yet.
+        raise NotSupportedError("isolated-nccl is not available yet: use nccl, whose communicators can be aborted too.")
