@@ -6,7 +6,8 @@ is marked so.
 B1  Every call is checked here, once for all kinds of gang, before anything is sent; a `ValueError` names both sides.
 B2  A kind of gang implements `_start`, which takes a checked `Collective`.
 B3  A poisoned gang (an `ElasticGang` whose generation has ended) returns from tensor collectives at once, with finite,
-    deterministic outputs: what an in-place tensor held before, zeros in a pure output. Object and barrier-like calls
+    deterministic outputs: what an in-place tensor held before (or zeros, when the comm process shared its memory and
+    may have written to it), zeros in a pure output. Object and barrier-like calls
     raise `StepAborted` instead, because nothing they could return is true.
 """
 
