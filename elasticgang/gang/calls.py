@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,6 +94,19 @@ def allgather(
             _fits("an output tensor", output, source, source.numel())
         parts.append(Collective("all_gather", tuple(outputs), (source,)))
     return Call(tuple(parts), lists, _moves_objects(inputs))
+
+
+def allgather_coalesced(
+    size: int, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+) -> Call:
+    """One list of outputs for each of the ranks, with one output for each of the inputs."""
+    if len(output_lists) != size or any(len(outputs) != len(inputs) for outputs in output_lists):
+        raise ValueError(
+            f"`output_lists` must be {size} lists (one a rank) of {len(inputs)} tensors (one an input), but are "
+            f"{[len(outputs) for outputs in output_lists]} instead."
+        )
+    by_input = [[outputs[index] for outputs in output_lists] for index in range(len(inputs))]
+    return replace(allgather(size, by_input, inputs), result=list(output_lists))
 
 
 def all_gather_single(size: int, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None) -> Call:

@@ -138,7 +138,7 @@ class CollectiveMethods:
     allreduce = _collective("allreduce", calls.allreduce)
     allreduce_coalesced = _collective("allreduce_coalesced", calls.allreduce)
     allgather = _collective("allgather", calls.allgather)
-    allgather_coalesced = _collective("allgather_coalesced", calls.allgather)
+    allgather_coalesced = _collective("allgather_coalesced", calls.allgather_coalesced)
     all_gather_single = _collective("all_gather_single", calls.all_gather_single)
     _allgather_base = _collective("_allgather_base", calls.all_gather_single)
     all_gather_single_coalesced = _collective("all_gather_single_coalesced", calls.all_gather_single_coalesced)
