@@ -75,12 +75,11 @@ class CommWork:
 
     def _end(self, error: GangError | None) -> None:
         """Once. P4: outputs first."""
-        with torch.no_grad():
-            for span in self._spans[: len(self._outputs)]:
-                if error is None:
-                    span.copy_out()
-                else:
-                    span.discard()
+        for span in self._spans[: len(self._outputs)]:
+            if error is None:
+                span.copy_out()
+            else:
+                span.discard()
         self.error = error
         self._spans = ()
         with self._lock:
@@ -242,6 +241,9 @@ class CommProcess:
         Raises:
             ValueError: the call reduces, and its dtype cannot be. Nothing was sent.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # what is made for this call is used for others
+                return self.submit(group, call, outputs, inputs, **options)
         in_place = call in IN_PLACE
         tensors = list(outputs) if in_place else [*outputs, *inputs]
         dtypes = [staged_dtype(call, options.get("op"), tensor) for tensor in tensors]

@@ -110,6 +110,8 @@ class SharedStorages:
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes < SMALLEST_BYTES or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
+        if tensor.is_conj() or tensor.is_neg():  # its memory is not what it is
+            return None
         storage = tensor.untyped_storage()
         address, start = storage.data_ptr(), tensor.data_ptr()
         with self._lock:

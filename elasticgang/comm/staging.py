@@ -16,6 +16,7 @@ from torch import Tensor
 from elasticgang.comm.arena import Arena, Block
 from elasticgang.comm.shared import SharedSpan, SharedStorages
 from elasticgang.comm.worker import REDUCING
+from elasticgang.gang.base import writing
 
 _REDUCED = frozenset(
     {
@@ -78,16 +79,18 @@ class Span:
                 inside.copy_(outside)
 
     def copy_out(self) -> None:
-        if self.staged is not None:
-            _copy(self.staged, self.tensor)
-        elif self.shared is not None:
-            for outside, inside in self.shared.edges:
-                outside.copy_(inside)
+        with writing(self.tensor):
+            if self.staged is not None:
+                _copy(self.staged, self.tensor)
+            elif self.shared is not None:
+                for outside, inside in self.shared.edges:
+                    outside.copy_(inside)
 
     def discard(self) -> None:
         """After an error: what was written to shared memory is nobody's result."""
         if self.shared is not None:
-            self.tensor.detach().zero_()
+            with writing(self.tensor):
+                self.tensor.detach().zero_()
 
 
 class Staging:

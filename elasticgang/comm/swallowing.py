@@ -13,14 +13,13 @@ import threading
 from datetime import timedelta
 from typing import Any, Protocol
 
-import torch
 from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
 from elasticgang.errors import StepAborted
 from elasticgang.gang import Gang, Gangs
-from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean
+from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean, writing
 from elasticgang.gang.calls import Call
 from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
 
@@ -89,8 +88,8 @@ class SwallowedWork(TorchWorkBase):
 def neutral_outputs(collective: Collective) -> None:
     """Zeros in pure outputs; what is reduced or received in place keeps what it holds."""
     if not collective.is_in_place:
-        with torch.no_grad():
-            for output in collective.outputs:
+        for output in collective.outputs:
+            with writing(output):
                 output.zero_()
 
 

@@ -17,6 +17,7 @@ import enum
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar, overload
 
@@ -327,8 +328,13 @@ def start_mean(start: Callable[[Collective], Work], collective: Collective, size
 
 
 def _divide(tensor: Tensor, divisor: int) -> None:
-    with torch.no_grad():
+    with writing(tensor):
         tensor.div_(divisor)
+
+
+def writing(tensor: Tensor) -> AbstractContextManager[None]:
+    """In which `tensor` may be written to, by whichever thread, and nothing is tracked."""
+    return torch.inference_mode() if tensor.is_inference() else torch.no_grad()
 
 
 def follow(future: Future[_T], finish: Callable[[Future[_T]], _S]) -> Future[_S]:

@@ -230,7 +230,7 @@ def scatter(
 
 def send(size: int, tensors: Sequence[Tensor], dst_rank: int, tag: int = 0) -> Call:
     peer = _rank("dst_rank", dst_rank, size)
-    return Call(tuple(Collective("send", (), (t,), peer=peer, tag=tag) for t in tensors), list(tensors))
+    return Call(tuple(Collective("send", (), (_dense(t),), peer=peer, tag=tag) for t in tensors), list(tensors))
 
 
 def recv(size: int, tensors: Sequence[Tensor], src_rank: int, tag: int = 0) -> Call:
@@ -278,6 +278,7 @@ def _moves_objects(tensors: Sequence[Tensor]) -> bool:
 
 def _writable(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     for output in outputs:
+        _dense(output)
         if torch._debug_has_internal_overlap(output) == 1:
             raise ValueError(
                 f"an output must not share memory among its elements, but has the shape {list(output.shape)} and the "
@@ -286,7 +287,18 @@ def _writable(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     return outputs
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise ValueError(
+            f"a tensor must be dense (of layout torch.strided) and have data, but is of {tensor.layout} on "
+            f"{tensor.device} instead."
+        )
+    return tensor
+
+
 def _fits(name: str, tensor: Tensor, like: Tensor, num_elements: int) -> None:
+    _dense(tensor)
+    _dense(like)
     if tensor.dtype != like.dtype or tensor.device != like.device:
         raise ValueError(
             f"{name} must be of {like.dtype} on {like.device}, but is of {tensor.dtype} on {tensor.device}."

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from elasticgang.errors import GangError, InvalidOperationError, StepAborted
 from elasticgang.gang import world
-from elasticgang.gang.base import Collective, EndedWork, Gang, Work, check_ranks, follow
+from elasticgang.gang.base import Collective, EndedWork, Gang, ReduceOperation, Work, check_ranks, follow, writing
 from elasticgang.gang.fake import simulate
 from elasticgang.gang.torch_group import GangProcessGroup
 
@@ -69,8 +69,11 @@ _CALLS = {
 def group_call(collective: Collective) -> tuple[str, dict[str, object]]:
     """A gang's collective as a group's call and its options."""
     call, options = _CALLS[collective.call]
+    op = collective.op
+    if op is ReduceOperation.SUM and collective.outputs and collective.outputs[0].dtype is torch.bool:
+        op = ReduceOperation.MAX  # Gloo adds up bytes: what is no bool any more
     values: dict[str, object] = {
-        "op": collective.op.name.lower(),
+        "op": op.name.lower(),
         "root": collective.peer,
         "peer": collective.peer,
         "tag": collective.tag,
@@ -262,6 +265,6 @@ class _SwallowingWork:
     def _swallow(self, error: GangError) -> None:
         self._group.poison(error)
         if not self._collective.is_in_place:
-            with torch.no_grad():
-                for output in self._collective.outputs:
+            for output in self._collective.outputs:
+                with writing(output):
                     output.zero_()

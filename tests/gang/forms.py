@@ -1,7 +1,7 @@
 """Every collective of a process group, in each form that torch's callers use, on tensors that a test makes.
 
-A form takes the group, this rank and `new(seed, *shape)`, which makes a tensor: of values that `seed` decides, or (None)
-an output. It returns what it was to write.
+A form takes the group, this rank and `new(seed, *shape)`, which makes a tensor: of values that `seed` decides, or (for
+None) an output. It returns what it was to write.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import (
+from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -22,6 +21,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
     ScatterOptions,
 )
+from torch.distributed import ReduceOp
 
 New = Callable[..., Tensor]
 Form = Callable[[Any, int, New], Sequence[Tensor]]
