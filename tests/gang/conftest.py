@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError
-from tests.gang.rings import Ring
+from tests.gang.rings import Ring, open_store
 from tests.support import DEADLINE_S, REPOSITORY
 
 _T = TypeVar("_T")
@@ -37,11 +35,8 @@ def forkserver() -> Iterator[ForkServer]:
 @pytest.fixture(scope="session")
 def store() -> Iterator[str]:
     """The address of a store."""
-    listener = socket.create_server(("127.0.0.1", 0))  # of its own socket, torch would look up by DNS who connects
-    port = listener.getsockname()[1]
-    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    yield f"127.0.0.1:{port}"
-    del server  # it serves as long as it lives
+    with open_store() as address:
+        yield address
 
 
 class World:

@@ -190,14 +190,7 @@ def test_every_collective_in_every_kind_of_memory(
     made: list[tuple[Tensor, Tensor, Any, bytes]] = []
 
     def described(tensor: Tensor) -> Any:
-        return (
-            tensor.data_ptr(),
-            tensor.stride(),
-            tensor.shape,
-            tensor.requires_grad,
-            tensor.is_leaf,
-            tensor.is_shared(),
-        )
+        return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.requires_grad, tensor.is_leaf
 
     def new(seed: int | None, *shape: int) -> Tensor:
         tensor, base = LAYOUTS[layout](shape, dtype)
