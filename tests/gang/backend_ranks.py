@@ -4,6 +4,7 @@ by `test_backend.py` under torchrun; nothing here is elasticgang's but the backe
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 
 import torch
@@ -112,6 +113,7 @@ def main() -> None:
     dist.all_gather_object(gathered, results)
     dist.barrier()
     dist.destroy_process_group()
+    gc.collect()  # a Gloo group that outlives the interpreter can end it by SIGABRT
     if rank == 0:
         print("RESULT", json.dumps(gathered))
 

@@ -7,6 +7,7 @@ Written with plain torch: what comes from elasticgang is the default process gro
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,7 @@ def under_torchrun(form: str) -> list[float]:
         losses.append(mean_over(gangs.dp, training.backward(step)))
         training.apply()
     dist.destroy_process_group()
+    gc.collect()  # a Gloo group that outlives the interpreter can end it by SIGABRT
     return losses
 
 
