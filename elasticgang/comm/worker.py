@@ -47,7 +47,7 @@ MAX_FDS = 253  # the most that one message can carry
 RUN = struct.Struct("<BQ")
 RUN_MARK = 1
 _MAX_PREPARED = 4096
-_CONNECT_TIMEOUT = timedelta(seconds=60)
+_CONNECT_TIMEOUT = timedelta(seconds=5)
 _MAX_TEXT = 4096
 
 _Gloo: Any = ProcessGroupGloo  # torch's stubs lack its methods
@@ -270,10 +270,9 @@ class _Worker:
 
     def _connect(self, store: str) -> TCPStore:
         host, _, port = store.rpartition(":")
-        # The rank's side has the deadline for connecting: a collective's is too short for a loaded machine.
-        client = TCPStore(
-            host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT
-        )
+        # A collective's deadline may be too short for this on a loaded machine; the rank's side has one of its own.
+        timeout = max(self._timeout, _CONNECT_TIMEOUT)
+        client = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         client.set_timeout(self._timeout)
         return client
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,10 @@ def fsdp2(mesh: DeviceMesh) -> nn.Module:
     return sharded
 
 
-def wrap(form: str, mesh: Callable[[], DeviceMesh]) -> nn.Module:
+def wrap(form: str, mesh: DeviceMesh) -> nn.Module:
     if form == "by-hand":
         return by_hand()
-    return fsdp1(device_mesh=mesh()) if form == "fsdp1" else fsdp2(mesh())
+    return fsdp1(device_mesh=mesh) if form == "fsdp1" else fsdp2(mesh)
 
 
 class Training:
@@ -91,42 +90,47 @@ def alone() -> list[float]:
     return losses
 
 
-def under_torchrun(form: str) -> list[float]:
+def under_torchrun(forms: list[str]) -> dict[str, list[float]]:
     """The mesh as the tutorial makes it, and the gangs from it; or groups by hand."""
     root = eg.ProcessGroupGang.create_default_process_group(CPU)
-    gangs = eg.create_fsdp_gangs(eg.create_parallel_gangs(root), intra_node_size=2)
-    if form == "from-gangs":
-        module = fsdp2(gangs.device_mesh("rdp", "sdp"))
-    else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        module = wrap(form, lambda: mesh)
-        gangs = eg.Gangs.from_device_mesh(mesh, rdp="replicate", sdp="shard")
-    assert (gangs.rdp.rank, gangs.sdp.rank) == (root.rank // 2, root.rank % 2)
-    training = Training(module, gangs.dp.rank, gangs.dp.size)
-    losses = []
-    for step in range(STEPS):
-        losses.append(mean_over(gangs.dp, training.backward(step)))
-        training.apply()
+    found: dict[str, list[float]] = {}
+    for form in forms:
+        gangs = eg.create_fsdp_gangs(eg.create_parallel_gangs(root), intra_node_size=2)
+        if form == "from-gangs":
+            module = fsdp2(gangs.device_mesh("rdp", "sdp"))
+        else:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            module = wrap(form, mesh)
+            gangs = eg.Gangs.from_device_mesh(mesh, rdp="replicate", sdp="shard")
+        assert (gangs.rdp.rank, gangs.sdp.rank) == (root.rank // 2, root.rank % 2)
+        training = Training(module, gangs.dp.rank, gangs.dp.size)
+        found[form] = []
+        for step in range(STEPS):
+            found[form].append(mean_over(gangs.dp, training.backward(step)))
+            training.apply()
+    del gangs, module, training
     dist.destroy_process_group()
     gc.collect()  # a Gloo group that outlives the interpreter can end it by SIGABRT
-    return losses
+    return found
 
 
-def under_elasticgang(form: str) -> list[float]:
+def under_elasticgang(forms: list[str]) -> dict[str, list[float]]:
+    """One form after the other, in the steps of one job."""
     manager = eg.join(layout=eg.ParallelLayout(sdp=2, within_host=()))
-    training: Training | None = None
-    losses = []
-    for step in manager.steps(STEPS):
+    found: dict[str, list[float]] = {form: [] for form in forms}
+    trainings: dict[str, Training] = {}
+    for step in manager.steps(STEPS * len(forms)):
+        form = forms[step.index // STEPS]
         with step:
             gangs = manager.gangs
-            if training is None:
-                eg.set_default_process_group(gangs.root)
-                module = wrap(form, lambda: manager.gangs.device_mesh("rdp", "sdp"))
-                training = Training(module, gangs.dp.rank, gangs.dp.size)
-            loss = mean_over(gangs.dp, training.backward(step.index))
-            if manager.commit(1.0, training.apply):
-                losses.append(loss)
-    return losses
+            if form not in trainings:
+                eg.set_default_process_group(gangs.root)  # for `new_group`; a mesh sees to that itself
+                module = wrap(form, gangs.device_mesh("rdp", "sdp"))
+                trainings[form] = Training(module, gangs.dp.rank, gangs.dp.size)
+            loss = mean_over(gangs.dp, trainings[form].backward(step.index % STEPS))
+            if manager.commit(1.0, trainings[form].apply):
+                found[form].append(loss)
+    return found
 
 
 def mean_over(gang: eg.Gang, loss: float) -> float:
@@ -137,13 +141,13 @@ def mean_over(gang: eg.Gang, loss: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--launcher", choices=["torchrun", "elasticgang", "none"], default="none")
-    parser.add_argument("--form", choices=["by-hand", "fsdp1", "fsdp2", "from-gangs"], default="fsdp2")
+    parser.add_argument("--form", choices=["by-hand", "fsdp1", "fsdp2", "from-gangs"], nargs="+")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     launchers = {"torchrun": under_torchrun, "elasticgang": under_elasticgang}
-    losses = alone() if args.launcher == "none" else launchers[args.launcher](args.form)
+    found = {"alone": alone()} if args.launcher == "none" else launchers[args.launcher](args.form)
     with args.output.open("a") as file:
-        file.write(json.dumps(losses) + "\n")
+        file.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,35 +27,32 @@ def run(launcher: str, script: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+FORMS = {"torchrun": ("by-hand", "fsdp1", "fsdp2", "from-gangs"), "elasticgang": ("by-hand", "fsdp1", "fsdp2")}
+
+
 @pytest.fixture(scope="module")
-def unsharded(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    output = tmp_path_factory.mktemp("alone") / "losses"
-    run("none", RECIPE, "--output", str(output))
-    losses: list[float] = json.loads(output.read_text())
-    return losses
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, list[float]]]]:
+    """By launcher, of each rank."""
+    found = {}
+    for launcher in LAUNCHERS:
+        output = tmp_path_factory.mktemp(launcher) / "losses"
+        forms = ["--form", *FORMS[launcher]] if launcher in FORMS else []
+        printed = run(launcher, RECIPE, "--output", str(output), *forms)
+        assert "Warning" not in printed
+        found[launcher] = [json.loads(line) for line in output.read_text().splitlines()]
+    return found
 
 
 @pytest.mark.parametrize(
-    ("launcher", "form"),
-    [
-        ("torchrun", "by-hand"),
-        ("torchrun", "fsdp1"),
-        ("torchrun", "fsdp2"),
-        ("torchrun", "from-gangs"),
-        ("elasticgang", "by-hand"),
-        ("elasticgang", "fsdp1"),
-        ("elasticgang", "fsdp2"),
-    ],
+    ("launcher", "form"), [(launcher, form) for launcher, forms in FORMS.items() for form in forms]
 )
 def test_the_losses_are_those_of_the_unsharded_model(
-    launcher: str, form: str, unsharded: list[float], tmp_path: Path
+    launcher: str, form: str, losses: dict[str, list[dict[str, list[float]]]]
 ) -> None:
-    printed = run(launcher, RECIPE, "--form", form, "--output", str(tmp_path / "losses"))
-    ranks = [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()]
-    assert len(ranks) == 4
-    for losses in ranks:
-        assert losses == pytest.approx(unsharded, rel=1e-6)  # sums of float32 in another order
-    assert "Warning" not in printed
+    (alone,) = losses["none"]
+    assert len(losses[launcher]) == 4
+    for rank in losses[launcher]:
+        assert rank[form] == pytest.approx(alone["alone"], rel=1e-6)  # sums of float32 in another order
 
 
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
