@@ -29,9 +29,10 @@ from torch import Tensor
 
 from elasticgang.comm.arena import Arena, Block
 from elasticgang.comm.forkserver import ForkServerClient
-from elasticgang.comm.staging import Span, Staging, staged_dtype
-from elasticgang.comm.worker import IN_PLACE, MAX_FDS, RUN, RUN_MARK
+from elasticgang.comm.staging import Span, Staging
+from elasticgang.comm.worker import IN_PLACE, MAX_FDS, REDUCING, RUN, RUN_MARK
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
+from elasticgang.gang.dtypes import reduced_dtype
 
 _MAX_MESSAGE = 1 << 17
 _REAP_TIMEOUT_S = 5.0
@@ -246,7 +247,9 @@ class CommProcess:
                 return self.submit(group, call, outputs, inputs, **options)
         in_place = call in IN_PLACE
         tensors = list(outputs) if in_place else [*outputs, *inputs]
-        dtypes = [staged_dtype(call, options.get("op"), tensor) for tensor in tensors]
+        dtypes = [tensor.dtype for tensor in tensors]
+        if call in REDUCING:
+            dtypes = [reduced_dtype(call, options.get("op"), dtype) for dtype in dtypes]
         with torch.no_grad():
             spans = [self._staging.span(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
             for index, span in enumerate(spans):

@@ -15,50 +15,7 @@ from torch import Tensor
 
 from elasticgang.comm.arena import Arena, Block
 from elasticgang.comm.shared import SharedSpan, SharedStorages
-from elasticgang.comm.worker import REDUCING
 from elasticgang.gang.base import writing
-
-_REDUCED = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    }
-)
-# What Gloo cannot add, in what it can.
-_WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-_BITWISE = frozenset({"band", "bor", "bxor"})
-_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-
-def staged_dtype(call: str, op: object, tensor: Tensor) -> torch.dtype:
-    """In which dtype `tensor` is shown to the call.
-
-    Raises:
-        ValueError: the call reduces, and the dtype cannot be reduced with `op`.
-    """
-    dtype = tensor.dtype
-    if call not in REDUCING:
-        return dtype
-    if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"`{call}` by {op} needs integers, but the tensor is of {dtype} instead.")
-    if dtype in _REDUCED:
-        return dtype
-    if dtype in _WIDENED:
-        return _WIDENED[dtype]
-    if dtype in _REAL and op == "sum":
-        return _REAL[dtype]
-    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in (*_REDUCED, *_WIDENED)))
-    raise ValueError(
-        f"`{call}` by {op} needs a dtype that is reduced between processes ({names}, and complex ones by sum), but the "
-        f"tensor's is {dtype} instead."
-    )
 
 
 @dataclass(eq=False)

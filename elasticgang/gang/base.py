@@ -26,8 +26,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.futures import Future
 
+from elasticgang.gang.dtypes import reduced_dtype
+
 _S = TypeVar("_S")
 _T = TypeVar("_T")
+
+
+REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
 
 
 class ReduceOperation(enum.Enum):
@@ -143,6 +148,7 @@ class Gang(ABC):
     def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: bool = False) -> Work | None:
         """Reduce `tensor` over all ranks, in place on every one. Shape: `[*S]`, the same on every rank."""
         self._check("tensor", tensor)
+        self._check_op(op)
         return self._run(Collective("all_reduce", (tensor,), (tensor,), op), async_op)
 
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool = False) -> Work | None:
@@ -176,6 +182,7 @@ class Gang(ABC):
         """Reduce over all ranks and keep this rank's part. Shapes: output `[*S]`, input `[size, *S]`.
         Beyond fairseq2."""
         self._check("output_tensor", output_tensor)
+        self._check_op(op)
         self._check_like("input_tensor", input_tensor, [self.size, *output_tensor.shape], output_tensor)
         return self._run(Collective("reduce_scatter_single", (output_tensor,), (input_tensor,), op), async_op)
 
@@ -200,6 +207,7 @@ class Gang(ABC):
         afterwards. Beyond fairseq2."""
         self._check("tensor", tensor)
         self._check_rank("destination_rank", destination_rank)
+        self._check_op(op)
         return self._run(Collective("reduce", (tensor,), (tensor,), op, destination_rank), async_op)
 
     def gather(
@@ -238,13 +246,13 @@ class Gang(ABC):
     def send(self, tensor: Tensor, destination_rank: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Send `tensor` to one rank, which must `recv` it under the same `tag`. Beyond fairseq2."""
         self._check("tensor", tensor)
-        self._check_partner("destination_rank", destination_rank)
+        self._check_partner("destination_rank", destination_rank, tag)
         return self._run(Collective("send", (), (tensor,), peer=destination_rank, tag=tag), async_op)
 
     def recv(self, tensor: Tensor, source_rank: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Receive `tensor` from one rank, which must `send` it under the same `tag`. Beyond fairseq2."""
         self._check("tensor", tensor)
-        self._check_partner("source_rank", source_rank)
+        self._check_partner("source_rank", source_rank, tag)
         return self._run(Collective("recv", (tensor,), (), peer=source_rank, tag=tag), async_op)
 
     def _run(self, collective: Collective, async_op: bool) -> Work | None:
@@ -255,18 +263,24 @@ class Gang(ABC):
         return None
 
     def start(self, collective: Collective) -> Work:
-        """Start a collective that was checked."""
+        """Start a collective whose ranks and shapes were checked."""
+        if collective.call in REDUCING and self.device.type == "cpu":
+            reduced_dtype(collective.call, collective.op.name.lower(), collective.inputs[0].dtype)
         if collective.op is not ReduceOperation.MEAN:
             return self._start(collective)
         return start_mean(self._start, collective, self.size)
 
     def _check(self, name: str, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"`{name}` must be a tensor, but is of {type(tensor).__name__} instead.")
         ours, its = self.device, tensor.device
         # Without an index a device is any of its type; a tensor's has one on CUDA, and none on the CPU.
         if its.type != ours.type or (None not in (its.index, ours.index) and its.index != ours.index):
             raise ValueError(f"`{name}` must be on the gang's device ({ours}), but is on {its} instead.")
         if not tensor.is_contiguous():
             raise ValueError(f"`{name}` must be contiguous, but has the strides {tensor.stride()} instead.")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"`{name}` must not be a conjugate or negative view; use `{name}.resolve_conj()`.")
 
     def _check_dtype(self, name: str, tensor: Tensor, like: Tensor) -> None:
         if tensor.dtype != like.dtype:
@@ -290,11 +304,22 @@ class Gang(ABC):
             self._check_like(f"{name}[{index}]", tensor, like.shape, like)
 
     def _check_rank(self, name: str, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise ValueError(f"`{name}` must be at least 0 and less than the gang's size ({self.size}), but is {rank}.")
+        if not _is_integer(rank) or not 0 <= rank < self.size:
+            raise ValueError(
+                f"`{name}` must be an integer of at least 0 and less than the gang's size ({self.size}), but is "
+                f"{rank!r} instead."
+            )
 
-    def _check_partner(self, name: str, rank: int) -> None:
+    def _check_op(self, op: ReduceOperation) -> None:
+        if not isinstance(op, ReduceOperation):
+            raise ValueError(
+                f"`op` must be a ReduceOperation ({', '.join(ReduceOperation.__members__)}), but is {op!r}."
+            )
+
+    def _check_partner(self, name: str, rank: int, tag: int) -> None:
         self._check_rank(name, rank)
+        if not _is_integer(tag) or tag < 0:
+            raise ValueError(f"`tag` must be an integer of at least 0, but is {tag!r} instead.")
         if rank == self.rank:
             raise ValueError(f"`{name}` must be another rank than this one ({self.rank}), but is {rank} instead.")
 
@@ -307,15 +332,29 @@ class Gang(ABC):
 
 def check_ranks(ranks: Sequence[int], size: int) -> None:
     """Raise ValueError unless `ranks` are at least one, distinct, and ranks of a gang of `size`."""
+    given: object = ranks
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise ValueError(f"`ranks` must be a list of ranks, but is {ranks!r} instead.")
     if not ranks:
         raise ValueError("`ranks` must have at least one rank, but is empty.")
     for index, rank in enumerate(ranks):
-        if not 0 <= rank < size:
+        if not _is_integer(rank) or not 0 <= rank < size:
             raise ValueError(
-                f"`ranks[{index}]` must be at least 0 and less than the gang's size ({size}), but is {rank} instead."
+                f"`ranks[{index}]` must be an integer of at least 0 and less than the gang's size ({size}), but is "
+                f"{rank!r} instead."
             )
     if len(set(ranks)) != len(ranks):
         raise ValueError(f"`ranks` must be distinct, but are {list(ranks)} instead.")
+
+
+def check_objects(objects: list[object]) -> None:
+    """Raise ValueError unless `objects` can be replaced in place."""
+    if not isinstance(objects, list):
+        raise ValueError(f"`objects` must be a list, but is a {type(objects).__name__} instead.")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def start_mean(start: Callable[[Collective], Work], collective: Collective, size: int) -> Work:

@@ -18,7 +18,17 @@ from torch.futures import Future
 
 from elasticgang.errors import GangError, InvalidOperationError, StepAborted
 from elasticgang.gang import world
-from elasticgang.gang.base import Collective, EndedWork, Gang, ReduceOperation, Work, check_ranks, follow, writing
+from elasticgang.gang.base import (
+    Collective,
+    EndedWork,
+    Gang,
+    ReduceOperation,
+    Work,
+    check_objects,
+    check_ranks,
+    follow,
+    writing,
+)
 from elasticgang.gang.fake import simulate
 from elasticgang.gang.torch_group import GangProcessGroup
 
@@ -100,8 +110,10 @@ class ElasticGang(Gang):
     `as_process_group` gives the same group in every generation; its rank and size are the gang's.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, is_made: bool = False) -> None:
+        """`is_made`: out of another gang, for one generation."""
         self._name = name
+        self._is_made = is_made
         self._device = device
         self._binding: Binding | None = None
         self._process_group: GangProcessGroup | None = None
@@ -120,11 +132,13 @@ class ElasticGang(Gang):
             world.enter(self._process_group, binding.ranks)
 
     def __repr__(self) -> str:
-        return f"ElasticGang({self._name!r}, {self._binding})"
+        where = "in no generation" if self._binding is None else f"rank {self._binding.rank} of {self._binding.size}"
+        return f"ElasticGang({self._name!r}, {where})"
 
     def _bound(self) -> Binding:
         if self._closed:
-            raise InvalidOperationError(f"The gang {self._name} is closed.")
+            ended = "is over: it ended with its generation; make it anew in this one" if self._is_made else "is closed"
+            raise InvalidOperationError(f"The gang {self._name} {ended}.")
         if self._binding is None:
             raise InvalidOperationError(f"The gang {self._name} is in no generation; use it inside `with step:`.")
         return self._binding
@@ -169,7 +183,7 @@ class ElasticGang(Gang):
         if binding.rank not in ranks:
             return None
         chosen = tuple(binding.ranks[rank] for rank in ranks)
-        gang = ElasticGang(f"{self._name}.{self._num_made}", self._device)
+        gang = ElasticGang(f"{self._name}.{self._num_made}", self._device, is_made=True)
         group = None
         if len(chosen) > 1:
             assert binding.group is not None
@@ -215,6 +229,7 @@ class ElasticGang(Gang):
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         binding = self._bound()
+        check_objects(objects)
         self._check_rank("source_rank", source_rank)
         if binding.group is None:
             return

@@ -13,8 +13,9 @@ from torch.distributed import ProcessGroup
 
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import world
-from elasticgang.gang.base import Collective, EndedWork, Gang, ReduceOperation, Work, check_ranks
+from elasticgang.gang.base import Collective, EndedWork, Gang, ReduceOperation, Work, check_objects, check_ranks
 from elasticgang.gang.calls import BitwiseOperation
+from elasticgang.gang.dtypes import WIDENED
 from elasticgang.gang.torch_group import GangProcessGroup
 
 
@@ -78,6 +79,7 @@ class FakeGang(Gang):
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         self._check_open()
+        check_objects(objects)
         self._check_rank("source_rank", source_rank)
 
     def _check_open(self) -> None:
@@ -132,7 +134,11 @@ def _reduce(tensor: Tensor, op: enum.Enum, size: int) -> None:
     """`size` times the same: MIN, MAX, BAND and BOR of that are identities, and so is anything of flags."""
     if tensor.dtype is torch.bool:
         return
-    if op is ReduceOperation.SUM:
+    if tensor.dtype in WIDENED:
+        wide = tensor.to(torch.int64)
+        _reduce(wide, op, size)
+        tensor.copy_(wide)
+    elif op is ReduceOperation.SUM:
         tensor.mul_(size)
     elif op is ReduceOperation.PRODUCT:
         tensor.pow_(size)

@@ -66,6 +66,9 @@ class Gangs:
         for name in self.further:
             if name in _NAMES:
                 raise ValueError(f"`further` must name other gangs than {', '.join(_NAMES)}, but names {name!r}.")
+        for name in self:
+            if not isinstance(self[name], Gang):
+                raise ValueError(f"`{name}` must be a gang, but is {self[name]!r} instead.")
         for name in ("dp", "tp", "pp", *self.further):
             gang = self[name]
             if self.root.rank == 0 and gang.rank != 0:
@@ -169,8 +172,9 @@ def create_parallel_gangs(root_gang: Gang, *, tp_size: int = 1, pp_size: int = 1
         GangError: a gang could not be made.
     """
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
-        if size < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {size} instead.")
+        given: object = size
+        if not isinstance(given, int) or given < 1:
+            raise ValueError(f"`{name}` must be an integer of at least 1, but is {size!r} instead.")
     if root_gang.size % (tp_size * pp_size):
         raise ValueError(
             f"`root_gang.size` must be a multiple of `tp_size` x `pp_size` ({tp_size * pp_size}), but is "

@@ -47,6 +47,9 @@ class GangGrid:
         self._root = root if root is not None else _default_root()
         if backend is not None and not isinstance(self._root, ProcessGroupGang):
             raise LayoutError(f"`backend` must be None for a root of {type(self._root).__name__}, but is {backend!r}.")
+        if backend is not None and backend not in dist.Backend.backend_list:
+            known = ", ".join(dist.Backend.backend_list)
+            raise LayoutError(f"`backend` must be one of {known}, but is {backend!r} instead.")
         self._grid = Grid(Axes(tuple(shape), tuple(dim_names), rank_offset), self._root.size)
         self._backend = backend
         self._gangs: dict[str, Gang | None] = {}
@@ -101,6 +104,7 @@ class GangGrid:
         Raises:
             LayoutError: `dims` are no dims of the grid.
             KeyError: they were made before; use `get_gang`.
+            ValueError: `timeout` is not above 0, or the root's gangs have no such options.
             GangError: they could not be made.
         """
         key = self._grid.key(dims, view=view)
@@ -112,6 +116,11 @@ class GangGrid:
                 groups, group_desc or key, timeout=timeout, backend=self._backend, pg_options=pg_options
             )
         else:
+            if timeout is not None or pg_options is not None:
+                raise ValueError(
+                    f"`timeout` and `pg_options` must be None for a root of {type(self._root).__name__}, whose gangs "
+                    f"take after it, but are {timeout!r} and {pg_options!r} instead."
+                )
             made = [self._root.create_gang(group) for group in groups]
             gang = next((gang for gang in made if gang is not None), None)
         self._gangs[key] = gang

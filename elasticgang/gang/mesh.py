@@ -75,7 +75,12 @@ def gang_of_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, device: torch
 
 def axes_of_mesh(mesh: DeviceMesh, dims: Mapping[str, str]) -> dict[str, str]:
     """Which dimension of `mesh` each of `AXES` is: as `dims` says, or the one of the same name."""
-    names = mesh.mesh_dim_names or ()
+    names = mesh.mesh_dim_names
+    if not names:
+        raise ValueError(
+            f"the dimensions of the mesh must have names, but those of the shape {list(mesh.shape)} have none; give "
+            "`mesh_dim_names` when making it."
+        )
     for axis, dim in dims.items():
         if axis not in AXES:
             raise ValueError(

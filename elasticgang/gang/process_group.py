@@ -11,16 +11,29 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.futures import Future
 
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
-from elasticgang.gang.base import Collective, Gang, ReduceOperation, Then, Work, check_ranks
+from elasticgang.gang.base import (
+    REDUCING,
+    Collective,
+    Gang,
+    ReduceOperation,
+    Then,
+    Work,
+    check_objects,
+    check_ranks,
+    writing,
+)
+from elasticgang.gang.dtypes import NATIVE, WIDENED
 from elasticgang.gang.torch_group import GangProcessGroup
 
 _REDUCE_OPS: dict[enum.Enum, Any] = {
@@ -53,13 +66,14 @@ class ProcessGroupGang(Gang):
         on high-priority streams.
 
         Raises:
-            ValueError: `device` is neither a CPU nor a CUDA device.
+            ValueError: `device` is neither a CPU nor a CUDA device, or `timeout` is not above 0.
             NotSupportedError: torch was built without torch.distributed.
             InvalidOperationError: the default process group is initialized already.
             GangError: it could not be initialized.
         """
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"`device` must be of type `cpu` or `cuda`, but is of type `{device.type}` instead.")
+        given: object = device
+        if not isinstance(given, torch.device) or given.type not in ("cpu", "cuda"):
+            raise ValueError(f"`device` must be a torch.device of type `cpu` or `cuda`, but is {device!r} instead.")
         if not dist.is_available():
             raise NotSupportedError("torch.distributed is not available.")
         if dist.is_initialized():
@@ -76,7 +90,7 @@ class ProcessGroupGang(Gang):
 
                 options["pg_options"] = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = timeout or _DEFAULT_TIMEOUT
+        timeout = _checked(timeout) or _DEFAULT_TIMEOUT
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*options._timeout was specified.*")
@@ -140,7 +154,7 @@ class ProcessGroupGang(Gang):
         if isinstance(self._pg, GangProcessGroup):
             made = [self._pg.gang.create_gang(group) for group in groups]
             return next((gang for gang in made if gang is not None), None)
-        timeout = timeout or self._timeout
+        timeout = _checked(timeout) or self._timeout
         groups = [sorted(group) for group in groups]
         own = dist.get_backend(self._pg)
         backend = backend or own
@@ -189,6 +203,7 @@ class ProcessGroupGang(Gang):
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         self._check_open()
+        check_objects(objects)
         self._check_rank("source_rank", source_rank)
         _translated(
             "broadcast_objects",
@@ -196,12 +211,14 @@ class ProcessGroupGang(Gang):
         )
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closed or not dist.is_initialized():  # the default group has taken all others with it
             raise InvalidOperationError("The gang is closed.")
 
     def _start(self, collective: Collective) -> Work:
         self._check_open()
-        return _TranslatedWork(collective.call, _translated(collective.call, lambda: self._issue(collective)))
+        taken, last = (collective, None) if self._device.type == "cuda" else _as_gloo_takes(collective)
+        work = _TranslatedWork(collective.call, _translated(collective.call, lambda: self._issue(taken)))
+        return work if last is None else Then(work, last)
 
     def _issue(self, c: Collective) -> Any:
         later: dict[str, Any] = {"group": self._pg, "async_op": True}
@@ -245,6 +262,32 @@ class ProcessGroupGang(Gang):
                 output.copy_(part.view(output.shape))
 
         return Then(_TranslatedWork("all_to_all", work), unpack)
+
+
+def _checked(timeout: timedelta | None) -> timedelta | None:
+    given: object = timeout
+    if given is not None and (not isinstance(given, timedelta) or given <= timedelta(0)):
+        raise ValueError(f"`timeout` must be a timedelta above 0, but is {timeout!r} instead.")
+    return timeout
+
+
+def _as_gloo_takes(c: Collective) -> tuple[Collective, Callable[[], None] | None]:
+    """The collective in a dtype that Gloo knows: what moves, as bytes; what is reduced, wider. And a last step."""
+    dtype = (*c.inputs, *c.outputs)[0].dtype
+    if dtype in NATIVE or (dtype.is_complex and c.call in REDUCING):
+        return c, None
+    if c.call not in REDUCING:
+        outputs, inputs = ([t.view(-1).view(torch.uint8) for t in part] for part in (c.outputs, c.inputs))
+        return replace(c, outputs=tuple(outputs), inputs=tuple(inputs)), None
+    wide = WIDENED[dtype]
+    output = c.outputs[0].to(wide)
+    source = output if c.is_in_place else c.inputs[0].to(wide)
+    return replace(c, outputs=(output,), inputs=(source,)), lambda: _copy(output, c.outputs[0])
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    with writing(target):
+        target.copy_(source)
 
 
 def _translated(call: str, perform: Callable[[], Any]) -> Any:

@@ -112,6 +112,7 @@ class _RankProcess:
     writer: asyncio.StreamWriter
     status: int | None = None
     failure: dict[str, Any] | None = None
+    is_dismissed: bool = False
 
 
 class Agent:
@@ -350,6 +351,7 @@ class Agent:
                 for member in members:
                     if member in self._ranks:
                         self._events.write("dismissed", member=member, reason=reason)
+                        self._ranks[member].is_dismissed = True
                         _kill_group(self._ranks[member].pid)
             case Fail(code, reason):
                 self._fail(code, reason)
@@ -514,7 +516,7 @@ class Agent:
         )
         if failure is not None:
             self._show(rank.local_rank, failure["traceback"])
-        elif status and not self._stopping.is_set():
+        elif status and not self._stopping.is_set() and not rank.is_dismissed:
             self._output.say(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
         self._handle(Exited(rank.member, status, blameless=bool(failure and failure["blameless"])))
         self._finish_when_empty()

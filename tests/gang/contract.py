@@ -51,6 +51,16 @@ def same_on_every_rank(gang: Gang) -> None:
     objects: list[object] = ["a", 1]
     gang.broadcast_objects(objects, size - 1)
     assert objects == ["a", 1]
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.int64, torch.float16, torch.complex64):
+        gang.all_reduce(tensor := torch.full((2, 2), 3, dtype=dtype), SUM)
+        assert tensor[0, 0].item() == 3 * size, dtype
+        part = torch.empty(2, dtype=dtype)
+        gang.reduce_scatter(part, torch.full((size, 2), 2, dtype=dtype))
+        assert part[1].item() == 2 * size, dtype
+    for dtype in (torch.int16, torch.uint64, torch.float8_e4m3fn, torch.complex64, torch.bool):
+        gang.all_gather(output := torch.zeros(size, 2, dtype=dtype), torch.ones(2, dtype=dtype))
+        assert bool((output.view(-1).to(torch.complex64) == 1).all()), dtype
+        gang.broadcast(torch.ones((), dtype=dtype), size - 1)
     work = gang.all_reduce(tensor := _filled(3, 2), MEAN, async_op=True)
     assert work is not None
     assert work.wait()
@@ -110,6 +120,14 @@ def refusals(gang: Gang) -> None:
         r"input_tensors": lambda: gang.all_to_all(outputs, [good] * (size + 1)),
         "destination_rank": lambda: gang.reduce(good, SUM, size),
         "another rank": lambda: gang.send(good, gang.rank),
+        "source_rank.*0.0": lambda: gang.broadcast(good, 0.0),  # type: ignore[arg-type]
+        "`op` must be a ReduceOperation": lambda: gang.all_reduce(good, "sum"),  # type: ignore[call-overload]
+        "`op`.*RedOpType": lambda: gang.all_reduce(good, dist.ReduceOp.SUM),  # type: ignore[call-overload]
+        "must be a tensor": lambda: gang.all_reduce([1.0], SUM),  # type: ignore[call-overload]
+        "conjugate": lambda: gang.all_reduce(torch.zeros(2, dtype=torch.complex64).conj(), SUM),
+        "by sum needs a dtype": lambda: gang.all_reduce(torch.zeros(2).to(torch.float8_e4m3fn), SUM),
+        "by min needs a dtype": lambda: gang.all_reduce(torch.zeros(2, dtype=torch.complex64), ReduceOperation.MIN),
+        "must be a list": lambda: gang.broadcast_objects((1, 2)),  # type: ignore[arg-type]
         "because the root is": lambda: gang.gather(None if gang.rank == 0 else outputs, good, 0),
         "root": lambda: gang.scatter(good, None if gang.rank == 0 else outputs, 0),
     }
@@ -122,9 +140,9 @@ def sub_gangs(gang: Gang) -> None:
     """Gangs from any gang, not only from the first; what is no set of its ranks is refused, the size itself too, which
     fairseq2 lets pass."""
     size = gang.size
-    for ranks in ([], [0, 0], [size], [-1]):
+    for ranks in ([], [0, 0], [size], [-1], 1, "01", [0.0], iter([0])):
         with pytest.raises(ValueError, match="ranks"):
-            gang.create_gang(ranks)
+            gang.create_gang(ranks)  # type: ignore[arg-type]
     chosen = list(reversed(range(1, size)))
     inner = gang.create_gang(chosen)
     assert (inner is None) == (gang.rank == 0)

@@ -97,6 +97,8 @@ def back(mesh: DeviceMesh, gangs: eg.Gangs) -> None:
     assert total.item() == gangs.root.size
     with pytest.raises(ValueError, match="replicate"):
         eg.Gangs.from_device_mesh(mesh, rdp="replicate")
+    with pytest.raises(ValueError, match="must have names"):
+        eg.Gangs.from_device_mesh(DeviceMesh("cpu", mesh.mesh, _init_backend=False))
     with pytest.raises(ValueError, match="'ep'"):
         eg.Gangs.from_device_mesh(mesh, ep="tp")
 

@@ -96,7 +96,7 @@ def test_sharding_within_runs_of_adjacent_ranks(rank: int) -> None:
 def test_sizes_that_do_not_divide_are_refused() -> None:
     root = FakeGang(CPU, size=8)
     for sizes in ({"tp_size": 0}, {"pp_size": 0}, {"tp_size": -1}):
-        with pytest.raises(ValueError, match="must be at least 1, but is"):
+        with pytest.raises(ValueError, match="must be an integer of at least 1, but is"):
             create_parallel_gangs(root, **sizes)
     for sizes in ({"tp_size": 3}, {"tp_size": 4, "pp_size": 4}):
         with pytest.raises(ValueError, match=r"must be a multiple of .* but is 8"):
