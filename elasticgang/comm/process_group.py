@@ -65,6 +65,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
     """What all backends share; use `ProcessGroupIsolatedGloo` or `ProcessGroupIsolatedNCCL`."""
 
     backend = "gloo"
+    keeps_in_place = True  # after an error: a tensor reduced in place is as it was, or zeros
 
     def __init__(self, timeout: float | timedelta = 60.0, *, reuse: bool = True) -> None:
         """`timeout`: seconds (or a timedelta) for `configure` and for each collective. `reuse=False`: a new process for
