@@ -10,6 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elasticgang.comm import (
+        CommProcess,
+        ManagedProcessGroup,
+        ProcessGroupIsolatedGloo,
+        ProcessGroupIsolatedNCCL,
+        SwallowingProcessGroup,
+        create_process_group,
+        extend_device_mesh,
+    )
     from elasticgang.errors import (
         CollectiveTimeoutError,
         ElasticGangError,
@@ -64,6 +73,15 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "elasticgang.comm": (
+        "CommProcess",
+        "ManagedProcessGroup",
+        "ProcessGroupIsolatedGloo",
+        "ProcessGroupIsolatedNCCL",
+        "SwallowingProcessGroup",
+        "create_process_group",
+        "extend_device_mesh",
+    ),
     "elasticgang.errors": (
         "CollectiveTimeoutError",
         "ElasticGangError",
@@ -122,6 +140,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Axes",
     "CollectiveTimeoutError",
+    "CommProcess",
     "DistributedDataParallel",
     "ElasticGang",
     "ElasticGangError",
@@ -135,6 +154,7 @@ __all__ = [
     "InternalError",
     "InvalidOperationError",
     "LayoutError",
+    "ManagedProcessGroup",
     "Member",
     "NotSupportedError",
     "OperationalError",
@@ -143,16 +163,21 @@ __all__ = [
     "PeerLostError",
     "Plan",
     "ProcessGroupGang",
+    "ProcessGroupIsolatedGloo",
+    "ProcessGroupIsolatedNCCL",
     "QuorumManager",
     "ReduceOperation",
     "StaleGenerationError",
     "StateLostError",
     "StepAborted",
+    "SwallowingProcessGroup",
     "all_sum",
     "broadcast_flag",
     "create_fake_gangs",
     "create_fsdp_gangs",
     "create_parallel_gangs",
+    "create_process_group",
+    "extend_device_mesh",
     "get_current_gangs",
     "get_default_device",
     "get_default_gangs",

@@ -19,7 +19,7 @@ from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo, ProcessGroupIsolatedNCCL, _seconds
-from elasticgang.errors import NotSupportedError
+from elasticgang.errors import InvalidOperationError, NotSupportedError
 from elasticgang.gang.calls import Call
 from elasticgang.gang.torch_group import CollectiveMethods
 
@@ -27,19 +27,29 @@ from elasticgang.gang.torch_group import CollectiveMethods
 class _InProcess(CollectiveMethods):
     """Every collective, checked, of the torch group that the last `configure` made."""
 
-    parent: Any
+    _pg: Any
+    _place = (0, 1)  # also after an `abort`, which leaves no group
+
+    def configure(
+        self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any, **options: Any
+    ) -> None:
+        """As torchft's. Blocks until all have met, at most the timeout."""
+        super().configure(store_addr, replica_id, rank, world_size, *args, **options)  # type: ignore[misc]
+        self._place = rank, world_size
 
     def rank(self) -> int:
-        return int(self.parent.rank())
+        return self._place[0]
 
     def size(self) -> int:
-        return int(self.parent.size())
+        return self._place[1]
 
     getRank = rank
     getSize = size
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return getattr(self.parent, name)(*args, **kwargs)
+        if self._pg is None:
+            raise InvalidOperationError("the process group is not configured, or was aborted; call `configure` first")
+        return getattr(self._pg, name)(*args, **kwargs)
 
 
 class ProcessGroupGloo(_InProcess, torchft.ProcessGroupGloo):  # type: ignore[misc]  # names that torch fixes

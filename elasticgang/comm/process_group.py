@@ -9,7 +9,9 @@ I3  One owner configures, aborts and shuts down; any number of threads issue col
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -65,6 +67,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
     """What all backends share; use `ProcessGroupIsolatedGloo` or `ProcessGroupIsolatedNCCL`."""
 
     backend = "gloo"
+    keeps_in_place = True  # after an error: a tensor reduced in place is as it was, or zeros
 
     def __init__(self, timeout: float | timedelta = 60.0, *, reuse: bool = True) -> None:
         """`timeout`: seconds (or a timedelta) for `configure` and for each collective. `reuse=False`: a new process for
@@ -126,7 +129,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
             self._comm, self._error, self._closed = comm, None, False
         spec = GroupSpec(_GROUP, rank, world_size)
         try:
-            comm.configure(prefix, [spec], self._failer(comm), store=address, timeout=self._timeout)
+            comm.configure(prefix, [spec], self._error_sink(comm), store=address, timeout=self._timeout)
         except GangError as error:
             self._fail(comm, error)
             raise
@@ -145,9 +148,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         with self._lock:
             self._closed = True
             comm, self._comm = self._comm, None
-        if comm is not None:
-            comm.close()
-        self._supply.close()
+        _end(comm, self._supply)
 
     def errored(self) -> Exception | None:
         """The error that ended the present configuration; None while it is sound."""
@@ -177,6 +178,13 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self._rank}, size={self._size})"
 
+    def __del__(self) -> None:
+        """End what nobody can reach any more; elsewhere, since a collection may come at any point of any thread."""
+        comm, supply = getattr(self, "_comm", None), getattr(self, "_supply", None)
+        if supply is not None and not (comm is None and self._closed):
+            with contextlib.suppress(RuntimeError):  # at the interpreter's end, which is that of the processes too
+                threading.Thread(target=_end, args=(comm, supply), name="comm-end", daemon=True).start()
+
     # -- collectives
 
     def _submit(self, call: Call) -> TorchWork:
@@ -193,12 +201,22 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
             raise InvalidOperationError("the process group is not configured; call `configure` first")
         name, options = group_call(collective)
         work = comm.submit(_GROUP, name, collective.outputs, collective.inputs, **options)
-        return IsolatedWork(work, self._timeout, self._failer(comm))
+        return IsolatedWork(work, self._timeout, lambda error: self._fail(comm, error))
 
     # -- one configuration
 
-    def _failer(self, comm: CommProcess) -> Callable[[GangError], None]:
-        return lambda error: self._fail(comm, error)
+    def _error_sink(self, comm: CommProcess) -> Callable[[GangError], None]:
+        """What the comm process may keep: it does not keep this group alive."""
+        group = weakref.ref(self)
+
+        def fail(error: GangError) -> None:
+            present = group()
+            if present is None:
+                comm.abort(error)
+            else:
+                present._fail(comm, error)
+
+        return fail
 
     def _fail(self, comm: CommProcess, error: GangError) -> None:
         """I2. Of an earlier configuration: nothing of this one changes."""
@@ -222,6 +240,12 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         comm.abort(StaleGenerationError("the process group was configured anew"))
         comm.close()
         return None
+
+
+def _end(comm: CommProcess | None, supply: CommSupply) -> None:
+    if comm is not None:
+        comm.close()
+    supply.close()
 
 
 class ProcessGroupIsolatedGloo(ProcessGroupIsolated):

@@ -1,8 +1,8 @@
 """Process groups that swallow errors: torchft's `ErrorSwallowingProcessGroupWrapper`, for every collective.
 
 E1  After the first error nothing more is sent until the next `configure`.
-E2  What a collective leaves after an error is the same everywhere: what an in-place tensor held before, or zeros where
-    memory was shared; zeros in a pure output. It is never uninitialised memory.
+E2  What a collective leaves after an error is finite and the same every time: zeros in a pure output; what an in-place
+    tensor held before, or zeros where a group that was told of it may have written to it already.
 E3  Where only the true result will do (barriers, and integers that are moved and not reduced, of which torch's object
     collectives are made), `StepAborted` is raised.
 """
@@ -79,18 +79,19 @@ class SwallowedWork(TorchWorkBase):
         with self._lock:
             first, self._failed = not self._failed, True
             if first:
+                keeps_in_place = self._work is None or getattr(self._pg.parent, "keeps_in_place", False)
                 for part in self._call.parts:
-                    neutral_outputs(part)
+                    if not (part.is_in_place and keeps_in_place):
+                        neutral_outputs(part)
         if self._call.is_exact:
             raise StepAborted(f"the process group failed before: {self._pg.error()}")
 
 
 def neutral_outputs(collective: Collective) -> None:
-    """Zeros in pure outputs; what is reduced or received in place keeps what it holds."""
-    if not collective.is_in_place:
-        for output in collective.outputs:
-            with writing(output):
-                output.zero_()
+    """Zeros in all of them."""
+    for output in collective.outputs:
+        with writing(output):
+            output.zero_()
 
 
 class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes

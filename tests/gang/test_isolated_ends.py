@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+from tests.gang.conftest import Rings
 from tests.support import REPOSITORY, Command, busy_core, wait_dead, wait_until
 
+GUARD_S = 20.0
 RANKS = [sys.executable, "-m", "tests.gang.isolated_ranks"]
 # Two comm processes of which the standbys are new ones, groups that are torn down beside the path, allocators' caches.
 ALLOWED = {
@@ -33,6 +37,20 @@ def test_nothing_grows_over_a_thousand_configurations(capsys: pytest.CaptureFixt
             print(f"    {name:18}{before:10g}{found['after'][name]:10g}")
     for name, allowed in ALLOWED.items():
         assert found["after"][name] <= found["before"][name] + allowed, name
+
+
+def test_a_group_that_is_dropped_ends_its_processes(rings: Rings) -> None:
+    ring = rings(2)
+    assert ring.sums() == [2.0, 2.0]
+    process = weakref.ref(ring[0]._comm)
+    pidfd = os.pidfd_open(ring[0]._comm.pid)
+    standby = os.pidfd_open(ring[0]._supply._standby.result(GUARD_S).pid)
+    del ring.groups[0]
+    gc.collect()
+    assert wait_dead([pidfd, standby], 1.0) == []
+    wait_until(lambda: gc.collect() >= 0 and process() is None, "the rest of it", GUARD_S)
+    for fd in (pidfd, standby):
+        os.close(fd)
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["", "busy"])

@@ -1,0 +1,34 @@
+"""A DeviceMesh with a reconfigurable process group as one more dimension.
+
+A mesh has its sizes for good, and such a group changes its own: as in torchft, the dimension has size 1 in the mesh,
+and the true one is the group's. FSDP2 asks the group; other code that scales by the mesh has to as well. A mesh of true
+sizes is made of gangs (`gangs.device_mesh`), or over the backend "elasticgang".
+"""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim: int = 0) -> DeviceMesh:
+    """`mesh`, whose dimensions have names, with `pg` (registered by `pg.register`) as a dimension `name` before its
+    dimension `dim`; `dim = mesh.ndim` puts it last.
+
+    Raises:
+        ValueError: `mesh` has such a dimension, or none with names; `dim` is outside `[0, mesh.ndim]`.
+        InvalidOperationError: `pg` is not registered.
+
+    Source: torchft's `extend_device_mesh`.
+    """
+    names = list(mesh.mesh_dim_names or ())
+    if len(names) != mesh.ndim:
+        raise ValueError(f"the dimensions of `mesh` must have names, but are {mesh.mesh_dim_names} instead.")
+    if name in names:
+        raise ValueError(f"`name` must be another one than the mesh's {names}, but is {name!r} instead.")
+    if not 0 <= dim <= mesh.ndim:
+        raise ValueError(f"`dim` must be at least 0 and at most {mesh.ndim}, but is {dim} instead.")
+    groups = mesh.get_all_groups()
+    groups.insert(dim, pg)
+    names.insert(dim, name)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.unsqueeze(dim), mesh_dim_names=tuple(names))

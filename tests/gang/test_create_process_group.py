@@ -1,0 +1,123 @@
+"""Groups by name: what there is, and that what there is not is said at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchft.process_group as torchft
+from torch import nn
+
+import elasticgang as eg
+import elasticgang.comm as comm
+from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedGloo, create_process_group
+from elasticgang.errors import InvalidOperationError, NotSupportedError
+from tests.gang.conftest import Rings
+from tests.gang.rings import SUM
+from tests.support import REPOSITORY
+
+KINDS = {"gloo": ProcessGroupGloo, "isolated-gloo": ProcessGroupIsolatedGloo, "dummy": torchft.ProcessGroupDummy}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_each_kind_works(name: str, rings: Rings) -> None:
+    size = 1 if name == "dummy" else 2
+    ring = rings(size, make=lambda: create_process_group(name, 30.0))
+    assert all(type(pg) is KINDS[name] for pg in ring.groups)
+    assert ring.sums() == [float(size)] * size
+    ring.configure()
+    assert ring.sums() == [float(size)] * size
+
+
+@pytest.mark.parametrize("name", ["", "Gloo", "mpi", "isolated", "isolated-mpi"])
+def test_an_unknown_kind_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"one of gloo, nccl, isolated-gloo, isolated-nccl, dummy, but is '{name}'"):
+        create_process_group(name)
+
+
+@pytest.mark.parametrize("name", ["nccl", "isolated-nccl"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_a_kind_that_is_not_available_says_why(name: str) -> None:
+    with pytest.raises(NotSupportedError, match=r"^(isolated-)?nccl is not available.*(NCCL|CUDA|without it)"):
+        create_process_group(name)
+
+
+@pytest.mark.parametrize("name", ["gloo", "isolated-gloo"])
+def test_gloo_that_is_not_there_is_said_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    with pytest.raises(NotSupportedError, match="without it"):
+        create_process_group(name)
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, timedelta(seconds=-1)])
+@pytest.mark.parametrize("name", ["gloo", "isolated-gloo"])
+def test_a_timeout_that_is_none_is_refused(name: str, timeout: Any) -> None:
+    with pytest.raises(ValueError, match="`timeout` must be above 0"):
+        create_process_group(name, timeout)
+
+
+def test_an_in_process_group_that_is_not_configured_says_so(rings: Rings) -> None:
+    pg: Any = create_process_group("gloo")
+    with pytest.raises(InvalidOperationError, match="configure"):
+        pg.allreduce([torch.ones(1)], SUM)
+    ring = rings(2, make=lambda: create_process_group("gloo", 30.0))
+    ring[0].abort()
+    with pytest.raises(InvalidOperationError, match="configure"):
+        ring[0].allreduce([torch.ones(1)], SUM)
+    assert (ring[1].rank(), ring[1].size(), ring[0].size()) == (1, 2, 2)
+
+
+def test_an_in_process_group_checks_before_it_sends(rings: Rings) -> None:
+    ring = rings(2, make=lambda: create_process_group("gloo", 30.0))
+    with pytest.raises(ValueError, match="must not share memory"):
+        ring[0].allreduce([torch.ones(1).expand(3)], SUM)
+    with pytest.raises(ValueError, match="elements"):
+        ring[0]._allgather_base(torch.ones(3), torch.ones(3))
+    assert ring.sums() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_ddp_takes_each_kind(name: str, rings: Rings) -> None:
+    size = 1 if name == "dummy" else 2
+    ring = rings(size, make=lambda: create_process_group(name, 30.0))
+
+    def train(rank: int) -> list[float]:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            module = nn.Linear(2, 1)
+        ddp = nn.parallel.DistributedDataParallel(module, process_group=ring[rank])
+        torch.autograd.backward(ddp(torch.full((1, 2), rank + 1.0)).sum())
+        assert module.weight.grad is not None
+        found: list[float] = module.weight.grad[0].tolist()
+        return found
+
+    assert ring.each(train) == [[(size + 1) / 2] * 2] * size
+
+
+def test_the_public_names_are_there() -> None:
+    for module in (comm, eg):
+        for name in module.__all__:
+            assert getattr(module, name).__module__.startswith("elasticgang."), name
+        assert {*module.__all__} <= {*dir(module)}
+        with pytest.raises(AttributeError, match="no_such_name"):
+            module.no_such_name  # noqa: B018
+    assert {*comm.__all__} == {*comm._HOMES}
+    assert eg.SwallowingProcessGroup is comm.SwallowingProcessGroup
+
+
+def test_a_comm_process_imports_little() -> None:
+    """What it imports, each one has for itself unless the fork server imported it."""
+    code = (
+        "import sys, elasticgang.comm.worker\n"
+        "print(*sorted(name for name in sys.modules if name.startswith(('elasticgang.', 'torchft'))))\n"
+    )
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=REPOSITORY, text=True).split()
+    assert {*found} <= {
+        "elasticgang.comm",
+        *(f"elasticgang.comm.{name}" for name in ("arena", "torch_backend", "worker")),
+    }

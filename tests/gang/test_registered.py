@@ -1,0 +1,126 @@
+"""Groups that torch finds by name: functional collectives, DTensor, and one more dimension of a mesh."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, _resolve_process_group
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torchft.process_group import ProcessGroup
+
+import elasticgang as eg
+from elasticgang.comm import ProcessGroupIsolatedGloo, SwallowingProcessGroup, create_process_group, extend_device_mesh
+from elasticgang.errors import InvalidOperationError
+from tests.gang.extended_ranks import model, train
+from tests.support import REPOSITORY
+
+DEADLINE_S = 100
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(default_group: None) -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "tp"))
+
+
+KINDS: dict[str, Callable[[], ProcessGroup]] = {
+    "isolated": lambda: ProcessGroupIsolatedGloo(30.0),
+    "swallowing": lambda: SwallowingProcessGroup(ProcessGroupIsolatedGloo(30.0)),
+    "gloo": lambda: create_process_group("gloo", 30.0),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_registered_group_is_found_by_its_name_until_it_is_not(kind: str, store: str, default_group: None) -> None:
+    pg: Any = KINDS[kind]()
+    with pytest.raises((InvalidOperationError, ValueError), match="name"):
+        _ = pg.group_name
+    registered: Any = pg.register(f"found-{kind}")
+    assert registered is pg
+    pg.configure(f"{store}/registered-{kind}", "replica", 0, 1)
+    assert _resolve_process_group(pg.group_name) is pg
+    assert dist.get_process_group_ranks(pg) == [0]
+    tensor = torch.full((3,), 2.0)
+    assert functional.all_reduce(tensor, "sum", pg).tolist() == [2.0] * 3
+    dist.all_reduce(tensor, group=pg)
+    dist.barrier(group=pg)
+    objects = [{"a": 1}]
+    dist.broadcast_object_list(objects, group=pg)
+    assert objects == [{"a": 1}]
+    name = pg.group_name
+    registered.unregister()
+    with pytest.raises(RuntimeError):
+        _resolve_process_group(name)
+    pg.shutdown()
+
+
+def test_a_group_becomes_a_dimension(store: str, mesh: DeviceMesh) -> None:
+    pg: Any = ProcessGroupIsolatedGloo(30.0)
+    with pytest.raises(InvalidOperationError, match="register"):
+        extend_device_mesh(mesh, pg)
+    pg.register("dimension")
+    pg.configure(f"{store}/dimension", "replica", 0, 1)
+    for dim, names in enumerate([("dp", "shard", "tp"), ("shard", "dp", "tp"), ("shard", "tp", "dp")]):
+        extended = eg.extend_device_mesh(mesh, pg, "dp", dim)
+        assert extended.mesh_dim_names == names
+        assert extended.get_group("dp") is pg
+        assert extended["tp"].get_group() is mesh.get_group("tp")
+    assert extend_device_mesh(mesh, pg).mesh_dim_names == ("dp", "shard", "tp")
+    pg.unregister()
+    pg.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "message"),
+    [
+        ("tp", 0, r"`name` must be another one than the mesh's \['shard', 'tp'\], but is 'tp'"),
+        ("dp", -1, "`dim` must be at least 0 and at most 2, but is -1"),
+        ("dp", 3, "`dim` must be at least 0 and at most 2, but is 3"),
+    ],
+)
+def test_a_dimension_that_cannot_be_is_refused(name: str, dim: int, message: str, mesh: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match=message):
+        extend_device_mesh(mesh, ProcessGroupIsolatedGloo(30.0), name, dim)
+
+
+def test_a_mesh_without_names_is_refused(default_group: None) -> None:
+    with pytest.raises(ValueError, match="must have names"):
+        extend_device_mesh(init_device_mesh("cpu", (1,)), ProcessGroupIsolatedGloo(30.0))
+
+
+def test_hsdp_over_an_extended_mesh_trains_as_one_process_does(store: str) -> None:
+    """Two replicas of two shards. The group's true size scales the gradients; the mesh says 1."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gang.extended_ranks", store, str(replica), str(shard)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for replica in range(2)
+        for shard in range(2)
+    ]
+    found = [json.loads(rank.communicate(timeout=DEADLINE_S)[0]) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4
+    alone = train(model(), range(1), 0)
+    for attempt in range(2):
+        parts = [each[f"losses{attempt}"] for each in found]
+        assert [sum(step) / 4 for step in zip(*parts, strict=True)] == pytest.approx(alone, rel=1e-5)
+        for each in found:
+            assert each[f"sum{attempt}"] == [2.0] * 3
+            assert each[f"gathered{attempt}"] == [0.0, 1.0]
+            assert each[f"dtensor{attempt}"] == [0.0, 1.0, 2.0, 3.0]

@@ -1,0 +1,222 @@
+"""Isolated groups in torchft's own `Manager`, with its lighthouse: steps commit; a lost comm process costs a step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torchft.process_group as torchft
+from torch import Tensor, nn
+from torchft.coordination import LighthouseServer
+from torchft.ddp import DistributedDataParallel
+from torchft.manager import Manager
+from torchft.optim import OptimizerWrapper
+
+from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+from elasticgang.comm.swallowing import SwallowingProcessGroup
+from tests.gang.rings import open_store
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torchft's own: they would be errors in the middle of its work
+
+TIMEOUT = timedelta(seconds=20)
+GUARD_S = 60.0
+STEPS = 4
+
+_building = threading.Lock()  # the seed is the process's
+MakeGroup = Callable[[], Any]
+Hook = Callable[[int, Manager], None]
+
+
+@contextlib.contextmanager
+def lighthouse_of(min_replicas: int) -> Iterator[str]:
+    server = LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=min_replicas,
+        join_timeout_ms=100,
+        quorum_tick_ms=10,
+        heartbeat_timeout_ms=1000,
+    )
+    yield server.address()
+    server.shutdown()
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    with lighthouse_of(2) as address:
+        yield address
+
+
+class Replica:
+    """One replica of one rank, on a thread: trains until `steps` steps are committed, by `at_least` replicas each."""
+
+    steps = STEPS
+
+    def __init__(self, number: int, lighthouse: str, pg: Any, *, at_least: int = 2, is_async: bool = True) -> None:
+        self.pg = pg
+        self._number, self._at_least = number, at_least
+        self._lighthouse, self._is_async = lighthouse, is_async
+        self.committed: list[bool] = []
+        self.weights: list[Tensor] = []
+
+    def run(self, before_step: Hook = lambda tries, manager: None) -> None:
+        with open_store() as store:
+            manager = self._manager(int(store.rpartition(":")[2]))
+            try:
+                self._train(manager, before_step)
+            finally:
+                manager.shutdown(wait=False)
+                self.pg.shutdown()
+
+    def _manager(self, store_port: int) -> Manager:
+        with _building:
+            torch.manual_seed(42)
+            module = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+        def load(state: Any) -> None:
+            module.load_state_dict(state["module"])
+            optimizer.load_state_dict(state["optimizer"])
+
+        self._module, self._optimizer = module, optimizer
+        return Manager(
+            pg=self.pg,
+            min_replica_size=self._at_least,
+            load_state_dict=load,
+            state_dict=lambda: {"module": module.state_dict(), "optimizer": optimizer.state_dict()},
+            replica_id=f"replica_{self._number}",
+            store_addr="127.0.0.1",
+            store_port=store_port,
+            rank=0,
+            world_size=1,
+            lighthouse_addr=self._lighthouse,
+            hostname="127.0.0.1",
+            use_async_quorum=self._is_async,
+            timeout=TIMEOUT,
+            quorum_timeout=TIMEOUT,
+            connect_timeout=TIMEOUT,
+        )
+
+    def _train(self, manager: Manager, before_step: Hook) -> None:
+        # torchft's DDP fails by an assertion when a work's `wait` raises, whatever the group: it wants a swallowing one
+        ddp = DistributedDataParallel(manager, self._module) if isinstance(self.pg, SwallowingProcessGroup) else None
+        optimizer = OptimizerWrapper(manager, self._optimizer)
+        while manager.current_step() < self.steps:
+            optimizer.zero_grad()
+            before_step(len(self.committed), manager)
+            step = manager.current_step()
+            generator = torch.Generator().manual_seed(step * 10 + self._number)
+            outputs = (ddp or self._module)(torch.rand(4, 3, generator=generator))
+            torch.autograd.backward(outputs.square().sum())
+            if ddp is None:
+                for work in [manager.allreduce(parameter.grad) for parameter in self._module.parameters()]:
+                    work.wait()
+            optimizer.step()
+            self.committed.append(manager.current_step() > step)
+        self.weights = [parameter.detach().clone() for parameter in self._module.parameters()]
+
+
+def run(replicas: list[Replica], hooks: dict[int, Hook] | None = None) -> None:
+    with ThreadPoolExecutor(len(replicas)) as threads:
+        futures: list[Future[None]] = [
+            threads.submit(replica.run, *([hooks[number]] if hooks and number in hooks else []))
+            for number, replica in enumerate(replicas)
+        ]
+        for future in futures:
+            future.result(GUARD_S)
+
+
+@functools.cache
+def undisturbed(is_async: bool) -> list[Tensor]:
+    """The weights after the same steps over torchft's in-process Gloo."""
+    with lighthouse_of(2) as address:
+        replicas = [
+            Replica(number, address, torchft.ProcessGroupGloo(TIMEOUT), is_async=is_async) for number in range(2)
+        ]
+        run(replicas)
+    assert all(map(torch.equal, replicas[0].weights, replicas[1].weights))
+    return replicas[0].weights
+
+
+GROUPS: dict[str, MakeGroup] = {
+    "isolated": lambda: ProcessGroupIsolatedGloo(TIMEOUT),
+    "swallowing": lambda: SwallowingProcessGroup(ProcessGroupIsolatedGloo(TIMEOUT)),
+}
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("make", list(GROUPS.values()), ids=list(GROUPS))
+def test_steps_commit(make: MakeGroup, is_async: bool, lighthouse: str) -> None:
+    replicas = [Replica(number, lighthouse, make(), is_async=is_async) for number in range(2)]
+    run(replicas)
+    for replica in replicas:
+        assert replica.committed == [True] * STEPS
+        assert all(map(torch.equal, replica.weights, undisturbed(is_async)))
+
+
+@pytest.mark.parametrize("make", list(GROUPS.values()), ids=list(GROUPS))
+def test_a_comm_process_that_is_killed_costs_a_step(make: MakeGroup, lighthouse: str) -> None:
+    replicas = [Replica(number, lighthouse, make()) for number in range(2)]
+    killed: list[int] = []
+
+    def kill(tries: int, manager: Manager) -> None:
+        manager.wait_quorum()
+        if manager.current_step() == 2 and not killed:
+            pg = replicas[1].pg
+            killed.append(getattr(pg, "parent", pg)._comm.pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    run(replicas, {1: kill})
+    assert killed
+    assert False in replicas[1].committed
+    for replica in replicas:
+        assert all(map(torch.equal, replica.weights, undisturbed(is_async=True)))
+
+
+@pytest.fixture
+def lighthouse_of_one() -> Iterator[str]:
+    with lighthouse_of(1) as address:
+        yield address
+
+
+def test_a_replica_leaves_and_another_comes(lighthouse_of_one: str) -> None:
+    """The one that stays goes on alone; the newcomer takes its state over torchft's own transport."""
+    stays, leaves, comes = (
+        Replica(number, lighthouse_of_one, ProcessGroupIsolatedGloo(TIMEOUT), at_least=1) for number in range(3)
+    )
+    stays.steps = leaves.steps = comes.steps = 10**6
+    alone = threading.Event()
+
+    class LeftError(Exception):
+        """Raised in the middle of a step."""
+
+    def leave(tries: int, manager: Manager) -> None:
+        if manager.num_participants() == 2 and manager.current_step() > 1:
+            raise LeftError
+
+    def watch(tries: int, manager: Manager) -> None:
+        if stays.steps < 10**6:
+            return
+        if manager.current_step() > 2 and manager.num_participants() == 1:
+            alone.set()
+        elif alone.is_set() and manager.num_participants() == 2:
+            stays.steps = comes.steps = manager.current_step() + 3
+
+    with ThreadPoolExecutor(3) as threads:
+        staying = threads.submit(stays.run, watch)
+        with pytest.raises(LeftError):
+            leaves.run(leave)
+        assert alone.wait(GUARD_S)
+        coming = threads.submit(comes.run)
+        staying.result(GUARD_S)
+        coming.result(GUARD_S)
+    assert all(map(torch.equal, stays.weights, comes.weights))
+    assert stays.steps == comes.steps < 10**6
