@@ -140,7 +140,7 @@ def test_nothing_of_cuda_is_asked_for_on_the_cpu(nccl: Torch) -> None:
 
 
 def test_what_cannot_be_initialized(nccl: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="`device` must be a torch.device of type `cpu` or `cuda`, but is .*meta"):
+    with pytest.raises(ValueError, match=r"`device` must be a torch.device of type `cpu` or `cuda`, but is .*meta"):
         ProcessGroupGang.create_default_process_group(torch.device("meta"))
     for error in (RuntimeError("no network"), ValueError("no RANK")):
         nccl.error = error
