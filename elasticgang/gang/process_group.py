@@ -211,7 +211,8 @@ class ProcessGroupGang(Gang):
         )
 
     def _check_open(self) -> None:
-        if self._closed or not dist.is_initialized():  # the default group has taken all others with it
+        owned = isinstance(self._pg, GangProcessGroup)  # by a gang that needs no default group
+        if self._closed or not (owned or dist.is_initialized()):  # the default group has taken all others with it
             raise InvalidOperationError("The gang is closed.")
 
     def _start(self, collective: Collective) -> Work:
