@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from elasticgang.layout import (
         Axes,
         Member,
+        ModelCoordinates,
         ParallelLayout,
         Plan,
         plan,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         DistributedDataParallel,
         GlobalBatch,
         Optimizer,
+        ShardedDataParallel,
         join,
     )
 
@@ -123,6 +125,7 @@ _HOMES = {
     "elasticgang.layout": (
         "Axes",
         "Member",
+        "ModelCoordinates",
         "ParallelLayout",
         "Plan",
         "plan",
@@ -132,6 +135,7 @@ _HOMES = {
         "DistributedDataParallel",
         "GlobalBatch",
         "Optimizer",
+        "ShardedDataParallel",
         "join",
     ),
 }
@@ -156,6 +160,7 @@ __all__ = [
     "LayoutError",
     "ManagedProcessGroup",
     "Member",
+    "ModelCoordinates",
     "NotSupportedError",
     "OperationalError",
     "Optimizer",
@@ -167,6 +172,7 @@ __all__ = [
     "ProcessGroupIsolatedNCCL",
     "QuorumManager",
     "ReduceOperation",
+    "ShardedDataParallel",
     "StaleGenerationError",
     "StateLostError",
     "StepAborted",

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DEADLINE_S = 60.0  # a guard against a hang; no test waits for it to pass
+DEADLINE_S = 180.0  # a guard against a hang; no test waits for it to pass
 _MARK = "ELASTICGANG_TEST_JOB"
 
 _T = TypeVar("_T")
@@ -157,8 +157,11 @@ class Job(Command):
         options: Sequence[str] = (),
         env: dict[str, str] | None = None,
         stdout: int | None = None,
+        program: Sequence[str] = ("-m", "elasticgang"),
+        prefix: Sequence[str] = (),
     ) -> None:
-        run = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", str(ranks), "--log-dir", str(directory)]
+        """`program`: Python's arguments for the command line; `prefix`: a command that runs it."""
+        run = [*prefix, sys.executable, *program, "run", "--nproc-per-node", str(ranks), "--log-dir", str(directory)]
         super().__init__(directory, [*run, *options, str(script), *args], env=env, stdout=stdout)
 
     def events(self) -> list[dict[str, Any]]:
@@ -185,6 +188,16 @@ class Job(Command):
             return None
 
         return wait_until(found, f"event {event} {fields}")
+
+    def expect_line(self, text: str) -> None:
+        """Wait until it is on stderr."""
+
+        def found() -> bool:
+            if text not in self.stderr and self.process.poll() is not None:
+                raise AssertionError(f"the job ended with {self.process.returncode} before {text!r}: {self.stderr}")
+            return text in self.stderr
+
+        wait_until(found, f"{text!r} on stderr")
 
     def expect_file(self, path: Path) -> str:
         """Wait for a file that the script writes, whole: its last character is a newline."""

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
     from elasticgang.comm.forkserver import ForkServer
     from elasticgang.comm.mesh import extend_device_mesh
-    from elasticgang.comm.process_group import ProcessGroupIsolatedGloo, ProcessGroupIsolatedNCCL
+    from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
+    from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
     from elasticgang.comm.supply import CommSupply
     from elasticgang.comm.swallowing import ManagedProcessGroup, SwallowingProcessGroup
 
@@ -28,7 +29,7 @@ _HOMES = {
     "ManagedProcessGroup": "swallowing",
     "ProcessGroupGloo": "backends",
     "ProcessGroupIsolatedGloo": "process_group",
-    "ProcessGroupIsolatedNCCL": "process_group",
+    "ProcessGroupIsolatedNCCL": "nccl",
     "ProcessGroupNCCL": "backends",
     "SwallowingProcessGroup": "swallowing",
     "create_process_group": "backends",

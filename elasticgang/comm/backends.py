@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo, ProcessGroupIsolatedNCCL, _seconds
+from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
+from elasticgang.comm.process_group import ProcessGroupIsolatedGloo, _seconds
 from elasticgang.errors import InvalidOperationError, NotSupportedError
 from elasticgang.gang.calls import Call
 from elasticgang.gang.torch_group import CollectiveMethods

@@ -27,16 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elasticgang.comm.arena import Arena, Block
+from elasticgang.comm.arena import Arena
 from elasticgang.comm.forkserver import ForkServerClient
-from elasticgang.comm.staging import Span, Staging
-from elasticgang.comm.worker import IN_PLACE, MAX_FDS, REDUCING, RUN, RUN_MARK
+from elasticgang.comm.page import CommBlock, Page
+from elasticgang.comm.staging import Staging
+from elasticgang.comm.worker import IN_PLACE, MAX_FDS, MESSAGES, REDUCING, RUN, RUN_MARK
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
 from elasticgang.gang.dtypes import reduced_dtype
 
 _MAX_MESSAGE = 1 << 17
 _REAP_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 60.0
+_MAX_BODIES = 4096
 _UNREAD_MS = 100  # at most, of a message that nobody waits for
 
 
@@ -52,7 +54,7 @@ class GroupSpec:
 class CommWork:
     """One collective under way. `future` resolves to the output tensors, or to a `GangError`."""
 
-    def __init__(self, comm: CommProcess, name: str, outputs: Sequence[Tensor], spans: Sequence[Span]) -> None:
+    def __init__(self, comm: CommProcess, name: str, outputs: Sequence[Tensor], spans: Sequence[Any]) -> None:
         self.name = name
         self.error: GangError | None = None
         self._comm = comm
@@ -117,6 +119,8 @@ class CommWork:
 class CommProcess:
     """A comm process and the works given to it. Thread-safe but for `configure` and `close_groups` (one caller)."""
 
+    target = "elasticgang.comm.worker:main"
+
     def __init__(
         self,
         forkserver: ForkServerClient,
@@ -127,11 +131,15 @@ class CommProcess:
         host: str | None = None,
         group: int = 0,
         name: str = "eg-comm",
+        page: Page | None = None,
     ) -> None:
         """Start the process. `timeout`: seconds for a collective. `store`: "host:port" of the one to connect to at
         once. `host`: the address that its peers reach it by; None is Gloo's choice. `group`: the process group that it
-        joins, 0 for one of its own. `name`: its name for `ps`."""
+        joins, 0 for one of its own. `name`: its name for `ps`. `page`: the rank's, where both sides stamp how far
+        they are."""
         self.timeout = timeout
+        self._page = page
+        self.block: CommBlock | None = None if page is None or page.fd is None else page.take_block()
         self._arena = arena
         self._staging = Staging.of(arena)
         self._num_discarded = len(arena.discarded)
@@ -140,14 +148,16 @@ class CommProcess:
         self._add_lock = threading.Lock()
         self._ended = self._dead = self._is_over = False
         self._abort_error: GangError | None = None
-        self._works: dict[int, tuple[CommWork, list[Span]]] = {}
+        self._works: dict[int, tuple[CommWork, list[Any]]] = {}
         self._next_id = 0
+        self._bodies: dict[tuple[object, ...], bytes] = {}
         self._sent_blocks: set[int] = set()
         self._replies: list[dict[str, Any]] = []
         self._replied = threading.Condition(self._lock)
         # P5
         self._turn = threading.Condition()
         self._is_read = False
+        self._buffer = bytearray(_MAX_MESSAGE)
         self._num_listeners = 0
         self._waiting: dict[CommWork, None] = {}
         self._found: deque[tuple[int, str | None]] = deque()
@@ -157,14 +167,21 @@ class CommProcess:
         try:
             with theirs:
                 spawned = forkserver.spawn(
-                    "elasticgang.comm.worker:main",
-                    {"store": store, "host": host, "timeout_s": timeout},
-                    fds=[theirs.fileno(), watch],
+                    self.target,
+                    {
+                        "store": store,
+                        "host": host,
+                        "timeout_s": timeout,
+                        "block": self.block and self.block.index,
+                        **self._start_arguments(),
+                    },
+                    fds=[theirs.fileno(), watch, *self._page_fds()],
                     group=group,
                     name=name,
                 )
         except OperationalError:
             self._sock.close()
+            self._give_back_block()
             raise
         finally:
             os.close(watch)
@@ -175,6 +192,18 @@ class CommProcess:
             self._poll.register(fd, select.POLLIN)
         self._reader = threading.Thread(target=self._read, name=f"comm-{self.pid}", daemon=True)
         self._reader.start()
+
+    def _page_fds(self) -> list[int]:
+        return [] if self._page is None or self._page.fd is None or self.block is None else [self._page.fd]
+
+    def _give_back_block(self) -> None:
+        block, self.block = self.block, None
+        if self._page is not None and block is not None:
+            self._page.give_back(block)
+
+    def _start_arguments(self) -> dict[str, Any]:
+        """For `target`, beyond those of all."""
+        return {}
 
     def wait_ready(self, timeout: float = _START_TIMEOUT_S) -> None:
         """Block until the process can be configured. Raises GangError when it died or is not ready in time."""
@@ -201,6 +230,8 @@ class CommProcess:
         specs = [{"name": spec.name, "rank": spec.rank, "size": spec.size} for spec in groups]
         self.timeout = timeout or self.timeout
         message = {"kind": "configure", "prefix": prefix, "groups": specs, "store": store, "timeout_s": self.timeout}
+        if self.block is not None:
+            self.block.configure([spec.name for spec in groups])
         self._send(message)
         self._reply("configured", self.timeout + (5.0 if timeout is None else 0.0), "configure")
 
@@ -216,6 +247,8 @@ class CommProcess:
         timeout = timeout or self.timeout
         message = {"kind": "add", "prefix": prefix, "groups": [spec], "store": store, "timeout_s": timeout}
         with self._add_lock:  # their replies come in the order in which the groups are made
+            if self.block is not None:
+                self.block.add(group.name)
             self._send(message)
             self._reply("configured", timeout + 5.0, "configure")
 
@@ -227,9 +260,8 @@ class CommProcess:
     def close_groups(self, timeout: float) -> None:
         """End a generation without ending the process. Raises GangError when that fails, and when a work is under way,
         which only a kill can end: abort it."""
-        with self._lock:
-            if self._works:
-                raise StaleGenerationError(f"{len(self._works)} works are under way")
+        if self.num_works:
+            raise StaleGenerationError(f"{self.num_works} works are under way")
         self._send({"kind": "close"})
         self._reply("configured", timeout, "close")
 
@@ -256,14 +288,24 @@ class CommProcess:
                 if in_place or index >= len(outputs):
                     span.copy_in()
         work = CommWork(self, call, outputs, spans)
-        body = json.dumps([group, call, options, [span.described for span in spans]]).encode()
-        if not self._start(work, spans, body):
-            for span in spans:
-                self._staging.give_back(span)
+        body = self._encoded(group, call, options, spans)
+        if not self._start(work, spans, body, group):
+            self._give_back(spans)
             work._end(StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
         return work
 
-    def _start(self, work: CommWork, spans: Sequence[Span], body: bytes) -> bool:
+    def _encoded(self, group: str, call: str, options: dict[str, object], spans: Sequence[Any]) -> bytes:
+        """The same calls come again, since blocks do."""
+        described = [span.described for span in spans]
+        key = (group, call, *options.items(), *described)
+        body = self._bodies.get(key)
+        if body is None:
+            if len(self._bodies) >= _MAX_BODIES:
+                self._bodies.clear()
+            body = self._bodies[key] = json.dumps([group, call, options, described]).encode()
+        return body
+
+    def _start(self, work: CommWork, spans: Sequence[Any], body: bytes, group: str) -> bool:
         """Register and send. False: the process had ended before, and nothing was registered or sent."""
         with self._send_lock:  # `abort` never takes it: a send that blocks is ended by the kill
             with self._lock:
@@ -272,8 +314,10 @@ class CommProcess:
                 self._next_id += 1
                 id = self._next_id
                 self._works[id] = (work, list(spans))
+            if (block := self.block) is not None:
+                block.submitted(group, work.name in MESSAGES)
             try:
-                self._map([span.block for span in spans if span.block.id not in self._sent_blocks])
+                self._introduce(spans)
                 self._sock.send(RUN.pack(RUN_MARK, id) + body)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the process is dead: the reader thread fails all works
@@ -282,8 +326,9 @@ class CommProcess:
                 threading.Thread(target=self.abort, args=(error,), name="comm-abort", daemon=True).start()
         return True
 
-    def _map(self, blocks: Sequence[Block]) -> None:
-        """Let the process map what it does not know yet, and unmap what is no more."""
+    def _introduce(self, spans: Sequence[Any]) -> None:
+        """Let the process map the memory that it does not know yet, and unmap what is no more."""
+        blocks = [span.block for span in spans if span.block.id not in self._sent_blocks]
         discarded = self._arena.discarded
         if len(discarded) > self._num_discarded:
             gone, self._num_discarded = discarded[self._num_discarded :], len(discarded)
@@ -313,6 +358,8 @@ class CommProcess:
         else:  # the descriptor belongs to the reader, and after it to `close`
             self._reader.join(2 * _REAP_TIMEOUT_S)
             dead = self._dead
+        if (block := self.block) is not None:
+            block.clear()
         if not dead:
             raise OperationalError(f"comm process {self.pid} was killed but not dead within {_REAP_TIMEOUT_S:g} s")
 
@@ -336,6 +383,7 @@ class CommProcess:
                 os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
             os.close(pidfd)
             os.close(self._bell)
+            self._give_back_block()
 
     def descriptors(self) -> list[int]:
         """What a forked child of the rank must not keep open."""
@@ -443,9 +491,10 @@ class CommProcess:
     def _read_one(self) -> bool:
         """False at the end of the messages, or when there is none."""
         try:
-            data = self._sock.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)
+            length = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
         except OSError:
             return False
+        data = self._buffer[:length]
         if not data:
             self._over()
             return False
@@ -467,8 +516,18 @@ class CommProcess:
         with self._lock:
             del self._works[id]
         work._end(None)
+        self._give_back(spans)
+
+    def _give_back(self, spans: Sequence[Any]) -> None:
+        """Their work has ended."""
         for span in spans:
             self._staging.give_back(span)
+
+    def _tidy(self) -> None:
+        """Now and then, by the reader."""
+
+    def _bury(self, error: GangError) -> None:
+        """The process is dead, and its works end by `error` next."""
 
     def _read(self) -> None:
         """The reader thread."""
@@ -481,6 +540,7 @@ class CommProcess:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._bell)
                 self._end_found()
+                self._tidy()
                 if self._pidfd in ready:
                     return
                 with self._turn:
@@ -509,8 +569,7 @@ class CommProcess:
             with self._lock:
                 del self._works[id]
             work._end(None)
-            for span in spans:
-                self._staging.give_back(span)
+            self._give_back(spans)
         return False
 
     def _fail_all(self) -> None:
@@ -529,12 +588,12 @@ class CommProcess:
             self._on_error(error)
         self._dead = _exited(self._pidfd, _REAP_TIMEOUT_S)  # M2: EOF may come before the last thread is gone
         error = self._abort_error or error
+        self._bury(error)
         with self._lock:
             works, self._works = self._works, {}
         for work, spans in works.values():
             work._end(error)
-            for span in spans:
-                self._staging.give_back(span)
+            self._give_back(spans)
 
 
 def _exited(pidfd: int, timeout: float) -> bool:

@@ -10,9 +10,11 @@ I3  One owner configures, aborts and shuts down; any number of threads issue col
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future as ProcessFuture
 from datetime import timedelta
 
 import torch
@@ -31,8 +33,9 @@ from elasticgang.errors import (
     PeerLostError,
     StaleGenerationError,
 )
-from elasticgang.gang.base import Collective, ReduceOperation, Work, follow, start_mean
+from elasticgang.gang.base import REDUCING, Collective, ReduceOperation, Work, check_mean, follow, start_mean
 from elasticgang.gang.calls import Call
+from elasticgang.gang.dtypes import reduced_dtype
 from elasticgang.gang.elastic import group_call
 from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
 
@@ -44,7 +47,8 @@ class IsolatedWork:
     """A collective of one configuration. A deadline that passes ends the configuration."""
 
     def __init__(self, work: CommWork, timeout: float, fail: Callable[[GangError], None]) -> None:
-        self._work, self._timeout, self._fail = work, timeout, fail
+        self.comm_work = self._work = work
+        self._timeout, self._fail = timeout, fail
 
     def wait(self, timeout: float | None = None) -> bool:
         try:
@@ -68,6 +72,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
 
     backend = "gloo"
     keeps_in_place = True  # after an error: a tensor reduced in place is as it was, or zeros
+    has_mean = False  # of its own: a sum and a division otherwise
 
     def __init__(self, timeout: float | timedelta = 60.0, *, reuse: bool = True) -> None:
         """`timeout`: seconds (or a timedelta) for `configure` and for each collective. `reuse=False`: a new process for
@@ -86,10 +91,12 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         self._comm: CommProcess | None = None
         self._error: GangError | None = None
         self._closed = False
-        self._supply = CommSupply(own_forks().start)
+        self._supply = CommSupply(self._starter())
 
-    @classmethod
-    def _check_available(cls) -> None:
+    def _starter(self) -> Callable[[], ProcessFuture[CommProcess]]:
+        return own_forks().start
+
+    def _check_available(self) -> None:
         if not torch.distributed.is_gloo_available():
             raise NotSupportedError("Gloo is not available: torch was built without it.")
 
@@ -179,20 +186,26 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         return f"{type(self).__name__}(rank={self._rank}, size={self._size})"
 
     def __del__(self) -> None:
-        """End what nobody can reach any more; elsewhere, since a collection may come at any point of any thread."""
+        """End what nobody can reach any more; elsewhere, since a collection may come at any point of any thread. At the
+        interpreter's end nothing: the processes end with this one, and a thread that is started then never runs."""
+        if sys.is_finalizing():
+            return
         comm, supply = getattr(self, "_comm", None), getattr(self, "_supply", None)
         if supply is not None and not (comm is None and self._closed):
-            with contextlib.suppress(RuntimeError):  # at the interpreter's end, which is that of the processes too
+            with contextlib.suppress(RuntimeError):  # no thread can be started any more
                 threading.Thread(target=_end, args=(comm, supply), name="comm-end", daemon=True).start()
 
     # -- collectives
 
     def _submit(self, call: Call) -> TorchWork:
+        check_dtypes(call)
         return TorchWork([self._start(part) for part in call.parts], call)
 
     def _start(self, collective: Collective) -> Work:
         if collective.op is ReduceOperation.MEAN:
-            return start_mean(self._start, collective, self._size)
+            if not self.has_mean:
+                return start_mean(self._start, collective, self._size)
+            check_mean(collective.outputs[0])
         with self._lock:
             comm, closed = self._comm, self._closed
         if closed:
@@ -242,6 +255,21 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         return None
 
 
+def check_dtypes(call: Call, reduced: Callable[[str, object, torch.dtype], torch.dtype] = reduced_dtype) -> None:
+    """Of a call with parts, of which some would be sent before another is refused.
+
+    Raises:
+        ValueError: a part reduces, and its dtype cannot be.
+    """
+    if len(call.parts) < 2:
+        return
+    for part in call.parts:
+        if part.op is ReduceOperation.MEAN:
+            check_mean(part.outputs[0])
+        if part.call in REDUCING:
+            reduced(part.call, part.op.name.lower(), part.outputs[0].dtype)
+
+
 def _end(comm: CommProcess | None, supply: CommSupply) -> None:
     if comm is not None:
         comm.close()
@@ -257,18 +285,3 @@ def _seconds(timeout: float | timedelta) -> float:
     if not seconds > 0:
         raise ValueError(f"`timeout` must be above 0 seconds, but is {seconds:g} instead.")
     return seconds
-
-
-class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
-    """NCCL in a comm process: takes the place of torchft's `ProcessGroupBabyNCCL`. For CUDA tensors."""
-
-    backend = "nccl"
-
-    @classmethod
-    def _check_available(cls) -> None:
-        if not torch.distributed.is_nccl_available():
-            raise NotSupportedError("isolated-nccl is not available: torch was built without NCCL.")
-        if not torch.cuda.is_available():
-            raise NotSupportedError("isolated-nccl is not available: there is no CUDA device.")
-        # Device memory reaches a comm process by CUDA's IPC, which nobody could try yet.
-        raise NotSupportedError("isolated-nccl is not available yet: use nccl, whose communicators can be aborted too.")

@@ -26,7 +26,7 @@ class Span:
     block: Block
     staged: Tensor | None
     shared: SharedSpan | None
-    described: tuple[int, int, list[int], str]
+    described: tuple[int, int, torch.Size, str]
 
     def copy_in(self) -> None:
         if self.staged is not None:
@@ -82,8 +82,8 @@ _made: weakref.WeakKeyDictionary[Arena, Staging] = weakref.WeakKeyDictionary()
 _made_lock = threading.Lock()
 
 
-def _described(block: Block, offset: int, shape: torch.Size, dtype: torch.dtype) -> tuple[int, int, list[int], str]:
-    return block.id, offset, list(shape), _NAMES[dtype]
+def _described(block: Block, offset: int, shape: torch.Size, dtype: torch.dtype) -> tuple[int, int, torch.Size, str]:
+    return block.id, offset, shape, DTYPE_NAMES[dtype]
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
@@ -94,4 +94,4 @@ def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
 
 
-_NAMES = {dtype: name for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)}
+DTYPE_NAMES = {dtype: name for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)}

@@ -15,7 +15,7 @@ import uuid
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore
 
 from elasticgang.comm.client import CommProcess, GroupSpec
-from elasticgang.comm.process_group import IsolatedWork
+from elasticgang.comm.process_group import IsolatedWork, check_dtypes
 from elasticgang.comm.supply import own_forks
 from elasticgang.comm.torch_backend import NAME
 from elasticgang.errors import ClosedError, GangError
@@ -132,6 +132,7 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
         return address, prefix
 
     def _submit(self, call: Call) -> TorchWork:
+        check_dtypes(call)
         return TorchWork([self._start(part) for part in call.parts], call)
 
     def _start(self, collective: Collective) -> Work:

@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess
-from elasticgang.comm.forkserver import ForkServer
+from elasticgang.comm.forkserver import ForkServer, ForkServerClient
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError
 
 PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
@@ -42,11 +42,11 @@ class CommSupply:
             assert self._standby is not None
             try:
                 comm = self._standby.result(timeout)
-            except FutureTimeoutError:
-                raise CollectiveTimeoutError(f"starting a comm process timed out after {timeout:g} seconds") from None
-            except GangError:
+            except GangError:  # also one that was not ready in its own time
                 self._standby = None
                 continue
+            except FutureTimeoutError:
+                raise CollectiveTimeoutError(f"starting a comm process timed out after {timeout:g} seconds") from None
             except OperationalError:
                 self._standby = None
                 raise
@@ -68,6 +68,13 @@ class CommSupply:
                 standby.result().close()
 
 
+MakeProcess = Callable[[ForkServerClient, Arena], CommProcess]
+
+
+def _make_process(forks: ForkServerClient, arena: Arena) -> CommProcess:
+    return CommProcess(forks, arena, timeout=60.0)
+
+
 class _OwnForks:
     """The fork server and the arena of a process that no agent started."""
 
@@ -76,14 +83,14 @@ class _OwnForks:
         self._server: ForkServer | None = None
         self._thread = ThreadPoolExecutor(1, "comm-start")
 
-    def start(self) -> Future[CommProcess]:
-        return self._thread.submit(self._start)
+    def start(self, make: MakeProcess = _make_process) -> Future[CommProcess]:
+        return self._thread.submit(self._start, make)
 
-    def _start(self) -> CommProcess:
+    def _start(self, make: MakeProcess) -> CommProcess:
         if self._server is None or self._server.process.poll() is not None:
             self._server = ForkServer(PRELOAD, new_session=False)
             self._server.wait_ready()
-        comm = CommProcess(self._server, self.arena, timeout=60.0)
+        comm = make(self._server, self.arena)
         try:
             comm.wait_ready()
         except GangError:

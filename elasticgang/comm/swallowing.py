@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
-from elasticgang.errors import StepAborted
+from elasticgang.errors import GangError, StepAborted
 from elasticgang.gang import Gang, Gangs
 from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean, writing
 from elasticgang.gang.calls import Call
@@ -174,6 +174,9 @@ class Manager(Protocol):
     @property
     def num_active(self) -> int: ...
 
+    @property
+    def error(self) -> GangError | None: ...
+
 
 class ManagedProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
     """The data-parallel gang of a manager, for what takes a process group and divides by its size: that is the number
@@ -196,6 +199,10 @@ class ManagedProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc
 
     def getBackendName(self) -> str:
         return "elasticgang-managed"
+
+    def errored(self) -> Exception | None:
+        """What ended the manager's generation; None while it is sound."""
+        return self._manager.error
 
     def __repr__(self) -> str:
         return f"ManagedProcessGroup({self._manager.gangs.dp!r})"

@@ -8,6 +8,7 @@ W3  It reads and writes only memory of the arena.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import json
 import os
@@ -39,9 +40,11 @@ from torch._C._distributed_c10d import (
 )
 
 from elasticgang.comm.arena import Block, bytes_as, map_block
+from elasticgang.comm.page import PULSE_MS, CommBlock, Page
 
 _MAX_MESSAGE = 1 << 17
 MAX_FDS = 253  # the most that one message can carry
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4)
 
 # A collective, and its end, are a mark and a number; a JSON body, or the error's text, follows. All else is JSON.
 RUN = struct.Struct("<BQ")
@@ -49,11 +52,13 @@ RUN_MARK = 1
 _MAX_PREPARED = 4096
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 _MAX_TEXT = 4096
+_PROBE_TIMEOUT_S = 2.0
 
 _Gloo: Any = ProcessGroupGloo  # torch's stubs lack its methods
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": ReduceOp.SUM,
+    "mean": ReduceOp.AVG,  # of NCCL alone
     "product": ReduceOp.PRODUCT,
     "min": ReduceOp.MIN,
     "max": ReduceOp.MAX,
@@ -154,6 +159,7 @@ def _recv(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
 
 # The tensors of a call stand in one list: outputs, then inputs; those of an in-place call once.
 IN_PLACE = frozenset({"allreduce", "broadcast", "reduce"})
+MESSAGES = frozenset({"recv", "send"})
 # Gloo knows few dtypes. What only moves is bytes to it.
 REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
 CALLS: dict[str, Callable[..., Any]] = {
@@ -174,53 +180,86 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
     """`args`: store ("host:port", or none yet), host (the address that peers reach this one by, or none: Gloo's
-    choice), timeout_s. `fds`: the socket to the rank, the rank's pidfd."""
+    choice), timeout_s, block (of the page). `fds`: the socket to the rank, the rank's pidfd, its page if it has one."""
+    return run(lambda sock, block: Worker(sock, args, block), args, fds)
+
+
+def run(make: Callable[[socket.socket, CommBlock], Worker], args: dict[str, Any], fds: list[int]) -> int:
+    """Serve, until the rank is gone, with the worker that `make` makes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
     sock = socket.socket(fileno=fds[0])
-    threading.Thread(target=_die_with, args=(fds[1],), name="rank-watch", daemon=True).start()
+    page = Page(fds[2]) if len(fds) > 2 else Page()
+    block = page.block(args.get("block") or 0)
+    block.start()
+    threading.Thread(target=_die_with, args=(fds[1], block), name="rank-watch", daemon=True).start()
     torch.set_num_threads(1)
     # torch looks up the name of whom it connects to, for its log: an answer that gets lost costs 5 s otherwise.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-    worker = _Worker(sock, args)
+    worker = make(sock, block)
     with contextlib.suppress(OSError):  # the rank closed or died: the socket says so first
         worker.serve()
     os._exit(0)  # no finalizer: Gloo's would wait for works that nobody will complete
 
 
-def _die_with(pidfd: int) -> None:
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)
+
+
+def _die_with(pidfd: int, block: CommBlock) -> None:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
-    poll.poll()
+    while not poll.poll(PULSE_MS):
+        block.beat()
     os._exit(0)
 
 
-class _Worker:
-    def __init__(self, sock: socket.socket, args: dict[str, Any]) -> None:
+def _listens(store: str) -> bool:
+    host, _, port = store.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+class Worker:
+    def __init__(self, sock: socket.socket, args: dict[str, Any], block: CommBlock) -> None:
         self._sock = sock
+        self._block = block
         self._host: str | None = args["host"]
         self._timeout = timedelta(seconds=args["timeout_s"])
+        self._buffer = bytearray(_MAX_MESSAGE)
         self._blocks: dict[int, Block] = {}
         self._groups: dict[str, Any] = {}
         self._prepared: dict[bytes, tuple[str, str, dict[str, Any], list[Tensor]]] = {}
         self._pool = ThreadPoolExecutor(16)
         self._store: str | None = args["store"]
         # One client a group: on one client, a group that waits for a peer's key keeps another from setting its own.
-        self._stores = [] if self._store is None else [self._connect(self._store) for _ in range(3)]
+        self._stores: list[TCPStore] = []
+        if self._store is not None and _listens(self._store):
+            with contextlib.suppress(RuntimeError):  # it may be away for a while: it is connected to when it is needed
+                for _ in range(3):
+                    self._stores.append(self._connect(self._store, _CONNECT_TIMEOUT))
         self._send({"ready": True})
 
     def serve(self) -> None:
         while True:
-            data, fds, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, MAX_FDS)
+            length, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], _ANCILLARY_BYTES)
+            data = self._buffer[:length]
             if not data:
                 return
             if data[0] == RUN_MARK:
-                self._run(RUN.unpack_from(data)[1], data[RUN.size :])
+                self._run(RUN.unpack_from(data)[1], bytes(data[RUN.size :]))
                 continue
             command = json.loads(data)
             kind = command["kind"]
             if kind == "map":
-                self._map(command["blocks"], fds)
+                self._map(command["blocks"], _descriptors(ancillary))
             elif kind == "unmap":
                 self._prepared.clear()
                 for block in command["blocks"]:
@@ -228,11 +267,18 @@ class _Worker:
             elif kind == "configure":
                 self._reply(self._configure, command)
             elif kind == "add":
+                self._block.know_also(command["groups"][0]["name"])
                 self._pool.submit(self._reply, self._add, command)  # works of other groups go on meanwhile
             elif kind == "close":
                 self._reply(self._close, command)
             elif kind == "remove":
                 self._pool.submit(self._groups.pop, command["name"], None)
+            else:
+                self._learn(command)
+
+    def _learn(self, command: dict[str, Any]) -> None:
+        """What only some kinds of worker are told."""
+        raise ValueError(f"unknown kind of message: {command['kind']}")
 
     def _send(self, message: dict[str, Any]) -> None:
         self._sock.send(json.dumps(message).encode())
@@ -247,6 +293,7 @@ class _Worker:
 
     def _configure(self, command: dict[str, Any]) -> None:
         self._close(command)
+        self._block.know([group["name"] for group in command["groups"]])
         self._timeout = timedelta(seconds=command["timeout_s"])
         if command["store"] is not None and command["store"] != self._store:
             self._store, self._stores = command["store"], []
@@ -254,10 +301,19 @@ class _Worker:
         while len(self._stores) < len(command["groups"]):
             self._stores.append(self._connect(self._store))
         started = {
-            group["name"]: self._pool.submit(self._create, store, command["prefix"], group, self._timeout)
-            for store, group in zip(self._stores, command["groups"], strict=False)
+            group["name"]: self._pool.submit(self._create_with, number, command["prefix"], group, self._timeout)
+            for number, group in enumerate(command["groups"])
         }
         self._groups = {name: future.result() for name, future in started.items()}
+
+    def _create_with(self, number: int, prefix: str, group: dict[str, Any], timeout: timedelta) -> Any:
+        """By a client that was made before: with a new one if that one's server has died. It never recovers."""
+        try:
+            self._stores[number].check([prefix])
+        except RuntimeError:
+            assert self._store is not None
+            self._stores[number] = self._connect(self._store)
+        return self._create(self._stores[number], prefix, group, timeout)
 
     def _add(self, command: dict[str, Any]) -> None:
         """One more group beside those that are configured."""
@@ -268,10 +324,10 @@ class _Worker:
         timeout = timedelta(seconds=command["timeout_s"])
         groups[group["name"]] = self._create(self._connect(store), command["prefix"], group, timeout)
 
-    def _connect(self, store: str) -> TCPStore:
+    def _connect(self, store: str, timeout: timedelta | None = None) -> TCPStore:
         host, _, port = store.rpartition(":")
         # A collective's deadline may be too short for this on a loaded machine; the rank's side has one of its own.
-        timeout = max(self._timeout, _CONNECT_TIMEOUT)
+        timeout = timeout or max(self._timeout, _CONNECT_TIMEOUT)
         client = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         client.set_timeout(self._timeout)
         return client
@@ -305,7 +361,7 @@ class _Worker:
             self._end(id, exc)
             return
         # The tensors are kept until the end by the future's callback.
-        future.add_done_callback(lambda future: self._completed(id, future, tensors))
+        future.add_done_callback(lambda future: self._completed(id, future, prepared))
 
     def _prepare(self, body: bytes) -> tuple[str, str, dict[str, Any], list[Tensor]]:
         """What a body says; the same one comes again, since blocks do."""
@@ -327,12 +383,14 @@ class _Worker:
         except RuntimeError:  # Gloo's reduce_scatter gives a work without one
             return self._pool.submit(work.wait)
 
-    def _completed(self, id: int, future: Any, tensors: list[Tensor]) -> None:
+    def _completed(self, id: int, future: Any, prepared: tuple[str, str, dict[str, Any], list[Tensor]]) -> None:
+        group, call, _, _ = prepared
         error = None
         try:
             future.wait() if hasattr(future, "wait") else future.result()
         except Exception as exc:
             error = exc
+        self._block.completed(group, call in MESSAGES)
         self._end(id, error)
 
     def _end(self, id: int, error: Exception | None) -> None:

@@ -360,10 +360,15 @@ def _is_integer(value: object) -> bool:
 def start_mean(start: Callable[[Collective], Work], collective: Collective, size: int) -> Work:
     """MEAN over `size` as SUM and a division, which every backend can do."""
     tensor = collective.outputs[0]
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"MEAN needs a floating-point or complex dtype, but the tensor's is {tensor.dtype} instead.")
+    check_mean(tensor)
     work = start(replace(collective, op=ReduceOperation.SUM))
     return Then(work, lambda: _divide(tensor, size))
+
+
+def check_mean(tensor: Tensor) -> None:
+    """Raise ValueError when `tensor` has no mean."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"MEAN needs a floating-point or complex dtype, but the tensor's is {tensor.dtype} instead.")
 
 
 def _divide(tensor: Tensor, divisor: int) -> None:

@@ -4,7 +4,8 @@ Each function takes what torch's callers pass to the method of the same name (Py
 the trampoline) and returns what is to be done. Nothing is sent here.
 
 K1  What does not fit raises ValueError, naming both sides, before anything is sent.
-K2  Tensors need not be contiguous. An output whose elements share memory is refused, since no result is right for it.
+K2  Tensors need not be contiguous. Outputs that share memory, among their elements or with each other, are refused,
+    since no result is right for them. An input may share memory with an output.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.distributed import ReduceOp
 
 from elasticgang.errors import NotSupportedError
 from elasticgang.gang.base import Collective, ReduceOperation
+from elasticgang.gang.overlap import check_distinct
 
 
 class BitwiseOperation(enum.Enum):
@@ -52,6 +54,7 @@ class Call:
     parts: tuple[Collective, ...]
     result: list[Any]
     is_exact: bool = False
+    is_barrier: bool = False
 
 
 def allreduce(size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: Any = None) -> Call:
@@ -241,7 +244,31 @@ def recv(size: int, tensors: Sequence[Tensor], src_rank: int, tag: int = 0) -> C
 
 def barrier(size: int, opts: Any = None, timeout: Any = None) -> Call:
     token = torch.zeros(1)
-    return Call((Collective("all_reduce", (token,), (token,)),), [token], is_exact=True)
+    return Call((Collective("all_reduce", (token,), (token,)),), [token], is_exact=True, is_barrier=True)
+
+
+def check_place(call: Call, rank: int) -> Call:
+    """`call`, if this rank's part in it can be.
+
+    Raises:
+        ValueError: the root lacks what only it gives, or another rank gives it; a message is for its sender; what a
+            rank sends to itself is of another size than what it receives from itself; two outputs share memory.
+    """
+    check_distinct([output for part in call.parts for output in part.outputs])
+    for part in call.parts:
+        if part.call in ("send", "recv") and part.peer == rank:
+            raise ValueError(f"the partner must be another rank than this one, but is {rank} instead.")
+        if part.call in ("gather", "scatter"):
+            given = part.outputs if part.call == "gather" else part.inputs
+            if bool(given) != (rank == part.peer):
+                wanted = "tensors of all ranks" if rank == part.peer else "no such tensors"
+                raise ValueError(
+                    f"`{part.call}` must be given {wanted} on rank {rank}, because the root is rank {part.peer}."
+                )
+        if part.call == "all_to_all":
+            kept = part.outputs[rank].numel()
+            _fits("what a rank sends to itself", part.inputs[rank], part.outputs[rank], kept)
+    return call
 
 
 def _as_list(tensors: Any) -> list[Any]:
@@ -256,7 +283,8 @@ def _operation(opts: Any) -> Any:
     for known, operation in _OPERATIONS.items():
         if op == known:
             return operation
-    raise NotSupportedError(f"A reduction by {op} is not supported; use one of {', '.join(map(str, _OPERATIONS))}.")
+    name, known_names = getattr(op, "op", op), ", ".join(known.name for known in _OPERATIONS)
+    raise NotSupportedError(f"A reduction by {name} is not supported; use one of {known_names}.")
 
 
 def _root(opts: Any, size: int) -> int:

@@ -1,4 +1,4 @@
-"""Which dtypes are reduced between processes on the CPU, and as what: Gloo adds few of them."""
+"""Which dtypes are reduced between processes, and on the CPU as what: Gloo adds few of them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,23 @@ NATIVE = frozenset(
 WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _BITWISE = frozenset({"band", "bor", "bxor"})
+
+
+def device_dtype(call: str, op: object, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, which NCCL can reduce by `op` in `call`.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if op in _BITWISE:
+        raise ValueError(f"`{call}` by {op} is nothing that NCCL has; use a group of another backend.")
+    if dtype in NATIVE or (dtype in _REAL and op in ("sum", "mean")):
+        return dtype
+    names = ", ".join(sorted(str(known).removeprefix("torch.") for known in NATIVE))
+    raise ValueError(
+        f"`{call}` by {op} needs a dtype that NCCL reduces ({names}, and complex ones by sum and mean), but the "
+        f"tensor's is {dtype} instead."
+    )
 
 
 def reduced_dtype(call: str, op: object, dtype: torch.dtype) -> torch.dtype:

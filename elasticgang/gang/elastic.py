@@ -120,6 +120,7 @@ class ElasticGang(Gang):
         self._made: list[ElasticGang] = []
         self._num_made = 0
         self._closed = False
+        self.is_silent = False  # while the training state is built
 
     def bind(self, binding: Binding | None) -> None:
         """Enter a generation, or (None) leave it; the gangs that were made from this one end with it."""
@@ -142,6 +143,15 @@ class ElasticGang(Gang):
         if self._binding is None:
             raise InvalidOperationError(f"The gang {self._name} is in no generation; use it inside `with step:`.")
         return self._binding
+
+    def _speaking(self) -> Binding:
+        """For what reaches other ranks."""
+        if self.is_silent:
+            raise InvalidOperationError(
+                f"The gang {self._name} cannot be used to communicate while the training state is built: the others "
+                "train meanwhile. Build with `init_sync=False` or `src_data_rank=None`; values come from the peers."
+            )
+        return self._bound()
 
     @property
     def rank(self) -> int:
@@ -176,7 +186,7 @@ class ElasticGang(Gang):
         Raises:
             StepAborted: the generation has ended.
         """
-        binding = self._bound()
+        binding = self._speaking()
         check_ranks(ranks, binding.size)
         self._num_made += 1  # on every rank of the gang, so that all give it the same name
         ranks = sorted(ranks)
@@ -204,7 +214,7 @@ class ElasticGang(Gang):
 
         Of a poisoned gang it resolves at once to `tensor` as it is.
         """
-        binding = self._bound()
+        binding = self._speaking()
         ended: torch.futures.Future[Tensor] = torch.futures.Future()
         if binding.group is None:
             ended.set_result(tensor)
@@ -214,7 +224,7 @@ class ElasticGang(Gang):
         return ended
 
     def _start(self, collective: Collective) -> Work:
-        binding = self._bound()
+        binding = self._speaking()
         if binding.group is None:
             with torch.no_grad():
                 simulate(collective, 0, 1)
@@ -228,7 +238,7 @@ class ElasticGang(Gang):
         self._perform(Collective("all_reduce", (token,), (token,)))
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
-        binding = self._bound()
+        binding = self._speaking()
         check_objects(objects)
         self._check_rank("source_rank", source_rank)
         if binding.group is None:

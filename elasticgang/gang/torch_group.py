@@ -35,6 +35,7 @@ class TorchWork(TorchWorkBase):
         super().__init__()
         self._works = works
         self._call = call
+        self._parts: list[Future[bool]] | None = None  # the works' futures, once somebody wants them
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises StepAborted when the call's result had to be exact and the group was poisoned."""
@@ -45,7 +46,7 @@ class TorchWork(TorchWorkBase):
 
     def get_future(self) -> Future[Any]:
         """An error in it is an error to C++ too; to Python it is a RuntimeError that names the error."""
-        parts = [work.get_future() for work in self._works]
+        parts = self._futures()
 
         def finish(_: Future[Any]) -> list[Any]:
             self._check(all(part.value() for part in parts))  # not of the future's own list, which has no errors
@@ -58,14 +59,14 @@ class TorchWork(TorchWorkBase):
         return self._call.result
 
     def is_completed(self) -> bool:
-        return all(work.get_future().done() for work in self._works)
+        return all(future.done() for future in self._futures())
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        for work in self._works:
-            if work.get_future().done():
+        for work, future in zip(self._works, self._futures(), strict=True):
+            if future.done():
                 try:
                     work.wait()
                 except Exception as exc:
@@ -74,6 +75,11 @@ class TorchWork(TorchWorkBase):
 
     def synchronize(self) -> None:
         self.wait()
+
+    def _futures(self) -> list[Future[bool]]:
+        if self._parts is None:
+            self._parts = [work.get_future() for work in self._works]
+        return self._parts
 
     def _check(self, completed: bool) -> None:
         if self._call.is_exact and not completed:
@@ -84,7 +90,8 @@ class TorchWork(TorchWorkBase):
 
 def _collective(name: str, form: Callable[..., Call]) -> Callable[..., Any]:
     def method(self: CollectiveMethods, *args: Any, **kwargs: Any) -> Any:
-        return self._perform(name, form(self.size(), *args, **kwargs), args, kwargs)
+        call = calls.check_place(form(self.size(), *args, **kwargs), self.rank())
+        return self._perform(name, call, args, kwargs)
 
     method.__name__ = name
     method.__doc__ = f"As `torch.distributed.ProcessGroup.{form.__name__}`. Raises ValueError before anything is sent."
@@ -124,6 +131,9 @@ class CollectiveMethods:
 
     def getGroupDesc(self) -> str:
         return self._desc
+
+    def rank(self) -> int:
+        raise NotImplementedError
 
     def size(self) -> int:
         raise NotImplementedError

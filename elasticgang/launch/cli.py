@@ -16,8 +16,9 @@ examples:
       four ranks on this machine, with a coordinator of their own
   elasticgang run --nproc-per-node 4 --max-restarts 3 -m package.train
       a module; up to three failures of the script itself are forgiven
-  elasticgang run --coordinator 10.0.0.1:29400 --nproc-per-node 8 train.py
-      against a coordinator started by `elasticgang coordinator`
+  elasticgang run --nnodes 2:4 --coordinator 10.0.0.1:29400 --job-id NAME --nproc-per-node 8 train.py
+      the same on each host, with the coordinator that `elasticgang coordinator` runs on 10.0.0.1: starts with two
+      hosts, grows to four; another host is a spare
 
 A rank that is killed is restarted and heals from its peers; it does not count against --max-restarts.
 Exit code: 0 when the job finished, 1 (or the script's own) when it failed, 2 when it could not be started,
@@ -64,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     coordinator.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
     coordinator.add_argument("--port", type=_port, default=29400, help="0 takes a free one (default: %(default)s)")
+    coordinator.add_argument(
+        "--state-dir", metavar="DIR", help="keep the jobs' records there, for a coordinator that is started again"
+    )
     coordinator.set_defaults(function=_coordinator)
     return parser
 
@@ -73,9 +77,33 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "--nproc-per-node", "--nproc_per_node", type=int, default=1, metavar="N", help="ranks (default: %(default)s)"
     )
     run.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes beside the ranks, which take the place of one that is lost at once (default: %(default)s)",
+    )
+    run.add_argument(
         "--standalone", action="store_true", help="start a coordinator for this job alone; so without --coordinator too"
     )
-    run.add_argument("--coordinator", metavar="HOST:PORT", help="use the coordinator at this address")
+    run.add_argument(
+        "--coordinator", "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="use that coordinator"
+    )
+    run.add_argument(
+        "--nnodes",
+        type=_nnodes,
+        metavar="MIN:MAX",
+        help="hosts, each with its own `elasticgang run`: the job starts with MIN, and the ranks of those beyond MAX "
+        "wait as spares, in case that another host is lost; N is N:N (default: from 1 on)",
+    )
+    run.add_argument(
+        "--coordinator-timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for a coordinator that is away, when it is needed, or this host is cut off from it "
+        "(default: %(default)g)",
+    )
     run.add_argument(
         "--connect-timeout",
         type=_seconds,
@@ -95,16 +123,29 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--job-id",
         "--rdzv-id",
+        "--rdzv_id",
         metavar="NAME",
         help="the job's name at the coordinator, never to be used again there (default: a new one)",
     )
-    run.add_argument("--log-dir", "--log_dir", metavar="DIR", help="write events.jsonl there")
+    run.add_argument(
+        "--log-dir",
+        "--log_dir",
+        metavar="DIR",
+        help="write events.jsonl there: what the agent did, and one record of every generation change",
+    )
+    run.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning"],
+        default="info",
+        help="of the agent's own lines; at info, one for each generation change (default: %(default)s)",
+    )
     run.add_argument(
         "--grace-period",
         type=_seconds,
         default=1.0,
         metavar="SECONDS",
-        help="between SIGINT or SIGTERM, which is passed on to the ranks, and their end (default: %(default)g)",
+        help="between SIGINT or SIGTERM to this command, which ends the job and is passed on to the ranks, and their "
+        "end. SIGTERM to one rank process lets it finish its step and leave for good (default: %(default)g)",
     )
     run.add_argument(
         "--collective-timeout",
@@ -112,6 +153,14 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         default=60.0,
         metavar="SECONDS",
         help="after which a collective counts as lost although nobody is known to be dead (default: %(default)g)",
+    )
+    run.add_argument(
+        "--hang-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="for which a rank that others wait for may stand still in the script's own code before it is killed and "
+        "restarted; not while `manager.paused`, nor in its first steps (default: ten times the usual step and twice "
+        "the longest time that a rank stood still and got on by itself, but at least 30)",
     )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="the training script")
@@ -125,6 +174,17 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _nnodes(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        fewest, most = int(low), int(high or low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be N or MIN:MAX, but is {text!r} instead") from None
+    if not 1 <= fewest <= most:
+        raise argparse.ArgumentTypeError(f"must be N or MIN:MAX with 1 <= MIN <= MAX, but is {text!r} instead")
+    return fewest, most
+
+
 def _port(text: str) -> int:
     value = int(text)
     if not 0 <= value < 1 << 16:
@@ -135,10 +195,19 @@ def _port(text: str) -> int:
 def _check_run(args: argparse.Namespace) -> None:
     if args.nproc_per_node < 1:
         raise _UsageError(f"--nproc-per-node must be at least 1, but is {args.nproc_per_node} instead")
+    if args.spares < 0:
+        raise _UsageError(f"--spares must be at least 0, but is {args.spares} instead")
     if args.max_restarts < 0:
         raise _UsageError(f"--max-restarts must be at least 0, but is {args.max_restarts} instead")
     if args.standalone and args.coordinator:
         raise _UsageError("--standalone starts a coordinator of its own; leave out --coordinator, or --standalone")
+    if args.coordinator is None and args.nnodes not in (None, (1, 1)):
+        raise _UsageError(
+            "--nnodes of more than one host needs --coordinator, at an address that all of them reach, and a --job-id"
+        )
+    if args.coordinator is not None and args.nnodes is not None and args.nnodes[1] > 1 and args.job_id is None:
+        raise _UsageError("--nnodes of more than one host needs a --job-id, the same on all of them")
+    args.nnodes = args.nnodes or (1, 0)
     if args.coordinator is not None:
         host, separator, port = args.coordinator.rpartition(":")
         if not (separator and host and port.isdigit() and int(port) < 1 << 16):
@@ -197,7 +266,7 @@ def _coordinator(args: argparse.Namespace) -> int:
             raise _UsageError(f"cannot listen on {args.host}:{args.port}: {reason}") from exc
     from elasticgang.launch.run import run_coordinator
 
-    return run_coordinator(args.host, args.port)
+    return run_coordinator(args.host, args.port, args.state_dir)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ print to it, once their pipe is full, but neither the agent nor the other stream
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import sys
@@ -40,6 +41,23 @@ class PrefixedOutput:
         """Write what is left in the pipes, and end; what nobody reads within a second is given up."""
         for stream in (self._stdout, self._stderr):
             stream.close()
+
+
+def log_to(output: PrefixedOutput, level: str) -> None:
+    """The runtime's log records of at least `level` ("info", ...) are lines of the agent's."""
+    logger = logging.getLogger("elasticgang")
+    logger.setLevel(level.upper())
+    logger.handlers[:] = [_Said(output)]
+    logger.propagate = False
+
+
+class _Said(logging.Handler):
+    def __init__(self, output: PrefixedOutput) -> None:
+        super().__init__()
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.say(f"elasticgang: {self.format(record)}")
 
 
 class _Stream:

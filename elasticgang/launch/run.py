@@ -8,10 +8,12 @@ import signal
 import sys
 import uuid
 
-os.environ.setdefault("RUST_LOG", "error")  # before torchft is imported: one line of ours, not ten of the lighthouse
+# Before torch and torchft are imported: one line of ours, not ten of the lighthouse or of the store's clients.
+os.environ.setdefault("RUST_LOG", "error")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are raised too
 
 from elasticgang.errors import OperationalError
-from elasticgang.launch.output import PrefixedOutput
+from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
 from elasticgang.quorum.agent import Agent, Job
 from elasticgang.quorum.coordinator import Coordinator
@@ -19,20 +21,26 @@ from elasticgang.quorum.coordinator import Coordinator
 
 def run_job(args: argparse.Namespace) -> int:
     env = {}
-    if args.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if args.nproc_per_node + args.spares > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
     job = Job(
         command={"script": args.script, "args": args.args, "module": args.module},
         num_ranks=args.nproc_per_node,
+        num_spares=args.spares,
         job_id=args.job_id or uuid.uuid4().hex[:12],
         coordinator=args.coordinator,
         connect_timeout=args.connect_timeout,
         max_restarts=args.max_restarts,
         grace_period=args.grace_period,
         collective_timeout=args.collective_timeout,
+        hang_timeout=args.hang_timeout,
+        coordinator_timeout=args.coordinator_timeout,
+        min_agents=args.nnodes[0],
+        max_agents=args.nnodes[1] if args.coordinator is not None else 1,
         env=env,
     )
     output = PrefixedOutput()
+    log_to(output, args.log_level)
     try:
         return Agent(job, output, EventLog(args.log_dir)).run()
     except OperationalError as exc:
@@ -42,11 +50,11 @@ def run_job(args: argparse.Namespace) -> int:
         output.close()
 
 
-def run_coordinator(host: str, port: int) -> int:
+def run_coordinator(host: str, port: int, state_dir: str | None) -> int:
     ending = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # in the servers' threads too: they are for `sigwait`
     try:
-        coordinator = Coordinator(host, port)
+        coordinator = Coordinator(host, port, state_dir=state_dir)
     except OperationalError as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ from elasticgang.layout.axes import AXES, FAMILIES, MODEL_AXES, RUNTIME_GANGS, A
 from elasticgang.layout.grid import Grid, View
 from elasticgang.layout.layout import ParallelLayout
 from elasticgang.layout.planner import Member, Plan, plan
+from elasticgang.layout.seats import ModelCoordinates
 
 __all__ = [
     "AXES",
@@ -13,6 +14,7 @@ __all__ = [
     "Axes",
     "Grid",
     "Member",
+    "ModelCoordinates",
     "ParallelLayout",
     "Plan",
     "View",

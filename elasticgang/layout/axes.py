@@ -29,7 +29,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "pp": ("pp",),
     "replica": MODEL_AXES,
 }
-RUNTIME_GANGS = ("control", "reduce")  # of the ranks of root and dp, with groups of their own; `quorum` uses them
+# With groups of their own, which `quorum` uses: of the ranks of root, of dp, and of rdp.
+RUNTIME_GANGS = ("control", "reduce", "reduce_rdp")
 
 KEY_SEPARATOR = "-"
 VIEW_SEPARATOR = "/"

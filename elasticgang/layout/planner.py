@@ -4,7 +4,7 @@ Pure: no clocks, sockets or torch. `seating.py` does the work in the middle.
 
 N1  Equal members, layout and previous plan give equal plans, in whatever order the members come, on every host and in
     every Python version.
-N2  As many replica groups are seated as the members and `within_host` allow.
+N2  As many replica groups are seated as the members and `within_host` allow, up to `max_replicas`.
 N3  A member fetches state when it is seated at model coordinates (pp, sdp, tp) that it did not have in the previous
     plan. No seating of as many groups has fewer of these. With blocks of one seat there is at most one for each hole in
     the groups that stay; there are fewer when a member of a dissolved group fills a hole at its own coordinates.
@@ -38,8 +38,16 @@ T = TypeVar("T")
 MAX_HOSTS_NAMED = 8
 
 
-def plan(members: Iterable[Member], layout: ParallelLayout, previous: Plan | None = None) -> Plan:
+def plan(
+    members: Iterable[Member],
+    layout: ParallelLayout,
+    previous: Plan | None = None,
+    *,
+    max_replicas: int | None = None,
+) -> Plan:
     """Seat `members` for the next generation; see the rules above. n log n in the number of members.
+
+    `max_replicas`: whoever more replica groups could be made of is a spare; None for no limit.
 
     Raises:
         LayoutError: a member id appears twice, or fewer than `min_replicas` whole replica groups can be seated; it says
@@ -49,6 +57,8 @@ def plan(members: Iterable[Member], layout: ParallelLayout, previous: Plan | Non
     cut = Cut(groups_over((layout.pp, 1, layout.sdp, layout.tp), layout.within_host))
     on_host = Counter(member.host for member in present.values())
     replicas = sum(num // cut.block_size for num in on_host.values()) // cut.num_blocks
+    if max_replicas is not None:
+        replicas = min(replicas, max(max_replicas, layout.min_replicas))
     if replicas < layout.min_replicas:
         raise LayoutError(_shortage(present, on_host, layout, cut, previous))
     if previous is not None and _model_sizes(previous) != (layout.pp, layout.sdp, layout.tp):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from elasticgang.layout.axes import FAMILIES, Axes, groups_over, groups_within
 
@@ -27,6 +27,15 @@ class Member:
 
     id: str
     host: str
+
+
+class ModelCoordinates(NamedTuple):
+    """Which part of the model a seat holds: its indices along `MODEL_AXES`. Seats that are alike in them hold the
+    same."""
+
+    pp: int
+    sdp: int
+    tp: int
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The agent: starts the rank processes of one host, reaps them, and speaks for them.
 
-It performs what `roster.py` decides. One asyncio loop owns all state; three threads do what blocks: one forks, one
-talks to the coordinator, one sends heartbeats.
+It performs what `roster.py` decides; `outside.py` deals with the coordinator and the other agents. One asyncio loop
+owns all state; threads do what blocks.
 
 On every way out, whatever was started here is killed and reaped before `run` returns; if the agent itself is killed,
 the fork server does it.
@@ -11,42 +11,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import logging
 import os
 import signal
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 import psutil
-from torchft.coordination import LighthouseClient
 
 from elasticgang.comm.forkserver import ForkServer, Spawned
+from elasticgang.comm.page import Page
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.quorum import wire
+from elasticgang.quorum.changes import Changes, sentence
 from elasticgang.quorum.commit import Attempt
 from elasticgang.quorum.coordinator import Endpoint, reach
 from elasticgang.quorum.decide import (
-    Lost,
     Record,
-    Report,
-    Void,
-    canonical,
     layout_from_json,
     member_from_json,
-    next_record,
-    report_from_json,
-    report_to_json,
 )
+from elasticgang.quorum.lease import Lease
+from elasticgang.quorum.line import in_daemon
+from elasticgang.quorum.outside import Limits, Outside
+from elasticgang.quorum.owned import OwnCoordinator
+from elasticgang.quorum.progress import CommHung, Verdict
 from elasticgang.quorum.roster import (
     Abort,
-    Answered,
     Ask,
     Asked,
     Committed,
@@ -55,6 +52,7 @@ from elasticgang.quorum.roster import (
     Event,
     Exited,
     Fail,
+    HostLost,
     Instruction,
     Left,
     NoticeJoin,
@@ -65,12 +63,14 @@ from elasticgang.quorum.roster import (
     describe_exit,
     infeasible,
 )
+from elasticgang.quorum.watch import Watch, kill_comm
 
-_QUORUM_TIMEOUT_S = 60.0
-_HEARTBEAT_INTERVAL_S = 0.1
+log = logging.getLogger("elasticgang")
+
 _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
-_VOID_PATIENCE_S = 3.0
+_DISMISS_TIMEOUT_S = 10.0
+_END_POLL_S = 0.005
 
 
 class Output(Protocol):
@@ -90,17 +90,28 @@ class Events(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. `coordinator`: "host:port", or None for one of the job's own. `command`: the child's arguments."""
+    """What to run. `coordinator`: "host:port", or None for one of the job's own. `command`: the child's arguments.
+    `num_spares`: processes beside those of `num_ranks`, which wait for one of them to be lost. `max_agents`: 0 for any
+    number."""
 
     command: dict[str, Any]
     num_ranks: int
     job_id: str
+    num_spares: int = 0
     coordinator: str | None = None
     connect_timeout: float = 10.0
     max_restarts: int = 0
     grace_period: float = 1.0
     collective_timeout: float = 60.0
+    hang_timeout: float | None = None
+    coordinator_timeout: float = 300.0
+    min_agents: int = 1
+    max_agents: int = 0
     env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_ranks + self.num_spares
 
 
 @dataclass
@@ -110,8 +121,10 @@ class _RankProcess:
     pid: int
     pidfd: int
     writer: asyncio.StreamWriter
+    page: Page
     status: int | None = None
     failure: dict[str, Any] | None = None
+    has_asked: bool = False
     is_dismissed: bool = False
 
 
@@ -122,12 +135,13 @@ class Agent:
         self._job = job
         self._output = output
         self._events = events
-        self._id = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        self._id = _new_id()
+        self._life = 1  # of this agent under one id
+        self._fenced = False
         self._ranks: dict[str, _RankProcess] = {}
         self._local_pids: dict[int, str] = {}
         self._exit: asyncio.Future[int] | None = None
         self._forker = ThreadPoolExecutor(1, "fork")
-        self._asker = ThreadPoolExecutor(1, "ask")
         self._stopping = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._shown: dict[str, int] = {}
@@ -135,13 +149,16 @@ class Agent:
         self._num_starting = 0
         self._num_forking = 0
         self._signal = 0
-        self._away_since = 0.0
-        self._void_since = 0.0
-        self._told_void = ""
+        self._own_coordinator: OwnCoordinator | None = None
+        self._lease = Lease.create()
+        self._outside: Outside | None = None
         self._entered = asyncio.Event()
         self._over = asyncio.Event()  # nobody is started any more
         self._code_when_empty = 0
         self._shown_whole: set[str] = set()
+        self._watch = Watch(job.hang_timeout)
+        self._changes = Changes()
+        self._counts: dict[str, int] = {}
 
     def run(self) -> int:
         """Raises OperationalError when the job could not be started; nothing is left running then."""
@@ -157,7 +174,7 @@ class Agent:
             self._loop.add_signal_handler(number, self._on_signal, number)
         try:
             if self._job.coordinator is not None:
-                reaching = self._in_daemon(reach, self._job.coordinator, self._job.connect_timeout)
+                reaching = in_daemon(reach, self._job.coordinator, self._job.connect_timeout)
                 if not await self._unless_ended(reaching):
                     self._stop_threads()
                     return self._exit.result()
@@ -195,51 +212,60 @@ class Agent:
     async def _start(self) -> None:
         await self._off_loop(self._forker, self._forkserver.wait_ready)
         if self._job.coordinator is None:
-            address = await self._off_loop(self._forker, self._start_coordinator)
-            self._endpoint = await self._off_loop(self._asker, reach, address, self._job.connect_timeout)
-        self._roster = Roster(
-            agent=self._id,
-            host=self._endpoint.host,
-            job=self._job.job_id,
-            coordinator=self._endpoint.incarnation,
-            max_restarts=self._job.max_restarts,
-            num_ranks=self._job.num_ranks,
-        )
-        self._lighthouse = await self._off_loop(self._asker, self._connect_lighthouse)
-        threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
+            self._own_coordinator = OwnCoordinator()
+            await self._start_coordinator(None)
+            address = self._own_coordinator.address
+            self._endpoint = await in_daemon(reach, address, self._job.connect_timeout)
+        self._roster = self._new_roster(self._endpoint)
+        lease = None if self._own_coordinator is not None else self._lease
+        limits = Limits(self._job.connect_timeout, self._job.coordinator_timeout)
+        self._outside = Outside(_Inside(self), self._endpoint, self._job.job_id, limits, lease)
+        await self._outside.open()
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap_orphans)
-        self._events.write("started", agent=self._id, coordinator=self._endpoint.address, ranks=self._job.num_ranks)
-        self._num_starting = self._job.num_ranks
-        for local_rank in range(self._job.num_ranks):
-            await self._spawn(local_rank)
+        num = self._job.num_processes
+        self._events.write("started", agent=self._id, coordinator=self._endpoint.address, ranks=num)
+        self._background(self._watch_ranks())
+        self._num_starting = num
+        for local_rank in range(num):
+            await self._spawn(local_rank, self._life)
         self._loop.call_later(_START_TIMEOUT_S, lambda: self._handle(StartExpired()))
 
-    def _start_coordinator(self) -> str:
-        reader, writer = os.pipe()
-        owner = os.pidfd_open(os.getpid())
-        try:
-            spawned = self._forkserver.spawn(
-                "elasticgang.quorum.coordinator:main",
-                {"host": "127.0.0.1", "port": 0},
-                fds=[writer, owner],
-                name="eg-coordinator",
-            )
-        finally:
-            os.close(writer)
-            os.close(owner)
-        os.close(spawned.pidfd)
-        self._coordinator_pid = spawned.pid
-        with os.fdopen(reader) as announced:
-            told = json.loads(announced.read() or '{"error": "the coordinator ended while it was starting"}')
-        if "error" in told:
-            raise OperationalError(told["error"])
-        return str(told["address"])
+    def _new_roster(self, endpoint: Endpoint) -> Roster:
+        return Roster(
+            agent=self._id,
+            host=endpoint.host,
+            job=self._job.job_id,
+            coordinator=endpoint.incarnation,
+            max_restarts=self._job.max_restarts,
+            num_ranks=self._job.num_ranks,
+            num_spares=self._job.num_spares,
+            min_agents=self._job.min_agents,
+            max_agents=self._job.max_agents,
+        )
 
-    def _connect_lighthouse(self) -> LighthouseClient:
+    async def _start_coordinator(self, record: Record | None) -> None:
+        """The job's own, on the same address every time."""
+        own = self._own_coordinator
+        assert own is not None
+        spawned: Spawned = await self._off_loop(self._forker, self._fork_coordinator, own, record)
+        self._coordinator_pid = spawned.pid
+        self._loop.add_reader(spawned.pidfd, self._on_coordinator_death, spawned.pidfd)
+
+    def _fork_coordinator(self, own: OwnCoordinator, record: Record | None) -> Spawned:
         try:
-            return LighthouseClient(self._endpoint.lighthouse, timedelta(seconds=self._job.connect_timeout))
-        except RuntimeError as exc:
-            raise OperationalError(f"cannot reach the lighthouse at {self._endpoint.lighthouse}: {exc}") from exc
+            return own.start(self._forkserver, self._id, record)
+        except OperationalError:
+            self._replace_forkserver()
+            return own.start(self._forkserver, self._id, record)
+
+    def _on_coordinator_death(self, pidfd: int) -> None:
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        self._coordinator_pid = 0
+        self._reap_orphans()
+        if not self._stopping.is_set():
+            self._events.write("coordinator died")
+            self._background(self._start_coordinator(self._roster.record))
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that nobody handles ends the job: half an agent is worse than none."""
@@ -248,6 +274,7 @@ class Agent:
 
     def _on_signal(self, number: int) -> None:
         for rank in self._ranks.values():
+            rank.page.end()
             _kill(rank.pid, number)
         if self._exit is not None and not self._exit.done():
             self._events.write("signal", signal=signal.Signals(number).name)
@@ -268,12 +295,15 @@ class Agent:
 
     async def _end_everything(self) -> None:
         self._stopping.set()
+        self._tell(self._changes.ended())
         for task in self._tasks:
             task.cancel()
         for rank in self._ranks.values():
             _kill_group(rank.pid)
         if self._coordinator_pid:
             _kill_group(self._coordinator_pid)
+        if self._own_coordinator is not None:
+            self._own_coordinator.close()
         self._stop_threads()
         self._forkserver.close()
         deadline = time.monotonic() + 2.0
@@ -283,31 +313,12 @@ class Agent:
                     for child in psutil.Process().children():  # orphans too: this process is their subreaper
                         _kill(child.pid, signal.SIGKILL)
                     await asyncio.sleep(0.002)
+        if self._outside is not None:
+            self._outside.leave()
 
     def _stop_threads(self) -> None:
         self._stopping.set()
         self._forker.shutdown(wait=False, cancel_futures=True)
-        self._asker.shutdown(wait=False, cancel_futures=True)
-
-    def _in_daemon(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """In a thread that the end of this process does not wait for."""
-        ended = self._loop.create_future()
-
-        def settle(result: Any, error: Exception | None) -> None:
-            if not ended.done():
-                ended.set_result(result) if error is None else ended.set_exception(error)
-
-        def run() -> None:
-            result, error = None, None
-            try:
-                result = function(*args)
-            except Exception as exc:
-                error = exc
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(settle, result, error)
-
-        threading.Thread(target=run, name=function.__name__, daemon=True).start()
-        return ended
 
     def _off_loop(self, thread: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return self._loop.run_in_executor(thread, function, *args)
@@ -325,36 +336,58 @@ class Agent:
     # -- events and instructions
 
     def _handle(self, event: Event) -> None:
-        if self._stopping.is_set():
+        if self._stopping.is_set() or self._fenced:
             return
         for instruction in self._roster.handle(event):
             self._perform(instruction)
         if self._roster.finished:
             self._over.set()
+            self._world.tell_finished()
+
+    @property
+    def _world(self) -> Outside:
+        assert self._outside is not None
+        return self._outside
 
     def _perform(self, instruction: Instruction) -> None:
         match instruction:
             case Abort(members, generation, reason):
+                self._changes.caused(reason, time.monotonic())
                 self._entered.clear()
                 self._send(members, "abort", generation=generation, reason=reason)
+                self._world.tell_over(generation, reason)
             case NoticeJoin(members, generation):
+                self._changes.caused("a rank waits to join", time.monotonic())
                 self._send(members, "join", generation=generation)
+                self._world.tell_join(generation)
             case Deliver(members, record):
                 self._send(members, "record", record=record.to_json())
+                self._world.follow(record)
                 self._announce(record)
             case Ask(delay_s):
-                self._background(self._ask(delay_s))
+                self._world.ask(delay_s)
             case Restart(local_rank, delay_s):
                 self._num_starting += 1  # an empty host is not the end while somebody comes
-                self._background(self._restart(local_rank, delay_s))
+                self._background(self._restart(local_rank, delay_s, self._life))
             case Dismiss(members, reason):
-                for member in members:
-                    if member in self._ranks:
-                        self._events.write("dismissed", member=member, reason=reason)
-                        self._ranks[member].is_dismissed = True
-                        _kill_group(self._ranks[member].pid)
+                for rank in [self._ranks[member] for member in members if member in self._ranks]:
+                    self._dismiss(rank, reason)
             case Fail(code, reason):
                 self._fail(code, reason)
+
+    def _dismiss(self, rank: _RankProcess, reason: str) -> None:
+        """One that waits for a seat ends itself, in order; one that does not get there in time is ended."""
+        if rank.is_dismissed:
+            return
+        rank.is_dismissed = True
+        self._events.write("dismissed", member=rank.member, reason=reason)
+        if rank.has_asked:
+            self._send((rank.member,), "over")
+        self._loop.call_later(_DISMISS_TIMEOUT_S if rank.has_asked else 0.0, self._end_dismissed, rank.member)
+
+    def _end_dismissed(self, member: str) -> None:
+        if member in self._ranks:
+            _kill_group(self._ranks[member].pid)
 
     def _fail(self, code: int, reason: str) -> None:
         if self._exit is not None and self._exit.done():
@@ -364,7 +397,8 @@ class Agent:
         self._finish(code)
 
     def _announce(self, record: Record) -> None:
-        counts = {status: len(record.members(status)) for status in ("active", "learner", "spare")}
+        self._tell(self._changes.agreed(record, self._id))
+        self._counts = {status: len(record.members(status)) for status in ("active", "learner", "spare")}
         self._events.write(
             "generation",
             generation=record.generation,
@@ -372,8 +406,13 @@ class Agent:
             committed=list(record.committed),
             rolled_forward=record.rolled_forward,
             ranks=sorted(seat.local_rank for seat in record.seats),
-            **counts,
+            **self._counts,
         )
+
+    def _tell(self, changes: Iterable[dict[str, Any]]) -> None:
+        for change in changes:
+            self._events.write("generation_change", **change)
+            log.info("%s", sentence(change, self._counts))
 
     def _send(self, members: Sequence[str], kind: str, **fields: Any) -> None:
         message = wire.pack(kind, **fields)
@@ -383,36 +422,44 @@ class Agent:
 
     # -- ranks
 
-    async def _restart(self, local_rank: int, delay_s: float) -> None:
+    async def _restart(self, local_rank: int, delay_s: float, life: int) -> None:
         """Start the rank again, once those that are left are on their way: starting takes the cores they need."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._entered.wait(), _SETTLE_TIMEOUT_S)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._over.wait(), delay_s)
-        await self._spawn(local_rank)
+        await self._spawn(local_rank, life)
 
-    async def _spawn(self, local_rank: int) -> None:
-        """Start one of those that `_num_starting` counts, unless the job is being ended or has finished."""
-        if self._over.is_set():
+    async def _spawn(self, local_rank: int, life: int) -> None:
+        """Start one of those that `_num_starting` counts, unless the job is being ended or has finished, or this
+        agent's `life` has ended."""
+        if self._over.is_set() or life != self._life:
             self._num_starting -= 1
             self._finish_when_empty()
             return
         member = f"{self._id}/{local_rank}/{uuid.uuid4().hex[:8]}"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        page = Page.create()
         self._num_forking += 1  # one that dies before its pid is known here must not be reaped as an orphan
         try:
             with theirs:
-                spawned = await self._off_loop(self._forker, self._fork_rank, member, local_rank, theirs)
+                fds = (theirs.fileno(), page)
+                spawned = await self._off_loop(self._forker, self._fork_rank, member, local_rank, fds)
             self._local_pids[spawned.pid] = member
+            mapped = Page(page)
         finally:
+            os.close(page)
             self._num_forking -= 1
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        rank = _RankProcess(member, local_rank, spawned.pid, spawned.pidfd, writer)
+        rank = _RankProcess(member, local_rank, spawned.pid, spawned.pidfd, writer, mapped)
         self._ranks[member] = rank
         self._num_starting -= 1
         if self._signal:  # it came while this one was forked
+            mapped.end()
             _kill(rank.pid, self._signal)
         self._events.write("spawned", member=member, local_rank=local_rank, pid=spawned.pid)
+        if life != self._life:  # it was fenced meanwhile
+            _kill_group(rank.pid)
         self._handle(Started(member, local_rank))
         rank_done = self._loop.create_task(self._listen(rank, reader))
         self._tasks.add(rank_done)
@@ -420,14 +467,15 @@ class Agent:
         self._loop.add_reader(spawned.pidfd, self._on_death, rank, rank_done)
         self._reap_orphans()
 
-    def _fork_rank(self, member: str, local_rank: int, link: socket.socket) -> Spawned:
+    def _fork_rank(self, member: str, local_rank: int, fds: tuple[int, int]) -> Spawned:
         try:
-            return self._try_fork_rank(member, local_rank, link)
+            return self._try_fork_rank(member, local_rank, fds)
         except OperationalError:
             self._replace_forkserver()
-            return self._try_fork_rank(member, local_rank, link)
+            return self._try_fork_rank(member, local_rank, fds)
 
-    def _try_fork_rank(self, member: str, local_rank: int, link: socket.socket) -> Spawned:
+    def _try_fork_rank(self, member: str, local_rank: int, fds: tuple[int, int]) -> Spawned:
+        link, page = fds
         forks = self._forkserver.connect()
         stdio = self._output.open(local_rank)
         try:
@@ -438,16 +486,16 @@ class Agent:
                     "member": member,
                     "agent_pid": os.getpid(),
                     "local_rank": local_rank,
-                    "num_ranks": self._job.num_ranks,
+                    "num_ranks": self._job.num_processes,
                     "store": self._endpoint.address,
                     "host": self._endpoint.host,
                     "job": self._job.job_id,
                     "collective_timeout": self._job.collective_timeout,
                 },
-                fds=[link.fileno(), forks.fileno()],
+                fds=[link, forks.fileno(), page, self._lease.fd],
                 stdio=stdio,
                 name=f"eg-rank-{local_rank}",
-                env={"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self._job.num_ranks)},
+                env={"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self._job.num_processes)},
             )
         finally:
             forks.close()
@@ -472,18 +520,38 @@ class Agent:
         match message["kind"]:
             case "ask":
                 layout = layout_from_json(message["layout"])
-                if (reason := infeasible(layout, self._job.num_ranks)) is not None:
+                most = self._job.max_agents * self._job.num_ranks
+                if most and (reason := infeasible(layout, most)) is not None:
                     self._fail(2, reason)
                     return
-                self._handle(Asked(rank.member, member_from_json(message["report"]), layout, message["broken"]))
+                rank.has_asked = True
+                report = member_from_json(message["report"])
+                self._changes.asked(rank.member, report.pending)
+                self._handle(Asked(rank.member, report, layout, message["broken"]))
             case "committed":
                 self._output.step(rank.local_rank, message["step"])
-                self._handle(Committed(rank.member, Attempt(message["step"], message["generation"])))
+                attempt = Attempt(message["step"], message["generation"])
+                self._tell(self._changes.committed(rank.member, attempt, time.monotonic()))
+                self._handle(Committed(rank.member, attempt))
+            case "healed":
+                self._changes.healed(rank.member, message["generation"], time.monotonic())
             case "entered":
+                phases = message["phases"]
+                self._changes.entered(rank.member, phases["generation"], phases)
                 self._entered.set()
                 self._events.write("entered", member=rank.member, local_rank=rank.local_rank, **message["phases"])
+            case "spare":
+                self._events.write(
+                    "spare",
+                    member=rank.member,
+                    local_rank=rank.local_rank,
+                    generation=message["generation"],
+                    reason=message["reason"],
+                )
             case "left":
-                self._handle(Left(rank.member, message["finished"]))
+                if message["in_order"] and not message["finished"]:
+                    self._changes.caused(f"rank {rank.local_rank} leaves", time.monotonic())
+                self._handle(Left(rank.member, message["finished"], message["in_order"]))
             case "failed":
                 rank.failure = message
             case kind:
@@ -518,7 +586,10 @@ class Agent:
             self._show(rank.local_rank, failure["traceback"])
         elif status and not self._stopping.is_set() and not rank.is_dismissed:
             self._output.say(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
-        self._handle(Exited(rank.member, status, blameless=bool(failure and failure["blameless"])))
+        record = self._roster.record
+        if record is not None and record.seat(rank.member) is not None:
+            self._changes.caused(f"rank {rank.local_rank} {describe_exit(status)}", died_at, is_root=True)
+        self._handle(Exited(rank.member, status, bool(failure and failure["blameless"]), rank.page.goes))
         self._finish_when_empty()
 
     def _show(self, local_rank: int, traceback: str) -> None:
@@ -529,6 +600,35 @@ class Agent:
             self._output.say(f"elasticgang: rank {local_rank} failed:\n{traceback.rstrip()}")
         else:
             self._output.say(f"elasticgang: rank {local_rank} failed as rank {first} did")
+
+    async def _watch_ranks(self) -> None:
+        """R8. A rank that is ended here comes back like any that was killed."""
+        while True:
+            await asyncio.sleep(self._watch.interval_s)
+            pages = {member: rank.page for member, rank in self._ranks.items() if rank.status is None}
+            now = time.monotonic()
+            for verdict in self._watch.look(now, pages):
+                self._end_hung(self._ranks[verdict.member], verdict)
+            if (waits := self._watch.news(now)) is not None:
+                self._world.tell_waits([list(astuple(wait)) for wait in waits])
+
+    def _hear_waits(self, agent: str, waits: list[list[Any]]) -> None:
+        record = self._roster.record
+        self._watch.forget(() if record is None else record.agents)
+        self._watch.hear(agent, waits)
+
+    def _end_hung(self, rank: _RankProcess, verdict: Verdict) -> None:
+        what = f"rank {rank.local_rank} (pid {rank.pid})"
+        comm = verdict.pid if isinstance(verdict, CommHung) else None
+        self._events.write("hung", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, comm=comm)
+        if comm is None:
+            _kill_group(rank.pid)
+        else:
+            what = f"the comm process (pid {comm}) of {what}"
+            kill_comm(comm, rank.pid)
+        stalled_s = verdict.stalled_ms / 1000
+        self._changes.caused(f"{what} hung", time.monotonic() - stalled_s, is_root=True)
+        self._output.say(f"elasticgang: {what} was waited for and has stood still for {stalled_s:.1f} s: it is ended")
 
     def _reap_orphans(self) -> None:
         """Comm processes and the ranks' own children are reparented to the agent; nobody else waits for them."""
@@ -551,87 +651,63 @@ class Agent:
             self._forkserver = self._new_forkserver()
             self._forkserver.wait_ready()
 
-    # -- coordinator
+    # -- fencing
 
-    def _heartbeat(self) -> None:
-        client = self._connect_lighthouse()
-        while not self._stopping.wait(_HEARTBEAT_INTERVAL_S):
-            with contextlib.suppress(RuntimeError, TimeoutError):  # a lighthouse that is away is asked again
-                client.heartbeat(self._id)
-
-    async def _ask(self, delay_s: float) -> None:
-        if delay_s:
-            await asyncio.sleep(delay_s)
-        report = self._roster.report()
-        try:
-            answer = await self._off_loop(self._asker, self._agree, report)
-        except OperationalError as exc:
-            self._away_since = self._away_since or time.monotonic()
-            if time.monotonic() - self._away_since > self._job.connect_timeout:
-                self._fail(1, f"no generation can be agreed without the coordinator at {self._endpoint.address}: {exc}")
-                return
-            answer = Void(str(exc))
-        else:
-            self._away_since = 0.0
-        self._tell_of_void(answer)
-        self._handle(Answered(answer))
-
-    def _tell_of_void(self, answer: Record | Void | Lost) -> None:
-        """Say once why no generation is agreed, when that goes on."""
-        if not isinstance(answer, Void):
-            self._void_since = 0.0
+    def _fence(self) -> None:
+        """R3, of a host: the coordinator's host has not answered for as long as others wait for this one."""
+        if self._fenced or self._stopping.is_set():
             return
-        self._void_since = self._void_since or time.monotonic()
-        if time.monotonic() - self._void_since > _VOID_PATIENCE_S and answer.reason != self._told_void:
-            self._told_void = answer.reason
-            self._output.say(f"elasticgang: no generation can be agreed yet: {answer.reason}")
+        self._fenced = True
+        self._life += 1
+        self._num_starting += self._job.num_processes  # they come back
+        self._events.write("fenced", agent=self._id)
+        where = f"the coordinator at {self._endpoint.address} cannot be reached"
+        self._output.say(f"elasticgang: {where}: the ranks here are ended, and started again when it can")
+        for rank in self._ranks.values():
+            _kill_group(rank.pid)
+        self._background(self._come_back(self._id))
 
-    def _agree(self, report: Report) -> Record | Void | Lost:
-        """Ask the lighthouse and write the record that follows, on the asking thread. Raises OperationalError when the
-        coordinator does not answer."""
-        try:
-            quorum = self._lighthouse.quorum(
-                replica_id=report.agent,
-                timeout=timedelta(seconds=_QUORUM_TIMEOUT_S),
-                address="",
-                store_address="",
-                step=0,
-                world_size=1,
-                shrink_only=False,
-                data=report_to_json(report),
-            )
-            proposal = [report_from_json(participant.data) for participant in quorum.participants]
-            return publish(self._endpoint, report, proposal)
-        except (RuntimeError, TimeoutError) as exc:
-            raise OperationalError(str(exc).partition("\n")[0].partition(", details")[0]) from exc
-        except (KeyError, TypeError, ValueError) as exc:
-            return Void(f"a participant's report is not one: {exc!r}")
-
-
-def publish(endpoint: Endpoint, mine: Report, proposal: Sequence[Report]) -> Record | Void | Lost:
-    """Compare-and-set the record that follows from `proposal`; an agent that comes second finds itself in the first
-    one's and takes that."""
-    key = f"elasticgang/record/{mine.job}"
-    store = endpoint.store
-    present = store.get(key).decode() if store.check([key]) else ""
-    parent = Record.from_json(json.loads(present)) if present else None
-    if parent is not None and _is_for(parent, mine):
-        return parent
-    answer = next_record(parent, proposal)
-    if not isinstance(answer, Record):
-        return answer
-    wanted = canonical(answer.to_json())
-    written = store.compare_set(key, present, wanted).decode()
-    if written == wanted:
-        return answer
-    winner = Record.from_json(json.loads(written))
-    return winner if _is_for(winner, mine) else Void(f"generation {winner.generation} was agreed without this agent")
+    async def _come_back(self, old: str) -> None:
+        """As another agent with new members, once the coordinator answers."""
+        while self._ranks or self._num_forking:
+            await asyncio.sleep(_END_POLL_S)
+        self._world.leave()
+        self._id = _new_id()
+        self._roster = self._new_roster(self._endpoint)
+        endpoint = await self._world.come_back()
+        if endpoint is None:
+            return
+        self._endpoint = endpoint
+        self._roster = self._new_roster(endpoint)
+        self._roster.handle(HostLost(old))
+        await self._world.become(endpoint)
+        self._fenced = False
+        self._events.write("started", agent=self._id, coordinator=endpoint.address, ranks=self._job.num_processes)
+        for local_rank in range(self._job.num_processes):
+            await self._spawn(local_rank, self._life)
+        self._loop.call_later(_START_TIMEOUT_S, lambda: self._handle(StartExpired()))
 
 
-def _is_for(record: Record, mine: Report) -> bool:
-    """Whether `record` was agreed with `mine` in it: it is news to this agent and seats all of its members."""
-    seated = {seat.member for seat in record.seats}
-    return mine.seen < record.generation and all(member.id in seated for member in mine.members)
+class _Inside:
+    """The agent, as `outside.py` sees it."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.handle = agent._handle
+        self.run_aside = agent._background
+        self.fence = agent._fence
+        self.fail = agent._fail
+        self.hear_waits = agent._hear_waits
+        self.say = agent._output.say
+        self.log = agent._events.write
+
+    @property
+    def roster(self) -> Roster:
+        return self._agent._roster
+
+
+def _new_id() -> str:
+    return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
 
 
 def _kill(pid: int, number: int) -> None:

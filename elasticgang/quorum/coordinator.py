@@ -1,10 +1,16 @@
 """The coordinator: torchft's lighthouse and one `TCPStore` in one process, at one address.
 
 The store's address is the coordinator's; the lighthouse's is found in the store. A step makes no call to either.
+
+C1  Who reaches a coordinator finds the records in its store that it was started with: they are there first.
+C2  Nobody asks a coordinator that may have been restarted before the agents of its job had time to come back: after
+    its restart the lighthouse knows nobody, and gives the first to ask a quorum alone.
+C3  A record in the state folder is whole. It may be older than the store's: the agents bring theirs.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -15,9 +21,10 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -29,6 +36,11 @@ from elasticgang.errors import OperationalError
 _T = TypeVar("_T")
 
 COORDINATOR_KEY = "elasticgang/coordinator"
+OPEN_KEY = "elasticgang/open"  # there once agents may ask (C2)
+JOBS_KEY = "elasticgang/jobs"  # the names of all jobs, JSON
+CURRENT_KEY = "elasticgang/current"  # the job whose record was written last
+
+GRACE_S = 1.0
 
 # Why these (all tried): min_replicas above 1 keeps the survivors of a small job from ever getting a quorum; a short
 # join timeout splits jobs and speeds nothing up.
@@ -36,6 +48,11 @@ MIN_REPLICAS = 1
 JOIN_TIMEOUT_MS = 60_000
 TICK_MS = 10
 HEARTBEAT_TIMEOUT_MS = 1_000
+_KEEP_INTERVAL_S = 0.05
+
+
+def record_key(job: str) -> str:
+    return f"elasticgang/record/{job}"
 
 
 @dataclass(frozen=True)
@@ -49,15 +66,44 @@ class Endpoint:
     host: str
 
 
+class Reserved:
+    """A port on `host` that is this process's, and on which nobody listens: whoever connects is refused, while a
+    coordinator that is given the port can listen on it, again and again."""
+
+    def __init__(self, host: str) -> None:
+        """Raises OperationalError: there is none to be had."""
+        self._sock = socket.socket()
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._sock.bind((host, 0))
+        except OSError as exc:
+            self._sock.close()
+            raise OperationalError(f"cannot take a port on {host}: {exc}") from exc
+        self.port: int = self._sock.getsockname()[1]
+
+    def close(self) -> None:
+        self._sock.close()
+
+
 class Coordinator:
     """Both servers, running in this process until `close`."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Listen on `host`:`port`; port 0 takes a free one.
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        records: Mapping[str, str] | None = None,
+        state_dir: str | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        """Listen on `host`:`port`; port 0 takes a free one. `records`: those to begin with, by job. `state_dir`: the
+        folder from which records are taken, and where they are kept.
 
         Raises:
-            OperationalError: the address cannot be listened on. Nothing was started.
+            OperationalError: the address cannot be listened on, or the folder not be used. Nothing was started.
         """
+        kept = None if state_dir is None else _Kept(Path(state_dir))
         try:
             listener = socket.create_server((host, port))
         except OSError as exc:
@@ -68,6 +114,10 @@ class Coordinator:
         self._store = TCPStore(
             host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+        known = {**({} if kept is None else kept.records), **(records or {})}
+        for job, record in known.items():
+            self._store.set(record_key(job), record)
+        self._store.set(JOBS_KEY, json.dumps(sorted(known)))
         self._lighthouse = LighthouseServer(
             bind=f"{host}:0",
             min_replicas=MIN_REPLICAS,
@@ -79,14 +129,73 @@ class Coordinator:
         self._store.set(
             COORDINATOR_KEY, json.dumps({"lighthouse_port": lighthouse_port, "incarnation": uuid.uuid4().hex})
         )
+        self._closed = threading.Event()
+        self._threads = [threading.Thread(target=self._open, args=(grace_s,), name="open", daemon=True)]
+        if kept is not None:
+            self._threads.append(threading.Thread(target=self._keep, args=(kept,), name="keep", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
     def close(self) -> None:
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
         self._lighthouse.shutdown()
         del self._store
+
+    def _open(self, grace_s: float) -> None:
+        if not self._closed.wait(grace_s):
+            self._store.set(OPEN_KEY, "1")
+
+    def _keep(self, kept: _Kept) -> None:
+        while not self._closed.wait(_KEEP_INTERVAL_S):
+            for job in json.loads(self._store.get(JOBS_KEY)):
+                key = record_key(job)
+                if self._store.check([key]):
+                    kept.write(job, self._store.get(key).decode())
+
+
+class _Kept:
+    """Records in a folder: a file for each job, replaced as a whole."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OperationalError: the folder cannot be used."""
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.records = {self._job(path): path.read_text() for path in folder.glob("*.record")}
+            (folder / "writable").touch()
+        except (OSError, ValueError) as exc:
+            raise OperationalError(f"cannot keep records in {folder}: {exc}") from exc
+
+    def write(self, job: str, record: str) -> None:
+        if self.records.get(job) == record:
+            return
+        name = base64.urlsafe_b64encode(job.encode()).decode()
+        partial = self._folder / f"{name}.partial"
+        with partial.open("w") as file:
+            file.write(record)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._folder / f"{name}.record")
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        self.records[job] = record
+
+    @staticmethod
+    def _job(path: Path) -> str:
+        return base64.urlsafe_b64decode(path.stem.encode()).decode()
+
+
+class SilentError(OperationalError):
+    """Nothing answers there: the network, or the host, is gone. A refused connection is an answer."""
 
 
 def reach(address: str, timeout: float) -> Endpoint:
@@ -102,9 +211,7 @@ def reach(address: str, timeout: float) -> Endpoint:
     mine = _first_contact(host, int(port), address, timeout)
 
     def ask() -> tuple[Store, Any]:
-        store = TCPStore(
-            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(timeout, 1))
-        )
+        store = connect(address, max(timeout, 1))
         return store, json.loads(store.get(COORDINATOR_KEY))
 
     try:
@@ -114,6 +221,29 @@ def reach(address: str, timeout: float) -> Endpoint:
     except (DistError, RuntimeError, ValueError, KeyError, TimeoutError) as exc:
         raise OperationalError(f"what answers at {address} is not a coordinator of elasticgang") from exc
     return Endpoint(store, address, lighthouse, incarnation, mine)
+
+
+def connect(address: str, timeout: float) -> Store:
+    """A client of the store. One that has lost its connection never recovers, and one that waits for a key does nothing
+    else: each has one use. May block for ever where somebody listens and is silent."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+
+
+def refuses(address: str, timeout: float) -> bool:
+    """Whether a connection to `address` is refused: its host is there, and nobody listens.
+
+    Raises:
+        SilentError: no answer within `timeout` seconds.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError as exc:
+        raise SilentError(f"{address} does not answer: {exc.strerror or exc}") from exc
+    return False
 
 
 def _within(timeout: float, function: Callable[[], _T]) -> _T:
@@ -159,7 +289,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     announce, owner = fds
     try:
-        coordinator = Coordinator(args["host"], args["port"])
+        coordinator = Coordinator(args["host"], args["port"], records=args["records"], grace_s=args["grace_s"])
     except OperationalError as exc:
         os.write(announce, json.dumps({"error": str(exc)}).encode())
         return 1

@@ -19,12 +19,14 @@ from typing import Any
 from elasticgang.errors import WireError
 from elasticgang.quorum import wire
 from elasticgang.quorum.decide import Record
+from elasticgang.quorum.drain import Drain
 
 
 @dataclass(frozen=True)
 class RankContext:
     """What an agent gives to a rank process that it starts. `store` is the coordinator's address; `host` is how peers
-    reach this host. `link` and `forks` are descriptors: to the agent, and to its fork server."""
+    reach this host. `link`, `forks`, `page` and `lease` are descriptors: to the agent, to its fork server, of what the
+    agent watches, and of the host's lease; `drain` knows whether it is to go."""
 
     member: str
     local_rank: int
@@ -35,6 +37,9 @@ class RankContext:
     collective_timeout: float
     link: int
     forks: int
+    page: int
+    lease: int
+    drain: Drain
 
 
 _context: RankContext | None = None
@@ -64,7 +69,8 @@ class AgentLink:
         self._sock = socket.socket(fileno=fd)
         self._lock = threading.Lock()
         self._on_abort, self._on_join = on_abort, on_join
-        self.records: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()  # None only wakes who waits
+        self.is_over = False  # the job, without this rank
         self._thread = threading.Thread(target=self._read, name="agent-link", daemon=True)
         self._thread.start()
 
@@ -83,6 +89,9 @@ class AgentLink:
                 match message["kind"]:
                     case "record":
                         self.records.put(Record.from_json(message["record"]))
+                    case "over":
+                        self.is_over = True
+                        self.records.put(None)
                     case "abort":
                         self._on_abort(message["generation"], message["reason"])
                     case "join":

@@ -6,20 +6,22 @@ Q1  A step is committed only through a vote in which every active member took pa
 Q2  Between a vote that failed and the next record this rank holds a prepared attempt and nothing else happens to it.
 Q3  Applying communicates nothing; `torn` brackets it; a torn state is no state (R10).
 Q4  What forward changes is kept aside when a step begins and put back when it is dropped.
+
+What is known and held of the truth is decided in `ledger.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
 import torch
 
+from elasticgang.comm.page import Doing
 from elasticgang.errors import (
     EvictedError,
     GangError,
@@ -31,9 +33,12 @@ from elasticgang.errors import (
     StepAborted,
 )
 from elasticgang.gang import Gang, Gangs
-from elasticgang.layout import ParallelLayout
-from elasticgang.quorum.commit import Action, Attempt, action
-from elasticgang.quorum.decide import ACTIVE, LEARNER, MemberReport, Record, Seat
+from elasticgang.layout import ModelCoordinates, ParallelLayout
+from elasticgang.quorum.build import Build, Built
+from elasticgang.quorum.commit import Action, Attempt
+from elasticgang.quorum.decide import MemberReport, Record, Seat
+from elasticgang.quorum.drain import Drained
+from elasticgang.quorum.ledger import Ledger
 from elasticgang.quorum.membership import CONTROL, Membership
 
 log = logging.getLogger("elasticgang")
@@ -48,6 +53,9 @@ class StateKeeper(Protocol):
     address: str
 
     def register(self, **objects: object) -> None: ...
+
+    def unregister(self, names: Sequence[str]) -> None:
+        """Forget the objects of these names."""
 
     def begin(self, attempt: Attempt | None) -> None:
         """A step begins on the state of `attempt` (None: on none): keep aside what forward changes, serve healers."""
@@ -85,19 +93,8 @@ class Reducer(Protocol):
     def drop(self, *, rebuild: bool) -> None:
         """Forget the step's gradients. `rebuild`: an exception left it in an unknown state."""
 
-
-@dataclass(frozen=True)
-class _Pending:
-    attempt: Attempt
-    apply: tuple[Callable[[], None], ...]
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of a step's slots falls to this rank: part `index` of `count`; a learner has none."""
-
-    index: int
-    count: int
+    def close(self) -> None:
+        """Let go of what it reduces: this rank has left the seat that it was built for."""
 
 
 class Step:
@@ -107,7 +104,7 @@ class Step:
         self._manager = manager
         self.index = index
         self.generation = manager.generation
-        self.share = manager._share()
+        self.share = manager._ledger.share(manager.layout)
         self.committed = False
         self.voted = False
         self.closed = False
@@ -118,6 +115,7 @@ class Step:
 
     def check(self) -> None:
         """Leave a lost step early. Raises StepAborted when the generation has ended."""
+        self._manager._page.beat()
         if self._manager.poisoned:
             raise StepAborted(f"step {self.index} is lost: {self._manager.error}")
 
@@ -149,18 +147,15 @@ class QuorumManager:
         self.device = device
         self._membership = membership
         self._keeper = keeper
+        self._page, self._drain = membership.page, membership.drain
         self._reducers: list[Reducer] = []
+        self._built: Built | None = None
+        self._built_reducers: list[Reducer] = []
         self._step: Step | None = None
-        self._tip: Attempt | None = None
-        self._committed = Attempt(0, 0)
-        self._pending: _Pending | None = None
-        self._active: set[str] = set()
-        self._entered = 0
-        self._record: Record | None = None
-        self._holds: tuple[int, int, int] | None = None
+        self._ledger = Ledger(membership.member)
+        self._to_apply: tuple[Callable[[], None], ...] = ()  # what `Ledger.pending` names
         self._regroup = True
         self._failure: Exception | None = None
-        self._torn = False
         self._registered = False
         self._left = False
 
@@ -179,35 +174,34 @@ class QuorumManager:
     @property
     def generation(self) -> int:
         """The generation entered last; 0 before the first."""
-        return self._entered
+        return self._ledger.entered
 
     @property
     def committed_steps(self) -> int:
-        return self._committed.step
+        return self._ledger.committed.step
 
     @property
     def tip(self) -> Attempt | None:
         """The (step, generation) that this rank's state holds; None while it holds none."""
-        return self._tip
+        return self._ledger.tip
 
     @property
     def num_active(self) -> int:
         """Members that take part in the votes of the present generation."""
-        return len(self._active)
+        return len(self._ledger.active)
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank does what one rank does: the active member of the lowest rank. After the loop, as of the
         last generation."""
-        record = self._record
-        if record is None or not self._active:
+        record, active = self._ledger.record, self._ledger.active
+        if record is None or not active:
             return False
-        return min(self._active, key=lambda member: record.plan.ranks[member]) == self.member
+        return min(active, key=lambda member: record.plan.ranks[member]) == self.member
 
-    @property
-    def reduction(self) -> Gang:
-        """The gang of `gangs.dp` that only gradients use."""
-        return self._membership.reduction
+    def reduction(self, family: str = "dp") -> Gang:
+        """The gang of the ranks of `gangs.dp`, or of `gangs.rdp`, that only gradients use."""
+        return self._membership.reduction(family)
 
     @property
     def error(self) -> GangError | None:
@@ -228,6 +222,40 @@ class QuorumManager:
         self._keeper.register(**objects)
         self._registered = True
 
+    def build(self, build: Build) -> Built:
+        """For layouts in which what a rank trains depends on its seat: `build(seat)` makes the training state of the
+        model coordinates `seat.pp`, `seat.sdp` and `seat.tp` (modules, optimizers, ...) and returns it by name, as
+        `register_state` takes it. It is called before the first step, and again whenever this rank comes to other
+        model coordinates; what it made is an attribute of what this returns:
+
+            state = manager.build(lambda seat: {"model": Model(seat.tp), ...})
+            for step in manager.steps(1000):
+                with step:
+                    ... state.model ...
+
+        Values come from the peers, if there are any. Building communicates nothing, because the others train
+        meanwhile: a collective of `manager.gangs` raises InvalidOperationError there. Rank, size and meshes of the
+        gangs can be had.
+
+        Raises:
+            InvalidOperationError: called twice, or after the first step.
+        """
+        if self._built is not None:
+            raise InvalidOperationError("`build` was called before; one function builds all that depends on the seat")
+        if self._ledger.entered or self._left:
+            raise InvalidOperationError("call `build` before the first step")
+        self._built, self._registered = Built(build), True
+        return self._built
+
+    def paused(self, what: str) -> AbstractContextManager[None]:
+        """While this rank does something of its own that the others may have to wait for (an evaluation, a checkpoint):
+        it does not count as hung, however long it takes. `what`: its name, for the log.
+
+        --collective-timeout goes on: who waits for longer than that tries its step again.
+        """
+        log.info("rank %d is paused: %s", self._membership.local_rank, what)
+        return self._page.paused()
+
     def report_error(self, error: Exception) -> None:
         """Let the present step fail on every rank without ending the generation, for an error that is this rank's
         alone (a loss that is not finite, say). The step is tried again."""
@@ -236,41 +264,65 @@ class QuorumManager:
     def steps(self, num_steps: int) -> Iterator[Step]:
         """Yield the next step until `num_steps` are committed; the same one again when it did not commit.
 
-        Blocks between steps while a generation is agreed, and while this rank is a spare.
+        Blocks between steps while a generation is agreed, and while this rank is a spare. A rank that is one when the
+        job finishes ends here, with exit code 0: whoever comes past the loop holds the final state. Ends early, at a
+        boundary between steps, once this rank is to go: see `leave`.
 
         Raises:
+            SystemExit: so does one that was told to go by SIGTERM.
             OperationalError: 100 tries in a row were lost.
             StateLostError: nobody holds the committed state any more.
         """
         if self._reducers and not self._registered:
-            raise InvalidOperationError("name the training state with `register_state` before the first step")
+            raise InvalidOperationError(
+                "name the training state with `register_state` or `build` before the first step"
+            )
         if self._left:
             raise InvalidOperationError("this rank has left the job; there is one loop over `steps` to a job")
         lost = 0
+        self._drain.in_loop = True
         try:
             while True:
-                if self._regroup or self.poisoned:
-                    self._enter()
-                if self._committed.step >= num_steps and self._tip is not None:
+                if self._goes():
                     break
-                if self._committed.step >= num_steps:
+                is_done = self.committed_steps >= num_steps and self.tip is not None
+                if not is_done and (self.poisoned or self._regroup):  # of those that are done, some may have gone
+                    self._enter()
+                if self.committed_steps >= num_steps and self.tip is not None:
+                    break
+                if self.committed_steps >= num_steps:
                     self._enter()  # without state: the job ends without this rank, or somebody still has it
                     continue
-                step = Step(self, self._committed.step)
+                self._build_for_seat()
+                step = Step(self, self.committed_steps)
                 yield step
                 if not step.closed:
                     raise InvalidOperationError(f"step {step.index} was not used; write `with step:` in the loop")
-                lost = 0 if self._committed.step > step.index else lost + 1
+                lost = 0 if self.committed_steps > step.index else lost + 1
                 if lost >= _MAX_LOST_STEPS:
                     raise OperationalError(f"step {step.index} was lost {lost} times in a row; the last: {self.error}")
+        except Drained:
+            pass
         finally:
-            self.leave(finished=self._committed.step >= num_steps and self._tip is not None)
+            finished = self.committed_steps >= num_steps and self.tip is not None
+            self._drain.in_loop = False
+            self._leave(finished)
+        if self._drain.by_signal and not finished:
+            raise SystemExit(0)
 
-    def leave(self, finished: bool = False) -> None:
-        """Take part no more; the others go on without this rank. Idempotent."""
+    def leave(self) -> None:
+        """Go, and do not come back: the loop over `steps` ends once the step under way, or the next, is done, and the
+        others go on without this rank and without losing a step. May be called from a signal handler and from any
+        thread."""
+        self._drain.ask()
+
+    def _goes(self) -> bool:
+        return self._drain.asked and (self._drain.told or not self.generation)
+
+    def _leave(self, finished: bool) -> None:
         if not self._left:
             self._left = True
-            self._membership.leave(finished)
+            self._membership.leave(finished, in_order=self._drain.told)
             self._keeper.close()
 
     # -- what the train room uses
@@ -285,8 +337,11 @@ class QuorumManager:
     def add_reducer(self, reducer: Reducer) -> None:
         self._reducers.append(reducer)
 
-    def commit(self, weight: float, apply: Callable[[float], None]) -> bool:
+    def commit(self, weight: float, apply: Callable[..., None], measure: Callable[[], float] | None = None) -> bool:
         """Vote on the step under way and, when it is committed, call `apply(total weight)` on the reduced gradients.
+
+        `measure`: what to sum of the reduced gradients over the ranks of a replica group; `apply` gets the sum as its
+        second argument. Given on every rank or on none.
 
         Returns when the step's fate is known, through a generation change if need be: True when this rank's state
         holds the step.
@@ -295,7 +350,7 @@ class QuorumManager:
         if step.voted:
             raise InvalidOperationError(f"step {step.index} was voted on before; there is one `optim.step` in a step")
         step.voted = True
-        step.committed = self._commit(step, weight, apply)
+        step.committed = self._commit(step, weight, apply, measure)
         return step.committed
 
     # -- one step
@@ -304,7 +359,9 @@ class QuorumManager:
         if self._step is not None:
             raise InvalidOperationError(f"step {self._step.index} is still under way")
         self._step, self._failure = step, None
-        self._keeper.begin(self._tip)
+        self._page.beat()
+        self._ledger.begin()
+        self._keeper.begin(self.tip)
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
         """Close the step. Returns whether `error` belongs to a lost step and is dropped with it."""
@@ -312,6 +369,8 @@ class QuorumManager:
         lost = self.poisoned or isinstance(error, GangError) or self.generation != step.generation
         dropped = isinstance(error, Exception) and not isinstance(error, _NEVER_DROPPED)
         dropped = dropped and lost and not step.committed
+        if step.share is not None and error is None:
+            self._page.step_done()
         if not step.committed:
             for reducer in self._reducers:
                 reducer.drop(rebuild=error is not None)
@@ -323,100 +382,98 @@ class QuorumManager:
             self._membership.poison(error)
         return dropped
 
-    def _commit(self, step: Step, weight: float, apply: Callable[[float], None]) -> bool:
+    def _commit(
+        self, step: Step, weight: float, apply: Callable[..., None], measure: Callable[[], float] | None
+    ) -> bool:
         self._keeper.forward_done()
         self._contribute()
-        if self._tip is None and not self.poisoned:
+        if self.tip is None and not self.poisoned:
             self._heal()
         for reducer in self._reducers:
             reducer.finish()
-        attempt = Attempt(step.index + 1, self.generation)
+        attempt = self._ledger.attempt()
         after = self._after()
         try:
-            total, num_failed = self._total_weight(weight)
+            total, num_failed, *sums = self._totals(weight, [] if measure is None else [measure])
             if num_failed:  # known to all before anybody is prepared, so that nobody can roll it forward
                 return False
             if total <= 0:  # the same on every rank, so that all raise and none has voted
                 raise InvalidOperationError(f"the weights of step {step.index} sum to {total:g} over all ranks")
-            if self._tip is not None and after is not None:
-                self._pending = _Pending(attempt, (lambda: apply(total), after))
+            if self.tip is not None and after is not None:
+                self._to_apply = (lambda: apply(total, *sums), after)
+                self._ledger.prepare(attempt)
             passed = self._vote(attempt)
         except GangError:
-            if self._pending is None:
+            if self._ledger.pending is None:
                 return False  # not prepared: it did not vote, so nobody committed
             self._enter()
-            return self._tip == attempt
-        if not passed:
-            self._pending = None
-            return False
-        return self._passed(attempt)
+            return self.tip == attempt
+        return passed and self._passed(attempt)
 
     def _contribute(self) -> None:
         for reducer in self._reducers:
             reducer.contribute()
 
     def _passed(self, attempt: Attempt) -> bool:
-        self._committed = attempt
+        applies = self._ledger.passed(attempt)
         self._membership.committed(*attempt)  # before applying: who dies in the act must not take this with it
-        if self._pending is not None:
+        if applies:
             self._apply()
-        else:
-            self._tip = None
-        return self._tip == attempt
+        return self.tip == attempt
 
-    def _total_weight(self, weight: float) -> tuple[float, int]:
-        """The sum of the weights and the number of ranks that failed, before the vote: a step in doubt must be
-        applicable without those who died."""
+    def _totals(self, weight: float, measures: Sequence[Callable[[], float]]) -> list[float]:
+        """The sum of the weights, the number of ranks that failed, and the sums of `measures`, before the vote: a step
+        in doubt must be applicable without those who died."""
         if self.poisoned:
             raise StepAborted("the step is lost")
-        active = self.member in self._active
-        mine = [weight if active else 0.0, float(active and self._failure is not None)]
-        total, num_failed = self._membership.sum("root", mine)
-        return total / (self.layout.tp * self.layout.pp), int(num_failed)  # ranks of one tp or pp gang share samples
+        active = self._ledger.is_active
+        fails = self._ledger.fails or (active and self._failure is not None)
+        mine = [weight if active else 0.0, float(fails), *(measure() for measure in measures)]
+        total, num_failed, *sums = self._membership.sum("root", mine)
+        num_groups = self.gangs.root.size // self.layout.unit  # whose gradients are the same
+        ranks_of_sample = self.layout.tp * self.layout.pp
+        return [total / ranks_of_sample, num_failed, *(each / num_groups for each in sums)]
 
     def _vote(self, attempt: Attempt) -> bool:
-        """One round over all seats. Learners take part, so that all know when they become active, but do not vote."""
-        record = self._membership.record
-        assert record is not None
-        learners = [seat.member for seat in record.seats if seat.status == LEARNER]
-        voter = self.member in self._active
-        failed = float(voter and self._pending is None)
-        joins = float(self._membership.join_noticed)
-        whole = [float(member == self.member and self._pending is not None) for member in learners]
-        check = [1.0, float(attempt.step), float(attempt.generation)]
-        result = self._membership.sum(CONTROL, [failed, joins, *check, *whole])
-        size = result[2]
-        if result[3:5] != [size * value for value in check[1:]]:
-            error = InternalError(f"the ranks voted on different attempts: mine is {attempt}, the sums are {result}")
+        """One round over all seats."""
+        goes = self._drain.asked
+        ballot = self._ledger.ballot(attempt, self._membership.join_noticed or goes)
+        try:
+            count = self._ledger.count(attempt, self._membership.sum(CONTROL, ballot))
+        except InternalError as error:
             self._membership.poison(PeerLostError(str(error)))
-            raise error
-        if result[0] == 0.0:
-            self._active.update(member for member, flag in zip(learners, result[5:], strict=True) if flag)
-        self._regroup = self._regroup or result[1] > 0.0
-        return result[0] == 0.0
+            raise
+        self._regroup = self._regroup or count.joins
+        self._drain.told = goes
+        return count.passed
 
     def _apply(self) -> None:
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        self._torn, self._tip = True, None
-        with self._keeper.hold():
-            for act in pending.apply:
+        attempt = self._ledger.begin_apply()
+        with contextlib.ExitStack() as held:
+            with self._page.doing_now(Doing.WAITING):
+                held.enter_context(self._keeper.hold())
+            held.enter_context(self._page.doing_now(Doing.OWN))
+            for act in self._to_apply:
                 act()
-        self._torn, self._tip = False, pending.attempt
+        self._ledger.end_apply(attempt)
 
     def _heal(self) -> None:
         """Load the committed state. On failure this rank stays a learner, and tries again in the next step."""
-        if self._keeper.heal(self._sources(), self._committed, lambda: self.poisoned):
-            self._tip, self._torn = self._committed, False
+        with self._page.doing_now(Doing.WAITING):
+            healed = self._keeper.heal(self._sources(), self._ledger.committed, lambda: self.poisoned)
+        if healed:
+            self._ledger.healed()
+            self._membership.healed()
 
     def _after(self) -> Callable[[], None] | None:
         """How this rank's state gets what forward changed in this step: by its own forward, or, for a learner, which
         ran none, from those that did; before the vote, since they may die after it. None: it cannot."""
-        if self.member in self._active:
+        if self._ledger.is_active:
             return lambda: None
-        if self._tip is None or self.poisoned:
+        if self.tip is None or self.poisoned:
             return None
-        return self._keeper.fetch_after(self._sources(), self._tip, lambda: self.poisoned)
+        with self._page.doing_now(Doing.WAITING):
+            return self._keeper.fetch_after(self._sources(), self.tip, lambda: self.poisoned)
 
     def _sources(self) -> list[str]:
         """Addresses of the members that hold this rank's part of the state."""
@@ -426,7 +483,7 @@ class QuorumManager:
         return [
             seat.address
             for seat in record.seats
-            if seat.member in self._active
+            if seat.member in self._ledger.active
             and seat.member != self.member
             and record.model_coordinates(seat.member) == mine
         ]
@@ -437,50 +494,32 @@ class QuorumManager:
         self._membership.enter(self._report, self._act)
         self._regroup = False
 
+    def _build_for_seat(self) -> None:
+        """Build what there is not yet, or is of other model coordinates. Between steps alone, so that a step's objects
+        are the same ones throughout."""
+        built, record = self._built, self._ledger.record
+        assert record is not None
+        part = ModelCoordinates(*record.model_coordinates(self.member))
+        if built is None or built.is_for(part):
+            return
+        self._page.forget_steps()
+        with self._keeper.hold():  # no healer reads what goes
+            self._keeper.unregister(built.clear())
+            for reducer in self._built_reducers:
+                reducer.close()
+                self._reducers.remove(reducer)
+        others = list(self._reducers)
+        with self._page.paused(), self._membership.silence():
+            objects = built.make(part)
+        self._built_reducers = [reducer for reducer in self._reducers if reducer not in others]
+        self._keeper.register(**objects)
+
     def _report(self) -> MemberReport:
-        return MemberReport(
-            id=self.member,
-            local_rank=self._membership.local_rank,
-            address=self._keeper.address,
-            tip=self._tip,
-            pending=None if self._pending is None else self._pending.attempt,
-            holds=self._holds,
-            entered=self._entered,
-            active=self.member in self._active,
-        )
+        return self._ledger.report(self._membership.local_rank, self._keeper.address)
 
     def _act(self, record: Record, seat: Seat) -> None:
         """Bring this rank's state to what `record` says is committed."""
-        if record.lowered:
-            raise StateLostError(f"generation {record.generation} goes back to a checkpoint, and this job has none")
-        pending = None if self._pending is None else self._pending.attempt
-        todo = action(self._tip, pending, record.committed)
-        if todo is Action.APPLY:
+        if self._ledger.todo(record) is Action.APPLY:
             self._apply()
-        self._pending = None
-        if todo is Action.HEAL or seat.status == LEARNER:
-            # D4: before the first committed step, an active seat is where the state is taken from.
-            fresh = seat.status == ACTIVE and record.committed.step == 0
-            if fresh and self._torn:
-                raise StateLostError("the only state left was torn while the first step was applied")
-            self._tip = record.committed if fresh else None
-        self._committed = record.committed
-        self._entered, self._record = record.generation, record
-        self._active = set(record.members(ACTIVE))
-        self._holds = None
-        if seat.member in record.plan.ranks:
-            self._holds = record.model_coordinates(self.member)
-
-    def _share(self) -> Share | None:
-        """The replica groups whose seats are all active divide the slots; inside one, its `sdp` ranks do."""
-        record = self._membership.record
-        assert record is not None
-        seated = Counter(
-            record.plan.coordinates(member)["rdp"] for member in self._active if member in record.plan.ranks
-        )
-        whole = sorted(rdp for rdp, num_active in seated.items() if num_active == self.layout.unit)
-        coordinates = record.plan.coordinates(self.member)
-        if coordinates["rdp"] not in whole:
-            return None
-        index = whole.index(coordinates["rdp"]) * self.layout.sdp + coordinates["sdp"]
-        return Share(index, len(whole) * self.layout.sdp)
+        self._to_apply = ()
+        self._ledger.enter(record, seat)

@@ -11,14 +11,16 @@ N3  A generation is poisoned at most once, by its first error, and stays so.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
@@ -28,6 +30,7 @@ from torch import Tensor
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
+from elasticgang.comm.page import Doing, Page
 from elasticgang.comm.supply import PRELOAD, CommSupply
 from elasticgang.errors import EvictedError, GangError, OperationalError, PeerLostError, StepAborted
 from elasticgang.gang import FakeGang, Gang, Gangs, create_fake_gangs
@@ -35,10 +38,15 @@ from elasticgang.gang.elastic import Binding, ElasticGang
 from elasticgang.layout import RUNTIME_GANGS, Member, ParallelLayout, plan
 from elasticgang.quorum.commit import Attempt
 from elasticgang.quorum.decide import ACTIVE, SPARE, MemberReport, Record, Seat, layout_to_json
+from elasticgang.quorum.drain import Drain, Drained
+from elasticgang.quorum.lease import Lease
 from elasticgang.quorum.link import AgentLink, RankContext
 
 FAMILIES = ("root", "dp", "rdp", "sdp", "tp", "pp")
-CONTROL, REDUCE = RUNTIME_GANGS  # REDUCE: for gradients alone; a user's collectives in a step keep their own order
+CONTROL, REDUCE, REDUCE_RDP = RUNTIME_GANGS  # for gradients alone; a user's collectives in a step keep their own order
+_RUNTIME_FAMILIES = {CONTROL: "root", REDUCE: "dp", REDUCE_RDP: "rdp"}
+
+log = logging.getLogger("elasticgang")
 
 _CLOSE_TIMEOUT_S = 2.0
 
@@ -100,19 +108,29 @@ class BoundGroup:
         return BoundGroup(name, generation, self.timeout)
 
 
+def why_spare(record: Record, member: str) -> str:
+    """In words."""
+    spares, unit, num_groups = record.plan.spares, record.layout.unit, record.plan.shape[1]
+    groups = f"{num_groups} replica group{'' if num_groups == 1 else 's'}" + (f" of {unit}" if unit > 1 else "")
+    turn = f"number {spares.index(member) + 1} of {len(spares)}" if len(spares) > 1 else "the only one"
+    return f"{record.plan.size} ranks fill {groups}; it takes the seat of one that is lost, as {turn} that waits"
+
+
 class Membership(Protocol):
     """What the manager needs to take part. Two kinds: `ElasticMembership`, and `AloneMembership` without an agent."""
 
     member: str
     local_rank: int
+    page: Page
+    drain: Drain
 
     @property
     def gangs(self) -> Gangs: ...
 
-    @property
-    def reduction(self) -> Gang:
-        """The ranks of `gangs.dp` with a group of its own, which only gradients use: ranks without slots reduce later
-        in their program than the others, so that the order among a user's collectives would differ."""
+    def reduction(self, family: str) -> Gang:
+        """The ranks of `gangs.dp`, or of `gangs.rdp`, with a group of its own, which only gradients use: ranks without
+        slots reduce later in their program than the others, so that the order among a user's collectives would
+        differ."""
 
     @property
     def record(self) -> Record | None: ...
@@ -131,11 +149,19 @@ class Membership(Protocol):
     def sum(self, gang: str, values: Sequence[float]) -> list[float]:
         """Sum over the gang ("control" for all seats, apart from the tensors' traffic). Raises GangError."""
 
+    def silence(self) -> AbstractContextManager[None]:
+        """Until it ends, collectives of the gangs raise InvalidOperationError."""
+
     def poison(self, error: GangError) -> None: ...
 
     def committed(self, step: int, generation: int) -> None: ...
 
-    def leave(self, finished: bool) -> None: ...
+    def healed(self) -> None:
+        """This rank has loaded the committed state."""
+
+    def leave(self, finished: bool, in_order: bool) -> None:
+        """Say that this rank takes part no more, then end its comm processes. `in_order`: at a boundary that the others
+        come to as well."""
 
 
 class ElasticMembership:
@@ -146,13 +172,17 @@ class ElasticMembership:
         self._context = context
         self._layout = layout
         self._families = (*FAMILIES, *layout.further_axes)
-        self._elastic = {name: ElasticGang(name, device) for name in (*self._families, REDUCE)}
+        self._reductions = (REDUCE, REDUCE_RDP) if layout.sdp > 1 else (REDUCE,)  # else dp and rdp are the same
+        self._elastic = {name: ElasticGang(name, device) for name in (*self._families, *self._reductions)}
         self._generation: Generation | None = None
         self._aborted = (0, "")  # written by the link's thread: the newest generation that is over, and why
         self._joining = 0
-        self._forks = _Forks(context)
+        self.drain, self.page = context.drain, context.drain.page
+        self._lease = Lease(context.lease)
+        self._forks = _Forks(context, self.page)
         self._comms = CommSupply(self._forks.start)
         self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
+        self.drain.wake = lambda: self._link.records.put(None)
         os.register_at_fork(after_in_child=self._close_in_child)
 
     @property
@@ -161,9 +191,8 @@ class ElasticMembership:
         further = {name: self._elastic[name] for name in self._layout.further_axes}
         return Gangs(root=root, dp=dp, rdp=rdp, sdp=sdp, tp=tp, pp=pp, further=further)
 
-    @property
-    def reduction(self) -> Gang:
-        return self._elastic[REDUCE]
+    def reduction(self, family: str) -> Gang:
+        return self._elastic[REDUCE_RDP if family == "rdp" and REDUCE_RDP in self._elastic else REDUCE]
 
     @property
     def record(self) -> Record | None:
@@ -181,9 +210,23 @@ class ElasticMembership:
         if self._generation is not None:
             self._generation.poison(error)
 
+    @contextlib.contextmanager
+    def silence(self) -> Iterator[None]:
+        for gang in self._elastic.values():
+            gang.is_silent = True
+        try:
+            yield
+        finally:
+            for gang in self._elastic.values():
+                gang.is_silent = False
+
     def committed(self, step: int, generation: int) -> None:
         self._comms.prepare()  # not before the first commit: the survivors need the cores for that
         self._link.tell("committed", step=step, generation=generation)
+
+    def healed(self) -> None:
+        assert self._generation is not None
+        self._link.tell("healed", generation=self._generation.record.generation)
 
     def sum(self, gang: str, values: Sequence[float]) -> list[float]:
         assert self._generation is not None
@@ -196,17 +239,24 @@ class ElasticMembership:
         except GangError as error:
             self._generation.poison(error)
             raise
+        if self._lease.is_over:  # others may hold this host to be lost: nothing may come of it any more
+            os.killpg(0, signal.SIGKILL)
         result: list[float] = tensor.tolist()
         return result
 
     def enter(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
+        with self.page.doing_now(Doing.ASKING):
+            self._enter(report, act)
+        self.page.do(Doing.OWN)
+
+    def _enter(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
         while True:
             phases = {"began": time.monotonic()}
-            broken = self.error is not None
+            broken, had_part = self.error is not None, self._generation is not None
             comm = self._leave_generation()
             phases["aborted"] = time.monotonic()
             self._link.tell("ask", report=asdict(report()), layout=layout_to_json(self._layout), broken=broken)
-            record, seat = self._next_seat(act)
+            record, seat = self._next_seat(act, had_part)
             phases["agreed"] = time.monotonic()
             act(record, seat)
             phases["resolved"] = time.monotonic()
@@ -218,9 +268,10 @@ class ElasticMembership:
                 self._link.tell("entered", phases={"generation": record.generation, **phases})
                 return
 
-    def leave(self, finished: bool) -> None:
-        """Say that this rank takes part no more, then end its comm processes."""
-        self._link.tell("left", finished=finished)
+    def leave(self, finished: bool, in_order: bool) -> None:
+        if not self._link.is_over:
+            self._link.tell("left", finished=finished, in_order=in_order)
+        self.page.do(Doing.LEFT)
         comm = self._leave_generation()
         for gang in self._elastic.values():
             gang.close()
@@ -228,20 +279,43 @@ class ElasticMembership:
             comm.close()
         self._comms.close()
 
-    def _next_seat(self, act: Callable[[Record, Seat], None]) -> tuple[Record, Seat]:
-        """Wait for a record with an active or learning seat. A spare acts on each record, and waits on."""
+    def _next_seat(self, act: Callable[[Record, Seat], None], had_part: bool) -> tuple[Record, Seat]:
+        """Wait for a record with an active or learning seat. A spare acts on each record, and waits on; its standby
+        waits with it.
+
+        Raises:
+            SystemExit: the job has finished. This rank has no part in what it led to: it ends, with code 0.
+            Drained: it is to go, and had no part before.
+        """
         while True:
+            if self.drain.asked and not had_part:
+                raise Drained
             record = self._link.records.get()
+            if record is None:
+                if not self._link.is_over:
+                    continue  # woken
+                log.info("the job has finished; %s has waited as a spare, and ends", self.member)
+                raise SystemExit(0)
             seat = record.seat(self.member)
             if seat is None:
                 raise EvictedError(f"generation {record.generation} has no seat for {self.member}")
             if seat.status != SPARE:
+                self.page.do(Doing.ASKING)
                 return record, seat
             act(record, seat)
+            had_part = False
+            self.page.do(Doing.SPARE)
+            self._tell_why(record)
+
+    def _tell_why(self, record: Record) -> None:
+        reason = why_spare(record, self.member)
+        log.info("rank %d waits as a spare in generation %d: %s", self.local_rank, record.generation, reason)
+        self._link.tell("spare", generation=record.generation, reason=reason)
 
     def _leave_generation(self) -> CommProcess | None:
         """N1. Returns the comm process when it can be used again."""
         generation, self._generation = self._generation, None
+        self.page.use(None)
         for gang in self._elastic.values():
             gang.bind(None)
         if generation is None or generation.comm is None:
@@ -259,8 +333,9 @@ class ElasticMembership:
         """Configure all gangs of the generation in one round. False: it ended before it began."""
         generation = Generation(record, seat, record.plan.ranks[self.member], comm)
         self._generation = generation
+        self.page.use(comm.block)
         specs = {}
-        for name in (*self._families, CONTROL, REDUCE):
+        for name in (*self._families, CONTROL, *self._reductions):
             ranks = self._ranks_of(generation, name)
             if len(ranks) > 1:
                 group = self._group_name(ranks, name)
@@ -273,6 +348,7 @@ class ElasticMembership:
         except GangError as error:
             generation.poison(error)
             return False
+        self.page.entered(record.generation)
         for name, gang in self._elastic.items():
             ranks = self._ranks_of(generation, name)
             gang.bind(Binding(ranks.index(generation.rank), ranks, self._group(generation, ranks, name)))
@@ -280,7 +356,7 @@ class ElasticMembership:
 
     def _ranks_of(self, generation: Generation, name: str) -> tuple[int, ...]:
         """The ranks of this rank's gang of that family or further axis."""
-        family = {CONTROL: "root", REDUCE: "dp"}.get(name, name)
+        family = _RUNTIME_FAMILIES.get(name, name)
         return next(ranks for ranks in generation.record.plan.groups(family) if generation.rank in ranks)
 
     @staticmethod
@@ -288,7 +364,7 @@ class ElasticMembership:
         """Gangs of the same ranks share a process group; the runtime's own do not. Each name has the ranks in it:
         groups of one name would meet under the same keys, and connect to each other."""
         among = "-".join(map(str, ranks))
-        return f"{name}:{among}" if name in (CONTROL, REDUCE) else among
+        return f"{name}:{among}" if name in _RUNTIME_FAMILIES else among
 
     def _group(self, generation: Generation, ranks: tuple[int, ...], name: str) -> BoundGroup | None:
         if len(ranks) == 1:
@@ -323,7 +399,8 @@ class ElasticMembership:
 class _Forks:
     """Starts comm processes, on one thread of its own."""
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, page: Page) -> None:
+        self._page = page
         self._client: ForkServerClient = ForkServerClient(socket.socket(fileno=context.forks))
         self._context = context
         self._arena = Arena()
@@ -352,6 +429,7 @@ class _Forks:
             timeout=self._context.collective_timeout,
             group=os.getpgid(0),
             name=f"eg-comm-{self._context.local_rank}",
+            page=self._page,
         )
         self._newest = comm
         try:
@@ -378,10 +456,11 @@ class AloneMembership:
         self._planned = plan([Member(self.member, "localhost")], layout)
         fakes = {name: FakeGang(device) for name in layout.further_axes}
         self.gangs = replace(create_fake_gangs(device), further=fakes)
-        self.reduction: Gang = self.gangs.dp
         self.record: Record | None = None
         self.error: GangError | None = None
         self.join_noticed = False
+        self.page = Page()
+        self.drain = Drain(self.page)
 
     def enter(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
         seat = Seat(self.member, self.member, "localhost", 0, "", ACTIVE)
@@ -393,11 +472,20 @@ class AloneMembership:
     def sum(self, gang: str, values: Sequence[float]) -> list[float]:
         return list(values)
 
+    def reduction(self, family: str) -> Gang:
+        return self.gangs.dp
+
+    def silence(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def poison(self, error: GangError) -> None:
         self.error = error
 
     def committed(self, step: int, generation: int) -> None:
         pass
 
-    def leave(self, finished: bool) -> None:
+    def healed(self) -> None:
+        pass
+
+    def leave(self, finished: bool, in_order: bool) -> None:
         pass

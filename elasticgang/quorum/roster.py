@@ -3,11 +3,14 @@
 Pure: `agent.py` performs the instructions and brings the events.
 
 A1  The lighthouse is asked only when every live member of the present generation has asked, so that the proposal is
-    the barrier behind which nothing of that generation runs (R3). One question is outstanding at a time.
+    the barrier behind which nothing of that generation runs (R3). A newer question takes the place of an open one.
 A2  A member that dies, or that asks because of an error, ends its generation for all others at once.
 A3  A newcomer ends no generation: the others are told, and come at their next step boundary.
 A4  Before the first generation, ranks that are still starting are waited for, until `StartExpired`.
-A5  Once a member has finished its steps, nobody is restarted.
+A5  Once a member has finished its steps, nobody is restarted, and who cannot agree with the others on the last one
+    gives up after a while.
+A6  An agent that takes part and has nobody running has a question open, though it have no live rank at all: the
+    lighthouse waits for every agent that it hears of.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ from dataclasses import dataclass, field
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.commit import Attempt
-from elasticgang.quorum.decide import SPARE, Lost, MemberReport, Record, Report, Void
+from elasticgang.quorum.decide import NOTHING_SEEN, SPARE, Lost, MemberReport, Record, Report, Void
 
 _RETRY_VOID_S = 0.05
+_FREE_VOIDS = 10
+_MAX_RETRY_S = 1.0
+_MAX_VOIDS_AT_END = 40  # about half a minute
 _MAX_BACKOFF_S = 10.0
 _FREE_DEATHS = 5
 
@@ -53,20 +59,23 @@ class Committed:
 
 @dataclass(frozen=True)
 class Left:
-    """The member takes part no more. `finished`: it has done all steps."""
+    """The member takes part no more. `finished`: it has done all steps. `in_order`: it has taken part in a vote
+    by which the others of its generation know, and are on their way to the next one."""
 
     member: str
     finished: bool
+    in_order: bool = False
 
 
 @dataclass(frozen=True)
 class Exited:
     """The process is gone. `status`: as of `subprocess`, negative for a signal. `blameless`: it ended with an error
-    that a lost peer caused."""
+    that a lost peer caused. `goes`: it was asked to leave for good."""
 
     member: str
     status: int
     blameless: bool = False
+    goes: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,18 +84,41 @@ class StartExpired:
 
 
 @dataclass(frozen=True)
+class Noticed:
+    """Another agent says that `generation` is over, or (`over` false) that somebody waits to join it."""
+
+    generation: int
+    over: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """`agent` is dead, or has ended all of its members for want of contact, and does not come back under this id: the
+    coordinator has not heard of it for longer than an agent lives without."""
+
+    agent: str
+
+
+@dataclass(frozen=True)
 class Answered:
-    """The outcome of the last `Ask`."""
+    """The outcome of an `Ask`. `is_newest`: no other was made since."""
 
     answer: Record | Void | Lost
+    is_newest: bool = True
 
 
-Event = Started | Asked | Committed | Left | Exited | StartExpired | Answered
+@dataclass(frozen=True)
+class Finished:
+    """A member of another agent has done all steps."""
+
+
+Event = Started | Asked | Committed | Left | Exited | StartExpired | Noticed | HostLost | Finished | Answered
 
 
 @dataclass(frozen=True)
 class Abort:
-    """End `generation` for `members`."""
+    """End `generation` for `members`, and tell the other agents."""
 
     members: tuple[str, ...]
     generation: int
@@ -95,7 +127,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class NoticeJoin:
-    """Tell `members` of `generation` that somebody waits to join."""
+    """Tell `members` of `generation`, and the other agents, that somebody waits to join."""
 
     members: tuple[str, ...]
     generation: int
@@ -103,7 +135,8 @@ class NoticeJoin:
 
 @dataclass(frozen=True)
 class Ask:
-    """Ask the lighthouse with the present `report()`, after `delay_s`."""
+    """Ask the lighthouse with the `report()` of then, after `delay_s`, unless another `Ask` has come or it must not be
+    any more (`may_ask`). An open question stays open: whichever is answered first counts."""
 
     delay_s: float = 0.0
 
@@ -165,14 +198,21 @@ class Roster:
     coordinator: str
     max_restarts: int
     num_ranks: int
+    num_spares: int = 0
+    address: str = ""
+    min_agents: int = 1
+    max_agents: int = 0
     record: Record | None = None
     known: Attempt | None = None
     finished: bool = False
     failures: int = 0
     _layout: ParallelLayout | None = None
     _ranks: dict[str, _Rank] = field(default_factory=dict)
-    _asking: bool = False
+    _num_void: int = 0
+    _lost: set[str] = field(default_factory=set)
+    _over: int = 0  # the newest generation whose end the other agents have told, or been told
     _num_started: int = 0
+    _num_restarting: int = 0
     _waits_for_start: bool = True
     _early_deaths: dict[int, int] = field(default_factory=dict)
 
@@ -181,41 +221,57 @@ class Roster:
             case Started(member, local_rank):
                 self._ranks[member] = _Rank(local_rank)
                 self._num_started += 1
+                self._num_restarting = max(0, self._num_restarting - 1)
                 return []
             case Asked():
                 return self._asked(event)
             case Committed(_, attempt):
                 self._hear(attempt)
                 return []
-            case Left(member, finished):
-                return self._left(member, finished)
+            case Left(member, finished, in_order):
+                return self._left(member, finished, in_order)
             case Exited():
                 return self._exited(event)
             case StartExpired():
                 self._waits_for_start = False
                 return self._ask_if_ready()
-            case Answered(answer):
-                return self._answered(answer)
+            case Noticed():
+                return self._noticed(event)
+            case HostLost(agent):
+                return self._lose_host(agent)
+            case Finished():
+                self.finished = True
+                return self._dismiss_the_rest() + self._ask_if_ready()
+            case Answered():
+                return self._answered(event)
 
     def report(self) -> Report:
         """What to bring to the lighthouse now."""
         assert self._layout is not None
         seats = () if self.record is None else self.record.seats
-        live = {member for member, rank in self._ranks.items() if rank.phase is not _Phase.LEFT}
+        live = self._live()
         return Report(
             agent=self.agent,
             host=self.host,
             job=self.job,
             coordinator=self.coordinator,
             layout=self._layout,
-            seen=0 if self.record is None else self.record.generation,
+            seen=NOTHING_SEEN if self.record is None else self.record.name,
             members=tuple(rank.report for rank in self._in(_Phase.ASKING).values() if rank.report is not None),
             known=self.known,
             gone=tuple(seat.member for seat in seats if seat.agent == self.agent and seat.member not in live),
+            lost=tuple(sorted(self._lost)),
+            num_seats=self.num_ranks if self.num_spares else None,
+            address=self.address,
+            min_agents=self.min_agents,
+            max_agents=self.max_agents,
         )
 
     def live(self) -> tuple[str, ...]:
         return tuple(self._ranks)
+
+    def _live(self) -> set[str]:
+        return {member for member, rank in self._ranks.items() if rank.phase is not _Phase.LEFT}
 
     def _in(self, phase: _Phase) -> dict[str, _Rank]:
         return {member: rank for member, rank in self._ranks.items() if rank.phase is phase}
@@ -236,43 +292,68 @@ class Roster:
         self._hear(event.report.tip)
         if self.finished and not self._can_finish(rank):
             return [Dismiss((event.member,), "the job has finished")]
-        instructions = self._ask_if_ready()
-        if instructions:
-            return instructions
-        if newcomer:
-            return self._notice_join()
-        if event.broken:
-            return self._abort(f"rank {rank.local_rank} lost a peer")
-        return []
+        instructions = self._abort(f"rank {rank.local_rank} lost a peer") if event.broken and not newcomer else []
+        instructions += self._ask_if_ready()
+        return self._notice_join() if newcomer and not instructions else instructions
+
+    def _lose_host(self, agent: str) -> list[Instruction]:
+        self._lost.add(agent)
+        is_seated = self.record is not None and any(seat.agent == agent for seat in self.record.seats)
+        return (self._abort(f"the host of agent {agent} is lost") if is_seated else []) + self._ask_if_ready()
+
+    def _noticed(self, event: Noticed) -> list[Instruction]:
+        if not event.over:
+            is_mine = self.record is not None and self.record.generation == event.generation
+            return self._notice_join() if is_mine else []
+        if event.generation <= self._over:
+            return []
+        self._over = event.generation
+        return self._abort_seated(event.reason)
 
     def _notice_join(self) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
         return [NoticeJoin(seated, self.record.generation)] if seated and self.record is not None else []
 
     def _abort(self, reason: str) -> list[Instruction]:
+        """The generation has ended: for the members here, and, once, for the other agents."""
+        record = self.record
+        if record is None or record.generation <= self._over or not self._is_awaited():
+            return self._abort_seated(reason)
+        self._over = record.generation
+        return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason)]
+
+    def _abort_seated(self, reason: str) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
-        return [Abort(seated, self.record.generation, reason)] if seated and self.record is not None else []
+        record = self.record
+        return [Abort(seated, record.generation, reason)] if seated and record is not None else []
 
     def _ask_if_ready(self, delay_s: float = 0.0) -> list[Instruction]:
-        if self._asking or not self._in(_Phase.ASKING) or self._in(_Phase.SEATED):
-            return []
+        return [Ask(delay_s)] if self.may_ask() else []
+
+    def may_ask(self) -> bool:
+        """A1. To be looked at again when an `Ask` is carried out: an answer may have come in between."""
+        asking = self._in(_Phase.ASKING)
+        if self._in(_Phase.SEATED) or not (asking or self._is_awaited()):
+            return False
         if self.record is None and self._waits_for_start and self._is_starting():
-            return []
-        if self.finished and not any(map(self._can_finish, self._in(_Phase.ASKING).values())):
-            return []
-        self._asking = True
-        return [Ask(delay_s)]
+            return False
+        return not self.finished or any(map(self._can_finish, asking.values()))
+
+    def _is_awaited(self) -> bool:
+        """Other agents take part, which cannot go on before this one asks."""
+        return self.record is not None and len(self.record.agents) > 1
 
     def _is_starting(self) -> bool:
-        return self._num_started < self.num_ranks or bool(self._in(_Phase.STARTING))
+        return self._num_started < self.num_ranks + self.num_spares or bool(self._in(_Phase.STARTING))
 
-    def _left(self, member: str, finished: bool) -> list[Instruction]:
+    def _left(self, member: str, finished: bool, in_order: bool) -> list[Instruction]:
         rank = self._ranks.get(member)
         if rank is None:
             return []
+        is_missed = rank.phase is _Phase.SEATED and not in_order  # one that asks, or is a spare, is in no generation
         rank.phase, rank.finished = _Phase.LEFT, finished
         self.finished = self.finished or finished
-        instructions = self._abort(f"rank {rank.local_rank} left") if not finished else []
+        instructions = self._abort(f"rank {rank.local_rank} left") if is_missed and not finished else []
         if self.finished:
             instructions += self._dismiss_the_rest()
         return instructions + self._ask_if_ready()
@@ -299,8 +380,11 @@ class Roster:
         instructions: list[Instruction] = []
         if rank.phase is _Phase.SEATED:
             instructions += self._abort(f"rank {rank.local_rank} {describe_exit(event.status)}")
-        instructions += self._ask_if_ready()
+        if rank.phase is not _Phase.LEFT and (self.record is None or rank.phase is not _Phase.STARTING):
+            instructions += self._ask_if_ready()
         by_kill = event.blameless or -event.status in _KILLS
+        if event.goes and (event.status == 0 or by_kill):
+            return instructions + self._end_if_too_few()
         if event.status == 0 or (self.finished and by_kill):
             return instructions
         if not by_kill:
@@ -311,7 +395,21 @@ class Roster:
                 return [Fail(code, f"rank {rank.local_rank} {describe_exit(event.status)}{allowed}")]
             if self.finished:  # it failed before the others finished, and took longer to exit
                 return instructions
+        if event.goes:
+            return instructions + self._end_if_too_few()
+        self._num_restarting += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
+
+    def _end_if_too_few(self) -> list[Instruction]:
+        """Ranks have left before the job was done, and those that stay cannot go on; nor do other agents."""
+        num_staying = len(self._live()) + self._num_restarting
+        if self.finished or self._is_awaited() or (num_staying == 0 and self._ranks):
+            return []
+        step = 0 if self.known is None else self.known.step
+        if num_staying == 0:
+            return [Fail(1, f"all ranks have left; the last committed step is {step}")]
+        lack = None if self._layout is None or self.max_agents != 1 else infeasible(self._layout, num_staying)
+        return [] if lack is None else [Fail(1, f"{lack}: the others have left; the last committed step is {step}")]
 
     def _backoff(self, rank: _Rank) -> float:
         """Seconds before a restart: none, but for a rank that dies again and again before it takes part."""
@@ -319,17 +417,27 @@ class Roster:
         self._early_deaths[rank.local_rank] = deaths
         return 0.0 if deaths <= _FREE_DEATHS else float(min(2 ** (deaths - _FREE_DEATHS - 1), _MAX_BACKOFF_S))
 
-    def _answered(self, answer: Record | Void | Lost) -> list[Instruction]:
-        self._asking = False
+    def _answered(self, event: Answered) -> list[Instruction]:
+        answer = event.answer
+        if isinstance(answer, Record):
+            self._num_void = 0
+            if self.record is not None and answer.generation <= self.record.generation:
+                return []  # the answer to another question brought it
+            self.record = answer
+            self.known = None  # what was heard before is in the record, or was given up with it
+            self._hear(answer.committed)
+            return self._deliver(answer)
+        if not event.is_newest:
+            return []
         if isinstance(answer, Lost):
             return [Fail(1, f"the job's state is lost: {answer.reason}")]
-        if isinstance(answer, Void):
-            why = dict(answer.refused).get(self.agent)
-            return self._ask_if_ready(_RETRY_VOID_S) if why is None else [Fail(2, f"the job refused this host: {why}")]
-        self.record = answer
-        if answer.rolled_forward:
-            self._hear(answer.committed)
-        return self._deliver(answer)
+        why = dict(answer.refused).get(self.agent)
+        if why is not None:
+            return [Fail(2, f"the job refused this host: {why}")]
+        self._num_void += 1
+        if self.finished and self._num_void > _MAX_VOIDS_AT_END:
+            return [Fail(1, f"others have finished, but here the last step is in doubt: {answer.reason}")]
+        return self._ask_if_ready(min(_RETRY_VOID_S * 2 ** max(0, self._num_void - _FREE_VOIDS), _MAX_RETRY_S))
 
     def _deliver(self, record: Record) -> list[Instruction]:
         seated = []
@@ -341,12 +449,16 @@ class Roster:
                 rank.entered_any = True
                 seated.append(member)
         instructions: list[Instruction] = [Deliver(tuple(seated), record)]
-        dead = [seat for seat in record.seats if seat.agent == self.agent and seat.member not in self._ranks]
+        live = self._live()
+        own = [seat for seat in record.seats if seat.agent == self.agent and seat.status != SPARE]
+        dead = [str(seat.local_rank) for seat in own if seat.member not in live]
         if dead:
-            ranks = ", ".join(str(seat.local_rank) for seat in dead)
-            return instructions + self._abort(f"rank {ranks} died before the generation began")
-        waiting = [member for member in self._in(_Phase.ASKING) if record.seat(member) is None]
-        return instructions + (self._notice_join() if waiting else [])
+            instructions += self._abort(f"rank {', '.join(dead)} died before the generation began")
+        elif record.generation <= self._over:
+            instructions += self._abort_seated("it was over before it began")
+        elif any(record.seat(member) is None for member in self._in(_Phase.ASKING)):
+            instructions += self._notice_join()
+        return instructions + self._ask_if_ready()
 
 
 def describe_exit(status: int) -> str:

@@ -1,4 +1,4 @@
-"""Messages between an agent and its ranks: a length, then JSON, over a unix stream socket.
+"""Messages between an agent and its ranks, and between agents: a length, then JSON, over a stream socket.
 
 Refuses whatever is not one whole message of ours with a `WireError`; the reader then closes that connection.
 """
@@ -25,13 +25,13 @@ def pack(kind: str, **fields: Any) -> bytes:
     return _HEADER.pack(_MAGIC, len(body)) + body
 
 
-def body_size(header: bytes) -> int:
-    """Bytes that follow `header`. Raises WireError when it is not ours."""
+def body_size(header: bytes, limit: int = MAX_BYTES) -> int:
+    """Bytes that follow `header`. Raises WireError when it is not ours, or they are more than `limit`."""
     magic, size = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise WireError(f"not an elasticgang message: it starts with {header[:4]!r}")
-    if size > MAX_BYTES:
-        raise WireError(f"a message of {size} bytes is over the limit of {MAX_BYTES}")
+    if size > limit:
+        raise WireError(f"a message of {size} bytes is over the limit of {limit}")
     return int(size)
 
 

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
 import logging
-import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,21 +23,19 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from elasticgang.errors import WireError
 from elasticgang.quorum.commit import Attempt
-from elasticgang.state.tree import as_bytes, flatten, unflatten
+from elasticgang.state import channel, pull
+from elasticgang.state.local import like, local, locally
+from elasticgang.state.tree import flatten, unflatten
 
 log = logging.getLogger("elasticgang")
 
 HOLD_TIMEOUT_S = 10.0
-HEAL_TIMEOUT_S = 30.0
 _READY_TIMEOUT_S = 10.0
-_CANCEL_POLL_MS = 5
-_CHUNK_BYTES = 4 << 20
-_MAX_MANIFEST_BYTES = 64 << 20
-_LENGTH = struct.Struct("!Q")
-_DIGEST_BYTES = 16
+_BY_RANGE_FROM_BYTES = 16 << 20  # below that, to ask several takes longer than to take all from one
 
 _T = TypeVar("_T")
 
@@ -51,8 +46,15 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
-def _digest(data: memoryview | bytearray) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+def _placed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state with DTensors where its parameters are such."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    placed = {
+        index: {key: like(value, parameters[index]) for key, value in of_parameter.items()}
+        for index, of_parameter in state["state"].items()
+        if isinstance(index, int)
+    }
+    return {**state, "state": {**state["state"], **placed}}
 
 
 @dataclass(eq=False)
@@ -66,6 +68,7 @@ class Keeper:
     def __init__(self, host: str | None = None) -> None:
         """`host`: the address to serve on; None serves nobody."""
         self._modules: dict[str, nn.Module] = {}
+        self._parameters: dict[str, dict[str, nn.Parameter]] = {}
         self._optimizers: dict[str, Stateful] = {}
         self._others: dict[str, Stateful] = {}
         self._aside: dict[str, Any] = {}
@@ -88,16 +91,27 @@ class Keeper:
                 raise TypeError(f"{name} ({type(item).__name__}) must have state_dict() and load_state_dict()")
             if isinstance(item, nn.Module):
                 self._modules[name] = item
+                self._parameters[name] = dict(item.named_parameters())
             elif hasattr(item, "param_groups"):
                 self._optimizers[name] = item
             else:
                 flatten(item.state_dict())  # refused now, not when a peer needs it
                 self._others[name] = item
 
+    def unregister(self, names: Sequence[str]) -> None:
+        """Forget the objects of these names. Nobody reads meanwhile (`hold`)."""
+        for name in names:
+            for objects in (self._modules, self._parameters, self._optimizers, self._others):
+                objects.pop(name, None)
+        self._aside = self._small(cloned=True)
+
     # -- steps
 
     def begin(self, attempt: Attempt | None) -> None:
         self._aside = self._small(cloned=True)  # also without a state: this rank's may be designated as the first
+        for name, module in self._modules.items():
+            if not any(isinstance(parameter, DTensor) for parameter in self._parameters[name].values()):
+                self._parameters[name] = dict(module.named_parameters())  # FSDP's has others while it is gathered
         with self._changed:
             self._serving, self._forward_done = attempt, False
             self._changed.notify_all()
@@ -118,7 +132,7 @@ class Keeper:
             while self._readers and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             for reader in self._readers:
-                _shut(reader.sock)
+                channel.shut(reader.sock)
             while self._readers:  # a reader whose connection is shut leaves at its next byte
                 self._changed.wait()
         yield
@@ -127,7 +141,7 @@ class Keeper:
         with self._changed:
             self._serving = None
         if self._listener is not None:
-            _shut(self._listener)
+            channel.shut(self._listener)
             self._listener.close()
 
     def _small(self, *, cloned: bool) -> dict[str, Any]:
@@ -150,19 +164,21 @@ class Keeper:
 
     def _large(self) -> dict[str, Any]:
         parameters = {
-            name: {key: parameter.detach() for key, parameter in module.named_parameters()}
-            for name, module in self._modules.items()
+            name: {key: local(parameter) for key, parameter in of_module.items()}
+            for name, of_module in self._parameters.items()
         }
-        return {"parameters": parameters, "optimizers": {n: o.state_dict() for n, o in self._optimizers.items()}}
+        optimizers = {name: locally(optimizer.state_dict()) for name, optimizer in self._optimizers.items()}
+        return {"parameters": parameters, "optimizers": optimizers}
 
     def _load_large(self, large: dict[str, Any]) -> None:
         with torch.no_grad():
             for name, parameters in large["parameters"].items():
-                present = dict(self._modules[name].named_parameters())
+                present = self._parameters[name]
                 for key, value in parameters.items():
-                    present[key].copy_(value)
+                    local(present[key]).copy_(value)
         for name, state in large["optimizers"].items():
-            self._optimizers[name].load_state_dict(state)
+            optimizer = self._optimizers[name]
+            optimizer.load_state_dict(_placed(state, optimizer))
 
     # -- serving
 
@@ -176,14 +192,19 @@ class Keeper:
     def _serve(self, sock: socket.socket) -> None:
         reader = _Reader(sock)
         with sock:
-            sock.settimeout(HEAL_TIMEOUT_S)
+            sock.settimeout(channel.HEAL_TIMEOUT_S)
             try:
-                request = json.loads(_receive(sock, 1 << 16))
+                request = json.loads(channel.receive(sock, 1 << 16))
                 attempt = Attempt(*request["attempt"])
                 if not self._admit(reader, attempt, request["after"]):
-                    _send(sock, json.dumps({"refused": f"this rank holds {self._serving}, not {attempt}"}).encode())
+                    channel.send(
+                        sock, json.dumps({"refused": f"this rank holds {self._serving}, not {attempt}"}).encode()
+                    )
                     return
-                self._send_state(sock, request["after"])
+                if request.get("by_range"):
+                    pull.serve(sock, self._aside, self._large())
+                else:
+                    self._send_state(sock, request["after"])
             except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
                 log.debug("a healer was dropped: %r", exc)
             finally:
@@ -207,13 +228,10 @@ class Keeper:
             {"small": self._small(cloned=False)} if after else {"small": self._aside, "large": self._large()}
         )
         spec, tensors = flatten(state)
-        shapes = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
-        _send(sock, json.dumps({"spec": spec, "tensors": shapes}).encode())
+        channel.send(sock, json.dumps({"spec": spec, "tensors": channel.shapes_of(tensors)}).encode())
         for tensor in tensors:
-            data = as_bytes(tensor)
-            for start in range(0, len(data), _CHUNK_BYTES):
-                chunk = data[start : start + _CHUNK_BYTES]
-                sock.sendall(_digest(chunk))
+            for chunk in channel.chunks(tensor):
+                sock.sendall(channel.digest(chunk))
                 sock.sendall(chunk)
 
     # -- healing
@@ -225,7 +243,22 @@ class Keeper:
             self._aside = self._small(cloned=True)  # the step that this rank heals in may be dropped
             return True
 
+        if len(sources) > 1 and self._num_bytes() >= _BY_RANGE_FROM_BYTES:
+            state = pull.Pull(sources, attempt, cancelled).run()
+            return state is not None and self._loaded(load, state)
         return self._from_first(sources, attempt, False, cancelled, load) is True
+
+    def _num_bytes(self) -> int:
+        """Of the parameters."""
+        return sum(local(each).nbytes for of_module in self._parameters.values() for each in of_module.values())
+
+    @staticmethod
+    def _loaded(load: Callable[[dict[str, Any]], bool], state: dict[str, Any]) -> bool:
+        try:
+            return load(state)
+        except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as exc:
+            log.warning("could not load the state: %s", exc)
+            return False
 
     def fetch_after(
         self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = lambda: False
@@ -255,11 +288,10 @@ class Keeper:
 
 
 def _fetch(source: str, attempt: Attempt, after: bool, cancelled: Callable[[], bool]) -> dict[str, Any]:
-    host, _, port = source.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=HEAL_TIMEOUT_S) as sock:
-        _send(sock, json.dumps({"attempt": list(attempt), "after": after}).encode())
-        _await_answer(sock, cancelled)
-        manifest = json.loads(_receive(sock, _MAX_MANIFEST_BYTES))
+    with channel.connect(source) as sock:
+        channel.send(sock, json.dumps({"attempt": list(attempt), "after": after}).encode())
+        channel.await_answer(sock, cancelled)
+        manifest = json.loads(channel.receive(sock, channel.MAX_MANIFEST_BYTES))
         if "refused" in manifest:
             raise WireError(manifest["refused"])
         tensors = [_receive_tensor(sock, shape, dtype) for shape, dtype in manifest["tensors"]]
@@ -267,58 +299,12 @@ def _fetch(source: str, attempt: Attempt, after: bool, cancelled: Callable[[], b
     return state
 
 
-def _await_answer(sock: socket.socket, cancelled: Callable[[], bool]) -> None:
-    """Until the source begins its step, and no longer than the generation lives: the source may have left it, and wait
-    for this rank to do the same."""
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    deadline = time.monotonic() + HEAL_TIMEOUT_S
-    while not poll.poll(_CANCEL_POLL_MS):
-        if cancelled():
-            raise WireError("the generation ended before the source answered")
-        if time.monotonic() > deadline:
-            raise WireError(f"the source did not answer within {HEAL_TIMEOUT_S:g} s")
-
-
 def _receive_tensor(sock: socket.socket, shape: list[int], dtype: str) -> Tensor:
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise WireError(f"there is no dtype {dtype!r}")
-    tensor = torch.empty(shape, dtype=kind)
-    data = as_bytes(tensor)
-    for start in range(0, len(data), _CHUNK_BYTES):
-        chunk = data[start : start + _CHUNK_BYTES]
-        expected = bytearray(_DIGEST_BYTES)
-        _receive_into(sock, memoryview(expected))
-        _receive_into(sock, chunk)
-        if _digest(chunk) != bytes(expected):
+    tensor = channel.empty(shape, dtype)
+    for chunk in channel.chunks(tensor):
+        expected = bytearray(channel.DIGEST_BYTES)
+        channel.receive_into(sock, memoryview(expected))
+        channel.receive_into(sock, chunk)
+        if channel.digest(chunk) != bytes(expected):
             raise WireError(f"the digest of a chunk of a tensor {shape} is wrong")
     return tensor
-
-
-def _send(sock: socket.socket, data: bytes) -> None:
-    sock.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _receive(sock: socket.socket, limit: int) -> bytearray:
-    header = bytearray(_LENGTH.size)
-    _receive_into(sock, memoryview(header))
-    (size,) = _LENGTH.unpack(header)
-    if size > limit:
-        raise WireError(f"a message of {size} bytes is over the limit of {limit}")
-    data = bytearray(size)
-    _receive_into(sock, memoryview(data))
-    return data
-
-
-def _receive_into(sock: socket.socket, view: memoryview) -> None:
-    while view:
-        count = sock.recv_into(view)
-        if count == 0:
-            raise WireError("the peer closed in the middle of a message")
-        view = view[count:]
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

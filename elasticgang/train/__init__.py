@@ -4,5 +4,6 @@ from elasticgang.train.data import GlobalBatch, Slot, Slots
 from elasticgang.train.ddp import DistributedDataParallel
 from elasticgang.train.join import join
 from elasticgang.train.optimizer import Optimizer
+from elasticgang.train.sharded import ShardedDataParallel
 
-__all__ = ["DistributedDataParallel", "GlobalBatch", "Optimizer", "Slot", "Slots", "join"]
+__all__ = ["DistributedDataParallel", "GlobalBatch", "Optimizer", "ShardedDataParallel", "Slot", "Slots", "join"]

@@ -11,7 +11,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from elasticgang.quorum.manager import Share, Step
+from elasticgang.quorum.ledger import Share
+from elasticgang.quorum.manager import Step
 from elasticgang.train.slots import runs_of, slots_of
 
 
@@ -64,7 +65,7 @@ class Slots(Sequence[Slot]):
         for slot in self._slots:
             if self._step is not None:
                 self._step.check()
-            torch.manual_seed(slot.seed)
+            _seed(slot.seed)
             yield slot
         if self._step is not None:
             self._step.check()
@@ -105,7 +106,12 @@ class GlobalBatch:
         """Part `share` of the slots of step `step_index`; none for None."""
         if share is None:
             return Slots(())
-        numbers = slots_of(self.num_slots, share.index, share.count)
+        if self.num_slots % share.alike:
+            raise ValueError(
+                f"`size` must be a multiple of `slot` x `sdp` ({self.slot} x {share.alike}), so that the ranks of an "
+                f"sdp gang have as many slots, but is {self.size} instead."
+            )
+        numbers = slots_of(self.num_slots, share.index, share.count, share.alike)
         return Slots([self._slot(step_index, number, number == numbers[-1]) for number in numbers])
 
     def samples(self, step_index: int) -> Tensor:
@@ -124,6 +130,14 @@ class GlobalBatch:
     def _order_of(self, pass_index: int) -> Tensor:
         generator = torch.Generator().manual_seed(_mix(self.seed, pass_index))
         return torch.randperm(self.num_samples, generator=generator)
+
+
+def _seed(seed: int) -> None:
+    """torch's generators, without what `torch.manual_seed` does where CUDA is not initialized: it keeps each seed, with
+    the traceback of its caller, for later; milliseconds and memory in every slot."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
 
 
 def _mix(*numbers: int) -> int:

@@ -26,14 +26,21 @@ _Reduced = tuple[list[Tensor], list[Tensor]]
 
 
 class DistributedDataParallel(nn.Module):
-    """`module`, with its gradients summed over `manager.gangs.dp`.
+    """`module`, with its gradients summed over `manager.gangs.dp`, or only over the replica groups (`over="rdp"`), for
+    a module of which each rank of an `sdp` gang holds a part.
 
     Gradients are sums, not means: `Optimizer.step(weight=)` divides them by the total weight. Backward must run inside
     `accumulate`; the one with `last=True` reduces. Its `state_dict` is the module's.
     """
 
-    def __init__(self, manager: QuorumManager, module: nn.Module, *, bucket_cap_mb: float = 25.0) -> None:
+    def __init__(
+        self, manager: QuorumManager, module: nn.Module, *, over: str = "dp", bucket_cap_mb: float = 25.0
+    ) -> None:
+        """Raises ValueError when `over` is neither "dp" nor "rdp"."""
         super().__init__()
+        if over not in ("dp", "rdp"):
+            raise ValueError(f'`over` must be "dp" or "rdp", but is {over!r} instead.')
+        self._over = over
         self.module = module
         self._manager = manager
         self._bucket_cap_mb = bucket_cap_mb
@@ -73,7 +80,7 @@ class DistributedDataParallel(nn.Module):
         return self._reduce(bucket.buffer())
 
     def _reduce(self, buffer: Tensor) -> Future[Tensor]:
-        gang = self._manager.reduction
+        gang = self._manager.reduction(self._over)
         if isinstance(gang, ElasticGang):
             return gang.all_reduce_future(buffer)
         alone: Future[Tensor] = Future()
@@ -109,6 +116,10 @@ class DistributedDataParallel(nn.Module):
         if rebuild:
             self._ddp.clear()
             self._build()
+
+    def close(self) -> None:
+        self._pending, self._reduced = [], []
+        self._ddp.clear()  # its hook is what keeps this object and the module alive
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from elasticgang.layout import MODEL_AXES
 from elasticgang.quorum.manager import QuorumManager
+from elasticgang.state.local import local, num_replicas
 
 
 class Optimizer:
     """`optimizer`, applied to a step by all ranks or by none. One to a manager."""
 
-    def __init__(self, manager: QuorumManager, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        manager: QuorumManager,
+        optimizer: torch.optim.Optimizer,
+        *,
+        replicated: Mapping[str, Iterable[Tensor]] | None = None,
+    ) -> None:
+        """`replicated`: the parameters that all ranks of the gang "tp", "sdp" or "pp" have alike, which the norm of
+        the whole model's gradient counts once. What a DTensor replicates is known.
+
+        Raises:
+            ValueError: `replicated` names another gang.
+        """
         self.optim = optimizer
         self._manager = manager
+        self._num_alike: dict[Tensor, int] = {}
+        for axis, parameters in (replicated or {}).items():
+            if axis not in MODEL_AXES:
+                raise ValueError(f"`replicated` must name some of {', '.join(MODEL_AXES)}, but names {axis!r} instead.")
+            for parameter in parameters:
+                self._num_alike[parameter] = self._num_alike.get(parameter, 1) * getattr(manager.layout, axis)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -25,7 +46,8 @@ class Optimizer:
 
     def step(self, *, weight: float, max_norm: float | None = None) -> bool:
         """Vote on the step and, when it is committed, apply it: gradients are divided by the sum of all ranks'
-        `weight`, clipped to `max_norm` (2-norm over all parameters) if given, applied, and set to None.
+        `weight`, clipped to `max_norm` (2-norm over all parameters of the model, on whatever ranks) if given, applied,
+        and set to None.
 
         `weight`: what this rank's losses were summed over, samples or tokens; 0 when it had no slots.
 
@@ -38,15 +60,30 @@ class Optimizer:
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"`weight` must be finite and at least 0, but is {weight} instead.")
-        return self._manager.commit(float(weight), lambda total: self._apply(total, max_norm))
+        if max_norm is None or self._manager.layout.unit == 1:
+            return self._manager.commit(float(weight), lambda total: self._apply(total, max_norm))
+        return self._manager.commit(
+            float(weight), lambda total, square: self._apply(total, max_norm, math.sqrt(square) / total), self._square
+        )
 
-    def _apply(self, total: float, max_norm: float | None) -> None:
-        gradients = self._gradients()
-        torch._foreach_div_(gradients, total)
-        if max_norm is not None:
+    def _apply(self, total: float, max_norm: float | None, norm: float | None = None) -> None:
+        """`norm`: of the whole model's gradient; None: of what is here."""
+        torch._foreach_div_(self._gradients(), total)
+        if max_norm is not None and norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters(), max_norm, torch.tensor(norm, dtype=torch.float64))
+        elif max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm)
         self.optim.step()
         self.optim.zero_grad(set_to_none=True)
+
+    def _square(self) -> float:
+        """This rank's part of the square of the gradient's norm: what several ranks have alike counts once."""
+        square = 0.0
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                own = float(local(parameter.grad).to(torch.float64).square().sum())
+                square += own / (self._num_alike.get(parameter, 1) * num_replicas(parameter.grad))
+        return square
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none=set_to_none)

@@ -19,11 +19,21 @@ class Run:
     stop: int
 
 
-def slots_of(num_slots: int, index: int, count: int) -> range:
-    """The slots of part `index` of `count`: consecutive, and as even as can be."""
+def slots_of(num_slots: int, index: int, count: int, alike: int = 1) -> range:
+    """The slots of part `index` of `count`: consecutive, and as even as can be when each `alike` consecutive parts are
+    of one size.
+
+    Raises:
+        ValueError: `index` is no part, or `num_slots` or `count` no multiple of `alike`.
+    """
     if not 0 <= index < count:
         raise ValueError(f"`index` must be at least 0 and less than `count` ({count}), but is {index} instead.")
-    return range(index * num_slots // count, (index + 1) * num_slots // count)
+    if num_slots % alike or count % alike:
+        raise ValueError(f"{num_slots} slots in {count} parts cannot be divided so that each {alike} parts are alike.")
+    run, place = divmod(index, alike)
+    first, last = (at * (num_slots // alike) // (count // alike) for at in (run, run + 1))
+    start = first * alike + place * (last - first)
+    return range(start, start + last - first)
 
 
 def runs_of(first_position: int, num_positions: int, num_samples: int) -> list[Run]:

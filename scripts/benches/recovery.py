@@ -7,6 +7,11 @@ what is measured is the runtime. Prints one JSON line per figure, in ms where th
   rejoin_ms      from the kill to the first step that all ranks vote for again
   dropped_steps  tries that somebody had prepared and that were not committed
   phase_ms       of a recovery: detect, abort, quorum, configure, first_commit; they add up to it
+
+And beside them, in the same run, the same kills of a job of torchft's, with the ratios to ours: its Manager, in-process
+Gloo, its lighthouse with the default settings of its command and "tuned" (heartbeat timeout 1 s, join timeout 0.2 s).
+Its collectives time out after --peer-timeout; its default of 60 s would be worse for it. Its survivors do not go on
+together: recovery_ms is until the last of them commits, first_ms until the first does.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
 
 from account import Kill, Ledger, Phases, percentile, recoveries
 from driver import Job, JobFailedError, JobSpec
+from torchft_peer.job import PeerFailedError, PeerJob, PeerSettings, default_settings, tuned_settings
 
 _SMALL_STEPS = ("--dim", "32", "--layers", "1", "--context", "16")
 _NEVER = 10**7  # steps: the job ends when the kills are done
@@ -75,15 +81,15 @@ def measure(job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) ->
     kills: Sequence[Kill] = job.killer.happened(job.journal)
     ledger = Ledger(job.journal)
     found = recoveries(job.journal, ledger, kills, job.spec.ranks)
-    yield _figure("recovery_ms", [each.recovery_ms for each in found], p50=50, p99=99, max=100)
-    yield _figure("rejoin_ms", [each.rejoin_ms for each in found], p50=50, max=100)
+    yield figure_of("recovery_ms", [each.recovery_ms for each in found], p50=50, p99=99, max=100)
+    yield figure_of("rejoin_ms", [each.rejoin_ms for each in found], p50=50, max=100)
     yield {"figure": "dropped_steps", "total": len(ledger.dropped), "kills": len(kills)}
     phases = [astuple(each.phases) for each in found if each.phases is not None]
     for column, field in enumerate(fields(Phases)):
-        yield {**_figure("phase_ms", [row[column] for row in phases], p50=50, max=100), "phase": field.name}
+        yield {**figure_of("phase_ms", [row[column] for row in phases], p50=50, max=100), "phase": field.name}
 
 
-def _figure(name: str, values: Sequence[float | None], **percents: float) -> dict[str, Any]:
+def figure_of(name: str, values: Sequence[float | None], **percents: float) -> dict[str, Any]:
     measured = [value for value in values if value is not None]
     figure: dict[str, Any] = {"figure": name, "count": len(measured)}
     for percent_name, percent in percents.items():
@@ -110,12 +116,22 @@ def parse_args() -> argparse.Namespace:
         metavar=("FROM", "TO"),
         help="seconds between full strength and the next kill (default: 0.2 1.0)",
     )
+    parser.add_argument(
+        "--peer-kills", type=int, default=10, help="kills of each of torchft's jobs; 0: without (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--peer-timeout", type=float, default=10.0, metavar="SECONDS", help="of its collectives (default: %(default)g)"
+    )
     parser.add_argument("--output-dir", type=Path, help="keep the job's files here, in a new or empty folder")
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error(f"--ranks must be at least 2, but is {args.ranks} instead")
     if args.kills < 1:
         parser.error(f"--kills must be at least 1, but is {args.kills} instead")
+    if args.peer_kills < 0:
+        parser.error(f"--peer-kills must be at least 0, but is {args.peer_kills} instead")
+    if args.peer_timeout <= 0:
+        parser.error(f"--peer-timeout must be greater than 0, but is {args.peer_timeout:g} instead")
     if not 0 <= args.wait[0] <= args.wait[1]:
         parser.error("--wait must be two numbers of seconds, the smaller one first")
     if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
@@ -123,16 +139,40 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def beside(
+    peer: PeerSettings, directory: Path, args: argparse.Namespace, ours: dict[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The peer's figures, and how many times ours they are. Raises PeerFailedError."""
+    with PeerJob(peer, directory) as job:
+        measured = list(job.kills(args.peer_kills, args.seed, tuple(args.wait)))
+    first, recovery, rejoin = zip(*measured, strict=True)
+    for name, values in (("first_ms", first), ("recovery_ms", recovery), ("rejoin_ms", rejoin)):
+        figure = {**figure_of(name, values, p50=50, p99=99, max=100), "peer": peer.name}
+        for percent in ("p50", "p99"):
+            if ours.get(name, {}).get(percent):
+                figure[f"{percent}_ratio"] = round(figure[percent] / ours[name][percent], 1)
+        yield figure
+
+
+def run(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+    ours = {}
+    with Job(JobSpec(args.ranks, _NEVER, args.seed, directory / "ours", _SMALL_STEPS)) as job:
+        for figure in measure(job, args.kills, args.seed, tuple(args.wait)):
+            ours[figure["figure"]] = figure
+            yield figure
+    if args.peer_kills:
+        for peer in (default_settings(args.ranks, args.peer_timeout), tuned_settings(args.ranks, args.peer_timeout)):
+            yield from beside(peer, directory / peer.name.replace(" ", "-"), args, ours)
+
+
 def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        spec = JobSpec(args.ranks, _NEVER, args.seed, args.output_dir or Path(temporary), _SMALL_STEPS)
         try:
-            with Job(spec) as job:
-                for figure in measure(job, args.kills, args.seed, tuple(args.wait)):
-                    load = round(os.getloadavg()[0], 2)
-                    print(json.dumps({"bench": "recovery", "ranks": args.ranks, **figure, "load": load}), flush=True)
-        except JobFailedError as error:
+            for figure in run(args, args.output_dir or Path(temporary)):
+                load = round(os.getloadavg()[0], 2)
+                print(json.dumps({"bench": "recovery", "ranks": args.ranks, **figure, "load": load}), flush=True)
+        except (JobFailedError, PeerFailedError) as error:
             print(f"scripts/bench recovery: error: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:

@@ -41,13 +41,18 @@ class JobFailedError(Exception):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """`directory`: where everything of this job goes. `train_args`: for train.py, beside what is named here."""
+    """`directory`: where everything of this job goes. `train_args`: for `script`, beside what is named here. `spares`:
+    ranks beside `ranks`. `run_args`: for `elasticgang run`. `signal`: what a rank is killed by, in the end."""
 
     ranks: int
     steps: int
     seed: int
     directory: Path
     train_args: Sequence[str] = ()
+    script: Path = TRAIN
+    spares: int = 0
+    run_args: Sequence[str] = ()
+    signal: signal.Signals = signal.SIGKILL
 
     @property
     def train_argv(self) -> list[str]:
@@ -55,7 +60,7 @@ class JobSpec:
         return [*given, *self.train_args]
 
 
-class _Tail:
+class Tail:
     """The complete lines of a file that grows, each once."""
 
     def __init__(self, path: Path) -> None:
@@ -81,14 +86,15 @@ class Job:
         self.spec = spec
         self.journal = Journal()
         self.log = spec.directory / "job.log"
-        self._events = _Tail(spec.directory / "events.jsonl")
-        self._histories: dict[str, _Tail] = {}
+        self._events = Tail(spec.directory / "events.jsonl")
+        self._histories: dict[str, Tail] = {}
         self._complete: set[str] = set()
 
     def __enter__(self) -> Job:
         self.spec.directory.mkdir(parents=True, exist_ok=True)
         command = [str(ELASTICGANG), "run", "--nproc-per-node", str(self.spec.ranks)]
-        command += ["--log-dir", str(self.spec.directory), str(TRAIN), *self.spec.train_argv]
+        command += ["--spares", str(self.spec.spares), "--log-dir", str(self.spec.directory)]
+        command += [*self.spec.run_args, str(self.spec.script), *self.spec.train_argv]
         prctl = ctypes.CDLL(None).prctl
         with self.log.open("wb") as log:
             self._agent = subprocess.Popen(
@@ -100,7 +106,7 @@ class Job:
                 preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
         self._agent_fd = os.pidfd_open(self._agent.pid)
-        self.killer = Killer(self._agent.pid)
+        self.killer = Killer(self._agent.pid, self.spec.signal)
         return self
 
     def __exit__(
@@ -142,7 +148,7 @@ class Job:
             if member in self._complete:
                 continue
             if member not in self._histories:
-                self._histories[member] = _Tail(self.spec.directory / "history" / f"{member}.jsonl")
+                self._histories[member] = Tail(self.spec.directory / "history" / f"{member}.jsonl")
             for line in self._histories[member].read():
                 self.journal.add_history(member, line)
             if member in self.journal.exited:  # so the event was there before its file was read

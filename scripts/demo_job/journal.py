@@ -89,7 +89,9 @@ class Journal:
     committed: list[Committed] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     newest: Attempt | None = None
+    generation: int = 0
     seated: int = 0
+    spares: int = 0
     last_committed: dict[str, Attempt] = field(default_factory=dict)
     _active: dict[Attempt, int] = field(default_factory=dict)
     _generation_of: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -100,20 +102,21 @@ class Journal:
             case "started":
                 self.started_at = line["t"]
             case "spawned":
-                member = _name(line["member"])
+                member = member_name(line["member"])
                 self.spawned[member] = Spawned(member, line["t"], line["local_rank"], line["pid"])
             case "exited":
-                member = _name(line["member"])
+                member = member_name(line["member"])
                 self.exited[member] = Exited(member, line["monotonic"], line["status"])
             case "generation":
                 self.num_generations += 1
-                self.seated = line["active"] + line["learner"]
+                self.generation = line["generation"]
+                self.seated, self.spares = line["active"] + line["learner"], line["spare"]
                 live = self.live()
                 for local_rank in line["ranks"]:
                     if local_rank in live:
                         self._belongs(live[local_rank].member, line["generation"])
             case "entered":
-                member = _name(line["member"])
+                member = member_name(line["member"])
                 times = {phase: line[phase] for phase in ("began", "aborted", "agreed", "configured")}
                 self.entered.append(Entered(member, line["generation"], **times))
                 self._belongs(member, line["generation"])
@@ -153,6 +156,10 @@ class Journal:
         """The last generation that `member` was seated in; 0 for none."""
         return self._generation_of.get(member, 0)
 
+    def sharers(self) -> list[str]:
+        """Members that prepared the newest committed step."""
+        return [prepared.member for prepared in self.prepared if prepared.attempt == self.newest]
+
     def strength(self) -> int:
         """Members that voted for the newest committed step."""
         return 0 if self.newest is None else self._active.get(self.newest, 0)
@@ -161,5 +168,5 @@ class Journal:
         self._generation_of[member] = max(generation, self._generation_of[member])
 
 
-def _name(member: str) -> str:
+def member_name(member: str) -> str:
     return member.replace("/", "-")

@@ -57,14 +57,16 @@ def choose(journal: Journal, local_rank: int, is_rank: IsRank) -> Spawned | None
 
 
 class Killer:
-    """Kills ranks of the job whose agent is `agent_pid`, a child of this process that it has not reaped."""
+    """Kills ranks of the job whose agent is `agent_pid`, a child of this process that it has not reaped; by `number`,
+    which is SIGKILL or makes the agent send that."""
 
-    def __init__(self, agent_pid: int) -> None:
+    def __init__(self, agent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
         self._agent_pid = agent_pid
+        self._number = number
         self.sent: list[Kill] = []
 
     def kill(self, journal: Journal, local_rank: int) -> Kill | None:
-        """SIGKILL the member of `local_rank`, or of the next rank that may be killed. None: nobody may be, now."""
+        """Kill the member of `local_rank`, or of the next rank that may be killed. None: nobody may be, now."""
         sent = {kill.member for kill in self.sent}  # these may take a while to die
         victim = choose(journal, local_rank, lambda who: who.member not in sent and self._is_rank(who.pid))
         if victim is None:
@@ -78,7 +80,7 @@ class Killer:
             if not self._is_rank(victim.pid):
                 return None
             t = time.monotonic()
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            signal.pidfd_send_signal(descriptor, self._number)
         except ProcessLookupError:
             return None
         finally:

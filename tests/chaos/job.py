@@ -7,10 +7,16 @@ kills must end in the very bits of the run alone.
     at      one of PLACES
     rank    the local rank that gets there; null for whichever does first
     kill    "self" (the default), "comm" (its comm process), "standby", "comms" (all comm processes of all ranks),
-            "forkserver", or a list of local ranks
+            "forkserver", or a list of local ranks;
+            to stand still for ever: "stop" (SIGSTOP), "stop-comm", "stop-all" (both), "lock", "gil"; or for the seconds
+            of `for`: "busy", "paused";
+            to go: "drain" (SIGTERM to itself), "leave" (`manager.leave()`);
+            "see-off": to wait until those that were told to go are gone
     full    only once all ranks are active in a generation after that of the fault before (the default), or at any time
     free    it waits for no other fault
     step    only in this step
+
+`--holds` are steps in which every rank waits for a file, `go-STEP`, or for the end of the generation.
 
 While a fault is still to come and a rank is missing, the second step after the loss waits until somebody comes back, so
 that the number of steps does not depend on speed.
@@ -23,7 +29,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,15 +44,19 @@ from torch import Tensor, nn
 import elasticgang as eg
 from elasticgang.quorum.membership import CONTROL
 from elasticgang.state import keeper as keeper_module
-from tests.support import comm_processes
+from tests.support import comm_processes, is_alive, wait_until
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 8, 2, 5
 COME_BACK_S = 40.0
+HOLD_S = 120.0
 
 PLACES = (
-    "start", "joined", "step", "body", "summed", "voted", "told", "torn", "applied", "ask", "asked", "agreed",
-    "configure", "entered", "healing", "half-healed", "serving", "healed", "finished",
+    "start", "joined", "built", "step", "forward", "body", "summed", "voted", "told", "torn", "applied",
+    "ask", "asked", "agreed", "configure", "entered", "healing", "half-healed", "serving", "healed", "finished",
 )  # fmt: skip
+
+
+GOING = ("drain", "leave")
 
 
 class Counter(nn.Module):
@@ -66,7 +78,11 @@ class Counter(nn.Module):
 class Faults:
     """Those that are still to come are known to all ranks by the files of those that were."""
 
-    def __init__(self, directory: Path, specs: list[dict[str, Any]], num_ranks: int) -> None:
+    def __init__(
+        self, directory: Path, specs: list[dict[str, Any]], num_ranks: int, num_active: int | None = None
+    ) -> None:
+        """`num_active`: of `num_ranks`, if some are spares."""
+        self._num_active = num_active or num_ranks
         self.rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._directory = directory
         self._specs = specs
@@ -84,6 +100,13 @@ class Faults:
     def more(self) -> bool:
         return not all(self._fired(number).exists() for number in range(len(self._specs)))
 
+    @property
+    def _num_going(self) -> int:
+        """Ranks that have been told to go."""
+        return sum(
+            spec.get("kill") in GOING and self._fired(number).exists() for number, spec in enumerate(self._specs)
+        )
+
     def at(self, place: str) -> None:
         for number, spec in enumerate(self._specs):
             if spec["at"] != place or spec["rank"] not in (self.rank, None) or not self._is_due(number, spec):
@@ -92,7 +115,7 @@ class Faults:
             with contextlib.suppress(FileExistsError), self._fired(number).open("x") as file:
                 file.write(str(generation))
                 file.flush()
-                self._kill(spec.get("kill", "self"))
+                self._do(spec.get("kill", "self"), float(spec.get("for", 0)))
 
     def _is_due(self, number: int, spec: dict[str, Any]) -> bool:
         if self._fired(number).exists():
@@ -105,9 +128,42 @@ class Faults:
         if not spec.get("full", True):
             return True
         manager = self.manager
-        if manager is None or manager.num_active < self._num_ranks:
+        if manager is None or manager.num_active < self._num_active - self._num_going or not self._are_all_seated():
             return False
-        return number == 0 or manager.generation > int(before.read_text() or "0")
+        if number == 0:
+            return True
+        told = before.read_text()  # empty while the one before is just happening
+        return bool(told) and manager.generation > int(told)
+
+    def _do(self, what: str | list[int], seconds: float) -> None:
+        assert self.manager is not None or isinstance(what, list) or what in ("self", "drain")
+        match what:
+            case "lock":
+                threading.Semaphore(0).acquire()
+            case "gil":
+                re.match("(a+)+$", "a" * 64 + "b")  # years, and it never lets go
+            case "busy":
+                time.sleep(seconds)
+            case "paused":
+                assert self.manager is not None
+                with self.manager.paused("evaluation"):
+                    time.sleep(seconds)
+            case "drain":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "see-off":
+                going = {spec["rank"] for spec in self._specs if spec.get("kill") in GOING}
+                wait_until(lambda: not any(is_alive(self._pid(rank)) for rank in going), "their end")
+            case "leave":
+                assert self.manager is not None
+                self.manager.leave()
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "stop-comm":
+                os.kill(comm_processes(os.getpid())[0], signal.SIGSTOP)
+            case "stop-all":
+                os.killpg(os.getpid(), signal.SIGSTOP)
+            case _:
+                self._kill(what)
 
     def _kill(self, what: str | list[int]) -> None:
         mine = comm_processes(os.getpid())
@@ -136,13 +192,16 @@ class Faults:
         """In a step that was begun without all ranks: wait for somebody to ask to join."""
         manager = self.manager
         assert manager is not None
-        record = manager._membership.record
-        if record is None or len(record.seats) == self._num_ranks or not self.more:
+        if manager._membership.record is None:
             return
         deadline = time.monotonic() + COME_BACK_S
-        while not (manager._membership.join_noticed or manager.poisoned):
+        while self.more and not (self._are_all_seated() or manager._membership.join_noticed or manager.poisoned):
             assert time.monotonic() < deadline, "nobody came back"
             time.sleep(0.002)
+
+    def _are_all_seated(self) -> bool:
+        record = self.manager._membership.record if self.manager is not None else None
+        return record is not None and len(record.seats) >= self._num_ranks - self._num_going
 
     # -- where it happens
 
@@ -187,6 +246,23 @@ class Faults:
             return result
 
         setattr(owner, name, wrapped)
+
+
+class Holds:
+    """Where the test takes its time. A rank that waits has made a file, `at-STEP-MEMBER`."""
+
+    def __init__(self, directory: Path, steps: list[int]) -> None:
+        self._directory, self._steps = directory, steps
+
+    def wait(self, manager: eg.QuorumManager, step: int) -> None:
+        go = self._directory / f"go-{step}"
+        if step not in self._steps or go.exists():
+            return
+        (self._directory / f"at-{step}-{manager.member.replace('/', '-')}").touch()
+        deadline = time.monotonic() + HOLD_S
+        while not (go.exists() or manager.poisoned):
+            assert time.monotonic() < deadline, f"nobody let step {step} go on"
+            time.sleep(0.002)
 
 
 class SGD(torch.optim.SGD):
@@ -239,12 +315,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--faults", type=json.loads, default=[])
+    parser.add_argument("--holds", type=json.loads, default=[])
+    parser.add_argument("--layout", type=json.loads, default={})
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     faults = Faults(args.output_dir, args.faults, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     faults.at("start")
-    manager = eg.join()
+    manager = eg.join(layout=eg.ParallelLayout(**args.layout))
+    holds = Holds(args.output_dir, args.holds)
     faults.install(manager)
     model = Counter()
     ddp = eg.DistributedDataParallel(manager, model)
@@ -261,6 +340,7 @@ def main() -> None:
         with step:
             faults.at("step")
             faults.wait_for_company()
+            holds.wait(manager, step.index)
             model.steps.add_(1)
             slots = batches.slots(step)
             for slot in slots:
@@ -274,6 +354,8 @@ def main() -> None:
                 history.write("committed", step=step.index, generation=manager.tip.generation)
                 schedule.step()
 
+    if manager.committed_steps < args.steps:
+        return  # by `leave`
     digest = digest_of(model.state_dict(), sgd.state_dict(), schedule.state_dict())
     history.write("finished", digest=digest, steps=int(model.steps), weight=model.weight.tolist())
     faults.at("finished")

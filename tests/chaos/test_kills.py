@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(last["digest"])
 
 
-def run(directory: Path, faults: list[Fault], ranks: int = 3) -> Job:
+def run(directory: Path, faults: list[Fault], ranks: int = 3, options: Sequence[str] = ()) -> Job:
     """The job, ended."""
-    with Job(directory, JOB, "--output-dir", str(directory), "--faults", json.dumps(faults), ranks=ranks) as job:
+    script = ["--output-dir", str(directory), "--faults", json.dumps(faults)]
+    with Job(directory, JOB, *script, ranks=ranks, options=options) as job:
         job.wait()
         job.assert_nothing_left()
         return job

@@ -95,7 +95,16 @@ THIS = str(Path(__file__))
         (["-m", "no_such.module"], "there is no module 'no_such.module'"),
         (["--nproc-per-node", "0", THIS], "--nproc-per-node must be at least 1, but is 0 instead"),
         (["--nproc-per-node", "-3", THIS], "--nproc-per-node must be at least 1, but is -3 instead"),
+        (["--spares", "-1", THIS], "--spares must be at least 0, but is -1 instead"),
         (["--max-restarts", "-1", THIS], "--max-restarts must be at least 0, but is -1 instead"),
+        (
+            ["--nnodes", "1:2", THIS],
+            "--nnodes of more than one host needs --coordinator, at an address that all of them reach, and a --job-id",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1", THIS],
+            "--nnodes of more than one host needs a --job-id, the same on all of them",
+        ),
         (["--coordinator", "nowhere", THIS], "--coordinator must be HOST:PORT, but is 'nowhere' instead"),
         (["--coordinator", "a:99999", THIS], "--coordinator must be HOST:PORT, but is 'a:99999' instead"),
         (
@@ -418,7 +427,7 @@ def test_output_has_its_rank_and_step_in_front(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_reader_that_goes_away_does_no_harm(tmp_path: Path, stream: str) -> None:
     path = training(tmp_path, steps=20, body=f'print("x" * 5000, file=sys.{stream})', after='(here / "end").touch()')
-    command = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "2", str(path)]
+    command = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "2", "--log-level", "warning", str(path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
     ) as process:

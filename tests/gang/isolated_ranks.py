@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -13,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+from elasticgang.errors import GangError
 from tests.gang.rings import Ring, open_store
 
 WARM_UP = 30
@@ -104,6 +107,24 @@ def wait_for_ever(address: str) -> None:
     started = [(child.name(), child.pid) for child in others if child.name().startswith("eg-")]
     print(json.dumps({"workers": workers, "started": started}), flush=True)
     work.wait()
+
+
+def leave() -> None:
+    """End without `shutdown`, one group in the middle of a collective, one that could not be configured. Prints the
+    pids of what it leaves."""
+    with open_store() as store:
+        pg, other = ProcessGroupIsolatedGloo(300.0), ProcessGroupIsolatedGloo(300.0)
+        pg.configure(f"{store}/leave", "replica", 0, 1)
+        other.set_timeout(timedelta(seconds=0.2))
+        with contextlib.suppress(GangError):
+            other.configure(f"{store}/alone", "replica", 0, 2)
+        work = pg.allreduce([torch.ones(1000)])
+        started = [child.pid for child in psutil.Process().children(recursive=True)]
+        print(json.dumps(started), flush=True)
+        kept.extend([pg, other, work])
+
+
+kept: list[Any] = []
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tests.support import REPOSITORY
 
 FORMS = ("ddp", "hsdp", "tp", "by-hand")
 DEADLINE_S = 120
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)  # eight processes import torch, on whatever the machine has left
 
 
 def results(backend: str) -> list[dict[str, Any]]:

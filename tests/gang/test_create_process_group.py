@@ -119,5 +119,5 @@ def test_a_comm_process_imports_little() -> None:
     found = subprocess.check_output([sys.executable, "-c", code], cwd=REPOSITORY, text=True).split()
     assert {*found} <= {
         "elasticgang.comm",
-        *(f"elasticgang.comm.{name}" for name in ("arena", "torch_backend", "worker")),
+        *(f"elasticgang.comm.{name}" for name in ("arena", "page", "torch_backend", "worker")),
     }

@@ -156,6 +156,13 @@ def test_a_server_that_has_threads_refuses_to_fork() -> None:
     server.close()
 
 
+def test_a_server_that_has_cuda_refuses_to_fork() -> None:
+    server = ForkServer(preload=("tests.gang.has_cuda",), env={"PYTHONPATH": str(REPOSITORY)})
+    with pytest.raises(OperationalError, match="CUDA was initialized by the imports"):
+        server.wait_ready()
+    server.close()
+
+
 def test_a_server_that_cannot_import_says_what() -> None:
     server = ForkServer(preload=("tests.gang.no_such_module",))
     with pytest.raises(OperationalError, match=r"No module named 'tests\.gang\.no_such_module'"):

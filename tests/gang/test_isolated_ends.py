@@ -16,7 +16,7 @@ import pytest
 
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
 from tests.gang.conftest import Rings
-from tests.support import REPOSITORY, Command, busy_core, wait_dead, wait_until
+from tests.support import REPOSITORY, Command, busy_core, is_alive, wait_dead, wait_until
 
 GUARD_S = 20.0
 RANKS = [sys.executable, "-m", "tests.gang.isolated_ranks"]
@@ -51,6 +51,15 @@ def test_a_group_that_is_dropped_ends_its_processes(rings: Rings) -> None:
     wait_until(lambda: gc.collect() >= 0 and process() is None, "the rest of it", GUARD_S)
     for fd in (pidfd, standby):
         os.close(fd)
+
+
+def test_a_program_that_ends_without_shutdown_ends(tmp_path: Path) -> None:
+    """And with it what it has started: its interpreter's end finds groups that nobody has let go of."""
+    with Command(tmp_path / "rank", [*RANKS, "leave"]) as rank:
+        started = json.loads(wait_until(lambda: rank.stdout, "its pids"))
+        assert rank.process.wait(GUARD_S) == 0
+        assert len(started) >= 3  # comm processes and the fork server
+        wait_until(lambda: not any(is_alive(pid) for pid in started), "their end", GUARD_S)
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["", "busy"])

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
+    GatherOptions,
     ReduceScatterOptions,
+    ScatterOptions,
 )
 from torch.distributed import ReduceOp
 
@@ -269,6 +272,59 @@ def test_what_is_scattered_into_is_a_part_of_what_is_reduced(elements: int, ours
 
     for _ in range(2):
         assert ours.each(reduce) == [6.0] * SIZE
+
+
+@pytest.mark.parametrize("elements", [6, BIG])
+@pytest.mark.parametrize("name", ["allgather", "reduce_scatter", "alltoall", "alltoall_base", "gather", "scatter"])
+def test_an_output_that_is_an_input(name: str, elements: int, ours: Ring) -> None:
+    """This rank's own place in the lists, or all of them: as if the inputs were copies."""
+
+    def perform(rank: int, in_place: bool) -> list[Any]:
+        pg = ours[rank]
+        whole = torch.arange(1.0, SIZE + 1).repeat_interleave(elements) * (rank + 1)
+        parts = list(whole.view(SIZE, elements))
+        inputs = parts if in_place else list(whole.clone().view(SIZE, elements))
+        if name == "allgather":
+            pg.allgather([parts], [inputs[rank]], AllgatherOptions()).wait()
+        elif name == "reduce_scatter":
+            pg.reduce_scatter([parts[rank]], [inputs], reducing(ReduceScatterOptions)).wait()
+            return [only(parts[rank])]
+        elif name == "alltoall":
+            pg.alltoall(parts, inputs, AllToAllOptions()).wait()
+        elif name == "alltoall_base":
+            flat = whole if in_place else whole.clone()
+            pg.alltoall_base(whole, flat, [], [], AllToAllOptions()).wait()
+        elif name == "gather":
+            pg.gather([parts] if rank == 1 else [], [inputs[rank]], rooted(GatherOptions, 1)).wait()
+        else:
+            pg.scatter([parts[1]], [inputs] if rank == 1 else [], rooted(ScatterOptions, 1)).wait()
+        return [only(part) for part in parts]
+
+    wanted = ours.each(lambda rank: perform(rank, in_place=False))
+    for _ in range(2):
+        assert ours.each(lambda rank: perform(rank, in_place=True)) == wanted
+
+
+@pytest.mark.parametrize("elements", [6, BIG])
+def test_outputs_that_share_memory_are_refused(elements: int, ours: Ring) -> None:
+    tensor = torch.ones(elements)
+    matrix = torch.ones(elements, SIZE)
+    for pair in ([tensor, tensor], [tensor[1:], tensor[:-1]], [matrix[:, 1], matrix[2]], [tensor[::2], tensor[2:3]]):
+        with pytest.raises(ValueError, match="outputs of one call must not share memory"):
+            ours[0].allreduce_coalesced(pair, reducing(AllreduceOptions))
+    with pytest.raises(ValueError, match="outputs of one call must not share memory"):
+        ours[0].allgather([[tensor] * SIZE], [torch.ones(elements)], AllgatherOptions())
+
+
+@pytest.mark.parametrize("elements", [6, BIG])
+def test_outputs_that_lie_between_each_others_elements_are_written(elements: int, ours: Ring) -> None:
+    def gather(rank: int) -> Any:
+        matrix = torch.zeros(elements, SIZE)
+        source = torch.full((elements,), rank + 1.0)
+        ours[rank].allgather([list(matrix.unbind(1))], [source], AllgatherOptions()).wait()
+        return [only(column) for column in matrix.unbind(1)]
+
+    assert ours.each(gather) == [[1.0, 2.0, 3.0]] * SIZE
 
 
 def test_an_input_may_share_memory_among_its_elements(ours: Ring) -> None:

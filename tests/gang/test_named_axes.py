@@ -13,7 +13,7 @@ import torch
 from elasticgang.errors import LayoutError
 from elasticgang.gang import FakeGang, Gangs
 from elasticgang.layout import Axes, Member, ParallelLayout, plan
-from elasticgang.quorum.membership import CONTROL, FAMILIES, REDUCE, AloneMembership, ElasticMembership
+from elasticgang.quorum.membership import CONTROL, FAMILIES, REDUCE, REDUCE_RDP, AloneMembership, ElasticMembership
 from tests.support import REPOSITORY, Command, Job
 
 CPU = torch.device("cpu")
@@ -110,12 +110,13 @@ def test_groups_of_other_ranks_have_other_names() -> None:
     layout = ParallelLayout(pp=2, sdp=2, tp=2, views=(Axes((4, 2), ("ep", "rest")),))
     planned = plan([Member(f"m{index:02}", "A") for index in range(16)], layout)
     families = {**{name: name for name in (*FAMILIES, *layout.further_axes)}, CONTROL: "root", REDUCE: "dp"}
+    families[REDUCE_RDP] = "rdp"
     ranks_of: dict[str, tuple[int, ...]] = {}
     for name, family in families.items():
         for ranks in planned.groups(family):
             group = ElasticMembership._group_name(ranks, name)
             assert ranks_of.setdefault(group, ranks) == ranks
-            assert (name in group) == (name in (CONTROL, REDUCE))
+            assert (name in group) == (name in (CONTROL, REDUCE, REDUCE_RDP))
 
 
 def test_alone_they_are_fake_gangs_of_one() -> None:

@@ -4,6 +4,9 @@ It knows nothing of `resolve` and `action` but their signatures: a `Rule` is han
 checked against what the members really hold. A tip names the whole history of a state, because the model makes sure
 that an attempt is only ever applied to the state that it was computed from.
 
+In a sharded job each member has a part of the model, for life, and a state is whole while every part of it is held;
+there, `shards_model.py` asks `settle.py`.
+
 What it allows is more than a real job can do, so that nothing is missed: a member prepares without waiting for the
 others to begin; one that is left out of a proposal goes on in its old generation for as long as its vote may succeed;
 a record is entered late, by some, or never; an agent's `known` is heard or not, whatever the member's fate. A vote
@@ -37,15 +40,6 @@ JOINER, ACTIVE, LEARNER = "joiner", "active", "learner"
 FATES = PRESENT, AWAY, DIES = "present", "away", "dies"
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What is under test: `resolve` and `action` of `commit.py`, or a simpler pair."""
-
-    name: str
-    resolve: Callable[[Attempt, int, Collection[Standing], Iterable[Attempt]], Fate]
-    action: Callable[[Attempt | None, Attempt | None, Attempt], Action]
-
-
 class Mem(NamedTuple):
     """One slot for a member: `generation` and `role` are those it entered, `seat` and `seated` what the last record
     it is part of makes of it. It is `running` in its generation until it asks."""
@@ -57,6 +51,11 @@ class Mem(NamedTuple):
     running: bool = False
     seat: int = 0
     seated: str = JOINER
+    part: int = 0
+
+    @property
+    def is_new(self) -> bool:
+        return self == Mem(part=self.part)
 
     def is_active(self, generation: int) -> bool:
         """By its seat in the record of `generation`, or because it became active within it."""
@@ -69,9 +68,6 @@ class Mem(NamedTuple):
         return self.is_active(generation) and (self.tip is not None or self.generation < generation)
 
 
-NOBODY = Mem()
-
-
 class Rec(NamedTuple):
     """A record: `loads` says that the state was lost and everyone starts from a checkpoint."""
 
@@ -82,7 +78,8 @@ class Rec(NamedTuple):
 class World(NamedTuple):
     """`base` maps an attempt to the state it was computed from, `voters` a generation to the number of its active
     members, `votes` an attempt to its yes votes; `passed` attempts had all; `committed` ones have been applied by
-    somebody; `lowered` is the last generation that began with a loss."""
+    somebody; `lowered` is the last generation that began with a loss. `given_up`: in a sharded job, those of the
+    committed that were dropped."""
 
     mems: tuple[Mem, ...]
     records: tuple[Rec, ...]
@@ -92,6 +89,8 @@ class World(NamedTuple):
     passed: frozenset[Attempt] = frozenset()
     committed: frozenset[Attempt] = frozenset()
     lowered: int = 0
+    num_parts: int = 1
+    given_up: frozenset[Attempt] = frozenset()
 
     @property
     def generation(self) -> int:
@@ -156,10 +155,13 @@ def unspell(word: str) -> Attempt:
     return Attempt(int(step), int(generation))
 
 
-def start(num_active: int, num_joiners: int = 0) -> World:
+def start(num_active: int, num_joiners: int = 0, num_parts: int = 1) -> World:
+    """The parts go round."""
     active = Mem(FIRST, None, 1, ACTIVE, True, 1, ACTIVE)
     learner = Mem(None, None, 1, LEARNER, True, 1, LEARNER)
-    return World((active,) * num_active + (learner,) * num_joiners, (Rec(FIRST),), {1: num_active})
+    mems = (active,) * num_active + (learner,) * num_joiners
+    parts = tuple(mem._replace(part=at % num_parts) for at, mem in enumerate(mems))
+    return World(parts, (Rec(FIRST),), {1: num_active}, num_parts=num_parts)
 
 
 def history(world: World, attempt: Attempt) -> tuple[Attempt, ...]:
@@ -228,7 +230,12 @@ def heal(world: World, at: int, source: int) -> World:
     mem, holder = world.mems[at], world.mems[source]
     if not (mem.running and mem.role == LEARNER and mem.tip is None):
         raise Void("only a healing learner")
-    if not (holder.generation == mem.generation and holder.role == ACTIVE and holder.tip is not None):
+    if not (
+        holder.part == mem.part
+        and holder.generation == mem.generation
+        and holder.role == ACTIVE
+        and holder.tip is not None
+    ):
         raise Void("not a source")
     pending = mem.pending if mem.pending and world.base[mem.pending] == holder.tip else None
     return _with(world, at, mem._replace(tip=holder.tip, pending=pending))
@@ -248,8 +255,29 @@ def activate(world: World, at: int) -> World:
 # --- the generation change
 
 
-def decide(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | None) -> tuple[Fate, dict[int, Action]]:
-    """What becomes of the step in doubt, and what each present member makes of it. Checked against what they hold."""
+class Outcome(NamedTuple):
+    """What becomes of the step in doubt, and what each present member makes of it. `is_lost`: the state is gone, and
+    all begin anew from one before it."""
+
+    committed: Attempt
+    actions: dict[int, Action]
+    is_lost: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is under test: `resolve` and `action` of `commit.py`, or a simpler pair."""
+
+    name: str
+    resolve: Callable[[Attempt, int, Collection[Standing], Iterable[Attempt]], Fate]
+    action: Callable[[Attempt | None, Attempt | None, Attempt], Action]
+
+    def decide(self, world: World, fates: Sequence[str], heard: Attempt | None) -> Outcome:
+        """Checked against what the members hold. Raises Void."""
+        return _decide(world, self, fates, heard)
+
+
+def _decide(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | None) -> Outcome:
     generation, record = len(world.records), world.records[-1]
     present = {at: world.mems[at] for at, fate in enumerate(fates) if fate == PRESENT}
     absent = [mem for mem, fate in zip(world.mems, fates, strict=True) if fate == AWAY]
@@ -259,32 +287,42 @@ def decide(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | None
     standings = [Standing(mem.tip, mem.pending, mem.is_active(generation)) for mem in present.values()]
     fate = rule.resolve(record.committed, generation, standings, () if heard is None else (heard,))
     actions = {at: rule.action(mem.tip, mem.pending, fate.committed) for at, mem in present.items()}
-    for at, answer in actions.items():
-        mem = world.mems[at]
-        if answer is Action.KEEP and mem.tip != fate.committed:
-            raise Violation(f"C2: r{at} keeps {spell(mem.tip)}, but the truth is {spell(fate.committed)}")
-        if answer is Action.APPLY and not _can_apply(world, mem, fate.committed):
-            raise Violation(f"R4: r{at} applies {spell(mem.pending)} to {spell(mem.tip)} for {spell(fate.committed)}")
-    if all(answer is Action.HEAL for answer in actions.values()):
+    check_actions(world, fate.committed, actions)
+    is_lost = all(answer is Action.HEAL for answer in actions.values())
+    if is_lost:
         if seat_is_absent:
             raise Void("a holder may live")
         absent = []  # as far as the record can tell, all that is left is here
-    _check_truth(world, fate.committed, [*present.values(), *absent])
-    return fate, actions
+    check_truth(world, fate.committed, [*present.values(), *absent])
+    if not is_lost:
+        return Outcome(fate.committed, actions)
+    before = world.base.get(world.record.committed, world.record.committed)  # that, or anew
+    return Outcome(before if before.step else Attempt(0, generation + 1), actions, is_lost=True)
 
 
-def _check_truth(world: World, committed: Attempt, living: Sequence[Mem]) -> None:
+def check_actions(world: World, committed: Attempt, actions: Mapping[int, Action]) -> None:
+    for at, answer in actions.items():
+        mem = world.mems[at]
+        if answer is Action.KEEP and mem.tip != committed:
+            raise Violation(f"C2: r{at} keeps {spell(mem.tip)}, but the truth is {spell(committed)}")
+        if answer is Action.APPLY and not _can_apply(world, mem, committed):
+            raise Violation(f"R4: r{at} applies {spell(mem.pending)} to {spell(mem.tip)} for {spell(committed)}")
+
+
+def check_truth(world: World, committed: Attempt, living: Sequence[Mem]) -> None:
     past, record = history(world, committed), world.records[-1]
     if any(attempt.generation < world.lowered for attempt in set(past) - set(history(world, record.committed))):
         raise Violation(f"C4: {spell(committed)} was given up for {spell(record.committed)}, and comes back")
+    if not world.given_up.isdisjoint(past):
+        raise Violation(f"C4: {spell(committed)} builds on what was given up")
     for attempt in world.committed:
         if attempt in past or attempt.generation < world.lowered:
             continue  # the latter was lost with all who had it, as far as the record could tell
-        for mem in living:
-            how = "held" if mem.tip and attempt in history(world, mem.tip) else ""
-            how = "prepared" if _can_apply(world, mem, attempt) else how
-            if how:
-                raise Violation(f"C1: {spell(attempt)} was committed and is {how}, but the truth is {spell(committed)}")
+        held = {mem.part for mem in living if mem.tip and attempt in history(world, mem.tip)}
+        parts = held | {mem.part for mem in living if _can_apply(world, mem, attempt)}
+        if len(parts) == world.num_parts:
+            how = "held" if len(held) == world.num_parts else "prepared"
+            raise Violation(f"C1: {spell(attempt)} was committed and is {how}, but the truth is {spell(committed)}")
 
 
 def _can_apply(world: World, mem: Mem, attempt: Attempt) -> bool:
@@ -292,25 +330,23 @@ def _can_apply(world: World, mem: Mem, attempt: Attempt) -> bool:
 
 
 def propose(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | None) -> World:
-    fate, actions = decide(world, rule, fates, heard)
-    committed, generation = fate.committed, len(world.records) + 1
-    is_lost = all(answer is Action.HEAL for answer in actions.values())
-    if is_lost:  # load the state before the recorded one, or begin anew
-        committed = world.base.get(world.record.committed, world.record.committed)
-        if committed.step == 0:
-            committed = Attempt(0, generation)
+    committed, actions, is_lost = rule.decide(world, fates, heard)
+    generation = len(world.records) + 1
+    begun: set[int] = set()
     num_active = 0
-    mems = [NOBODY if fate == DIES else mem for mem, fate in zip(world.mems, fates, strict=True)]
+    mems = [Mem(part=mem.part) if fate == DIES else mem for mem, fate in zip(world.mems, fates, strict=True)]
     for at, answer in actions.items():
-        loads = is_lost and (committed.step > 0 or num_active == 0)
+        loads = is_lost and (committed.step > 0 or mems[at].part not in begun)
         seated = ACTIVE if loads or answer is not Action.HEAL else LEARNER
         num_active += seated == ACTIVE
+        begun.add(mems[at].part)
         mems[at] = mems[at]._replace(running=False, seat=generation, seated=seated)
     return world._replace(
         mems=tuple(mems),
         records=(*world.records, Rec(committed, is_lost)),
         voters={**world.voters, generation: num_active},
         lowered=generation if is_lost else world.lowered,
+        given_up=world.given_up | (world.committed - {*history(world, committed)} if world.num_parts > 1 else set()),
     )
 
 
@@ -324,7 +360,7 @@ def enter(world: World, rule: Rule, at: int, torn: bool = False) -> World:
     if torn and not applies:
         raise Void("nothing to tear")
     tip = None if torn or mem.seated == LEARNER else record.committed
-    world = _with(world, at, Mem(tip, None, mem.seat, mem.seated, not torn, mem.seat, mem.seated))
+    world = _with(world, at, Mem(tip, None, mem.seat, mem.seated, not torn, mem.seat, mem.seated, mem.part))
     return world._replace(committed=world.committed | {record.committed}) if applies else world
 
 
@@ -343,9 +379,9 @@ def replay(scenario: Sequence[str], rule: Rule) -> list[str]:
         op = parse(line)
         try:
             if op.kind == "propose":
-                fate, actions = decide(world, rule, op.fates, op.heard)
+                committed, actions, _ = rule.decide(world, op.fates, op.heard)
                 acts = ", ".join(f"r{at} {_ACTS[answer]}" for at, answer in actions.items())
-                told.append(f"generation {world.generation + 1}  {spell(fate.committed)}  {acts}")
+                told.append(f"generation {world.generation + 1}  {spell(committed)}  {acts}")
             world = perform(world, rule, op)
         except Violation as violation:
             return [*told, str(violation)]
@@ -377,16 +413,22 @@ def explore(rule: Rule, first: World, bounds: Bounds) -> Found:
     """Breadth first, so that a violation is reached by one of the shortest scenarios. Members are interchangeable."""
     found = Found()
     seen = {_key(first)}
+    decided: set[object] = set()
     queue: deque[tuple[World, _Path | None]] = deque([(first, None)])
     while queue:
         world, path = queue.popleft()
         found.num_worlds += 1
-        for op in possible(world, bounds):
+        is_last = world.generation == bounds.changes
+        if is_last:
+            final = _final_key(world)
+            is_decided = final in decided
+            decided.add(final)
+        for op in possible(world, bounds, decides=not (is_last and is_decided)):
             try:
                 if op.kind == "propose":
                     found.num_proposals += 1
-                    if world.generation == bounds.changes:
-                        decide(world, rule, op.fates, op.heard)
+                    if is_last:
+                        rule.decide(world, op.fates, op.heard)
                         continue  # checked, and nothing comes after it
                 after = perform(world, rule, op)
             except Void:
@@ -400,8 +442,8 @@ def explore(rule: Rule, first: World, bounds: Bounds) -> Found:
     return found
 
 
-def possible(world: World, bounds: Bounds) -> Iterator[Op]:
-    """A superset of what can happen next; `perform` raises Void for the rest."""
+def possible(world: World, bounds: Bounds, decides: bool = True) -> Iterator[Op]:
+    """A superset of what can happen next; `perform` raises Void for the rest. `decides`: proposals too."""
     fingerprints = set()
     for at, mem in enumerate(world.mems):
         if mem in fingerprints:
@@ -420,6 +462,8 @@ def possible(world: World, bounds: Bounds) -> Iterator[Op]:
         if not mem.running and mem.seat > mem.generation:
             yield Op("enters", at)
             yield Op("tears-entering", at)
+    if not decides:
+        return
     news = world.committed.difference(history(world, world.record.committed))
     for fates in _fates(world, is_last=world.generation == bounds.changes):
         for heard in (None, *sorted(news)):
@@ -436,7 +480,7 @@ def _fates(world: World, is_last: bool) -> Iterator[tuple[str, ...]]:
     for at, mem in enumerate(world.mems):
         groups.setdefault(mem, []).append(at)
     choices = [
-        itertools.combinations_with_replacement((PRESENT, AWAY) if is_last or mem == NOBODY else FATES, len(ats))
+        itertools.combinations_with_replacement((PRESENT, AWAY) if is_last or mem.is_new else FATES, len(ats))
         for mem, ats in groups.items()
     ]
     for chosen in itertools.product(*choices):
@@ -475,7 +519,7 @@ def _key(world: World) -> object:
     kept = past.union(*(history(world, attempt) for attempt in named))
     running = {mem.generation for mem in world.mems if mem.running}
     return (
-        tuple(sorted(map(_number, world.mems))),
+        tuple(sorted(map(number, world.mems))),
         world.generation,
         world.record,
         frozenset((mem.seat, world.records[mem.seat - 1]) for mem in world.mems if mem.seat > mem.generation),
@@ -485,15 +529,30 @@ def _key(world: World) -> object:
         frozenset(attempt for attempt in world.passed if attempt.generation in running),
         world.committed - past,
         world.lowered,
+        world.given_up,
     )
 
 
-_NUMBERS: dict[Mem, int] = {}
+def _final_key(world: World) -> object:
+    """Equal for worlds in which a decision, if it is the last, comes out alike: only what members say then matters."""
+    generation, past = world.generation, set(history(world, world.record.committed))
+    said = (
+        (mem.tip, mem.pending, mem.seat == generation, mem.is_active(generation), mem.is_witness(generation), mem.part)
+        for mem in world.mems
+    )
+    named = {attempt for mem in world.mems for attempt in (mem.tip, mem.pending) if attempt}
+    kept = past.union(*(history(world, attempt) for attempt in named | world.committed))
+    base = frozenset(item for item in world.base.items() if item[0] in kept)
+    truth = world.record, world.committed - past, world.lowered, world.given_up
+    return tuple(sorted(map(number, said))), base, truth
 
 
-def _number(mem: Mem) -> int:
+_NUMBERS: dict[object, int] = {}
+
+
+def number(said: object) -> int:
     """Members are sorted by these: `None` does not compare."""
-    return _NUMBERS.setdefault(mem, len(_NUMBERS))
+    return _NUMBERS.setdefault(said, len(_NUMBERS))
 
 
 _Path: TypeAlias = "tuple[_Path | None, Op]"

@@ -52,7 +52,7 @@ class Writer:
         self.event("exited", member=member, monotonic=self.t, status=-9)
 
     def generation(self, number: int, ranks: Iterable[int], members: Iterable[str] = ()) -> None:
-        self.event("generation", generation=number, ranks=list(ranks), active=len(list(ranks)), learner=0)
+        self.event("generation", generation=number, ranks=list(ranks), active=len(list(ranks)), learner=0, spare=0)
         for member in members:
             phases = {
                 "began": self.t + 0.1,

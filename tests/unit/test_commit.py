@@ -1,6 +1,7 @@
 """The commit rule: its cases one by one, every schedule of small jobs, and that the check of those can fail.
 
-ELASTICGANG_EXHAUSTIVE=1 adds larger jobs (minutes).
+All there is of up to 4 members and two generation changes; ELASTICGANG_EXHAUSTIVE=1 adds that of 5 members, and longer
+schedules (minutes).
 """
 
 from __future__ import annotations
@@ -93,18 +94,18 @@ SMALL = [
     (2, 1, Bounds(changes=2, steps=2)),
     (3, 0, Bounds(changes=2, steps=2)),
     (3, 0, Bounds(changes=3, steps=1)),
+    (1, 3, Bounds(changes=2, steps=1)),
+    (2, 2, Bounds(changes=2, steps=1)),
     (3, 1, Bounds(changes=2, steps=1)),
     (4, 0, Bounds(changes=2, steps=1)),
 ]
 LARGE = [
+    *((num_active, 5 - num_active, Bounds(changes=2, steps=1)) for num_active in range(1, 6)),
     (1, 2, Bounds(changes=2, steps=2)),
     (1, 1, Bounds(changes=3, steps=2)),
     (1, 2, Bounds(changes=3, steps=1)),
     (2, 1, Bounds(changes=3, steps=1)),
-    (2, 2, Bounds(changes=2, steps=1)),
     (4, 0, Bounds(changes=2, steps=2)),
-    (5, 0, Bounds(changes=2, steps=1)),
-    (4, 1, Bounds(changes=2, steps=1)),
     (3, 1, Bounds(changes=2, steps=2)),
 ]
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from elasticgang.quorum.commit import Action, Attempt, action
 from elasticgang.quorum.decide import (
     ACTIVE,
     LEARNER,
+    NOTHING_SEEN,
     PROTOCOL,
     SPARE,
     Lost,
@@ -25,6 +26,7 @@ from elasticgang.quorum.decide import (
     Record,
     Report,
     Seat,
+    Seen,
     Void,
     canonical,
     next_record,
@@ -43,9 +45,10 @@ def member(id: str, tip: Attempt | None = None, pending: Attempt | None = None, 
     return MemberReport(id, int(id[-1]), f"{id}:1", tip, pending, **facts)
 
 
-def report(agent: str, *members: MemberReport, seen: int = 0, **facts: Any) -> Report:
+def report(agent: str, *members: MemberReport, seen: Record | Seen | None = None, **facts: Any) -> Report:
     known = {"host": agent, "job": "job", "coordinator": "c1", "layout": FLAT, **facts}
-    return Report(agent=agent, seen=seen, members=members, **known)
+    name = seen.name if isinstance(seen, Record) else seen or NOTHING_SEEN
+    return Report(agent=agent, seen=name, members=members, **known)
 
 
 def agreed(record: Record | None, *proposal: Report) -> Record:
@@ -69,7 +72,7 @@ def trained(*agents: str, steps: int = 3) -> tuple[Record, Attempt]:
     """A record of generation 2 in which all are active, and its committed attempt."""
     start = first(*agents)
     attempt = Attempt(steps, 1)
-    record = agreed(start, *(report(agent, member(f"{agent}0", attempt, entered=1), seen=1) for agent in agents))
+    record = agreed(start, *(report(agent, member(f"{agent}0", attempt, entered=1), seen=start) for agent in agents))
     assert record.committed == attempt
     assert record.members(ACTIVE) == tuple(f"{agent}0" for agent in agents)
     return record, attempt
@@ -106,10 +109,55 @@ def test_who_has_no_seat_is_a_spare() -> None:
     assert record.seat("z9") is None
 
 
+def test_members_beyond_the_seats_that_are_asked_for_are_spares() -> None:
+    members = [member(f"a{index}") for index in range(5)]
+    record = agreed(None, report("a", *members, layout=PAIRS, num_seats=4))
+    assert record.plan.shape[1] == 2
+    assert record.members(SPARE) == ("a4",)
+    flat = agreed(None, report("a", *members, num_seats=3))
+    assert (flat.plan.shape[1], flat.members(SPARE)) == (3, ("a3", "a4"))
+    both = agreed(None, report("a", *members, num_seats=3), report("b", member("b0"), member("b1")))
+    assert both.plan.shape[1] == 5
+
+
+def test_spares_take_the_seats_of_a_lost_host() -> None:
+    agents = {agent: report(agent, *(member(f"{agent}{index}") for index in range(4)), num_seats=2) for agent in "ab"}
+    start = agreed(None, *agents.values())
+    assert start.plan.shape[1] == 4
+    tips = [member(f"a{index}", Attempt(3, 1), entered=1, active=True) for index in range(4)]
+    after = agreed(start, report("a", *tips, seen=start, num_seats=2, lost=("b",)))
+    assert after.plan.shape[1] == 4
+
+
 def test_too_few_members_are_waited_for() -> None:
     with pytest.raises(LayoutError) as error:
         plan([Member("a0", "a")], PAIRS)
     assert void(None, report("a", member("a0"), layout=PAIRS)).reason == str(error.value)
+
+
+def test_the_first_generation_waits_for_as_many_agents_as_any_asks_for() -> None:
+    a, b = report("a", member("a0"), min_agents=2), report("b", member("b0"))
+    assert void(None, a).reason == "1 of at least 2 agents are here"
+    start = agreed(None, a, b)
+    alone = replace(a, seen=start.name, members=(member("a0", start.committed, entered=1),))
+    assert agreed(start, alone).agents == ("a",)
+
+
+def test_agents_beyond_the_most_wait_as_spares_until_a_seated_one_is_gone() -> None:
+    start = agreed(None, *(report(agent, member(f"{agent}0"), max_agents=2) for agent in "bc"))
+    tip = Attempt(3, 1)
+    held = {agent: member(f"{agent}0", tip, entered=1, active=True) for agent in "bc"}
+    joined = [report(agent, held.get(agent, member("a0")), seen=start, max_agents=2) for agent in "bc"]
+    second = agreed(start, report("a", member("a0"), max_agents=2), *joined)
+    assert second.members(SPARE) == ("a0",)
+    assert second.members(ACTIVE) == ("b0", "c0")
+    assert second.plan.spares == ()
+    third = agreed(second, *(report(agent, *rest.members, seen=second, max_agents=2) for agent, rest in (
+        ("a", report("a", member("a0", entered=2))),
+        ("b", report("b", member("b0", tip, entered=2, active=True))),
+    )))  # fmt: skip
+    assert third.members(LEARNER) == ("a0",)
+    assert third.members(ACTIVE) == ("b0",)
 
 
 def test_nobody_decides_nothing() -> None:
@@ -131,19 +179,19 @@ def test_joiners_only_are_void_while_a_member_may_live() -> None:
     record, tip = trained("a", "b")
     joiner = report("j", member("j0"))
     assert void(record, joiner).reason == "no witness of generation 2 is here, but a0, b0 may live"
-    assert "but b0 may live" in void(record, joiner, report("a", seen=2, gone=("a0",))).reason
-    assert agreed(record, joiner, report("b", member("b0", tip, entered=2), seen=2)).members(ACTIVE) == ("b0",)
+    assert "but b0 may live" in void(record, joiner, report("a", seen=record, gone=("a0",))).reason
+    assert agreed(record, joiner, report("b", member("b0", tip, entered=2), seen=record)).members(ACTIVE) == ("b0",)
 
 
 def test_after_a_restart_of_the_lighthouse_the_first_to_ask_is_alone() -> None:
     record, tip = trained("a", "b", "c")
     assert isinstance(next_record(record, [report("j", member("j0"))]), Void)
-    alone = agreed(record, report("b", member("b0", tip, entered=2), seen=2))  # harmless: the others come back
+    alone = agreed(record, report("b", member("b0", tip, entered=2), seen=record))  # harmless: the others come back
     assert alone.members(ACTIVE) == ("b0",)
     ahead = Attempt(4, 3)
-    others = [report(agent, member(f"{agent}0", tip, entered=2), seen=2) for agent in "ac"]
+    others = [report(agent, member(f"{agent}0", tip, entered=2), seen=record) for agent in "ac"]
     assert isinstance(next_record(alone, others), Void)
-    together = agreed(alone, *others, report("b", member("b0", ahead, entered=3), seen=3))
+    together = agreed(alone, *others, report("b", member("b0", ahead, entered=3), seen=alone))
     assert together.committed == ahead
     assert (together.members(ACTIVE), set(together.members(LEARNER))) == (("b0",), {"a0", "c0"})
 
@@ -155,9 +203,10 @@ def test_a_learner_is_no_witness_until_it_is_active() -> None:
 
     def ask(active: bool, entered: int) -> Record | Void | Lost:
         mine = member(learner, tip, entered=entered, active=active)
-        return next_record(record, [report(learner[0], mine, seen=1)])
+        return next_record(record, [report(learner[0], mine, seen=record)])
 
-    assert ask(active=False, entered=1) == Void(f"no witness of generation 1 is here, but {holder} may live")
+    reason = f"no witness of generation 1 is here, but {holder} may live"
+    assert ask(active=False, entered=1) == Void(reason, absent=(holder[0],))
     assert isinstance(ask(active=True, entered=0), Void)
     assert isinstance(ask(active=True, entered=1), Record)
 
@@ -165,39 +214,42 @@ def test_a_learner_is_no_witness_until_it_is_active() -> None:
 def test_a_torn_member_is_no_witness() -> None:
     """It voted, does not say for what, and others may have committed that."""
     record, tip = trained("a", "b", "c")
-    joined = agreed(record, *(report(agent, member(f"{agent}0", tip, entered=2), seen=2) for agent in "abc"))
-    torn = report("a", member("a0", entered=3), seen=3)
+    joined = agreed(record, *(report(agent, member(f"{agent}0", tip, entered=2), seen=record) for agent in "abc"))
+    torn = report("a", member("a0", entered=3), seen=joined)
     learner = report("j", member("j0", tip))  # whole at the recorded attempt
     assert void(joined, torn, learner).reason == "no witness of generation 3 is here, but b0, c0 may live"
-    assert agreed(joined, torn, learner, report("b", seen=3, gone=("b0", "c0"))).committed == tip
+    assert agreed(joined, torn, learner, report("b", seen=joined, gone=("b0", "c0"))).committed == tip
 
 
 def test_a_member_that_has_not_entered_is_a_witness_without_state() -> None:
     record = first("a", "b")
     (holder,) = record.members(ACTIVE)
     (learner,) = record.members(LEARNER)
-    mine = report(holder[0], member(holder), seen=1)
-    assert void(record, mine).reason == f"nobody here holds step 0 of generation 1, but {learner} may"
-    assert agreed(record, mine, report(learner[0], seen=1, gone=(learner,))).committed == Attempt(0, 2)
+    mine = report(holder[0], member(holder), seen=record)
+    assert void(record, mine).reason == f"nobody here holds step 0 of generation 1, but {learner} may live"
+    assert agreed(record, mine, report(learner[0], seen=record, gone=(learner,))).committed == Attempt(0, 2)
 
 
 def test_a_ghost_is_void() -> None:
     """The call of an agent timed out, but the lighthouse hands out its old report."""
     record, tip = trained("a", "b")
-    fresh, ghost = (report(agent, member(f"{agent}0", tip), seen=seen) for agent, seen in (("a", 2), ("b", 1)))
+    fresh, ghost = (
+        report(agent, member(f"{agent}0", tip), seen=seen)
+        for agent, seen in (("a", record), ("b", Seen(1, record.parent)))
+    )
     assert void(record, fresh, ghost).reason == "the report of agent b is of generation 1, before 2"
 
 
 def test_who_was_away_is_no_ghost() -> None:
     record, tip = trained("a", "b")
-    shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=2))
-    back = report("b", member("b0", tip, entered=2), seen=2)
-    assert agreed(shrunk, report("a", member("a0", tip, entered=3), seen=3), back).members(ACTIVE) == ("a0", "b0")
+    shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=record))
+    back = report("b", member("b0", tip, entered=2), seen=record)
+    assert agreed(shrunk, report("a", member("a0", tip, entered=3), seen=shrunk), back).members(ACTIVE) == ("a0", "b0")
 
 
 def test_an_old_record_is_void() -> None:
     record, tip = trained("a", "b")
-    asked = report("a", member("a0", tip), seen=3)
+    asked = report("a", member("a0", tip), seen=Seen(3, ""))
     assert void(record, asked).reason == "agent a knows generation 3, but the record is of 2"
     assert void(None, asked).reason == "agent a knows generation 3, but the record is of 0"
 
@@ -214,7 +266,7 @@ def test_two_incarnations_of_the_coordinator_are_void() -> None:
 def test_who_differs_from_the_record_is_refused(what: str, other: Any) -> None:
     record, tip = trained("a", "b")
     strangers = [report(agent, member(f"{agent}0"), **{what: other}) for agent in "cd"]
-    answer = void(record, report("a", member("a0", tip), seen=2), *strangers)
+    answer = void(record, report("a", member("a0", tip), seen=record), *strangers)
     assert [agent for agent, _ in answer.refused] == ["c", "d"]  # although they are the more
     for _, why in answer.refused:
         assert why.startswith(f"its {what} is {other!r}, but the job's is ")
@@ -251,7 +303,7 @@ def test_a_step_in_doubt(
         member(id, tip, Attempt(4, 2) if is_prepared else None, entered=2)
         for id, is_prepared in zip(("a0", "b0"), are_prepared, strict=True)
     ]
-    after = agreed(record, *(report(mine.id[0], mine, seen=2, known=known) for mine in members))
+    after = agreed(record, *(report(mine.id[0], mine, seen=record, known=known) for mine in members))
     assert (after.committed, after.rolled_forward) == (expected, rolled_forward)
     for seat, mine in zip(after.seats, members, strict=True):
         assert (seat.status == ACTIVE) == (action(mine.tip, mine.pending, after.committed) is not Action.HEAL)
@@ -263,7 +315,7 @@ def test_the_decision_stands_for_those_who_have_not_acted_on_it() -> None:
     doubt = Attempt(4, 2)
     chain = [record]
     for _ in range(3):
-        asked = [report(agent, member(f"{agent}0", tip, doubt, entered=2), seen=chain[-1].generation) for agent in "ab"]
+        asked = [report(agent, member(f"{agent}0", tip, doubt, entered=2), seen=chain[-1]) for agent in "ab"]
         chain.append(agreed(chain[-1], *asked))
     assert [after.committed for after in chain[1:]] == [doubt] * 3
     assert [after.rolled_forward for after in chain[1:]] == [True, False, False]
@@ -276,9 +328,9 @@ def test_a_dropped_attempt_stays_dropped() -> None:
     record, tip = trained("a", "b", "c")
     doubt = Attempt(4, 2)
     a, b = member("a0", tip, doubt, entered=2), member("b0", tip, entered=2)
-    dropped = agreed(record, report("a", a, seen=2), report("b", b, seen=2))
+    dropped = agreed(record, report("a", a, seen=record), report("b", b, seen=record))
     assert dropped.committed == tip
-    again = agreed(dropped, report("a", a, seen=3))  # alone now, and it never acted
+    again = agreed(dropped, report("a", a, seen=dropped))  # alone now, and it never acted
     assert (again.committed, again.rolled_forward) == (tip, False)
 
 
@@ -286,7 +338,9 @@ def test_joiners_and_returning_members_learn() -> None:
     record, tip = trained("a", "b")
     newer = Attempt(5, 2)
     back = member("b0", tip, entered=1)
-    after = agreed(record, report("a", member("a0", newer, entered=2), member("a1"), seen=2), report("b", back, seen=2))
+    after = agreed(
+        record, report("a", member("a0", newer, entered=2), member("a1"), seen=record), report("b", back, seen=record)
+    )
     assert after.committed == newer
     assert (after.members(ACTIVE), set(after.members(LEARNER))) == (("a0",), {"a1", "b0"})
 
@@ -300,7 +354,7 @@ def test_state_of_other_model_coordinates_does_not_count() -> None:
         report(
             host,
             *(member(f"{host}{i}", tip, entered=1, holds=record.model_coordinates(f"{host}{1 - i}")) for i in (0, 1)),
-            seen=1,
+            seen=record,
             layout=PAIRS,
         )
         for host in swapped
@@ -314,9 +368,10 @@ def test_state_of_other_model_coordinates_does_not_count() -> None:
 def test_missing_state_is_waited_for() -> None:
     record, tip = trained("a", "b")
     newer = Attempt(4, 2)
-    heard = report("a", member("a0", tip, entered=2), seen=2, known=newer)
-    assert void(record, heard).reason == "nobody here holds step 4 of generation 2, but b0 may"
-    assert isinstance(next_record(record, [dataclasses.replace(heard, gone=("b0",))]), Lost)
+    heard = report("a", member("a0", tip, entered=2), seen=record, known=newer)
+    assert void(record, heard).reason == "nobody here holds step 4 of generation 2, but b0 may live"
+    lowered = agreed(record, dataclasses.replace(heard, gone=("b0",)))
+    assert (lowered.committed, lowered.lowered) == (tip, True)
 
 
 def test_a_spare_may_hold_the_missing_state() -> None:
@@ -325,37 +380,166 @@ def test_a_spare_may_hold_the_missing_state() -> None:
     tip = Attempt(2, 1)
     three = [member(m, tip, entered=1, holds=start.model_coordinates(m)) for m in ("a0", "a1", "b0")]
     record = agreed(
-        start, report("a", *three[:2], seen=1, layout=PAIRS), report("b", three[2], seen=1, gone=("b1",), layout=PAIRS)
+        start,
+        report("a", *three[:2], seen=start, layout=PAIRS),
+        report("b", three[2], seen=start, gone=("b1",), layout=PAIRS),
     )
     assert record.members(SPARE) == ("b0",)
     lost = next(m for m in three[:2] if m.holds == three[2].holds)
     kept = next(m for m in three[:2] if m is not lost)
-    asked = report("a", kept, member("a2"), seen=2, gone=(lost.id,), layout=PAIRS)
-    assert void(record, asked).reason == "nobody here holds step 2 of generation 1, but b0 may"
-    back = report("b", three[2], seen=2, layout=PAIRS)
+    asked = report("a", kept, member("a2"), seen=record, gone=(lost.id,), layout=PAIRS)
+    assert void(record, asked).reason == "nobody here holds step 2 of generation 1, but b0 may live"
+    back = report("b", three[2], seen=record, layout=PAIRS)
     assert agreed(record, asked, back).committed == tip
     assert isinstance(next_record(record, [dataclasses.replace(asked, gone=(lost.id, "b0"))]), Lost)
 
 
 def test_lost_state_is_lowered_to_the_newest_checkpoint() -> None:
-    record, tip = trained("a", "b")
+    record, _ = trained("a", "b")
     newer, checkpoint = Attempt(4, 2), Attempt(2, 1)
-    asked = report("a", member("a0", tip, entered=2), seen=2, known=newer, gone=("b0",), checkpoint=checkpoint)
+    torn = member("a0", entered=2)
+    asked = report("a", torn, seen=record, known=newer, gone=("b0",), checkpoint=checkpoint)
     other = report("c", member("c0"), checkpoint=Attempt(1, 1))
     after = agreed(record, asked, other)
     assert (after.committed, after.lowered, after.rolled_forward) == (checkpoint, True, False)
-    at_checkpoint = agreed(record, dataclasses.replace(asked, checkpoint=tip))
-    assert (at_checkpoint.lowered, at_checkpoint.members(ACTIVE)) == (True, ("a0",))
+    assert after.loads
+    assert not after.members(ACTIVE)
+
+
+def test_lost_state_is_lowered_to_the_newest_that_is_whole() -> None:
+    """Step 5 was told, and is lost with b0; a0 holds step 4, of the same generation, or the one before, or neither."""
+    record, tip = trained("a", "b")
+
+    def ask(held: Attempt | None, checkpoint: Attempt | None) -> Record | Void | Lost:
+        mine = member("a0", held, entered=2)
+        asked = report("a", mine, seen=record, known=Attempt(5, 2), gone=("b0",), checkpoint=checkpoint)
+        return next_record(record, [asked])
+
+    for held in (Attempt(4, 2), tip):
+        for checkpoint in (None, Attempt(1, 1), held):
+            after = ask(held, checkpoint)
+            assert isinstance(after, Record)
+            assert (after.committed, after.lowered, after.loads) == (held, True, False)
+            assert after.members(ACTIVE) == ("a0",)
+    newest = ask(tip, Attempt(4, 2))
+    assert isinstance(newest, Record)
+    assert (newest.committed, newest.loads) == (Attempt(4, 2), True)
+    assert isinstance(ask(Attempt(2, 1), None), Lost)  # it may be of a line that was given up
+
+
+def test_who_may_hold_what_is_whole_is_waited_for_before_it_is_lowered() -> None:
+    """Half of step 4 is lost with b0. Of step 3, c0 may hold that half."""
+    across = ParallelLayout(tp=2, within_host=())
+    start = first("a", "b", "c", layout=across)
+    (spare,) = start.members(SPARE)
+    here, dead = (m for m in ("a0", "b0", "c0") if m != spare)
+    mine = member(here, Attempt(1, 1), entered=1, holds=start.model_coordinates(here))
+    asked = report(here[0], mine, member(spare), seen=start, layout=across)
+    assert void(start, asked).absent == (dead[0],)
+    lost = dataclasses.replace(asked, lost=(dead[0],))
+    assert isinstance(next_record(start, [lost]), Lost)
+
+
+# --- agents that are lost
+
+
+def test_the_members_of_a_lost_agent_are_waited_for_no_more() -> None:
+    record, tip = trained("a", "b", "c")
+    joiner = report("j", member("j0"))
+    assert void(record, joiner).absent == ("a", "b", "c")
+    behind = report("a", member("a0", entered=2), seen=record)  # torn
+    assert void(record, behind, joiner).absent == ("b", "c")
+    assert void(record, behind, dataclasses.replace(joiner, lost=("b",))).absent == ("c",)
+    learner = report("k", member("k0", tip), lost=("b", "c"))
+    after = agreed(record, behind, learner)
+    assert (after.committed, after.members(ACTIVE)) == (tip, ("k0",))
+    assert after.lost == (("b", "k"), ("c", "k"))
+    assert after.away == ()
+
+
+def test_the_ghost_of_a_lost_agent_is_no_participant_but_what_it_knew_counts() -> None:
+    record, tip = trained("a", "b")
+    ghost = report("b", member("b0", tip, entered=2), seen=record, known=Attempt(4, 2))
+    alone = report("a", member("a0", tip, Attempt(4, 2), entered=2), seen=record, lost=("b",))
+    after = agreed(record, alone, ghost)
+    assert (after.agents, after.committed, after.members(ACTIVE)) == (("a",), Attempt(4, 2), ("a0",))
+
+
+def test_who_is_left_behind_is_waited_for_before_the_state_is_given_up() -> None:
+    """Agent b was slow, and is in no later generation; it alone holds the committed state now."""
+    record, tip = trained("a", "b")
+    shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=record))
+    assert shrunk.away == ("b",)
+    restarted = report("a", member("a1"), seen=shrunk, gone=("a0",))
+    assert void(shrunk, restarted) == Void(
+        "nobody here holds step 3 of generation 1, but agent b may live", absent=("b",)
+    )
+    back = report("b", member("b0", tip, entered=2), seen=record)
+    after = agreed(shrunk, restarted, back)
+    assert (after.committed, after.members(ACTIVE), after.away) == (tip, ("b0",), ())
+    assert isinstance(next_record(shrunk, [dataclasses.replace(restarted, lost=("b",))]), Lost)
+
+
+def test_who_was_not_there_does_not_begin_anew_what_may_have_come_far() -> None:
+    """All that took part in the first generation are lost: nobody knows how many steps there were."""
+    record = first("a", "b")
+    joiner = report("j", member("j0"), lost=("a", "b"))
+    answer = next_record(record, [joiner])
+    assert answer == Lost("all that took part in generation 1 are lost, and there is no checkpoint")
+    loaded = agreed(record, dataclasses.replace(joiner, checkpoint=Attempt(7, 1)))
+    assert (loaded.committed, loaded.lowered, loaded.loads) == (Attempt(7, 1), True, True)
+    behind = report("b", seen=record, gone=("b0",))  # it would have heard of a step
+    told = agreed(record, dataclasses.replace(joiner, lost=("a",)), behind)
+    assert (told.committed, told.lowered) == (Attempt(0, 2), False)
+
+
+def test_who_comes_back_to_a_generation_that_is_lost_goes_back_in_so_many_words() -> None:
+    record, tip = trained("a", "b")
+    shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=record))
+    back = report("b", member("b0", tip, entered=2), seen=record, lost=("a",))
+    after = agreed(shrunk, back)
+    assert (after.committed, after.lowered, after.loads) == (tip, True, False)
+
+
+# --- chains of records
+
+
+def test_another_chain_is_refused_whatever_its_numbers() -> None:
+    """Two jobs began with the same names: their attempts are called alike and are not the same."""
+    record, tip = trained("a", "b")
+    other, _ = trained("a", "c")
+    assert record.generation == other.generation
+    strangers = [
+        report("c", member("c0", tip, entered=2), seen=other),  # of the same generation
+        report("d", member("d0", tip, entered=1), seen=Seen(1, other.parent)),  # of one before
+        report("e", member("e0", tip, entered=1), seen=Seen(1, "")),
+    ]
+    for stranger in strangers:
+        answer = void(record, report("a", member("a0", tip, entered=2), seen=record), stranger)
+        assert [agent for agent, _ in answer.refused] == [stranger.agent]
+        assert "builds on" in answer.reason
+
+
+def test_who_was_away_for_long_is_of_the_chain_up_to_a_limit() -> None:
+    record, tip = trained("a", "b")
+    chain = [record]
+    for _ in range(30):
+        chain.append(agreed(chain[-1], report("a", member("a0", tip, entered=2), seen=chain[-1])))
+    for number, seen in enumerate(reversed(chain)):
+        back = report("b", member("b0", tip, entered=2), seen=seen)
+        answer = next_record(chain[-1], [report("a", member("a0", tip, entered=2), seen=chain[-1]), back])
+        assert isinstance(answer, Record) == (number <= 16)
+    assert all(len(record.ancestors) <= 16 for record in chain)
 
 
 def test_what_was_lowered_does_not_come_back() -> None:
     """C4: the agent still knows of step 4, and somebody who was long away even holds it."""
     record, tip = trained("a", "b")
     gone, checkpoint = Attempt(4, 2), Attempt(2, 1)
-    asked = report("a", member("a0", tip, entered=2), seen=2, known=gone, gone=("b0",), checkpoint=checkpoint)
+    asked = report("a", member("a0", tip, entered=2), seen=record, known=gone, gone=("b0",), checkpoint=checkpoint)
     lowered = agreed(record, asked)
-    going_on = report("a", member("a0", Attempt(3, 3), entered=3, active=True), seen=3, known=gone)
-    back = report("z", member("z0", gone, entered=2), seen=2)
+    going_on = report("a", member("a0", Attempt(3, 3), entered=3, active=True), seen=lowered, known=gone)
+    back = report("z", member("z0", gone, entered=2), seen=record)
     after = agreed(lowered, going_on, back)
     assert (after.committed, after.lowered) == (Attempt(3, 3), False)
     assert (after.members(ACTIVE), after.members(LEARNER)) == (("a0",), ("z0",))
@@ -366,15 +550,17 @@ def test_the_state_before_the_first_step_is_designated_anew() -> None:
     record = first("a", "b", "c")
     (holder,) = record.members(ACTIVE)
     others = [m for m in ("a0", "b0", "c0") if m != holder]
-    asked = [report(m[0], member(m, entered=1), seen=1) for m in others]
+    asked = [report(m[0], member(m, entered=1), seen=record) for m in others]
     assert void(record, *asked).reason == f"no witness of generation 1 is here, but {holder} may live"
-    asked.append(report(holder[0], seen=1, gone=(holder,)))
+    asked.append(report(holder[0], seen=record, gone=(holder,)))
     after = agreed(record, *asked)
     assert (after.committed, after.lowered) == (Attempt(0, 2), False)
     (designated,) = after.members(ACTIVE)
     assert action(Attempt(0, 1), None, after.committed) is Action.HEAL
-    entered = [report(m[0], member(m, after.committed if m == designated else None, entered=2), seen=2) for m in others]
-    back = report(holder[0], member(holder, Attempt(0, 1), entered=1), seen=2)
+    entered = [
+        report(m[0], member(m, after.committed if m == designated else None, entered=2), seen=after) for m in others
+    ]
+    back = report(holder[0], member(holder, Attempt(0, 1), entered=1), seen=after)
     third = agreed(after, *entered, back)
     assert (third.committed, third.members(ACTIVE)) == (Attempt(0, 2), (designated,))
 
@@ -387,12 +573,12 @@ def test_a_step_that_cannot_be_completed_is_dropped_rather_than_lost() -> None:
     half = {m: start.model_coordinates(m) for m in ("a0", "b0", "c0", "d0")}
     kept = "a0"
     lost, learner = (m for m in half if half[m] != half[kept])
-    pair = [report(m[0], member(m, before, entered=1, holds=half[m]), seen=1, layout=across) for m in (kept, lost)]
+    pair = [report(m[0], member(m, before, entered=1, holds=half[m]), seen=start, layout=across) for m in (kept, lost)]
     record = agreed(start, *pair)
     assert set(record.members(ACTIVE)) == {kept, lost}
-    here = report("a", member(kept, before, doubt, entered=2, holds=half[kept]), seen=2, layout=across)
-    back = report(learner[0], member(learner, before, entered=1, holds=half[learner]), seen=1, layout=across)
-    assert void(record, here, back).reason == f"nobody here holds step 3 of generation 2, but {lost} may"
+    here = report("a", member(kept, before, doubt, entered=2, holds=half[kept]), seen=record, layout=across)
+    back = report(learner[0], member(learner, before, entered=1, holds=half[learner]), seen=start, layout=across)
+    assert void(record, here, back).reason == f"nobody here holds step 3 of generation 2, but {lost} may live"
     after = agreed(record, dataclasses.replace(here, gone=(lost,)), back)
     assert (after.committed, after.rolled_forward, after.lowered) == (before, False, False)
     assert set(after.members(ACTIVE)) == {kept, learner}
@@ -419,21 +605,33 @@ FIXED = Record(
 
 def test_digest_is_the_same_everywhere() -> None:
     """It is part of the rendezvous prefix: when this changes, so must PROTOCOL."""
-    assert (PROTOCOL, FIXED.digest) == (1, "348f4a6c3afadf1d")
+    assert (PROTOCOL, FIXED.digest) == (3, "8b312e524dff49e3")
 
 
 @pytest.mark.parametrize(
-    "changed", [{"generation": 3}, {"parent": ""}, {"committed": Attempt(7, 2)}, {"lowered": True}]
+    "changed",
+    [
+        {"generation": 3},
+        {"parent": ""},
+        {"committed": Attempt(7, 2)},
+        {"lowered": True},
+        {"ancestors": ("fedcba9876543210",)},
+        {"addresses": ("10.0.0.1:1",)},
+        {"lost": (("d", "a"),)},
+        {"away": ("d",)},
+    ],
 )
 def test_digest_tells_records_apart(changed: dict[str, Any]) -> None:
     assert dataclasses.replace(FIXED, digest="", **changed).digest != FIXED.digest
 
 
 def test_record_survives_json() -> None:
-    back = Record.from_json(json.loads(canonical(FIXED.to_json())))
-    assert back == FIXED
-    assert back.digest == FIXED.digest
-    assert canonical(back.to_json()) == canonical(FIXED.to_json())
+    full = dataclasses.replace(FIXED, digest="", ancestors=("0", "1"), lost=(("d", "a"), ("e", "b")), away=("f",))
+    for record in (FIXED, full):
+        back = Record.from_json(json.loads(canonical(record.to_json())))
+        assert back == record
+        assert back.digest == record.digest
+        assert canonical(back.to_json()) == canonical(record.to_json())
 
 
 def test_report_survives_json() -> None:
@@ -441,9 +639,10 @@ def test_report_survives_json() -> None:
         "a",
         member("a0", Attempt(3, 2), Attempt(4, 2), entered=2, active=True),
         member("a1"),
-        seen=2,
+        seen=Seen(2, "0123456789abcdef"),
         known=Attempt(4, 2),
         gone=("a9",),
+        lost=("z",),
         checkpoint=Attempt(1, 1),
     )
     for sent in (full, report("b")):
@@ -454,6 +653,8 @@ def test_report_survives_json() -> None:
     "broken",
     [
         {"members": None},
+        {"seen": 2},
+        {"seen": ["x", ""]},
         {"known": [1]},
         {"known": 5},
         {"checkpoint": [1, "x"]},
@@ -479,7 +680,7 @@ def test_what_is_not_a_record_says_so(absent: str) -> None:
 
 def test_the_order_of_the_proposal_does_not_matter() -> None:
     record, tip = trained("a", "b", "c")
-    asked = [report(agent, member(f"{agent}0", tip, Attempt(4, 2), entered=2), seen=2) for agent in "abc"]
+    asked = [report(agent, member(f"{agent}0", tip, Attempt(4, 2), entered=2), seen=record) for agent in "abc"]
     answers = {agreed(record, *order, report("j", member("j0"))).digest for order in itertools.permutations(asked)}
     assert len(answers) == 1
 
@@ -514,6 +715,7 @@ class Host:
     record: Record | None = None
     known: Attempt | None = None
     gone: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -564,7 +766,7 @@ class Job:
         if not self.hosts:
             self.add_host()
         heir = self.chance.choice(list(self.hosts.values()))
-        heir.gone |= dead.gone | set(dead.ranks)
+        heir.lost |= dead.lost | {dead.agent}
         if self.chance.random() < 0.5:
             self.add_host()
 
@@ -646,9 +848,10 @@ class Job:
         return report(
             host.agent,
             *(rank.report() for rank in host.ranks.values()),
-            seen=host.record.generation if host.record else 0,
+            seen=host.record,
             known=host.known,
             gone=tuple(sorted(host.gone)),
+            lost=tuple(sorted(host.lost)),
             layout=self.layout,
         )
 
@@ -758,7 +961,9 @@ class Job:
         assert any(self.parts(truth, self.reachable(proposal)) != set(MODELS[self.layout]) for truth in truths)
 
     def check_ghost(self, ghost: Report, proposal: list[Report]) -> None:
-        if self.record and ghost.agent in self.record.agents and ghost.seen < self.record.generation:
+        if any(ghost.agent in mine.lost for mine in proposal):
+            return
+        if self.record and ghost.agent in self.record.agents and ghost.seen.generation < self.record.generation:
             self.seen.add("ghost")
             assert isinstance(next_record(self.record, proposal), Void)
 

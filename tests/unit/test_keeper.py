@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from elasticgang.quorum.commit import Attempt
+from elasticgang.state import channel
 from elasticgang.state import keeper as keeper_module
 from elasticgang.state.keeper import Keeper
 
@@ -124,7 +125,7 @@ class FakeSource:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             with sock:
-                self.request = json.loads(keeper_module._receive(sock, 1 << 16))
+                self.request = json.loads(channel.receive(sock, 1 << 16))
                 self._serve(sock)
 
     def __enter__(self) -> FakeSource:
@@ -217,7 +218,7 @@ def test_what_is_served_is_what_was_there_when_the_step_began(ranks: Ranks) -> N
 
 
 def test_large_states_come_in_many_chunks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(channel, "CHUNK_BYTES", 1000)
     source, healer = ranks(1, size=700), ranks(0, size=700)
     source.keeper.begin(AT)
     assert healer.keeper.heal([source.keeper.address], AT)
@@ -433,7 +434,7 @@ class SlowReader:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         self.sock.settimeout(DEADLINE_S)
         self.sock.connect((host, int(port)))
-        keeper_module._send(self.sock, json.dumps({"attempt": list(AT), "after": False}).encode())
+        channel.send(self.sock, json.dumps({"attempt": list(AT), "after": False}).encode())
         self.first = self.sock.recv(1)
 
     def rest(self) -> int:

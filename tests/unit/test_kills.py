@@ -18,7 +18,15 @@ def journal_of(committed: dict[int, tuple[int, int]], *, ranks: int = 3, generat
     for number in range(generations):
         everybody = list(range(ranks))
         journal.add_event(
-            {"event": "generation", "t": 0.0, "generation": number + 1, "ranks": everybody, "active": 1, "learner": 0}
+            {
+                "event": "generation",
+                "t": 0.0,
+                "generation": number + 1,
+                "ranks": everybody,
+                "active": 1,
+                "learner": 0,
+                "spare": 0,
+            }
         )
     for rank, (step, generation) in committed.items():
         journal.add_history(f"m{rank}", {"kind": "committed", "t": 0.0, "step": step, "generation": generation})

@@ -202,6 +202,17 @@ def test_the_first_plan_fills_replica_groups_host_by_host() -> None:
     assert ids(planned) == "a b c d"
 
 
+def test_spares_beyond_the_most_groups_take_the_seats_of_the_lost_and_nobody_moves() -> None:
+    layout = ParallelLayout(tp=2)
+    first = plan(crew(A="a b c d e f"), layout, max_replicas=2)
+    assert (first.shape[1], ids(first), first.spares) == (2, "a b c d", ("e", "f"))
+    second = plan(crew(A="a b d e f"), layout, first, max_replicas=2)
+    assert (ids(second), second.spares) == ("a b e d", ("f",))
+    third = plan(crew(A="a b d e f c"), layout, second, max_replicas=2)
+    assert (ids(third), third.spares) == ("a b e d", ("f", "c"))
+    assert plan(crew(A="a b"), ParallelLayout(min_replicas=2), max_replicas=1).shape[1] == 2
+
+
 def test_the_groups_with_the_fewest_holes_stay() -> None:
     layout = ParallelLayout(sdp=3, within_host=())
     first = plan(crew(A="a b c d e f g h i"), layout)
@@ -455,20 +466,24 @@ def generations(draw: st.DrawFn, most: int, layouts: Sequence[ParallelLayout]) -
     return layout, former_layout, draw(st.permutations(before)), draw(st.permutations(after))
 
 
-def plan_or_none(members: Sequence[Member], layout: ParallelLayout, previous: Plan | None) -> Plan | None:
+def plan_or_none(
+    members: Sequence[Member], layout: ParallelLayout, previous: Plan | None, most: int | None = None
+) -> Plan | None:
     try:
-        return plan(members, layout, previous)
+        return plan(members, layout, previous, max_replicas=most)
     except LayoutError:
         return None
 
 
 @settings(max_examples=300, deadline=None)
-@given(generations(6, LAYOUTS))
-def test_no_seating_has_more_groups_or_takes_less_state(case: tuple[Any, ...]) -> None:
+@given(generations(6, LAYOUTS), st.none() | st.integers(1, 4), st.none() | st.integers(1, 4))
+def test_no_seating_has_more_groups_or_takes_less_state(
+    case: tuple[Any, ...], most_before: int | None, most: int | None
+) -> None:
     layout, former_layout, before, after = case
-    previous = plan_or_none(before, former_layout, None)
-    planned = plan_or_none(after, layout, previous)
-    groups = most_groups(after, layout)
+    previous = plan_or_none(before, former_layout, None, most_before)
+    planned = plan_or_none(after, layout, previous, most)
+    groups = min(most_groups(after, layout), most or len(after))
     if planned is None:
         assert groups == 0
         return
@@ -476,7 +491,7 @@ def test_no_seating_has_more_groups_or_takes_less_state(case: tuple[Any, ...]) -
     assert planned.shape[1] == groups
     same = previous if previous is not None and same_model(previous, planned) else None
     assert num_fetches(same, planned) == fewest_fetches(after, layout, same, groups)
-    assert plan(sorted(after, key=lambda member: member.id), layout, previous) == planned
+    assert plan(sorted(after, key=lambda member: member.id), layout, previous, max_replicas=most) == planned
 
 
 def same_model(one: Plan, other: Plan) -> bool:
@@ -546,6 +561,7 @@ def test_a_long_life(seed: int, layout: ParallelLayout) -> None:
     """Eight generations of some 60 members, more and less stable ones: each plan is sound and takes the least state."""
     source = random.Random(seed)
     num_hosts = source.randint(1, 12)
+    most = source.choice([None, 1, 3, 8])
     members: list[Member] = []
     planned: Plan | None = None
     for generation in range(8):
@@ -554,7 +570,7 @@ def test_a_long_life(seed: int, layout: ParallelLayout) -> None:
         joining = range(source.choice([0, 3, 60]) if members else 60)
         members += [Member(f"g{generation}.{index}", f"h{source.randrange(num_hosts)}") for index in joining]
         source.shuffle(members)
-        former, planned = planned, plan_or_none(members, layout, planned)
+        former, planned = planned, plan_or_none(members, layout, planned, most)
         if planned is None:
             continue
         assert not list(violations(planned, members, layout))

@@ -31,7 +31,11 @@ PURE_ROOM = "elasticgang.layout"
 PURE_MODULES = (
     "elasticgang.quorum.commit",
     "elasticgang.quorum.decide",
+    "elasticgang.quorum.ledger",
+    "elasticgang.quorum.progress",
+    "elasticgang.quorum.record",
     "elasticgang.quorum.roster",
+    "elasticgang.quorum.settle",
     "elasticgang.train.slots",
 )
 IMPURE = ("torch", "torchft", "socket", "threading", "time", "random", "asyncio", "os", "subprocess")

@@ -1,0 +1,84 @@
+"""What of torch.cuda reaches over two processes, in one place: a test without a GPU puts another in its place."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+_cuda: Any = torch.cuda  # much of it is untyped
+_Storage: Any = torch.UntypedStorage
+
+Handle = list[Any]  # JSON takes it but for its bytes
+
+
+class Cuda:
+    """torch.cuda itself. Importing this, and making one, initializes nothing."""
+
+    kind = "cuda"
+
+    def begin(self, device: int) -> None:
+        """Make this process's context, and the device the calling thread's current one."""
+        _cuda.set_device(device)
+        _cuda.init()
+
+    def current_device(self) -> int:
+        return int(_cuda.current_device())
+
+    def current_stream(self, device: int) -> Any:
+        return _cuda.current_stream(device)
+
+    def new_stream(self, device: int) -> Any:
+        return _cuda.Stream(device)
+
+    def key(self, stream: Any) -> int:
+        return int(stream.stream_id)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        on: AbstractContextManager[Any] = _cuda.stream(stream)
+        return on
+
+    def new_event(self, device: int, *, shared: bool) -> Any:
+        """`shared`: for the other process too, by `event_handle`."""
+        with _cuda.device(device):
+            event = _cuda.Event(interprocess=shared)
+            event.record(_cuda.current_stream(device))
+            return event
+
+    def event_handle(self, event: Any) -> bytes:
+        return bytes(event.ipc_handle())
+
+    def open_event(self, device: int, handle: bytes) -> Any:
+        return _cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)
+
+    def share(self, storage: torch.UntypedStorage) -> Handle:
+        """Once for each process that opens it, and for each a `release` here or the end of what it opened there: until
+        then the memory goes to nobody else."""
+        return list(_Storage._share_cuda_(storage))
+
+    def open(self, handle: Handle) -> torch.UntypedStorage:
+        storage: torch.UntypedStorage = _Storage._new_shared_cuda(*handle)
+        return storage
+
+    def release(self, handle: Handle) -> None:
+        """For a process that is dead, and had it open or not."""
+        _Storage._release_ipc_counter_cuda(handle[4], handle[5])
+
+    def new_future(self, device: int) -> Future[Any]:
+        return Future(devices=[torch.device("cuda", device)])
+
+    def new_group(self, store: Any, rank: int, size: int, device: int, timeout: timedelta) -> Any:
+        """Connected: a first collective that connected would keep the command loop."""
+        from torch._C import _distributed_c10d as c10d
+
+        nccl: Any = getattr(c10d, "ProcessGroupNCCL")  # noqa: B009  # not in every build
+        _cuda.set_device(device)  # of this thread
+        options = nccl.Options()
+        options._timeout = timeout
+        group = nccl(store, rank, size, options)
+        group._set_sequence_number_for_group()
+        group.eager_connect_single_device(torch.device("cuda", device))
+        return group

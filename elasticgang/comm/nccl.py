@@ -1,0 +1,438 @@
+"""NCCL in a comm process: device memory crosses by CUDA's IPC handles.
+
+Never run on a GPU: its own code was run over a stand-in for `Cuda` (shared CPU memory, Gloo), whatever CUDA itself does
+was not. Above all unknown: what a stream does that waits for an event whose process was killed.
+
+D1  No tensor is copied, but for those that are not contiguous: the comm process opens a storage once, and lets go of it
+    when it is gone here.
+D2  A collective begins after what the caller's stream held when it was submitted, and `wait` makes the current stream
+    wait for its end, and blocks only until it is queued. Both by events of this process: a killed owner's are lost.
+D3  A work's tensors are held here until its end has passed on the device, and after an abort until the streams that
+    it was ordered with are drained: the allocator gives their memory to nobody before.
+D4  What a killed process had open is released for it.
+D5  A work that has not passed by its deadline is an error, which ends the configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future as ProcessFuture
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.multiprocessing import reductions
+
+from elasticgang.comm import deadlines
+from elasticgang.comm.arena import Arena
+from elasticgang.comm.client import CommProcess, CommWork
+from elasticgang.comm.cuda import Cuda, Handle
+from elasticgang.comm.forkserver import ForkServerClient
+from elasticgang.comm.nccl_worker import encoded
+from elasticgang.comm.process_group import ProcessGroupIsolated, check_dtypes
+from elasticgang.comm.staging import DTYPE_NAMES
+from elasticgang.comm.supply import own_forks
+from elasticgang.comm.worker import IN_PLACE, REDUCING
+from elasticgang.errors import CollectiveTimeoutError, GangError, NotSupportedError, StaleGenerationError
+from elasticgang.gang.base import Collective, Work, writing
+from elasticgang.gang.calls import Call
+from elasticgang.gang.dtypes import device_dtype
+from elasticgang.gang.torch_group import TorchWork
+
+_POLL_S = 0.0005
+_WeakStorage: Any = reductions.StorageWeakRef  # it is untyped
+
+
+@dataclass(eq=False)
+class _Shared:
+    """A storage that the process opens. `id` 0: it is empty, and there is nothing to open."""
+
+    id: int
+    storage: Any  # a weak one
+    address: int
+    num_bytes: int
+    handle: Handle
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it still is that one, with the memory that it had."""
+        return (self.address, self.num_bytes) == (storage.data_ptr(), storage.nbytes()) and not self.storage.expired()
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The events of one work at a time."""
+
+    id: int
+    began: Any
+    done: Any
+
+
+@dataclass(frozen=True)
+class DeviceSpan:
+    """`tensor` is contiguous. Its result is in it when its work's end has passed: there is nothing to copy."""
+
+    tensor: Tensor
+    shared: _Shared
+    described: tuple[int, int, list[int], str]
+
+    def copy_out(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Held:
+    """D3: one work's tensors. `copies`: (what was sent, the caller's) where that is not contiguous."""
+
+    cuda: Cuda
+    device: int
+    pair: _Pair
+    tensors: list[Tensor]
+    copies: list[tuple[Tensor, Tensor]]
+    streams: list[Any]
+    is_queued: bool = False
+    lost: GangError | None = None
+    _has_passed: bool = False
+    _copied: Any = None
+    _drains: list[Any] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def done(self) -> bool:
+        """Its end has passed on the device, or never will."""
+        with self._lock:
+            if self.is_queued and self.lost is None and not self._has_passed:
+                self._has_passed = bool(self.pair.done.query())
+            return self._has_passed or self.lost is not None
+
+    def order(self) -> None:
+        """D2: the current stream waits. Raises GangError when the process was lost first."""
+        with self._lock:
+            if self.lost is not None:
+                raise self.lost
+            stream = self.cuda.current_stream(self.device)
+            if not self._has_passed:  # its events are others' otherwise
+                stream.wait_event(self.pair.done)
+                self.streams.append(stream)
+            if self.copies and self._copied is not None:
+                stream.wait_event(self._copied)
+            elif self.copies:
+                for sent, tensor in self.copies:
+                    with writing(tensor):
+                        tensor.copy_(sent)
+                self._copied = self.cuda.new_event(self.device, shared=False)
+                self._copied.record(stream)
+
+    def lose(self, error: GangError) -> bool:
+        """False when its end had passed."""
+        if self.done():
+            return False
+        with self._lock:
+            self.lost = error
+            for stream in self.streams:
+                self._drains.append(self.cuda.new_event(self.device, shared=False))
+                self._drains[-1].record(stream)
+        return True
+
+    def is_drained(self) -> bool:
+        return all(event.query() for event in self._drains)
+
+
+class DeviceWork(CommWork):
+    """Has ended when the process has queued it; `wait` orders streams (D2)."""
+
+    def __init__(
+        self, comm: CommProcess, name: str, outputs: Sequence[Tensor], spans: Sequence[DeviceSpan], held: _Held
+    ) -> None:
+        super().__init__(comm, name, outputs, spans)
+        self.comm, self.held = comm, held
+
+    def _end(self, error: GangError | None) -> None:
+        self.held.is_queued = error is None
+        super()._end(error)
+
+    def wait(self, timeout: float) -> None:
+        """As the base's, until the work is queued."""
+        super().wait(timeout)
+        self.held.order()
+
+    def wait_passed(self, timeout: float) -> None:
+        """Until it has passed on the device. Raises GangError as `wait`."""
+        deadline = time.monotonic() + timeout
+        while not self.held.done():
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(f"{self.name} timed out after {timeout:g} seconds")
+            time.sleep(_POLL_S)
+        self.held.order()
+
+
+_draining: list[_Held] = []  # of processes that are no more
+_draining_lock = threading.Lock()
+
+
+def _drain() -> None:
+    with _draining_lock:
+        drained = [held for held in _draining if held.is_drained()]
+        for held in drained:
+            _draining.remove(held)
+            held.tensors.clear()  # whoever still has the work, or its error
+            held.copies.clear()
+
+
+class NCCLCommProcess(CommProcess):
+    """A comm process with a CUDA context on `device`. Submits to it are of that device's tensors."""
+
+    target = "elasticgang.comm.nccl_worker:main"
+
+    def __init__(
+        self, forkserver: ForkServerClient, arena: Arena, device: int, *, timeout: float, cuda: Cuda | None = None
+    ) -> None:
+        self._cuda, self._device = cuda or Cuda(), device
+        self._memory_lock = threading.Lock()
+        self._shared: dict[int, _Shared] = {}  # by the storage, whose address stays its own while it is weakly known
+        self._replaced: list[_Shared] = []
+        self._next_shared = self._next_pair = 0
+        self._known: set[int] = set()  # ids of what the process was told to open
+        self._known_pairs: set[int] = set()
+        self._pairs: list[_Pair] = []
+        self._held: list[_Held] = []
+        super().__init__(forkserver, arena, timeout=timeout)
+
+    def _start_arguments(self) -> dict[str, Any]:
+        return {"device": self._device}
+
+    def submit(
+        self, group: str, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
+    ) -> DeviceWork:
+        """As the base's. On the device it follows what the current stream holds."""
+        tensors = list(outputs) if call in IN_PLACE else [*outputs, *inputs]
+        if call in REDUCING:
+            for tensor in tensors:
+                device_dtype(call, options.get("op"), tensor.dtype)
+        self._tidy()
+        stream = self._cuda.current_stream(self._device)
+        with torch.no_grad():
+            sent = [_contiguous(tensor) for tensor in tensors]
+        spans = [self._span(tensor, call) for tensor in sent]
+        copies = [pair for pair in zip(sent[: len(outputs)], outputs, strict=True) if pair[0] is not pair[1]]
+        pair = self._take_pair()
+        pair.began.record(stream)
+        held = _Held(self._cuda, self._device, pair, sent, copies, [stream])
+        work = DeviceWork(self, call, outputs, spans, held)
+        described = [span.described for span in spans]
+        body = json.dumps([group, call, options, described, self._cuda.key(stream), pair.id]).encode()
+        with self._memory_lock:
+            self._held.append(held)
+        if not self._start(work, spans, body, group):
+            error = StaleGenerationError(f"{call}: the comm process of this generation was aborted")
+            held.lose(error)
+            work._end(error)
+        return work
+
+    @property
+    def num_works(self) -> int:
+        self._tidy()
+        return len(self._held)
+
+    def close_groups(self, timeout: float) -> None:
+        """As the base's, once all works have passed on the device, if they do in time."""
+        deadline = time.monotonic() + timeout
+        while self.num_works and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        super().close_groups(timeout)
+
+    # -- memory and events
+
+    def _span(self, tensor: Tensor, call: str) -> DeviceSpan:
+        shared = self._share(tensor.untyped_storage())
+        offset = int(tensor.storage_offset()) * tensor.itemsize
+        shape, dtype = list(tensor.shape), tensor.dtype
+        if call in REDUCING and dtype.is_complex:
+            shape, dtype = [*shape, 2], dtype.to_real()
+        return DeviceSpan(tensor, shared, (shared.id, offset, shape, DTYPE_NAMES[dtype]))
+
+    def _share(self, storage: torch.UntypedStorage) -> _Shared:
+        with self._memory_lock:
+            found = self._shared.get(storage._cdata)
+            if found is not None and found.is_of(storage):
+                return found
+            if storage.nbytes() == 0:
+                return _Shared(0, _WeakStorage(storage), 0, 0, [])
+            handle = self._cuda.share(storage)
+            self._next_shared += 1
+            made = _Shared(self._next_shared, _WeakStorage(storage), storage.data_ptr(), storage.nbytes(), handle)
+            if found is not None:  # it has other memory by now (`resize_`)
+                self._replaced.append(found)
+            self._shared[storage._cdata] = made
+            return made
+
+    def _take_pair(self) -> _Pair:
+        with self._memory_lock:
+            if self._pairs:
+                return self._pairs.pop()
+            self._next_pair += 1
+            id = self._next_pair
+        events = (self._cuda.new_event(self._device, shared=True) for _ in range(2))
+        return _Pair(id, *events)
+
+    def _introduce(self, spans: Sequence[Any]) -> None:
+        """Under the send lock: storages and events that the process does not know yet."""
+        for shared in {span.shared.id: span.shared for span in spans if span.shared.id not in self._known}.values():
+            if shared.id:
+                self._known.add(shared.id)
+                message = {"kind": "share", "id": shared.id, "handle": encoded(shared.handle)}
+                self._sock.send(json.dumps(message).encode())
+        with self._memory_lock:
+            pairs = [held.pair for held in self._held if held.pair.id not in self._known_pairs]
+        for pair in pairs:
+            self._known_pairs.add(pair.id)
+            events = [self._cuda.event_handle(event).hex() for event in (pair.began, pair.done)]
+            self._sock.send(json.dumps({"kind": "events", "id": pair.id, "events": events}).encode())
+
+    def _give_back(self, spans: Sequence[Any]) -> None:
+        """Not yet: D3."""
+
+    def _tidy(self) -> None:
+        _drain()
+        with self._memory_lock:
+            if self._ended:
+                return  # `_bury` has the rest
+            passed = [held for held in self._held if held.done()]
+            for held in passed:
+                self._held.remove(held)
+                held.tensors.clear()
+                self._pairs.append(held.pair)
+        del passed  # with their tensors, and maybe storages
+        with self._memory_lock:
+            gone = [key for key, shared in self._shared.items() if shared.storage.expired()]
+            dead = [*self._replaced, *(self._shared.pop(key) for key in gone)]
+            self._replaced.clear()
+        if dead:
+            self._forget(dead)
+
+    def _forget(self, dead: Sequence[_Shared]) -> None:
+        known = [shared for shared in dead if shared.id in self._known]
+        for shared in dead:
+            if shared not in known:
+                self._release(shared)
+        if known:
+            with self._send_lock, contextlib.suppress(OSError):  # from here on it is the process that lets go of them
+                self._sock.send(json.dumps({"kind": "forget", "ids": [shared.id for shared in known]}).encode())
+
+    def _release(self, shared: _Shared) -> None:
+        with contextlib.suppress(RuntimeError):  # of a CUDA that is gone too
+            self._cuda.release(shared.handle)
+
+    def _bury(self, error: GangError) -> None:
+        with self._memory_lock:
+            helds, self._held = self._held, []
+            shareds, self._shared = [*self._shared.values(), *self._replaced], {}
+        lost = [held for held in helds if held.lose(error)]
+        with _draining_lock:
+            _draining.extend(lost)
+        for shared in shareds:
+            self._release(shared)  # D4
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+class DeviceTorchWork(TorchWork):
+    """On the device: `wait` orders the current stream, and so does a future for who uses its value."""
+
+    def __init__(self, works: Sequence[Any], call: Call, pg: ProcessGroupIsolatedNCCL) -> None:
+        super().__init__(works, call)
+        self._comm_works = [work.comm_work for work in works]
+        self._pg = pg
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Of a barrier (a call whose result says nothing but that it is there): until it has passed on the device."""
+        super().wait(timeout)
+        if self._call.is_barrier:
+            seconds = timeout.total_seconds() if timeout else self._pg._timeout
+            for work in self._comm_works:
+                work.wait_passed(seconds)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.held.done() or work.error is not None for work in self._comm_works)
+
+    def get_future(self) -> Future[Any]:
+        queued = self._pg._cuda.new_future(self._pg._device)
+
+        def finish(_: Future[Any]) -> list[Any]:  # on a stream of torch's, for which its users' streams wait
+            TorchWork.wait(self)
+            return self._call.result
+
+        following: Future[Any] = queued.then(finish)
+        torch.futures.collect_all(self._futures()).add_done_callback(lambda _: queued.set_result(None))
+        return following
+
+
+class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
+    """NCCL in a comm process: takes the place of torchft's `ProcessGroupBabyNCCL`. For tensors on the CUDA device that
+    is current when it is made. The comm process and its standby each have a CUDA context of their own (about 0.5 to
+    1 GB), and their kernels do not overlap with those of this process.
+
+    Never run on a GPU: see the module's docstring.
+    """
+
+    backend = "nccl"
+    keeps_in_place = False
+    has_mean = True
+    _cuda = Cuda()
+
+    def __init__(self, timeout: float | timedelta = 60.0, *, reuse: bool = True) -> None:
+        self._device = 0
+        super().__init__(timeout, reuse=reuse)
+
+    def _check_available(self) -> None:
+        if not dist.is_nccl_available():
+            raise NotSupportedError("isolated-nccl is not available: torch was built without NCCL.")
+        if not torch.cuda.is_available():
+            raise NotSupportedError("isolated-nccl is not available: there is no CUDA device.")
+
+    def _starter(self) -> Callable[[], ProcessFuture[CommProcess]]:
+        cuda, self._device = self._cuda, self._cuda.current_device()
+        device = self._device  # what is started here does not keep this group alive
+        make = self._process_kind()
+        return lambda: own_forks().start(lambda forks, arena: make(forks, arena, device, timeout=60.0, cuda=cuda))
+
+    def _process_kind(self) -> type[NCCLCommProcess]:
+        return NCCLCommProcess
+
+    def _submit(self, call: Call) -> TorchWork:
+        if call.is_barrier:
+            (part,) = call.parts
+            token = torch.zeros(1, device=torch.device(self._cuda.kind, self._device))
+            call = Call((Collective(part.call, (token,), (token,)),), [token], is_exact=True, is_barrier=True)
+        for part in call.parts:
+            for tensor in (*part.outputs, *part.inputs):
+                self._check_device(tensor)
+        check_dtypes(call, device_dtype)
+        return DeviceTorchWork([self._start(part) for part in call.parts], call, self)
+
+    def _start(self, collective: Collective) -> Work:
+        work: Any = super()._start(collective)
+        started: DeviceWork = work.comm_work
+        late = CollectiveTimeoutError(f"{started.name} timed out after {self._timeout:g} seconds")
+        fail = self._error_sink(started.comm)
+        deadlines.deadlines.add(started.held, self._timeout, lambda: fail(late))  # D5
+        return work  # type: ignore[no-any-return]
+
+    def _check_device(self, tensor: Tensor) -> None:
+        if tensor.device.type != self._cuda.kind or tensor.device.index not in (None, self._device):
+            raise ValueError(
+                f"a tensor must be on the group's device ({self._cuda.kind}:{self._device}), but is on "
+                f"{tensor.device} instead."
+            )

@@ -1,0 +1,117 @@
+"""The comm process of a rank on CUDA: NCCL's groups, and the rank's device memory by IPC handles.
+
+Never run on a GPU; see `nccl.py`.
+
+N1  It makes its CUDA context itself, at its start: the fork server has none.
+N2  A collective runs on a stream that stands for its caller's stream and its group, so that works of two groups wait
+    for nothing but their own tensors. It has "ended" for the rank when it is queued and its event recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, TCPStore
+
+from elasticgang.comm.cuda import Cuda
+from elasticgang.comm.page import CommBlock
+from elasticgang.comm.worker import CALLS, MESSAGES, REDUCING, Worker, run
+
+
+def main(args: dict[str, Any], fds: list[int]) -> int:
+    """As the worker's; `args` has the device's index too."""
+    return run(lambda sock, block: NCCLWorker(sock, args, block, Cuda()), args, fds)
+
+
+def _alltoall(group: Any, tensors: list[Tensor]) -> Any:
+    half = len(tensors) // 2
+    return group.alltoall(tensors[:half], tensors[half:], AllToAllOptions())
+
+
+_CALLS = {**CALLS, "alltoall": _alltoall}
+
+
+class NCCLWorker(Worker):
+    def __init__(self, sock: socket.socket, args: dict[str, Any], block: CommBlock, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._device = int(args["device"])
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._events: dict[int, tuple[Any, Any]] = {}
+        self._streams: dict[tuple[str, int], Any] = {}
+        self._queue: dict[bytes, tuple[str, str, dict[str, Any], list[Tensor], int, int]] = {}
+        cuda.begin(self._device)  # N1
+        super().__init__(sock, args, block)
+
+    def _learn(self, command: dict[str, Any]) -> None:
+        if command["kind"] == "share":
+            self._storages[command["id"]] = self._cuda.open(decoded(command["handle"]))
+        elif command["kind"] == "events":
+            began, done = (self._cuda.open_event(self._device, bytes.fromhex(each)) for each in command["events"])
+            self._events[command["id"]] = began, done
+        elif command["kind"] == "forget":
+            self._queue.clear()
+            for id in command["ids"]:
+                self._storages.pop(id, None)
+        else:
+            super()._learn(command)
+
+    def _create(self, client: TCPStore, prefix: str, group: dict[str, Any], timeout: timedelta) -> Any:
+        store = PrefixStore(f"{prefix}/{group['name']}", client)
+        return self._cuda.new_group(store, group["rank"], group["size"], self._device, timeout)
+
+    def _run(self, id: int, body: bytes) -> None:
+        try:
+            group, call, options, tensors, caller, pair = self._queue.get(body) or self._read(body)
+            began, done = self._events[pair]
+            key = (group, caller)
+            if key not in self._streams:
+                self._streams[key] = self._cuda.new_stream(self._device)
+            stream = self._streams[key]
+            with self._cuda.on(stream):
+                stream.wait_event(began)
+                _CALLS[call](self._groups[group], tensors, **options).wait()  # the stream waits, not this thread
+                done.record(stream)
+        except Exception as exc:
+            self._end(id, exc)
+        else:
+            self._block.completed(group, call in MESSAGES)
+            self._end(id, None)
+
+    def _read(self, body: bytes) -> tuple[str, str, dict[str, Any], list[Tensor], int, int]:
+        group, call, options, described, caller, pair = json.loads(body)
+        tensors = [self._tensor(*each) for each in described]
+        if call not in REDUCING:
+            tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+        if len(self._queue) >= 4096:
+            self._queue.clear()
+        self._queue[body] = found = (group, call, options, tensors, caller, pair)
+        return found
+
+    def _tensor(self, id: int, offset: int, shape: list[int], name: str) -> Tensor:
+        dtype: torch.dtype = getattr(torch, name)
+        empty = torch.empty(0, dtype=dtype, device=torch.device(self._cuda.kind, self._device))
+        if id == 0:
+            return empty.view(shape)
+        size = torch.Size(shape)
+        return empty.set_(self._storages[id], offset // dtype.itemsize, size, _strides(size))
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.insert(0, strides[0] * length)
+    return tuple(strides[: len(shape)])
+
+
+def encoded(handle: list[Any]) -> list[Any]:
+    """For JSON."""
+    return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in handle]
+
+
+def decoded(handle: list[Any]) -> list[Any]:
+    return [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle]

@@ -1,0 +1,388 @@
+"""An agent's contact with one incarnation of the coordinator: questions, the record, notices, heartbeats.
+
+K1  A contact ends once, with the first of its threads that loses its connection; another one takes its place. Clients
+    that have lost theirs never recover.
+K2  An agent lives as others see it while its count in the store grows. It is counted up before and apart from
+    heartbeats to the lighthouse, which begin with the first question: the others would wait for an agent that cannot
+    ask yet.
+K3  Notices are a log in the store, written by compare-and-set: no gap can be left by an agent that dies. To hear one
+    twice does no harm.
+K4  Of those that got the same answer one works out the record; the others wait for it, for a while, and then do so
+    themselves. Which of them writes it is of no account.
+K5  Nothing that blocks is called on the agent's loop; what is heard is called back from threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+from torchft.coordination import LighthouseClient
+
+from elasticgang.errors import OperationalError
+from elasticgang.quorum.coordinator import CURRENT_KEY, JOBS_KEY, OPEN_KEY, Endpoint, connect, record_key
+from elasticgang.quorum.decide import (
+    PROTOCOL,
+    Lost,
+    Record,
+    Report,
+    Void,
+    canonical,
+    follow,
+    is_for,
+    report_from_json,
+    report_to_json,
+)
+from elasticgang.quorum.record import digest_of
+
+_QUORUM_TIMEOUT_S = 5.0
+_BEAT_INTERVAL_S = 0.1
+_BEATS_A_COUNT = 4
+_BEAT_TIMEOUT_S = 1.0
+_WAIT_S = 60.0
+_WAIT_FOR_RECORD_S = 0.25
+_OPEN_POLL_S = 0.02
+_OLD_NOTICES = 100  # read again by a new contact
+
+_AWAY = (RuntimeError, TimeoutError)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a contact calls back, from its own threads. `beat`: with the time at which an answered beat was begun."""
+
+    beat: Callable[[float], None]
+    notice: Callable[[dict[str, Any]], None]
+    lost: Callable[[str], None]
+
+
+class Contact:
+    """`beats`: whether heartbeats go to the lighthouse."""
+
+    def __init__(self, endpoint: Endpoint, job: str, agent: str, record: Record | None, timeout: float) -> None:
+        """Blocks until the lighthouse is reached, and the store has a record no older than `record`.
+
+        Raises:
+            OperationalError: the coordinator does not answer.
+        """
+        self.endpoint = endpoint
+        self.beats = False
+        self._job, self.agent = job, agent
+        self._closed = threading.Event()
+        self._outgoing: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._newest: dict[str, int] = {}
+        self._announced = ("", 0)
+        self._is_open = False
+        self._read: tuple[str, Record | None] = ("", None)
+        try:
+            self._lighthouse = LighthouseClient(endpoint.lighthouse, timedelta(seconds=timeout))
+            self._beating = LighthouseClient(endpoint.lighthouse, timedelta(seconds=timeout))
+            self._counting, self._watching, self._posting = (connect(endpoint.address, timeout) for _ in range(3))
+            self._enlist()
+            if record is not None:
+                bring(endpoint.store, record)
+        except _AWAY as exc:
+            raise OperationalError(f"cannot reach the coordinator at {endpoint.address}: {first_line(exc)}") from exc
+
+    def start(self, heard: Heard) -> None:
+        self._heard = heard
+        for function in (self._beat, self._watch, self._post_all):
+            threading.Thread(target=self._until_lost, args=(function,), name=function.__name__, daemon=True).start()
+
+    def close(self) -> None:
+        """Use it no more. A thread that is in a call to a silent coordinator is left behind."""
+        self._closed.set()
+        self._outgoing.put(None)
+
+    def _until_lost(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except _AWAY as exc:
+            if not self._closed.is_set():
+                self._heard.lost(first_line(exc))
+
+    def _enlist(self) -> None:
+        """The coordinator keeps the records of the jobs that it knows of."""
+        store = self.endpoint.store
+        present = store.get(JOBS_KEY).decode()
+        while self._job not in (jobs := json.loads(present)):
+            present = store.compare_set(JOBS_KEY, present, json.dumps(sorted([*jobs, self._job]))).decode()
+
+    # -- questions
+
+    def agree(self, report: Report) -> Record | Void | Lost | None:
+        """Ask the lighthouse and write the record that follows. None: others are waited for.
+
+        A newer question takes the place of this one at the lighthouse, but both get the answer.
+
+        Raises:
+            OperationalError: the coordinator does not answer.
+        """
+        try:
+            self._wait_until_open()
+            text, agreed = self._present(report.job)
+            if agreed is not None and is_for(agreed, report):
+                return agreed  # by a call that had timed out here
+            is_member = agreed is not None and report.agent in agreed.agents
+            if self.endpoint.store.check([_finished_key(report.job)]):
+                self._heard.notice({"kind": "finished"})
+                if not is_member:
+                    return Void("the job has finished")
+            if text and not is_member and (why := self._strange(agreed, report)) is not None:
+                return self._refuse_oneself(why)
+            told = self._propose(report)
+            if told is None or (void := other_versions(told, report.protocol if is_member else None)) is not None:
+                return None if told is None else void
+            if (record := self._by_another(report, agreed, told)) is not None:
+                return record
+            proposal = [report_from_json(json.loads(data["report"])) for data in told.values()]
+            return publish(self.endpoint.store, report, proposal, self._present)
+        except _AWAY as exc:
+            raise OperationalError(first_line(exc)) from exc
+        except (KeyError, TypeError, ValueError) as exc:
+            return Void(f"a participant's report is not one: {exc!r}")
+
+    def _strange(self, record: Record | None, report: Report) -> str | None:
+        """What about `report` is not as the job is."""
+        key = _protocol_key(report.job)
+        protocol = int(self.endpoint.store.get(key)) if self.endpoint.store.check([key]) else PROTOCOL
+        if protocol != report.protocol or record is None:
+            return f"its protocol is {report.protocol!r}, but the job's is {protocol!r}"
+        if record.layout != report.layout:
+            return f"its layout is {report.layout!r}, but the job's is {record.layout!r}"
+        return None
+
+    def _refuse_oneself(self, why: str) -> Void:
+        """What the job would say: it need not be asked, and is told."""
+        self.post({"kind": "refused", "agent": self.agent, "reason": why})
+        return Void(f"refused {self.agent}: {why}", refused=((self.agent, why),))
+
+    def _wait_until_open(self) -> None:
+        """C2 of `coordinator.py`."""
+        while not self._is_open and not self.endpoint.store.check([OPEN_KEY]):
+            if self._closed.wait(_OPEN_POLL_S):
+                raise TimeoutError("the contact has ended")
+        self._is_open = True
+
+    def _propose(self, report: Report) -> dict[str, dict[str, Any]] | None:
+        """What each of the proposal's agents told."""
+        try:
+            quorum = self._lighthouse.quorum(
+                replica_id=report.agent,
+                timeout=timedelta(seconds=_QUORUM_TIMEOUT_S),
+                address="",
+                store_address="",
+                step=0,
+                world_size=1,
+                shrink_only=False,
+                data={"protocol": report.protocol, "report": json.dumps(report_to_json(report))},
+            )
+        except TimeoutError:
+            self.endpoint.store.check([record_key(report.job)])  # raises when the coordinator is gone
+            return None
+        return {participant.replica_id: participant.data for participant in quorum.participants}
+
+    def _by_another(self, report: Report, present: Record | None, told: Iterable[str]) -> Record | None:
+        """K4. The record that the first of the proposal's agents has written; None: it is for this one to do."""
+        members = () if present is None else present.agents
+        first = min(told, key=lambda agent: (agent not in members, agent))
+        if first == report.agent:
+            return None
+        try:
+            generation = 1 if present is None else present.generation + 1
+            self.endpoint.store.wait([_written_key(report.job, generation)], timedelta(seconds=_WAIT_FOR_RECORD_S))
+        except DistStoreError:
+            return None
+        _, record = self._present(report.job)
+        return record if record is not None and is_for(record, report) else None
+
+    def _present(self, job: str) -> tuple[str, Record | None]:
+        """As `present_record`, without reading the same text twice."""
+        store, key = self.endpoint.store, record_key(job)
+        text = store.get(key).decode() if store.check([key]) else ""
+        read = self._read
+        if text != read[0]:
+            read = self._read = (text, read_record(text))
+        return read
+
+    # -- notices
+
+    def announce(self, report: Report) -> None:
+        """Tell the job that runs here that a member of `report` waits to join it; once in a generation. A job of
+        another name is told too: it refuses whom it finds, when it next asks."""
+        with contextlib.suppress(*_AWAY, ValueError, KeyError, TypeError):
+            store = self.endpoint.store
+            job = store.get(CURRENT_KEY).decode() if store.check([CURRENT_KEY]) else report.job
+            _, record = present_record(store, job)
+            if record is None or (job, record.generation) == self._announced:
+                return
+            if job != report.job or any(record.seat(member.id) is None for member in report.members):
+                self._announced = (job, record.generation)
+                self.post({"kind": "join", "generation": record.generation}, job)
+
+    def post(self, notice: dict[str, Any], job: str | None = None) -> None:
+        """Tell all agents of the job, soon; nobody when the contact is lost before."""
+        self._outgoing.put((job or self._job, notice))
+
+    def _post_all(self) -> None:
+        store = self._posting
+        while (item := self._outgoing.get()) is not None:
+            job, notice = item
+            if notice["kind"] == "finished":
+                store.set(_finished_key(job), "1")
+            text = canonical(notice)
+            number = max(self._newest.get(job, 0), _newest_notice(store, job))
+            while store.compare_set(_notice_key(job, number + 1), "", text).decode() != text:
+                number += 1
+            self._newest[job] = number + 1
+            store.set(_newest_key(job), str(number + 1))
+
+    def _watch(self) -> None:
+        store = self._watching
+        number = max(1, _newest_notice(store, self._job) - _OLD_NOTICES)
+        while not self._closed.is_set():
+            key = _notice_key(self._job, number)
+            try:
+                store.wait([key], timedelta(seconds=_WAIT_S))
+            except DistStoreError:
+                continue  # it has waited so long
+            self._heard.notice(json.loads(store.get(key)))
+            number += 1
+
+    # -- life
+
+    def _beat(self) -> None:
+        for beat in itertools.count():
+            if self._closed.is_set():
+                return
+            if beat % _BEATS_A_COUNT == 0:
+                began = time.monotonic()
+                self._counting.add(_count_key(self._job, self.agent), 1)
+                self._heard.beat(began)
+            if self.beats:
+                with contextlib.suppress(*_AWAY):  # the store says whether the coordinator is away
+                    self._beating.heartbeat(self.agent, timedelta(seconds=_BEAT_TIMEOUT_S))
+            self._closed.wait(_BEAT_INTERVAL_S)
+
+    def counts(self, agents: Iterable[str]) -> dict[str, int]:
+        """How often each has shown itself to this incarnation. Raises OperationalError when that is away."""
+        store = self.endpoint.store
+        keys = {agent: _count_key(self._job, agent) for agent in agents}
+        try:
+            if store.check(list(keys.values())):  # else one of them is waited for
+                return dict(zip(keys, map(int, store.multi_get(list(keys.values()))), strict=True))
+            return {agent: store.add(key, 0) for agent, key in keys.items()}
+        except _AWAY as exc:
+            raise OperationalError(first_line(exc)) from exc
+
+
+def publish(
+    store: Store, mine: Report, proposal: Sequence[Report], read: Callable[[str], tuple[str, Record | None]]
+) -> Record | Void | Lost:
+    """Compare-and-set the record that follows from `proposal`; an agent that comes second finds itself in the first
+    one's and takes that. `read`: as `present_record`, of a job."""
+    present, parent = read(mine.job)
+    answer = follow(parent, mine, proposal)
+    if not isinstance(answer, Record) or answer is parent:
+        return answer
+    wanted = canonical(answer.to_json())
+    written = store.compare_set(record_key(mine.job), present, wanted).decode()
+    if written == wanted:
+        _tell_of_record(store, answer)
+        return answer
+    winner = Record.from_json(json.loads(written))
+    return winner if is_for(winner, mine) else Void(f"generation {winner.generation} was agreed without this agent")
+
+
+def bring(store: Store, record: Record) -> None:
+    """Let the store have `record`, unless it has one that does not come before it on one chain."""
+    while True:
+        present, there = present_record(store, record.job)
+        if present and (there is None or there.generation >= record.generation or not record.builds_on(there.name)):
+            return
+        wanted = canonical(record.to_json())
+        if store.compare_set(record_key(record.job), present, wanted).decode() == wanted:
+            _tell_of_record(store, record)
+            return
+
+
+def _tell_of_record(store: Store, record: Record) -> None:
+    store.set(_written_key(record.job, record.generation), "1")
+    store.set(_protocol_key(record.job), str(PROTOCOL))
+    store.set(CURRENT_KEY, record.job)
+
+
+def present_record(store: Store, job: str) -> tuple[str, Record | None]:
+    """The record in the store, as it stands there, "" when there is none, and as it reads; None when it does not."""
+    key = record_key(job)
+    text = store.get(key).decode() if store.check([key]) else ""
+    return text, read_record(text)
+
+
+def read_record(text: str) -> Record | None:
+    """None when `text`, which `publish` or `bring` wrote, is not of this version."""
+    try:
+        return Record.from_json(json.loads(text), digest_of(text)) if text else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def other_versions(told: Mapping[str, dict[str, Any]], right: int | None) -> Void | None:
+    """Reports of another protocol than PROTOCOL cannot be read. Who has not the `right` one is refused; None: that of
+    most of them."""
+    protocols = {agent: data.get("protocol") for agent, data in told.items()}
+    if set(protocols.values()) == {PROTOCOL}:
+        return None
+    votes = list(protocols.values())
+    right = right or max(set(votes), key=lambda protocol: (votes.count(protocol), str(protocol)))
+    refused = tuple(
+        (agent, f"its protocol is {protocol!r}, but the job's is {right!r}")
+        for agent, protocol in sorted(protocols.items())
+        if protocol != right
+    )
+    return Void("refused " + "; ".join(f"{agent}: {why}" for agent, why in refused), refused)
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].partition(", details")[0] or type(error).__name__
+
+
+def _newest_notice(store: Store, job: str) -> int:
+    """All notices up to this one are there; further ones may be."""
+    key = _newest_key(job)
+    return int(store.get(key)) if store.check([key]) else 0
+
+
+def _written_key(job: str, generation: int) -> str:
+    """Told after the record, which alone counts."""
+    return f"elasticgang/written/{job}/{generation}"
+
+
+def _finished_key(job: str) -> str:
+    return f"elasticgang/finished/{job}"
+
+
+def _protocol_key(job: str) -> str:
+    return f"elasticgang/protocol/{job}"
+
+
+def _newest_key(job: str) -> str:
+    return f"elasticgang/notices/{job}/newest"
+
+
+def _notice_key(job: str, number: int) -> str:
+    return f"elasticgang/notices/{job}/{number}"
+
+
+def _count_key(job: str, agent: str) -> str:
+    return f"elasticgang/alive/{job}/{agent}"

@@ -1,0 +1,59 @@
+"""A rank that is to go: asked by SIGTERM or by its script, it leaves at a boundary that the others come to with it.
+
+G1  It leaves only after a vote in which it said so: then all come to the same boundary, and no step is lost. One that
+    never took part, or is a spare, leaves at once.
+G2  Its agent reads on its page that it goes, and does not start it again, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+from elasticgang.comm.page import Page
+
+
+class Drained(Exception):
+    """This rank was asked to go while it had no part in the job."""
+
+
+class Drain:
+    """`ask` may be called from a signal handler and from any thread; the rest is the training thread's.
+
+    `asked`: it is to go. `by_signal`: the process is to end too. `told`: the others know, and come to the next
+    boundary.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.asked = self.by_signal = self.told = False
+        self.in_loop = False
+        self.wake: Callable[[], None] = lambda: None
+        self.page = page
+
+    def ask(self) -> None:
+        self.page.go()
+        self.asked = True
+        self.wake()
+
+    # -- SIGTERM
+
+    def install(self) -> None:
+        """Heed SIGTERM in this process, which is the rank itself; forked children do not."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.page.ending or self.by_signal:  # the agent passes on the end of the job, or somebody asks once more
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self.by_signal = True
+        self.ask()
+        if not self.in_loop:
+            raise SystemExit(0)

@@ -1,0 +1,181 @@
+"""What one rank knows and holds of what is committed: the rank's side of `commit.py`.
+
+Pure: `manager.py` does what is decided here to tensors, and the simulator to names of them.
+
+L1  `tip` names the state that is held; while an apply runs there is none (R10).
+L2  A prepared attempt is kept until its fate is known: a vote that was counted, or a record (R4).
+L3  A gradient of a state that is not whole is not used (R5).
+L4  Whoever counts the same round of votes has the same active members afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elasticgang.errors import InternalError, StateLostError
+from elasticgang.layout import ParallelLayout
+from elasticgang.quorum.commit import Action, Attempt, action
+from elasticgang.quorum.decide import ACTIVE, LEARNER, MemberReport, Record, Seat
+
+_NOTHING = Attempt(0, 0)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a step's slots falls to this rank: part `index` of `count`; a learner has none. Each `alike`
+    consecutive parts (those of a replica group) are of one size."""
+
+    index: int
+    count: int
+    alike: int = 1
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a round of votes has led to. `joins`: somebody waits to join."""
+
+    passed: bool
+    joins: bool
+
+
+@dataclass
+class Ledger:
+    """`committed`: the newest attempt known to be committed; `entered`: the generation entered last; `holds`: the model
+    coordinates of the state in `tip` and `pending`; `was_whole`: there was a state when the step under way began."""
+
+    member: str
+    tip: Attempt | None = None
+    pending: Attempt | None = None
+    committed: Attempt = _NOTHING
+    active: set[str] = field(default_factory=set)
+    entered: int = 0
+    record: Record | None = None
+    holds: tuple[int, int, int] | None = None
+    torn: bool = False
+    was_whole: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this rank votes in the present generation."""
+        return self.member in self.active
+
+    def report(self, local_rank: int, address: str) -> MemberReport:
+        """What to ask with."""
+        return MemberReport(
+            id=self.member,
+            local_rank=local_rank,
+            address=address,
+            tip=self.tip,
+            pending=self.pending,
+            holds=self.holds,
+            entered=self.entered,
+            active=self.is_active,
+        )
+
+    # -- one step
+
+    def attempt(self) -> Attempt:
+        """The step under way."""
+        return Attempt(self.committed.step + 1, self.entered)
+
+    def begin(self) -> None:
+        """A step begins: gradients are computed on the state as it is now."""
+        self.was_whole = self.tip is not None
+
+    @property
+    def fails(self) -> bool:
+        """Whether this rank's gradients must not be used: its share of the step was computed on a torn state."""
+        return self.is_active and not self.was_whole
+
+    def healed(self) -> None:
+        """The committed state was loaded from a peer."""
+        self.tip, self.torn = self.committed, False
+
+    def prepare(self, attempt: Attempt) -> None:
+        """The gradients of `attempt` are whole, and can be applied without anybody else. Only with a state."""
+        self.pending = attempt
+
+    def ballot(self, attempt: Attempt, join_noticed: bool) -> list[float]:
+        """This rank's part of the vote on `attempt`, to be summed over all seats. Learners take part, so that all know
+        when they become active, but do not vote."""
+        failed = float(self.is_active and self.pending is None)
+        whole = [float(member == self.member and self.pending is not None) for member in self._learners()]
+        return [failed, float(join_noticed), 1.0, float(attempt.step), float(attempt.generation), *whole]
+
+    def count(self, attempt: Attempt, sums: Sequence[float]) -> Count:
+        """The outcome of the vote on `attempt`. One that failed drops what was prepared.
+
+        Raises:
+            InternalError: the ranks voted on different attempts. Nothing has changed.
+        """
+        num_failed, joins, size, steps, generations, *whole = sums
+        if [steps, generations] != [size * attempt.step, size * attempt.generation]:
+            raise InternalError(f"the ranks voted on different attempts: mine is {attempt}, the sums are {list(sums)}")
+        if num_failed:
+            self.pending = None
+            return Count(False, joins > 0.0)
+        self.active.update(member for member, flag in zip(self._learners(), whole, strict=True) if flag)
+        return Count(True, joins > 0.0)
+
+    def _learners(self) -> list[str]:
+        assert self.record is not None
+        return [seat.member for seat in self.record.seats if seat.status == LEARNER]
+
+    def passed(self, attempt: Attempt) -> bool:
+        """The vote on `attempt` has passed. Returns whether this rank applies it; if not, it has no state now."""
+        self.committed = attempt
+        if self.pending is None:
+            self.tip = None
+        return self.pending is not None
+
+    def begin_apply(self) -> Attempt:
+        """What is applied now. Until `end_apply` there is no state."""
+        assert self.pending is not None
+        attempt, self.pending = self.pending, None
+        self.torn, self.tip = True, None
+        return attempt
+
+    def end_apply(self, attempt: Attempt) -> None:
+        self.torn, self.tip = False, attempt
+
+    def share(self, layout: ParallelLayout) -> Share | None:
+        """The replica groups whose seats are all active divide the slots; inside one, its `sdp` ranks do."""
+        assert self.record is not None
+        plan = self.record.plan
+        seated = Counter(plan.coordinates(member)["rdp"] for member in self.active if member in plan.ranks)
+        whole = sorted(rdp for rdp, num_active in seated.items() if num_active == layout.unit)
+        mine = plan.coordinates(self.member)
+        if mine["rdp"] not in whole:
+            return None
+        return Share(whole.index(mine["rdp"]) * layout.sdp + mine["sdp"], len(whole) * layout.sdp, layout.sdp)
+
+    # -- from generation to generation
+
+    def todo(self, record: Record) -> Action:
+        """What to do with the state before `enter`."""
+        if record.loads:
+            raise StateLostError(f"generation {record.generation} goes back to a checkpoint, and this job has none")
+        return action(self.tip, self.pending, record.committed)
+
+    def enter(self, record: Record, seat: Seat) -> None:
+        """Take `seat`, after `todo` is done. What was prepared and not applied is dropped.
+
+        Raises:
+            StateLostError: the state is to be taken from this rank, and it is torn.
+        """
+        self.pending = None
+        if seat.status == LEARNER or self.tip != record.committed:
+            # D4: before the first committed step, an active seat is where the state is taken from.
+            fresh = seat.status == ACTIVE and record.committed.step == 0
+            if fresh and self.torn:
+                raise StateLostError("the only state left was torn while the first step was applied")
+            self.tip = record.committed if fresh else None
+        self.committed = record.committed
+        self.entered, self.record = record.generation, record
+        self.active = set(record.members(ACTIVE))
+        if seat.member in record.plan.ranks:
+            self.holds = record.model_coordinates(self.member)
+        elif self.tip is None:  # a spare that holds state keeps it, and says of which part
+            self.holds = None

@@ -1,0 +1,301 @@
+"""An agent's dealings with the coordinator and the other agents: questions, notices, and who is lost.
+
+O1  A question is asked anew whenever the contact in which it was asked is lost, until somebody answers or the
+    coordinator has been away for too long. Nothing goes on without an answer.
+O2  What ends a generation is told once by each agent, by both ways: connections between agents, and the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elasticgang.errors import OperationalError
+from elasticgang.quorum.contact import Contact
+from elasticgang.quorum.coordinator import Endpoint
+from elasticgang.quorum.decide import Lost, Record, Report, Void
+from elasticgang.quorum.lease import Lease
+from elasticgang.quorum.line import Hooks, Line, Others, in_daemon
+from elasticgang.quorum.roster import Answered, Event, Finished, HostLost, Noticed, Roster
+from elasticgang.quorum.tripwires import Tripwires
+
+_VOID_PATIENCE_S = 3.0
+_ANNOUNCE_FIRST_S = 0.02
+_ANNOUNCE_S = 0.2
+_RETRY_S = 0.05
+
+
+class Inside(Protocol):
+    """The agent itself."""
+
+    @property
+    def roster(self) -> Roster: ...
+
+    def handle(self, event: Event) -> None: ...
+
+    def run_aside(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """As a task that ends with the agent, and with which the agent fails."""
+
+    def hear_waits(self, agent: str, waits: list[list[Any]]) -> None:
+        """Of the members of another agent. Raises TypeError or ValueError when that is not what it is."""
+
+    def fence(self) -> None:
+        """End all members here, and come back as another agent."""
+
+    def fail(self, code: int, reason: str) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+    def log(self, event: str, **fields: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """In seconds: for the coordinator to answer, and for it to come back when it is away."""
+
+    connect: float
+    away: float
+
+
+class Outside:
+    def __init__(self, inside: Inside, endpoint: Endpoint, job: str, limits: Limits, lease: Lease | None) -> None:
+        self._inside, self._endpoint = inside, endpoint
+        self._job, self._limits = job, limits
+        hooks = Hooks(self._heard, self._away, self._back, inside.fence)
+        self._line = Line(endpoint.address, job, limits.connect, lease, hooks)
+        self._tripwires: Tripwires | None = None
+        self._num_asked = 0  # the last question counts
+        self._num_open = 0
+        self._void_since = 0.0
+        self._told_void = ""
+        self._told_over = self._told_join = 0
+        self._told_finished = False
+        self._found_lost: set[str] = set()
+        self._awaited: tuple[str, ...] = ()  # that must come, or be found lost
+
+    @property
+    def agent(self) -> str:
+        return self._inside.roster.agent
+
+    async def open(self) -> None:
+        """Raises OperationalError: the coordinator does not answer."""
+        await self._line.open(self._endpoint, self.agent)
+        await self.become(self._endpoint)
+        self._inside.run_aside(self._line.keep(lambda: self.agent, lambda: self._inside.roster.record))
+        self._inside.run_aside(self._line.watch())
+        self._inside.run_aside(self._line.watch_others(self._others, self._miss))
+
+    async def become(self, endpoint: Endpoint) -> None:
+        """The agent has an id, for the first time or a new one."""
+        self.leave()
+        self._endpoint = endpoint
+        self._tripwires = Tripwires(self._job, self.agent, self._told)
+        self._told_over = self._told_join = 0
+        self._found_lost = set()
+        try:
+            self._inside.roster.address = await self._tripwires.listen(self._endpoint.host)
+        except OSError as exc:
+            raise OperationalError(f"cannot listen on {self._endpoint.host}: {exc}") from exc
+
+    async def come_back(self) -> Endpoint | None:
+        """Under the agent's new id: the coordinator, once it answers, with a new lease. None: the agent has failed."""
+        self._line.hang_up("this agent has ended its members")
+        self._num_asked = 0
+        contact = await self._line.next_contact(self._limits.away)
+        if contact is None:
+            self._inside.fail(
+                1, f"the coordinator at {self._endpoint.address} has not answered for {self._limits.away:g} s"
+            )
+            return None
+        self._line.begin_lease()
+        return contact.endpoint
+
+    def leave(self) -> None:
+        """All members of the agent have ended, and it does not come back under this id."""
+        if self._tripwires is not None:
+            self._tripwires.tell("gone")
+            self._tripwires.close()
+            self._tripwires = None
+
+    # -- what is told
+
+    def tell_over(self, generation: int, reason: str) -> None:
+        if generation > self._told_over:
+            self._told_over = generation
+            self._tell("over", generation=generation, reason=reason)
+
+    def tell_join(self, generation: int) -> None:
+        if generation > self._told_join:
+            self._told_join = generation
+            self._tell("join", generation=generation)
+
+    def tell_finished(self) -> None:
+        if not self._told_finished:
+            self._told_finished = True
+            self._tell("finished", to_all=True)
+
+    def tell_waits(self, waits: list[list[Any]]) -> None:
+        """To the other agents themselves: without a connection to them, the host is lost sooner than it hangs."""
+        record = self._inside.roster.record
+        if self._tripwires is not None and record is not None and len(record.agents) > 1:
+            self._tripwires.tell("waits", waits=waits)
+
+    def _tell(self, kind: str, to_all: bool = False, **fields: Any) -> None:
+        record = self._inside.roster.record
+        if self._tripwires is None or not (to_all or (record is not None and len(record.agents) > 1)):
+            return
+        self._tripwires.tell(kind, **fields)
+        if self._line.contact is not None:
+            self._line.contact.post({"kind": kind, **fields})
+
+    def follow(self, record: Record) -> None:
+        if self._tripwires is not None:
+            self._tripwires.follow(dict(zip(record.agents, record.addresses, strict=False)))
+
+    # -- what is heard
+
+    def _told(self, agent: str, message: dict[str, Any]) -> None:
+        """By another agent itself."""
+        if message["kind"] == "gone":
+            self._lose([agent], "agent gone")
+        elif message["kind"] == "waits":
+            self._inside.hear_waits(agent, message["waits"])
+        else:
+            self._hear(message)
+
+    def _heard(self, notice: dict[str, Any]) -> None:
+        try:
+            self._hear(notice)
+        except (KeyError, TypeError, ValueError) as exc:
+            self._inside.log("bad notice", notice=repr(notice), error=repr(exc))
+
+    def _hear(self, notice: dict[str, Any]) -> None:
+        match notice["kind"]:
+            case "over":
+                generation = int(notice["generation"])
+                self._told_over = max(self._told_over, generation)
+                self._inside.handle(Noticed(generation, over=True, reason=str(notice["reason"])))
+            case "join":
+                generation = int(notice["generation"])
+                self._told_join = max(self._told_join, generation)
+                self._inside.log("join noticed", generation=generation)
+                self._inside.handle(Noticed(generation, over=False))
+            case "finished":
+                self._told_finished = True
+                self._inside.handle(Finished())
+            case "refused":
+                if notice["agent"] != self.agent:
+                    self._inside.say(f"elasticgang: agent {notice['agent']} is refused: {notice['reason']}")
+            case kind:
+                raise ValueError(f"unknown kind {kind!r}")
+
+    def _away(self, reason: str) -> None:
+        self._inside.log("coordinator away", reason=reason)
+
+    def _back(self, contact: Contact) -> None:
+        self._inside.log("coordinator back", incarnation=contact.endpoint.incarnation)
+        contact.beats = self._num_asked > 0
+        self._inside.roster.coordinator = contact.endpoint.incarnation
+
+    # -- who is lost
+
+    def _others(self) -> Others:
+        """Agents that take part, or have, and are neither here nor known to be lost."""
+        record, wires = self._inside.roster.record, self._tripwires
+        if wires is None:
+            return Others((), (), False)
+        named = () if record is None else (*record.agents, *record.away)
+        names = sorted({*named, *self._awaited} - {self.agent} - self._found_lost)
+        gone = [agent for agent in names if agent in wires.gone]
+        return Others(names, gone, bool(self._num_open) or not all(map(wires.is_up, names)))
+
+    def _miss(self, agents: list[str]) -> None:
+        self._lose(agents, "host lost")
+
+    def _lose(self, agents: list[str], event: str) -> None:
+        for agent in agents:
+            if agent in self._found_lost:
+                continue
+            self._found_lost.add(agent)
+            self._inside.log(event, agent=agent)
+            self._inside.handle(HostLost(agent))
+
+    # -- questions
+
+    def ask(self, delay_s: float) -> None:
+        self._num_asked += 1
+        self._inside.run_aside(self._ask(self._num_asked, delay_s))
+
+    async def _ask(self, number: int, delay_s: float) -> None:
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        self._num_open += 1
+        if not delay_s:  # else once more
+            self._inside.log("asked", question=number)
+        try:
+            answer = await self._answer(number)
+        finally:
+            self._num_open -= 1
+        if answer is not None:
+            self._awaited = answer.absent if isinstance(answer, Void) else ()
+            self._tell_of_void(answer)
+            self._inside.handle(Answered(answer, is_newest=number == self._num_asked))
+
+    async def _answer(self, number: int) -> Record | Void | Lost | None:
+        """None: the question needs no answer any more."""
+        failing_since = 0.0
+        while number == self._num_asked and self._inside.roster.may_ask():
+            contact = self._line.contact
+            if contact is None:
+                away_since, error = self._line.away_since, "it is away"
+            else:
+                contact.beats = True
+                report = self._inside.roster.report()
+                asking = in_daemon(contact.agree, report)
+                try:
+                    if await self._announcing(asking, contact, report) and asking.result() is not None:
+                        answer: Record | Void | Lost = asking.result()
+                        return answer
+                    failing_since = 0.0
+                    continue
+                except OperationalError as exc:
+                    away_since = failing_since = failing_since or time.monotonic()
+                    error = str(exc)
+            if time.monotonic() - away_since > self._limits.away:
+                address = self._endpoint.address
+                self._inside.fail(1, f"no generation can be agreed without the coordinator at {address}: {error}")
+                return None
+            await asyncio.sleep(_RETRY_S)
+        return None
+
+    async def _announcing(self, asking: asyncio.Future[Any], contact: Contact, report: Report) -> bool:
+        """Wait for an answer, and let the job know who waits to join it. False: the contact was lost."""
+        wait_s, is_newcomer = _ANNOUNCE_FIRST_S, self._has_newcomer(report)
+        losing = asyncio.ensure_future(self._line.until_lost(asking))
+        try:
+            while not losing.done():
+                await asyncio.wait([losing], timeout=wait_s)
+                if not losing.done() and is_newcomer:
+                    in_daemon(contact.announce, report)
+                wait_s, is_newcomer = _ANNOUNCE_S, True  # who was left behind is one too: the store's record tells
+            return losing.result()
+        finally:
+            losing.cancel()
+
+    def _has_newcomer(self, report: Report) -> bool:
+        record = self._inside.roster.record
+        return record is None or any(record.seat(member.id) is None for member in report.members)
+
+    def _tell_of_void(self, answer: Record | Void | Lost) -> None:
+        """Say once why no generation is agreed, when that goes on; and at once who is refused."""
+        if not isinstance(answer, Void):
+            self._void_since = 0.0
+            return
+        self._void_since = self._void_since or time.monotonic()
+        is_others = any(agent != self.agent for agent, _ in answer.refused)
+        if (is_others or time.monotonic() - self._void_since > _VOID_PATIENCE_S) and answer.reason != self._told_void:
+            self._told_void = answer.reason
+            self._inside.say(f"elasticgang: no generation can be agreed yet: {answer.reason}")

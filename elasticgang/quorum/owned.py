@@ -1,0 +1,54 @@
+"""The coordinator that `elasticgang run` starts for a job of its own, and starts again, on the same address, when it
+has died."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from elasticgang.comm.forkserver import ForkServerClient, Spawned
+from elasticgang.errors import OperationalError
+from elasticgang.quorum.coordinator import GRACE_S, Reserved
+from elasticgang.quorum.decide import Record, canonical
+
+_HOST = "127.0.0.1"
+
+
+class OwnCoordinator:
+    def __init__(self) -> None:
+        """Raises OperationalError: there is no port to be had."""
+        self._reserved = Reserved(_HOST)
+        self.address = f"{_HOST}:{self._reserved.port}"
+
+    def start(self, forkserver: ForkServerClient, agent: str, record: Record | None) -> Spawned:
+        """Blocks until it listens, and has `record`. Other agents than `agent` are given time to come back.
+
+        Raises:
+            OperationalError: it could not be started.
+        """
+        records = {} if record is None else {record.job: canonical(record.to_json())}
+        is_shared = record is not None and any(other != agent for other in (*record.agents, *record.away))
+        args = {
+            "host": _HOST,
+            "port": self._reserved.port,
+            "records": records,
+            "grace_s": GRACE_S if is_shared else 0.0,
+        }
+        reader, writer = os.pipe()
+        owner = os.pidfd_open(os.getpid())
+        try:
+            spawned = forkserver.spawn(
+                "elasticgang.quorum.coordinator:main", args, fds=[writer, owner], name="eg-coordinator"
+            )
+        finally:
+            os.close(writer)
+            os.close(owner)
+        with os.fdopen(reader) as announced:
+            told = json.loads(announced.read() or '{"error": "the coordinator ended while it was starting"}')
+        if "error" in told:
+            os.close(spawned.pidfd)
+            raise OperationalError(told["error"])
+        return spawned
+
+    def close(self) -> None:
+        self._reserved.close()

@@ -1,0 +1,168 @@
+"""Connections between agents: what one must tell the others reaches them at once, also while the store is away.
+
+T1  Two agents of a record have a connection, which begins with a hello of both: who, of which job and protocol, and
+    whom it is meant for. What does not is closed, and so is what sends no whole message of ours; nothing else is.
+T2  A connection that is lost says nothing by itself. That the peer's process is gone is known when its address refuses
+    a new one, or somebody else answers there: an agent ends its members before it takes another id.
+T3  A peer that is cut off is found out by the kernel's probes, within `_PROBES_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elasticgang.errors import WireError
+from elasticgang.quorum import wire
+from elasticgang.quorum.record import PROTOCOL
+
+MAX_BYTES = 1 << 16
+HELLO_TIMEOUT_S = 2.0
+_CONNECT_TIMEOUT_S = 2.0
+_REDIAL_S = 0.2
+_PROBES_S = 3
+
+Told = Callable[[str, dict[str, Any]], None]
+
+
+class Tripwires:
+    """All connections of one agent. For the loop's thread alone."""
+
+    def __init__(self, job: str, agent: str, told: Told) -> None:
+        """`told` is called with a peer's id and a message of its; it raises KeyError, TypeError or ValueError when that
+        is none."""
+        self._job, self._agent, self._told = job, agent, told
+        self._addresses: dict[str, str] = {}
+        self._wires: dict[str, set[asyncio.StreamWriter]] = {}
+        self._dials: dict[str, asyncio.Task[None]] = {}
+        self._served: set[asyncio.Task[Any]] = set()
+        self._server: asyncio.Server | None = None
+        self.gone: set[str] = set()
+
+    async def listen(self, host: str) -> str:
+        """Returns the address. Raises OSError."""
+        self._server = await asyncio.start_server(self._serve, host, 0)
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    def follow(self, addresses: Mapping[str, str]) -> None:
+        """Connect to these agents, and to no others any more."""
+        self._addresses = {agent: address for agent, address in addresses.items() if agent != self._agent and address}
+        for agent in set(self._wires) | set(self._dials) | self.gone:
+            if agent not in self._addresses:
+                self._drop(agent)
+        for agent in self._addresses:
+            if agent < self._agent:
+                self._dial(agent)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        message = wire.pack(kind, **fields)
+        for writers in self._wires.values():
+            for writer in writers:
+                writer.write(message)
+
+    def is_up(self, agent: str) -> bool:
+        return bool(self._wires.get(agent))
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for agent in set(self._wires) | set(self._dials):
+            self._drop(agent)
+        for task in self._served:
+            task.cancel()
+
+    def _drop(self, agent: str) -> None:
+        self.gone.discard(agent)
+        if (dial := self._dials.pop(agent, None)) is not None:
+            dial.cancel()
+        for writer in self._wires.pop(agent, ()):
+            writer.close()
+
+    # -- either end
+
+    def _dial(self, agent: str) -> None:
+        if agent in self._addresses and agent not in self._dials and not self.is_up(agent):
+            task = asyncio.ensure_future(self._keep_dialing(agent, self._addresses[agent]))
+            self._dials[agent] = task
+            task.add_done_callback(lambda _: self._dials.pop(agent, None) if self._dials.get(agent) is task else None)
+
+    async def _keep_dialing(self, agent: str, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        while not self.is_up(agent):
+            try:
+                reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _CONNECT_TIMEOUT_S)
+            except ConnectionRefusedError:
+                self.gone.add(agent)
+            except (OSError, asyncio.TimeoutError):
+                pass
+            else:
+                if await self._greet(agent, reader, writer):
+                    return
+            await asyncio.sleep(_REDIAL_S)
+
+    async def _greet(self, agent: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """T1, of who has dialled. False: nothing came of it."""
+        try:
+            writer.write(wire.pack("hello", job=self._job, agent=self._agent, protocol=PROTOCOL, to=agent))
+            answer = await asyncio.wait_for(_receive(reader), HELLO_TIMEOUT_S)
+        except (WireError, OSError, EOFError, asyncio.TimeoutError):
+            writer.close()
+            return False
+        if (answer["kind"], answer.get("agent"), answer.get("job")) != ("hello", agent, self._job):
+            self.gone.add(agent)  # T2
+            writer.close()
+            return False
+        task = asyncio.ensure_future(self._listen(agent, reader, writer))
+        self._served.add(task)
+        task.add_done_callback(self._served.discard)
+        return True
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._served.add(task)
+        try:
+            hello = await asyncio.wait_for(_receive(reader), HELLO_TIMEOUT_S)
+            writer.write(wire.pack("hello", job=self._job, agent=self._agent, protocol=PROTOCOL))
+            wanted = {"kind": "hello", "job": self._job, "protocol": PROTOCOL, "to": self._agent}
+            if all(hello.get(name) == value for name, value in wanted.items()) and isinstance(hello.get("agent"), str):
+                await self._listen(hello["agent"], reader, writer)
+        except (WireError, OSError, EOFError, asyncio.TimeoutError):
+            pass
+        finally:
+            self._served.discard(task)
+            writer.close()
+
+    async def _listen(self, agent: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _keep_alive(writer.get_extra_info("socket"))
+        self._wires.setdefault(agent, set()).add(writer)
+        self.gone.discard(agent)
+        try:
+            while True:
+                self._told(agent, await _receive(reader))
+        except (WireError, KeyError, TypeError, ValueError, OSError, EOFError):
+            pass
+        finally:
+            writer.close()
+            wires = self._wires.get(agent)
+            if wires is not None:
+                wires.discard(writer)
+                self._dial(agent)
+
+
+async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
+    header = await reader.readexactly(wire.HEADER_BYTES)
+    return wire.unpack(await reader.readexactly(wire.body_size(header, MAX_BYTES)))
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PROBES_S * 1000)

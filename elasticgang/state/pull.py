@@ -1,0 +1,189 @@
+"""The state from all that hold it at once, each giving a part of it.
+
+W1  A chunk counts once its digest is the one on which the holders agree; who disagrees with the first is left out.
+W2  What forward changes may differ between holders: it comes from one of them, whole.
+W3  What a holder that dies, or sends what is wrong, has not given is given by the others.
+W4  Nothing of the caller's is written to. What is returned is all there, and nobody writes to it any more: each chunk
+    is asked of one holder at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from elasticgang.errors import WireError
+from elasticgang.quorum.commit import Attempt
+from elasticgang.state import channel
+from elasticgang.state.tree import flatten, unflatten
+
+log = logging.getLogger("elasticgang")
+
+_RUN = 4  # chunks asked for at once
+_MAX_REQUEST_BYTES = 1 << 16
+_POLL_S = 0.02
+_FAILURES = (OSError, WireError, ValueError, KeyError, TypeError, IndexError, RuntimeError)
+
+
+# -- the holder's side
+
+
+def serve(sock: socket.socket, small: Any, large: Any) -> None:
+    """Answer a `Pull`, until it closes."""
+    small_spec, small_tensors = flatten(small)
+    large_spec, large_tensors = flatten(large)
+    parts = list(itertools.chain(*map(channel.chunks, large_tensors)))
+    manifest = {
+        "small": [small_spec, channel.shapes_of(small_tensors)],
+        "large": [large_spec, channel.shapes_of(large_tensors), [channel.digest(part).hex() for part in parts]],
+    }
+    channel.send(sock, json.dumps(manifest).encode())
+    while True:
+        wanted = json.loads(channel.receive(sock, _MAX_REQUEST_BYTES))
+        if wanted == "small":
+            for tensor in small_tensors:
+                for part in channel.chunks(tensor):
+                    sock.sendall(channel.digest(part))
+                    sock.sendall(part)
+        else:
+            for index in wanted:
+                sock.sendall(parts[index])
+
+
+# -- the healer's side
+
+
+class Pull:
+    """One pull of the state of `attempt`. `run` is called once."""
+
+    def __init__(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool]) -> None:
+        self._sources, self._attempt, self._cancelled = sources, attempt, cancelled
+        self._changed = threading.Condition()
+        self._agreed: list[Any] | None = None  # the large state's spec, shapes and digests
+        self._tensors: list[Tensor] = []
+        self._views: list[memoryview] = []
+        self._missing: set[int] = set()
+        self._open: list[int] = []  # of `_missing`, what nobody has been asked for
+        self._small: dict[str, Any] | None = None
+        self._small_asked = False
+        self._sockets: list[socket.socket] = []
+        self._num_live = len(sources)
+        self._is_over = False
+        self.given: dict[str, int] = {}  # chunks by source
+
+    def run(self) -> dict[str, Any] | None:
+        """The state, or None when it cannot be had from these sources."""
+        threads = [threading.Thread(target=self._pull, args=(source,), daemon=True) for source in self._sources]
+        for thread in threads:
+            thread.start()
+        with self._changed:
+            while not self._is_done() and self._num_live and not self._cancelled():
+                self._changed.wait(_POLL_S)
+            done, self._is_over = self._is_done(), True
+            for sock in self._sockets:
+                channel.shut(sock)
+        if not done or self._small is None or self._agreed is None:
+            return None
+        large: dict[str, Any] = unflatten(self._agreed[0], self._tensors)
+        return {"small": self._small, "large": large}
+
+    def _is_done(self) -> bool:
+        return self._small is not None and self._agreed is not None and not self._missing
+
+    def _pull(self, source: str) -> None:
+        mine: list[int] = []
+        asks_small = False
+        try:
+            with channel.connect(source) as sock:
+                with self._changed:
+                    if self._is_over:
+                        return
+                    self._sockets.append(sock)
+                small_manifest = self._agree(sock, source)
+                while True:
+                    asks_small, mine = self._take()
+                    if not asks_small and not mine:
+                        return
+                    if asks_small:
+                        self._receive_small(sock, *small_manifest)
+                        asks_small = False
+                    self._receive_chunks(sock, mine, source)
+                    mine = []
+        except _FAILURES as exc:
+            if not self._is_over:
+                log.warning("could not heal from %s: %s", source, exc)
+        finally:
+            with self._changed:
+                self._open += [index for index in mine if index in self._missing]
+                self._small_asked = self._small_asked and not asks_small
+                self._num_live -= 1
+                self._changed.notify_all()
+
+    def _agree(self, sock: socket.socket, source: str) -> list[Any]:
+        """W1. What the small state is made of at this source."""
+        request = {"attempt": list(self._attempt), "after": False, "by_range": True}
+        channel.send(sock, json.dumps(request).encode())
+        channel.await_answer(sock, lambda: self._is_over or self._cancelled())
+        manifest = json.loads(channel.receive(sock, channel.MAX_MANIFEST_BYTES))
+        if "refused" in manifest:
+            raise WireError(manifest["refused"])
+        with self._changed:
+            if self._agreed is None:
+                self._tensors = [channel.empty(*shape) for shape in manifest["large"][1]]
+                self._views = list(itertools.chain(*map(channel.chunks, self._tensors)))
+                if len(self._views) != len(manifest["large"][2]):
+                    raise WireError("there are not as many digests as chunks")
+                self._open = list(range(len(self._views)))
+                self._missing = set(self._open)
+                self._agreed = manifest["large"]
+            elif manifest["large"] != self._agreed:
+                raise WireError("its state is not what another one holds of the same step")
+            self._changed.notify_all()
+        small: list[Any] = manifest["small"]
+        return small
+
+    def _take(self) -> tuple[bool, list[int]]:
+        """What to ask for next; nothing once all is there. Waits while others may yet leave something."""
+        with self._changed:
+            while not (self._is_done() or self._is_over):
+                if not self._small_asked or self._open:
+                    asks_small, self._small_asked = not self._small_asked, True
+                    mine, self._open = self._open[:_RUN], self._open[_RUN:]
+                    return asks_small, mine
+                self._changed.wait(_POLL_S)
+        return False, []
+
+    def _receive_small(self, sock: socket.socket, spec: Any, shapes: list[Any]) -> None:
+        channel.send(sock, b'"small"')
+        tensors = [channel.empty(*shape) for shape in shapes]
+        for part in itertools.chain(*map(channel.chunks, tensors)):
+            expected = bytearray(channel.DIGEST_BYTES)
+            channel.receive_into(sock, memoryview(expected))
+            channel.receive_into(sock, part)
+            if channel.digest(part) != bytes(expected):
+                raise WireError("the digest of a chunk is wrong")
+        state: dict[str, Any] = unflatten(spec, tensors)
+        with self._changed:
+            self._small = state
+            self._changed.notify_all()
+
+    def _receive_chunks(self, sock: socket.socket, indices: Sequence[int], source: str) -> None:
+        if not indices:
+            return
+        assert self._agreed is not None
+        channel.send(sock, json.dumps(indices).encode())
+        for index in indices:
+            channel.receive_into(sock, self._views[index])
+            if channel.digest(self._views[index]).hex() != self._agreed[2][index]:
+                raise WireError(f"the digest of chunk {index} is wrong")
+            with self._changed:
+                self._missing.discard(index)
+                self.given[source] = self.given.get(source, 0) + 1
+                self._changed.notify_all()

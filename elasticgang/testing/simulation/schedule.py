@@ -1,0 +1,288 @@
+"""Random schedules: a storm of faults, then quiet, in which the job must go on (R7).
+
+Each schedule has likings of its own, drawn at its start: some faults happen often in it and others never, and one host
+at a time may be slow. So each kind of trouble comes in company with few others, and deep.
+
+Equal seeds give equal schedules, in every process and Python version.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from elasticgang.layout import ParallelLayout
+from elasticgang.testing.simulation.rank import APPLYING, REDUCING, VOTING, Rank
+from elasticgang.testing.simulation.truth import Model, Violation
+from elasticgang.testing.simulation.world import HICCUPS, Move, Setting, World
+
+FLAT = ParallelLayout()
+TP = ParallelLayout(tp=2)
+TP_ACROSS = ParallelLayout(tp=2, within_host=())
+SDP = ParallelLayout(sdp=2)
+PP = ParallelLayout(pp=2)
+PP_SDP = ParallelLayout(pp=2, sdp=2)
+
+SETTINGS = (
+    *(Setting(FLAT, hosts) for hosts in ((1, 1), (2, 1), (1, 1, 1), (2, 2), (1, 1, 1, 1))),
+    *(Setting(TP, hosts) for hosts in ((2, 2), (3, 2), (2, 2, 2))),
+    *(Setting(TP_ACROSS, hosts) for hosts in ((1, 1, 1), (2, 2), (2, 1, 1))),
+    *(Setting(SDP, hosts) for hosts in ((2, 2), (1, 1, 1), (1, 1, 1, 1))),
+    *(Setting(PP, hosts) for hosts in ((2, 2), (2, 1, 1))),
+    Setting(PP_SDP, (4, 2, 2)),
+    Setting(FLAT, (2, 2), num_spares=1),
+    Setting(FLAT, (1, 1, 1), min_hosts=2, max_hosts=2),
+    Setting(TP, (3, 3), num_spares=1),
+    Setting(TP_ACROSS, (2, 2, 1), num_spares=1, max_hosts=2),
+    Setting(FLAT, (2, 1), num_steps=4),
+    Setting(TP_ACROSS, (1, 1, 1), num_steps=4),
+)
+
+_STORM_MOVES = (200, 900)
+_FIRST_CALM_MOVES = 200
+_SLOW_MOVES = 150
+_QUIET_MOVES = 6000
+_TIMEOUT_MOVES = 400  # a question is open no longer
+_FAULT_RATES = (0.007, 0.02, 0.06)
+_BURST_MOVES, _BURST_RATE = 40, 0.1
+_LIKINGS = (0.0, 1.0, 1.0, 4.0)
+_HICCUP_RATES = (0.01, 0.1, 0.5)
+_SELDOM = {"gives up": 0.05, "gives up late": 0.05, "fences itself": 0.2}
+_FAULTS = (
+    "joins",
+    "restarts",
+    "is cut off",
+    "is back",
+    "host dies",
+    "rank dies",
+    "breaks",
+    "leaves",
+    "tears",
+    "is to go",
+)
+_STRANGERS = ("job", "layout", "protocol")
+_STRANGE_RATE = 0.1
+_RUTHLESS_RATE = 0.02
+_AIMED_RATE = 0.5
+_SLOWNESS = 0.95
+_MAX_HOSTS = 5
+_MAX_WAITS = 5
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`moves` lead from `setting` to the violation; those that end in a standstill (R7), to where it goes on from."""
+
+    seed: int
+    setting: Setting
+    moves: tuple[Move, ...]
+    violation: str
+
+
+class Schedule:
+    """One random run. `run` may be called once."""
+
+    def __init__(self, seed: int, setting: Setting | None = None) -> None:
+        self.seed = seed
+        self._chance = random.Random(seed)
+        self.setting = setting or self._chance.choice(SETTINGS)
+        self.moves: list[Move] = []
+        self.num_waits = 0
+        self._num_storm_moves = 0
+        self._likings = [self._chance.choice(_LIKINGS) for _ in _FAULTS]
+        self._hiccups = {verb: self._chance.choice(_HICCUP_RATES) * _SELDOM.get(verb, 1.0) for verb in sorted(HICCUPS)}
+        self._slow = ""
+
+    def run(self) -> Failure | None:
+        self.world = World(self.setting)
+        try:
+            self._storm()
+            self._num_storm_moves = len(self.moves)
+            self._calm()
+        except Violation as violation:
+            is_still = str(violation).startswith("R7: ")
+            moves = self.moves[: self._num_storm_moves] if is_still else self.moves
+            return Failure(self.seed, self.setting, tuple(moves), str(violation))
+        return None
+
+    def _do(self, move: Move) -> None:
+        self.moves.append(move)
+        self.world.perform(move)
+
+    # -- faults
+
+    def _storm(self) -> None:
+        chance, world = self._chance.random, self.world
+        rate = self._chance.choice(_FAULT_RATES)
+        has_slow_hosts = chance() < 0.5
+        calm = _FIRST_CALM_MOVES if chance() < 0.7 else 0  # let the job begin before anything happens to it
+        burst = 0
+        for number in range(self._chance.randint(*_STORM_MOVES)):
+            if world.given_up:
+                return
+            if number >= calm and chance() < (_BURST_RATE if number < burst else rate):
+                burst = number + _BURST_MOVES if chance() < 0.3 else burst
+                self._fault()
+                continue
+            if has_slow_hosts and number % _SLOW_MOVES == 0:
+                self._slow = self._chance.choice(["", *world.hosts])
+            actor = world.actors[int(chance() * len(world.actors))]
+            if actor.home == self._slow and self._slow and chance() < _SLOWNESS:
+                continue
+            options = actor.moves(world)
+            if options:
+                verb = options[int(chance() * len(options))]
+                if verb not in HICCUPS or chance() < self._hiccups[verb]:
+                    self._do((actor.name, verb))
+
+    def _fault(self) -> None:
+        world, chance = self.world, self._chance
+        hosts = [host for host in world.hosts.values() if host.alive]
+        (kind,) = chance.choices(_FAULTS, [liking + 0.01 for liking in self._likings])
+        if not hosts or kind == "joins":
+            if len(hosts) < _MAX_HOSTS:
+                # Before the first record, who is the stranger is a matter of numbers.
+                is_strange = chance.random() < _STRANGE_RATE and world.record is not None
+                stranger = f" of another {chance.choice(_STRANGERS)}" if is_strange else ""
+                self._do(("host", f"joins with {chance.randint(1, self.setting.layout.unit)}{stranger}"))
+        elif kind == "restarts":
+            self._do(("lighthouse", "restarts"))
+        elif kind == "is back":
+            cut = [host for host in hosts if host.is_cut]
+            if cut:
+                self._do((chance.choice(cut).name, "is back"))
+        else:
+            self._harm(kind)
+
+    def _harm(self, kind: str) -> None:
+        """Something happens to a rank or to its host, by preference in the middle of a vote or where it hurts."""
+        world, chance = self.world, self._chance
+        ranks = [rank for rank in world.ranks.values() if rank.alive]
+        if not ranks:
+            return
+        rank = chance.choice(ranks)
+        if chance.random() < _AIMED_RATE:
+            scarce = self._scarce(ranks)
+            voting = {rank.generation for rank in ranks if rank.phase in (VOTING, APPLYING)}
+            critical = [rank for rank in ranks if rank.generation in voting and rank.phase is not REDUCING]
+            if scarce and chance.random() < 0.5:
+                rank, other = chance.choice(scarce)
+                if chance.random() < 0.5:
+                    self._slow = other.host
+            elif critical:
+                rank = chance.choice(critical)
+        host = world.hosts[rank.host]
+        if kind in ("is cut off", "host dies"):
+            if not host.is_cut and self._may_harm(host.ranks):
+                self._do((host.name, kind.removeprefix("host ")))
+            return
+        verb = kind.removeprefix("rank ")
+        if verb in rank.faults() and (verb == "breaks" or self._may_harm([rank])):
+            self._do((rank.name, verb))
+
+    @staticmethod
+    def _scarce(ranks: Sequence[Rank]) -> list[tuple[Rank, Rank]]:
+        """Those that alone vote for their part of the state, each with another that holds it too."""
+        voters: dict[Model, list[Rank]] = {}
+        others: dict[Model, Rank] = {}
+        for rank in ranks:
+            if rank.state is not None and rank.model is not None:
+                if rank.generation is not None and rank.ledger.is_active:
+                    voters.setdefault(rank.model, []).append(rank)
+                else:
+                    others[rank.model] = rank
+        return [(alone[0], others[model]) for model, alone in voters.items() if len(alone) == 1 and model in others]
+
+    def _may_harm(self, victims: Iterable[Rank]) -> bool:
+        """Mostly, the state must outlive `victims`: else there is not much left to see."""
+        rest = (rank for rank in self.world.ranks.values() if rank.alive and rank not in victims)
+        models = {rank.model for rank in rest if rank.state and not self.world.hosts[rank.host].is_cut}
+        return len(models) == self.setting.layout.unit or self._chance.random() < _RUTHLESS_RATE
+
+    # -- quiet
+
+    def _calm(self) -> None:
+        """All is repaired, nobody is late for ever, and there are enough ranks: the job must go on."""
+        world, chance = self.world, self._chance.random
+        if self._is_over():
+            return
+        self._repair()
+        goal: int | None = None
+        idle = 0
+        for number in range(1, _QUIET_MOVES):
+            actor = world.actors[int(chance() * len(world.actors))]
+            options = [verb for verb in actor.moves(world) if verb not in HICCUPS]
+            if options:
+                idle = 0
+                self._do((actor.name, options[int(chance() * len(options))]))
+                if self._is_over():
+                    return
+            else:
+                idle += 1
+            if number % _TIMEOUT_MOVES == 0:
+                self._time_out()
+            if number % 8 == 0 and self._is_whole():
+                num_steps = max((rank.ledger.committed.step for rank in world.ranks.values() if rank.alive), default=0)
+                if goal is not None and num_steps >= goal:
+                    return
+                goal = goal or num_steps + 1
+            if idle > 20 * len(world.actors) and not any(self._possible()):
+                idle = 0
+                self._wait()
+        raise Violation(f"R7: the job does not go on; {self._standstill()}")
+
+    def _repair(self) -> None:
+        hosts = [host for host in self.world.hosts.values() if host.alive]
+        for host in hosts:
+            if host.is_cut:
+                self._do((host.name, "is back"))
+        staying = [
+            sum(not rank.goes for rank in host.ranks) + len(host.restarts) for host in hosts if not host.stranger
+        ]
+        if max(staying, default=0) < self.setting.layout.unit:
+            self._do(("host", f"joins with {self.setting.layout.unit}"))
+
+    def _is_over(self) -> bool:
+        return bool(self.world.given_up) or self.world.num_dead_hosts == len(self.world.hosts)
+
+    def _wait(self) -> None:
+        """Nothing happens until a question to the lighthouse times out."""
+        self.num_waits += 1
+        if not self._time_out() or self.num_waits > _MAX_WAITS:
+            raise Violation(f"R7: nothing happens any more; {self._standstill()}")
+
+    def _time_out(self) -> bool:
+        """Whether a question was open for too long."""
+        calling = [host for host in self.world.hosts.values() if host.alive and host.calls]
+        for host in calling:
+            if "gives up" in host.moves(self.world):
+                self._do((host.name, "gives up"))
+        return bool(calling)
+
+    def _possible(self) -> Iterator[str]:
+        for actor in self.world.actors:
+            yield from (verb for verb in actor.moves(self.world) if verb not in HICCUPS)
+
+    def _is_whole(self) -> bool:
+        """Everybody who lives is in the present generation."""
+        record = self.world.record
+        return record is not None and all(
+            rank.ledger.entered == record.generation
+            for host in self.world.hosts.values()
+            if host.alive
+            for rank in host.ranks
+            if rank.alive
+        )
+
+    def _standstill(self) -> str:
+        """Where everybody is, in words."""
+        world = self.world
+        generation = 0 if world.record is None else world.record.generation
+        return f"generation {generation}; " + "; ".join(
+            f"{host.name} {[call.phase for call in host.calls]} at "
+            f"{0 if host.roster.record is None else host.roster.record.generation}: "
+            + ", ".join(f"{rank.name} {rank.phase} at {rank.ledger.entered}" for rank in host.ranks if rank.alive)
+            for host in world.hosts.values()
+            if host.alive
+        )

@@ -1,0 +1,260 @@
+"""A job in one thread: ranks, agents, the lighthouse and the store, and what may happen to them.
+
+What happens is a sequence of moves, each a line of text such as `a0 votes`; which ones are possible follows from the
+moves before. So a sequence of moves replays exactly, and time is nowhere: whatever is under way may take arbitrarily
+long. `truth.py` checks the promises after every move.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from elasticgang.layout import ParallelLayout
+from elasticgang.quorum import decide
+from elasticgang.quorum.decide import ACTIVE, LEARNER, SPARE, Lost, Record, Report, Void
+from elasticgang.testing.simulation import host as hosts
+from elasticgang.testing.simulation import lighthouse as lighthouses
+from elasticgang.testing.simulation import rank as ranks
+from elasticgang.testing.simulation.generation import Generation, Part
+from elasticgang.testing.simulation.host import Host
+from elasticgang.testing.simulation.lighthouse import Lighthouse
+from elasticgang.testing.simulation.rank import Rank
+from elasticgang.testing.simulation.truth import Truth, Violation, spell
+
+HICCUPS = ranks.HICCUPS | hosts.HICCUPS | lighthouses.HICCUPS
+
+_HOST_FAULTS = frozenset({"dies", "is cut off", "is back"})
+
+Move = tuple[str, str]  # who, and what it does
+Actor: TypeAlias = Rank | Host | Lighthouse
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The job at its start. `hosts`: the number of ranks of each; of these, on each host, `num_spares` are asked for as
+    spares."""
+
+    layout: ParallelLayout
+    hosts: tuple[int, ...]
+    num_steps: int = 1_000_000
+    num_spares: int = 0
+    min_hosts: int = 1
+    max_hosts: int = 0
+
+
+def _describe(record: Record) -> str:
+    """A record in one line."""
+    active, learners, spares = (" ".join(record.members(status)) for status in (ACTIVE, LEARNER, SPARE))
+    words = [f"generation {record.generation}  {{{active}}}"]
+    words += [f"learn {learners}"] if learners else []
+    words += [f"wait {spares}"] if spares else []
+    words += [f" {spell(record.committed)}"]
+    words += [" rolled forward"] if record.rolled_forward else []
+    words += [" goes back"] if record.lowered else []
+    words += [f" lost {', '.join(f'{agent} (says {by})' for agent, by in record.lost)}"] if record.lost else []
+    words += [f" away {' '.join(record.away)}"] if record.away else []
+    return " ".join(words)
+
+
+def _name_of(number: int) -> str:
+    """a, b, ..., z, ba, bb, ..."""
+    more, last = divmod(number, 26)
+    return (_name_of(more) if more else "") + chr(ord("a") + last)
+
+
+class World:
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.layout = setting.layout
+        self.num_steps = setting.num_steps
+        self.incarnation = 1
+        self.record: Record | None = None
+        self.chain: list[Record] = []
+        self.written: set[str] = set()  # digests
+        self.notices: set[tuple[int, bool]] = set()
+        self.generations: dict[str, Generation] = {}
+        self.lighthouse = Lighthouse()
+        self.hosts: dict[str, Host] = {}
+        self.ranks: dict[str, Rank] = {}
+        self.actors: list[Actor] = [self.lighthouse]
+        self.given_up = ""  # why the job was
+        self.finished = False  # somebody has told so
+        self.told: list[str] = []
+        self._followed: tuple[Record | None, list[Report], bool, Record | Void | Lost] | None = None
+        self.num_void = 0  # answers in a row
+        self.num_dead_hosts = 0
+        layout = setting.layout
+        self.truth = Truth(
+            [(pp, sdp, tp) for pp in range(layout.pp) for sdp in range(layout.sdp) for tp in range(layout.tp)]
+        )
+        for num_ranks in setting.hosts:
+            self.add_host(num_ranks)
+
+    # -- moves
+
+    def is_possible(self, move: Move) -> bool:
+        """Whether `move` can be made now, as what happens by itself or as a fault."""
+        name, verb = move
+        if name in ("host", "store"):
+            return True
+        if name == "lighthouse":
+            return verb == "restarts" or verb in self.lighthouse.moves(self)
+        if name in self.hosts:
+            host = self.hosts[name]
+            if verb in _HOST_FAULTS:
+                return host.alive and (verb == "dies" or host.is_cut == (verb == "is back"))
+            return host.alive and verb in host.moves(self)
+        rank = self.ranks.get(name)
+        if rank is None or rank not in self.actors:
+            return False
+        return verb in rank.moves(self) or (rank.alive and verb in rank.faults())
+
+    def perform(self, move: Move) -> None:
+        """Raises Violation when it breaks a promise."""
+        name, verb = move
+        if name == "lighthouse":
+            if verb == "restarts":
+                self.restart_lighthouse()
+            else:
+                self.lighthouse.perform(self, verb)
+        elif name in self.hosts:
+            self._perform_host(self.hosts[name], verb)
+        elif name == "store":
+            self.forget()
+        elif name == "host":
+            _, _, num_ranks, *stranger = verb.split()
+            self.add_host(int(num_ranks), stranger[-1] if stranger else "")
+        elif verb == "is heard":
+            rank = self.ranks[name]
+            self.hosts[rank.host].hear(self, rank)
+        elif verb == "is buried":
+            rank = self.ranks[name]
+            self.hosts[rank.host].bury(self, rank)
+            self.actors.remove(rank)
+        else:
+            self.ranks[name].perform(self, verb)
+
+    def _perform_host(self, host: Host, verb: str) -> None:
+        match verb:
+            case "dies":
+                self.end_host(host, "")
+            case "is cut off":
+                host.is_cut = True
+                for generation in self.generations.values():
+                    if host.name in generation.hosts and len(generation.hosts) > 1:
+                        generation.sever()
+            case "is back":
+                host.is_cut = False
+            case _:
+                host.perform(self, verb)
+
+    def add_host(self, num_ranks: int, stranger: str = "") -> None:
+        name = _name_of(len(self.hosts))
+        host = Host(self, name, num_ranks, stranger)
+        self.hosts[name] = host
+        self.actors.append(host)
+
+    def end_host(self, host: Host, reason: str) -> None:
+        """It dies, or its agent gives up for `reason`."""
+        if "state is lost" in reason:
+            assert self.record is not None
+            self.truth.lose(self.record, self.ranks.values())
+            self.given_up = reason
+        if reason:
+            self.told.append(f"{host.name} ends: {reason}")
+        host.alive = False
+        self.num_dead_hosts += 1
+        self.actors.remove(host)
+        for rank in host.ranks:
+            if rank.alive:
+                rank.end(ranks.KILLED)
+            self.actors.remove(rank)
+
+    def restart_lighthouse(self) -> None:
+        """The coordinator's process: the record comes back from its file, nothing else does."""
+        self.incarnation += 1
+        self.notices.clear()
+        fresh = Lighthouse()
+        self.actors[self.actors.index(self.lighthouse)] = fresh
+        self.lighthouse = fresh
+        for generation in self.generations.values():
+            if not generation.has_begun:
+                generation.sever()
+
+    def forget(self) -> None:
+        """The store has lost the record, which its file is there to prevent: what was committed is given up."""
+        self.record = None
+        self.chain.clear()
+        self.truth.give_up_all()
+
+    # -- what the parts ask of it
+
+    def reaches(self, one: str, other: str) -> bool:
+        return one == other or (self.hosts[one].is_connected and self.hosts[other].is_connected)
+
+    def generation(self, record: Record) -> Generation:
+        if record.digest not in self.generations:
+            generation = Generation(record, {name: rank.host for name, rank in self.ranks.items()})
+            self.generations[record.digest] = generation
+            if any(not self.ranks[member].alive for member in generation.seated):
+                generation.broken = True
+            if len(generation.hosts) > 1 and any(self.hosts[name].is_cut for name in generation.hosts):
+                generation.sever()
+        return self.generations[record.digest]
+
+    def follow(self, mine: Report, proposal: list[Report]) -> Record | Void | Lost:
+        """What its agent makes of `proposal`. All that have the same one come to the same, which is worked out once."""
+        is_mine = self.record is not None and decide.is_for(self.record, mine)
+        known = self._followed
+        if known is None or known[0] is not self.record or known[1] is not proposal or known[2] != is_mine:
+            known = self._followed = (self.record, proposal, is_mine, decide.follow(self.record, mine, proposal))
+        return known[3]
+
+    def write(self, record: Record, proposal: Sequence[Report]) -> None:
+        """The record, which follows from `proposal`, is set."""
+        present = self.record
+        expected = (1, "") if present is None else (present.generation + 1, present.digest)
+        if (record.generation, record.parent) != expected:
+            raise Violation(f"R1: generation {record.generation} of {record.parent} follows {expected}")
+        self.told.append(_describe(record))
+        self.truth.write(record, present, proposal, self.ranks.values())
+        self.record = record
+        self.chain.append(record)
+        self.written.add(record.digest)
+
+    def answered(self, answer: Record | Void | Lost) -> None:
+        """An agent has its answer."""
+        if isinstance(answer, Void):
+            self.num_void += 1
+            if answer.reason and self.told[-1:] != [f"void  {answer.reason}"]:
+                self.told.append(f"void  {answer.reason}")
+        else:
+            self.num_void = 0
+
+    def holdings(self) -> str:
+        """Who holds what, in words."""
+        living = (rank for rank in self.ranks.values() if rank.alive)
+        return "; ".join(f"{rank.name} holds {rank.state or 'nothing'}" for rank in living) or "nobody is left"
+
+    def check_step(self, generation: Generation, parts: Sequence[Part]) -> None:
+        """R4 and R5: what the ranks add up is one step of one state, and its slots are each there once."""
+        first = parts[0]
+        covered: Counter[int] = Counter()
+        for part in parts:
+            if part.attempt != first.attempt:
+                raise Violation(f"R4: {part.attempt} and {first.attempt} are reduced together")
+            if part.active != first.active:
+                raise Violation(f"R5: ranks disagree on who is active: {part.active} and {first.active}")
+            if part.share is not None:
+                covered[part.share[0]] += 1
+                if part.state is None:
+                    raise Violation(f"R5: a rank without state has a share of {part.attempt}")
+        states = {part.state for part in parts if part.state is not None}
+        if len(states) > 1:
+            raise Violation(f"R4: {states} take {first.attempt} together")
+        count = max((part.share[1] for part in parts if part.share is not None), default=0)
+        if covered != Counter(dict.fromkeys(range(count), self.layout.pp * self.layout.tp)):
+            raise Violation(f"R5: the shares of {first.attempt} are {dict(covered)} of {count}")

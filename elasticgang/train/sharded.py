@@ -1,0 +1,100 @@
+"""Gradients of a sharded module, summed over the replica groups.
+
+X1  What the ranks of an sdp gang do to each other's gradients in backward is the module's own matter (`fully_shard`);
+    here each rank's part is summed over the ranks that hold the same part, when the last backward is done.
+X2  Every rank reduces as many bytes in the same order, a learner zeros, so that no rank waits for another's backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.futures import Future
+
+from elasticgang.gang import ElasticGang
+from elasticgang.quorum.manager import QuorumManager
+from elasticgang.state.local import like, local
+
+
+class ShardedDataParallel(nn.Module):
+    """`module`, of which each rank of an sdp gang holds a part, with its gradients summed over `manager.gangs.rdp`.
+
+    For modules of FSDP2, `fully_shard(module, mesh=manager.gangs.device_mesh("sdp"))`: what they reduce over `sdp`
+    becomes a sum, as everywhere here, and `Optimizer.step(weight=)` divides it. Its `state_dict` is the module's.
+    """
+
+    def __init__(self, manager: QuorumManager, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._manager = manager
+        self._parameters_in_order = list(module.parameters())
+        self._sums: list[tuple[Tensor, list[nn.Parameter], Future[Tensor] | None]] = []
+        for part in self._fsdp_modules():
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        manager.add_reducer(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of one slot; `last` is the rank's last slot."""
+        self._manager.step.check()
+        yield
+
+    def contribute(self) -> None:
+        if self._sums:
+            return
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._parameters_in_order:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            flat = torch.cat([self._gradient(parameter).flatten() for parameter in parameters])
+            self._sums.append((flat, parameters, self._reduce(flat)))
+
+    @staticmethod
+    def _gradient(parameter: nn.Parameter) -> Tensor:
+        return torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
+
+    def _reduce(self, flat: Tensor) -> Future[Tensor] | None:
+        gang = self._manager.reduction("rdp")
+        return gang.all_reduce_future(flat) if isinstance(gang, ElasticGang) else None
+
+    def finish(self) -> None:
+        for flat, parameters, future in self._sums:
+            if future is not None:
+                future.wait()
+            parts = torch.split(flat, [local(parameter).numel() for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = like(part.view(local(parameter).shape), parameter)
+        self._sums = []
+
+    def drop(self, *, rebuild: bool) -> None:
+        for _, _, future in self._sums:
+            if future is not None:
+                future.wait()
+        self._sums = []
+        for parameter in self._parameters_in_order:
+            parameter.grad = None
+        if rebuild:
+            for part in self._fsdp_modules():
+                part.reshard()
+
+    def close(self) -> None:
+        self._sums, self._parameters_in_order = [], []
+
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)

@@ -1,0 +1,85 @@
+"""How long a job stands still when a rank is stopped: SIGSTOP, and nobody sends SIGCONT.
+
+Stops a random rank whenever the job is back at full strength. Prints one JSON line per figure:
+
+  recovery_ms    from SIGSTOP to the first step that the others commit without the victim, which its agent has ended
+  rejoin_ms      from SIGSTOP to the first step that all ranks vote for again
+  ended          victims that were ended, and other ranks that were: there should be none of these
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
+
+from account import Ledger, recoveries
+from driver import Job, JobFailedError, JobSpec
+from recovery import KillsAtFullStrength, figure_of
+
+_SMALL_STEPS = ("--dim", "32", "--layers", "1", "--context", "16")
+_NEVER = 10**7  # steps: the job ends when all has been measured
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench hangs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--stops", type=int, default=10, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the waits and of the victims (default: %(default)s)")
+    parser.add_argument(
+        "--hang-timeout", type=float, default=2.0, metavar="SECONDS", help="of the job (default: %(default)g)"
+    )
+    parser.add_argument("--output-dir", type=Path, help="keep the job's files here, in a new or empty folder")
+    args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error(f"--ranks must be at least 2, but is {args.ranks} instead")
+    if args.stops < 1:
+        parser.error(f"--stops must be at least 1, but is {args.stops} instead")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        spec = JobSpec(
+            args.ranks,
+            _NEVER,
+            args.seed,
+            args.output_dir or Path(temporary),
+            _SMALL_STEPS,
+            run_args=("--hang-timeout", str(args.hang_timeout)),
+            signal=signal.SIGSTOP,
+        )
+        try:
+            with Job(spec) as job:
+                job.follow(KillsAtFullStrength(job, args.stops, args.seed, (0.5, 1.5)).tick)
+                job.read()
+        except JobFailedError as error:
+            print(f"scripts/bench hangs: error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+        ledger, stopped = Ledger(job.journal), job.killer.happened(job.journal)
+        found = recoveries(job.journal, ledger, stopped, args.ranks)
+        victims = {kill.member for kill in stopped}
+        ended = [exited for exited in job.journal.exited if exited not in victims]
+        for line in (
+            figure_of("recovery_ms", [each.recovery_ms for each in found], p50=50, max=100),
+            figure_of("rejoin_ms", [each.rejoin_ms for each in found], p50=50, max=100),
+            {"figure": "ended", "victims": len(victims), "others": len(ended)},
+        ):
+            load = round(os.getloadavg()[0], 2)
+            print(json.dumps({"bench": "hangs", "hang_timeout_s": args.hang_timeout, **line, "load": load}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""How long until a replica group that lost a rank is whole again, by a spare that takes the seat.
+
+Two replica groups of two ranks (`tp=2`) and one spare. Kills a random rank that has a seat, whenever all seats are
+taken, all vote, and a spare waits again; the steps are small, so that what is measured is the runtime. Prints one JSON
+line per figure, in ms:
+
+  recovery_ms  from the kill to the next committed step
+  full_ms      from the kill to the first committed step that all four ranks voted for, the former spare with them
+  phase_ms     of a recovery: detect, abort, quorum, configure, first_commit; they add up to it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import astuple, fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
+
+from account import Ledger, Phases, percentile, recoveries
+from driver import Job, JobFailedError, JobSpec
+
+TRAIN = Path(__file__).with_name("pairs") / "train.py"
+RANKS, SPARES = 4, 1
+
+_NEVER = 10**7  # steps: the job ends when the kills are done
+_POLL_S = 0.005
+_BACK_LIMIT_S = 60.0
+
+
+class KillsOfTheSeated:
+    """Decides when to kill, and kills."""
+
+    def __init__(self, job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) -> None:
+        self._job, self._num_kills, self._wait_s = job, num_kills, wait_s
+        self._source = random.Random(f"bench {seed}")
+        self._kill_at: float | None = None
+        self._deadline = math.inf
+
+    def tick(self) -> float | None:
+        now = time.monotonic()
+        if not self._is_whole():
+            if self._kill_at is None and now > self._deadline:
+                raise JobFailedError(f"not whole again within {_BACK_LIMIT_S:g} s; see {self._job.log}")
+            return _POLL_S
+        if len(self._job.killer.sent) == self._num_kills:
+            return None
+        if self._kill_at is None:
+            self._kill_at = now + self._source.uniform(*self._wait_s)
+        if now < self._kill_at:
+            return min(_POLL_S, self._kill_at - now)
+        journal = self._job.journal
+        victim = self._source.choice(sorted(journal.sharers()))
+        if self._job.killer.kill(journal, journal.spawned[victim].local_rank) is not None:
+            self._kill_at, self._deadline = None, now + _BACK_LIMIT_S
+        return _POLL_S
+
+    def _is_whole(self) -> bool:
+        """Whether the newest step is of the newest generation, all seats voted for it, and a spare waits."""
+        journal, sent = self._job.journal, self._job.killer.sent
+        if journal.newest is None or journal.newest.generation != journal.generation:
+            return False
+        if journal.strength() < RANKS or journal.spares < SPARES:
+            return False
+        return not sent or journal.generation > journal.generation_of(sent[-1].member)
+
+
+def measure(job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) -> Iterator[dict[str, Any]]:
+    """The figures. Raises JobFailedError."""
+    job.follow(KillsOfTheSeated(job, num_kills, seed, wait_s).tick)
+    job.read()
+    found = recoveries(job.journal, Ledger(job.journal), job.killer.happened(job.journal), RANKS)
+    yield _figure("recovery_ms", [each.recovery_ms for each in found])
+    yield _figure("full_ms", [each.rejoin_ms for each in found])
+    phases = [astuple(each.phases) for each in found if each.phases is not None]
+    for column, field in enumerate(fields(Phases)):
+        yield {**_figure("phase_ms", [row[column] for row in phases]), "phase": field.name}
+
+
+def _figure(name: str, values: list[float | None]) -> dict[str, Any]:
+    measured = [value for value in values if value is not None]
+    figure: dict[str, Any] = {"figure": name, "count": len(measured)}
+    for percent_name, percent in (("p50", 50), ("p99", 99), ("max", 100)):
+        value = percentile(measured, percent)
+        figure[percent_name] = None if value is None else round(value, 1)
+    return figure
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench repair",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--kills", type=int, default=20, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the waits and of the victims (default: %(default)s)")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        nargs=2,
+        default=(0.2, 1.0),
+        metavar=("FROM", "TO"),
+        help="seconds between full strength and the next kill (default: 0.2 1.0)",
+    )
+    parser.add_argument("--output-dir", type=Path, help="keep the job's files here, in a new or empty folder")
+    args = parser.parse_args()
+    if args.kills < 1:
+        parser.error(f"--kills must be at least 1, but is {args.kills} instead")
+    if not 0 <= args.wait[0] <= args.wait[1]:
+        parser.error("--wait must be two numbers of seconds, the smaller one first")
+    if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
+        parser.error(f"--output-dir {args.output_dir} is not empty; name a new folder")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        spec = JobSpec(RANKS, _NEVER, args.seed, args.output_dir or Path(temporary), script=TRAIN, spares=SPARES)
+        try:
+            with Job(spec) as job:
+                for figure in measure(job, args.kills, args.seed, tuple(args.wait)):
+                    load = round(os.getloadavg()[0], 2)
+                    named = {"bench": "repair", "layout": "tp=2", "ranks": RANKS, "spares": SPARES}
+                    print(json.dumps({**named, **figure, "load": load}), flush=True)
+        except JobFailedError as error:
+            print(f"scripts/bench repair: error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

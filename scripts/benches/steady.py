@@ -1,0 +1,151 @@
+"""What an undisturbed job costs: its speed beside plain torch DDP, and what it asks of the coordinator.
+
+Runs the demo's model in turns under `elasticgang run` and, as plain DistributedDataParallel, under torchrun: the same
+microbatches, optimizer and clipping. Prints one JSON line per figure:
+
+  steps_per_s        medians over the rounds, and how many times DDP's ours is
+  coordinator_calls  bytes a second that the job sends to its coordinator, with slow steps and with fast ones; what
+                     grows with the steps is calls of the steps, the rest heartbeats and watching
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
+
+from driver import Job, JobFailedError, JobSpec, Tail
+
+PLAIN = Path(__file__).with_name("pairs") / "plain_ddp.py"
+_FAST = ("--dim", "32", "--layers", "1", "--context", "16")
+_WARM_UP = 20
+_NEVER = 10**7
+_WINDOW_S = 10.0
+
+
+def ours(args: argparse.Namespace, directory: Path) -> float:
+    """Steps a second."""
+    with Job(JobSpec(args.ranks, args.steps, args.seed, directory, ("--dim", str(args.dim)))) as job:
+        job.follow(lambda: 1.0)
+        job.read()
+        times = sorted({line.attempt: line.t for line in reversed(job.journal.committed)}.values())
+    return _rate(times)
+
+
+def plain(args: argparse.Namespace, directory: Path) -> float:
+    directory.mkdir()
+    output = directory / "steps.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+    command += [str(PLAIN), "--steps", str(args.steps), "--seed", str(args.seed), "--dim", str(args.dim)]
+    with (directory / "job.log").open("wb") as log:
+        done = subprocess.run(
+            [*command, "--output", str(output)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    if done.returncode:
+        raise JobFailedError(f"torchrun ended with {done.returncode}; see {directory / 'job.log'}")
+    return _rate([line["t"] for line in Tail(output).read()])
+
+
+def _rate(times: list[float]) -> float:
+    return (len(times) - 1 - _WARM_UP) / (times[-1] - times[_WARM_UP])
+
+
+def coordinator_bytes(args: argparse.Namespace, directory: Path, train_args: tuple[str, ...]) -> tuple[float, float]:
+    """Steps a second, and bytes a second that the job sends to its coordinator."""
+    with Job(JobSpec(args.ranks, _NEVER, args.seed, directory, train_args)) as job:
+        window: list[tuple[float, int, int]] = []
+
+        def tick() -> float | None:
+            newest = job.journal.newest
+            if newest is None or newest.step < _WARM_UP or (window and time.monotonic() < window[0][0] + _WINDOW_S):
+                return 0.05
+            window.append((time.monotonic(), newest.step, _sent(directory)))
+            return None if len(window) == 2 else 0.05
+
+        job.follow(tick)
+    (began, first, before), (ended, last, after) = window
+    return (last - first) / (ended - began), (after - before) / (ended - began)
+
+
+def _sent(directory: Path) -> int:
+    """Bytes that all connections to the processes of the coordinator have sent so far."""
+    started = next(line for line in Tail(directory / "events.jsonl").read() if line["event"] == "started")
+    listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
+    port = started["coordinator"].rpartition(":")[2]
+    owner = next(re.search(r"pid=(\d+)", line) for line in listening.splitlines() if f":{port} " in line)
+    assert owner is not None
+    own = f"pid={owner[1]},"
+    ports = {line.split()[3].rpartition(":")[2] for line in listening.splitlines() if own in line}
+    total = 0
+    for each in ports:
+        told = subprocess.run(["ss", "-Htni", "dport", "=", each], capture_output=True, text=True, check=True).stdout
+        total += sum(map(int, re.findall(r"bytes_sent:(\d+)", told)))
+    return total
+
+
+def measure(args: argparse.Namespace, directory: Path) -> Any:
+    rates: dict[str, list[float]] = {"ours": [], "ddp": []}
+    for number in range(args.rounds):
+        rates["ours"].append(ours(args, directory / f"ours-{number}"))
+        rates["ddp"].append(plain(args, directory / f"ddp-{number}"))
+    mine, theirs = statistics.median(rates["ours"]), statistics.median(rates["ddp"])
+    ratio = statistics.median(a / b for a, b in zip(rates["ours"], rates["ddp"], strict=True))
+    found = {"ours": round(mine, 2), "ddp": round(theirs, 2), "ddp_step_ms": round(1e3 / theirs, 1)}
+    yield {"figure": "steps_per_s", **found, "ratio": round(ratio, 3), "asked": 0.97, "rounds": args.rounds}
+    slow_rate, slow_bytes = coordinator_bytes(args, directory / "slow", ("--dim", str(args.dim)))
+    fast_rate, fast_bytes = coordinator_bytes(args, directory / "fast", _FAST)
+    yield {
+        "figure": "coordinator_calls",
+        "slow": {"steps_per_s": round(slow_rate, 1), "bytes_per_s": round(slow_bytes)},
+        "fast": {"steps_per_s": round(fast_rate, 1), "bytes_per_s": round(fast_bytes)},
+        "bytes_per_step": round((fast_bytes - slow_bytes) / (fast_rate - slow_rate), 1),
+        "asked": 0,
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench steady", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=120, help="of each run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=208, help="of the model: how long a step is (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    args = parser.parse_args()
+    if args.ranks < 2 or args.rounds < 1 or args.steps < 2 * _WARM_UP:
+        parser.error(f"--ranks must be at least 2, --rounds at least 1, --steps at least {2 * _WARM_UP}")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            for figure in measure(args, Path(temporary)):
+                load = round(os.getloadavg()[0], 2)
+                print(json.dumps({"bench": "steady", "ranks": args.ranks, **figure, "load": load}), flush=True)
+        except JobFailedError as error:
+            print(f"scripts/bench steady: error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

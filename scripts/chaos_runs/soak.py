@@ -1,0 +1,222 @@
+"""Train under random blows for some minutes, and check every promise in what the members wrote.
+
+The demo's model, on several agents with a coordinator: ranks, comm processes, standbys, agents and the coordinator
+(lighthouse and store) are killed, ranks and comm processes are stopped, some for ever, ranks are drained, several at
+once; and ranks are killed inside a generation change, a heal and a vote, when the events tell of one. What ends is
+started again. One member that holds the state is always left alone.
+
+Checked from the members' own histories, which they write as they go: one chain of records (R2); for each step one
+attempt (R4), made of the step's samples, each once (R5); final parameters equal on all members bit for bit; the loss
+curve beside that of one undisturbed process.
+
+The number of steps is what fits into --minutes, by the speed of the first steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
+
+from account import Ledger
+from driver import TRAIN, Tail
+from journal import Journal
+from soaking.blows import Blows
+from soaking.fleet import Fleet, FleetSpec
+from soaking.verdict import broken
+
+_SMALL = ("--dim", "64", "--layers", "1", "--context", "32")
+_TICK_S = 0.004
+_TELL_S = 10.0
+_STALL_S = 90.0
+_RATE_UNDER_BLOWS = 0.45  # of the undisturbed rate
+_MIN_STEPS = 60
+
+
+class SoakFailedError(Exception):
+    pass
+
+
+def calibrate(args: argparse.Namespace, directory: Path) -> float:
+    """Steps a second of the fleet left alone."""
+    with Fleet(FleetSpec(args.agents, args.ranks, directory, train_args(args, 10**7))) as fleet:
+        started = _wait_for_steps(fleet, 20)
+        ended = _wait_for_steps(fleet, 60)
+    return 40 / (ended - started)
+
+
+def _wait_for_steps(fleet: Fleet, num_steps: int) -> float:
+    deadline = time.monotonic() + _STALL_S
+    while time.monotonic() < deadline:
+        fleet.read()
+        if fleet.journal.newest is not None and fleet.journal.newest.step >= num_steps:
+            return time.monotonic()
+        if any(agent.process.poll() is not None for agent in fleet.agents):
+            break
+        time.sleep(_TICK_S)
+    raise SoakFailedError(f"the job does not start; see {fleet.spec.directory}")
+
+
+def soak(args: argparse.Namespace, fleet: Fleet, blows: Blows, num_steps: int) -> None:
+    """Until the job is over. Raises SoakFailedError when it stands still, or an agent fails."""
+    began = told = time.monotonic()
+    newest, moved = fleet.journal.newest, began
+    while not fleet.is_over:
+        fleet.read()
+        if not fleet.journal.finished:
+            blows.tick()
+            fleet.revive()
+        else:
+            blows.stop()
+        now = time.monotonic()
+        if fleet.journal.newest != newest:
+            newest, moved = fleet.journal.newest, now
+        if now - moved > _STALL_S:
+            raise SoakFailedError(
+                f"no step was committed for {_STALL_S:g} s, after {newest}; see {fleet.spec.directory}"
+            )
+        if failures := fleet.failures() if now - told > _TELL_S else []:
+            raise SoakFailedError(f"{failures[0]}; see {fleet.spec.directory}")
+        if now - told > _TELL_S:
+            told = now
+            done = 0 if newest is None else newest.step + 1
+            print(
+                f"{now - began:5.0f} s: step {done} of {num_steps}, generation "
+                f"{max((line['generation'] for _, line in fleet.generations), default=0)}, "
+                f"{len(fleet.live())} of {fleet.spec.ranks} ranks, {len(blows.done)} blows",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(_TICK_S)
+    fleet.read()
+    if failures := fleet.failures():
+        raise SoakFailedError(f"{failures[0]}; see {fleet.spec.directory}")
+
+
+def reference_curve(args: argparse.Namespace, num_steps: int, directory: Path) -> dict[int, float]:
+    """The losses of one undisturbed process."""
+    num_steps = min(num_steps, args.reference_steps)
+    if num_steps == 0:
+        return {}
+    command = [sys.executable, str(TRAIN), *train_args(args, num_steps), "--output-dir", str(directory)]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    journal = Journal()
+    for path in (directory / "history").glob("*.jsonl"):
+        for line in Tail(path).read():
+            journal.add_history("alone", line)
+    return Ledger(journal).curve
+
+
+def expected_samples(args: argparse.Namespace, num_steps: int) -> Sequence[Sequence[int]]:
+    import train
+
+    parsed = train.parse_args(train_args(args, num_steps))
+    batches = train.make_batches(parsed, len(train.load_text(parsed.context)))
+    return [batches.samples(step).tolist() for step in range(num_steps)]
+
+
+def train_args(args: argparse.Namespace, num_steps: int) -> list[str]:
+    return ["--steps", str(num_steps), "--seed", str(args.seed), *_SMALL]
+
+
+def summary(fleet: Fleet, blows: Blows, num_steps: int, seconds: float, faults: Sequence[str]) -> dict[str, Any]:
+    phases: list[Mapping[str, float | None]] = [change["phases_ms"] for change in fleet.changes]
+    return {
+        "passed": not faults,
+        "faults": list(faults),
+        "minutes": round(seconds / 60, 2),
+        "steps": num_steps,
+        "blows": len(blows.done),
+        "by_kind": blows.counts(),
+        "generations": max((line["generation"] for _, line in fleet.generations), default=0),
+        "members": len(fleet.journal.spawned),
+        "agents": len(fleet.agents) + len(fleet.past),
+        "dropped_attempts": len(Ledger(fleet.journal).dropped),
+        "in_doubt": sum(len(change["in_doubt"]) for change in fleet.changes),
+        "configure_ms_max": max((phase["configure"] or 0.0 for phase in phases), default=0.0),
+    }
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/chaos soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--minutes", type=float, default=1.0, help="of blows, about (default: %(default)g)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the blows, the model and the data (default: %(default)s)"
+    )
+    parser.add_argument("--agents", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="of each agent (default: %(default)s)")
+    parser.add_argument("--every", type=float, default=2.0, help="mean seconds between blows (default: %(default)g)")
+    parser.add_argument("--steps", type=int, help="this many, whatever time it takes")
+    parser.add_argument(
+        "--reference-steps", type=int, default=10**9, help="of the undisturbed run, at most (default: all)"
+    )
+    parser.add_argument("--output-dir", type=Path, help="keep everything here, in a new or empty folder")
+    args = parser.parse_args(argv)
+    if args.minutes <= 0 or args.every <= 0:
+        parser.error("--minutes and --every must be greater than 0")
+    if args.agents < 1 or args.ranks < 1 or args.agents * args.ranks < 2:
+        parser.error("there must be at least two ranks, so that somebody is left with the state")
+    if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
+        parser.error(f"--output-dir {args.output_dir} is not empty; name a new folder")
+    return args
+
+
+def run(args: argparse.Namespace, directory: Path) -> int:
+    num_steps = args.steps
+    if num_steps is None:
+        rate = calibrate(args, directory / "calibration")
+        num_steps = max(_MIN_STEPS, int(args.minutes * 60 * rate * _RATE_UNDER_BLOWS))
+        print(f"{rate:.1f} steps a second undisturbed; {num_steps} steps under blows", file=sys.stderr, flush=True)
+    spec = FleetSpec(args.agents, args.ranks, directory / "job", train_args(args, num_steps))
+    began = time.monotonic()
+    with Fleet(spec) as fleet:
+        blows = Blows(fleet, random.Random(f"soak {args.seed}"), args.every)
+        try:
+            soak(args, fleet, blows, num_steps)
+            faults = []
+        except SoakFailedError as error:
+            faults = [str(error)]
+    seconds = time.monotonic() - began
+    if not faults:
+        reference = reference_curve(args, num_steps, directory / "reference")
+        generations = [line for _, line in fleet.generations]
+        faults = broken(fleet.journal, generations, fleet.changes, expected_samples(args, num_steps), reference)
+    found = summary(fleet, blows, num_steps, seconds, faults)
+    text = json.dumps(found, indent=2)
+    (directory / "summary.json").write_text(text + "\n")
+    print(text)
+    return int(bool(faults))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        if args.output_dir is not None:
+            args.output_dir.mkdir(parents=True, exist_ok=True)
+            return run(args, args.output_dir.resolve())
+        with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
+            return run(args, Path(temporary))
+    except SoakFailedError as error:
+        print(f"scripts/chaos soak: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""A job on several agents with a coordinator of their own, all processes of this machine, started again as they end.
+
+However this process ends, its processes end with it: in order with `close`, by the kernel when it is killed itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from driver import ELASTICGANG, TRAIN, Tail
+from journal import Journal, Spawned, member_name
+
+_PR_SET_PDEATHSIG = 1
+_STOP_S = 3.0
+
+
+@dataclass(frozen=True)
+class FleetSpec:
+    """`train_args`: for train.py, beside where it writes."""
+
+    agents: int
+    ranks_per_agent: int
+    directory: Path
+    train_args: Sequence[str]
+    hang_timeout_s: float = 3.0
+
+    @property
+    def ranks(self) -> int:
+        return self.agents * self.ranks_per_agent
+
+
+@dataclass
+class AgentProcess:
+    """One life of an agent."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    directory: Path
+    events: Tail
+    members: dict[str, Spawned] = field(default_factory=dict)
+    exited: set[str] = field(default_factory=set)
+
+    def live(self) -> dict[str, Spawned]:
+        if self.process.poll() is not None:
+            return {}
+        return {name: spawned for name, spawned in self.members.items() if name not in self.exited}
+
+
+class Fleet:
+    """Used as `with Fleet(spec) as fleet:`. `fresh` holds the events read last: (agent, line)."""
+
+    def __init__(self, spec: FleetSpec) -> None:
+        self.spec = spec
+        self.journal = Journal()
+        self.agents: list[AgentProcess] = []
+        self.past: list[AgentProcess] = []
+        self.fresh: list[tuple[AgentProcess, dict[str, Any]]] = []
+        self.generations: list[tuple[AgentProcess, dict[str, Any]]] = []
+        self.changes: list[dict[str, Any]] = []
+        self._histories: dict[str, Tail] = {}
+        self._prctl = ctypes.CDLL(None).prctl
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self._port = probe.getsockname()[1]
+
+    def __enter__(self) -> Fleet:
+        self.spec.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.coordinator = self._start_coordinator()
+            self.agents = [self._start_agent(index, 0) for index in range(self.spec.agents)]
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def read(self) -> None:
+        """Bring the journal up to date."""
+        self.fresh = []
+        for agent in (*self.agents, *self.past[-4:]):
+            for line in agent.events.read():
+                self._add_event(agent, line)
+        for member in self.journal.spawned:
+            if member not in self._histories:
+                self._histories[member] = Tail(self.spec.directory / "history" / f"{member}.jsonl")
+            for line in self._histories[member].read():
+                self.journal.add_history(member, line)
+
+    def _add_event(self, agent: AgentProcess, line: dict[str, Any]) -> None:
+        self.fresh.append((agent, line))
+        match line["event"]:
+            case "spawned":
+                name = member_name(line["member"])
+                agent.members[name] = Spawned(name, line["t"], line["local_rank"], line["pid"])
+                self.journal.spawned[name] = agent.members[name]
+            case "exited":
+                agent.exited.add(member_name(line["member"]))
+            case "generation":
+                self.generations.append((agent, line))
+            case "generation_change":
+                self.changes.append(line)
+
+    def revive(self) -> list[str]:
+        """Start what has ended, but for agents that have done their part. Returns what was started."""
+        started = []
+        if self.coordinator.poll() is not None:
+            self.coordinator = self._start_coordinator()
+            started.append("coordinator")
+        for place, agent in enumerate(self.agents):
+            if agent.process.poll() is not None and not self.journal.finished:
+                self.past.append(agent)
+                lives = sum(past.index == agent.index for past in self.past)
+                self.agents[place] = self._start_agent(agent.index, lives)
+                started.append(f"agent {agent.index}")
+        return started
+
+    @property
+    def is_over(self) -> bool:
+        """All agents have ended, after a rank of theirs had done all steps."""
+        return bool(self.journal.finished) and all(agent.process.poll() is not None for agent in self.agents)
+
+    def live(self) -> dict[str, tuple[AgentProcess, Spawned]]:
+        return {name: (agent, spawned) for agent in self.agents for name, spawned in agent.live().items()}
+
+    def close(self) -> None:
+        """End all that still runs. Nothing of it is left then."""
+        processes = [agent.process for agent in (*self.agents, *self.past)]
+        if hasattr(self, "coordinator"):
+            processes.append(self.coordinator)
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_S
+        for process in processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()  # an agent's fork server ends what it leaves behind
+                process.wait()
+
+    def _start_coordinator(self) -> subprocess.Popen[bytes]:
+        state = self.spec.directory / "coordinator"
+        command = ["coordinator", "--host", "127.0.0.1", "--port", str(self._port), "--state-dir", str(state)]
+        return self._start(command, self.spec.directory / "coordinator.log")
+
+    def _start_agent(self, index: int, life: int) -> AgentProcess:
+        directory = self.spec.directory / f"agent-{index}.{life}"
+        directory.mkdir()
+        command = ["run", "--coordinator", f"127.0.0.1:{self._port}", "--job-id", "soak"]
+        command += ["--nnodes", f"1:{self.spec.agents}", "--nproc-per-node", str(self.spec.ranks_per_agent)]
+        command += ["--log-dir", str(directory), "--hang-timeout", f"{self.spec.hang_timeout_s:g}"]
+        command += [str(TRAIN), *self.spec.train_args, "--output-dir", str(self.spec.directory)]
+        process = self._start(command, directory / "agent.log")
+        return AgentProcess(index, process, directory, Tail(directory / "events.jsonl"))
+
+    def _start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, str(ELASTICGANG), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: self._prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+            )
+
+    def failures(self) -> list[str]:
+        """Why agents that were left alone ended badly."""
+        return [
+            f"agent {agent.index} failed: {line['reason']}"
+            for agent in (*self.agents, *self.past)
+            for line in _lines(agent.directory / "events.jsonl")
+            if line["event"] == "failed"
+        ]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

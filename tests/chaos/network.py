@@ -1,0 +1,97 @@
+"""Hosts on this machine: network namespaces on a bridge of their own, whose cables can be pulled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import uuid
+from collections.abc import Sequence
+from types import TracebackType
+
+import psutil
+import pytest
+
+
+class Network:
+    """`hosts` have the addresses 10.77.0.1, 10.77.0.2, ... As a context manager, leaves nothing behind."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        """Skips the test where namespaces are not to be had."""
+        if shutil.which("ip") is None:
+            pytest.skip("needs iproute2 (`ip netns`)")
+        _delete_what_dead_tests_left()
+        self._mark = f"eg{os.getpid()}x{uuid.uuid4().hex[:4]}"
+        self._made: list[str] = []
+        self.addresses = {host: f"10.77.0.{number}" for number, host in enumerate(hosts, 1)}
+        try:
+            self._make(self._mark)
+            for host in hosts:
+                self._make(self._name(host))
+        except subprocess.CalledProcessError as error:
+            self.close()
+            pytest.skip(f"`ip netns add` is not permitted here: {error.stderr.decode().strip()}")
+        try:
+            self._connect(hosts)
+        except BaseException:
+            self.close()
+            raise
+
+    def on(self, host: str) -> list[str]:
+        """The beginning of a command that runs there."""
+        return ["ip", "netns", "exec", self._name(host)]
+
+    def cut(self, host: str) -> None:
+        """Nothing reaches it, or leaves it, from now on; nobody is told."""
+        _ip("-n", self._mark, "link", "set", f"to-{host}", "down")
+
+    def reconnect(self, host: str) -> None:
+        _ip("-n", self._mark, "link", "set", f"to-{host}", "up")
+
+    def _name(self, host: str) -> str:
+        return f"{self._mark}-{host}"
+
+    def _make(self, namespace: str) -> None:
+        _ip("netns", "add", namespace)
+        self._made.append(namespace)
+
+    def _connect(self, hosts: Sequence[str]) -> None:
+        switch = ["-n", self._mark]
+        _ip(*switch, "link", "add", "switch", "type", "bridge")
+        _ip(*switch, "link", "set", "switch", "up")
+        for host in hosts:
+            there = ["-n", self._name(host)]
+            cable = f"to-{host}"
+            _ip(*switch, "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", self._name(host))
+            _ip(*switch, "link", "set", cable, "master", "switch", "up")
+            _ip(*there, "address", "add", f"{self.addresses[host]}/24", "dev", "eth0")
+            _ip(*there, "link", "set", "eth0", "up")
+            _ip(*there, "link", "set", "lo", "up")
+
+    def close(self) -> None:
+        for namespace in reversed(self._made):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", namespace)
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _delete_what_dead_tests_left() -> None:
+    """A test process that was killed could not do it."""
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True, timeout=20).stdout
+    for namespace in re.findall(r"^(eg\d+x\S+)", listed, re.MULTILINE):
+        if not psutil.pid_exists(int(namespace[2:].partition("x")[0])):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", namespace)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)

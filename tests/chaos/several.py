@@ -1,0 +1,171 @@
+"""Jobs of several agents on this machine, with a coordinator of their own, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.chaos.test_kills import JOB, check_samples, histories
+from tests.support import REPOSITORY, Command, Job, is_alive, kill, wait_until
+
+NUM_STEPS = 30
+SLOW_S = 240.0  # processes import torch; a guard, as `support.DEADLINE_S`
+
+
+class Coordinator(Command):
+    """`elasticgang coordinator`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        state: bool = False,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        options = ["--state-dir", str(directory / "state")] if state else []
+        command = [*prefix, sys.executable, "-m", "elasticgang", "coordinator", "--host", host, "--port", str(port)]
+        super().__init__(directory, [*command, *options])
+
+    @functools.cached_property
+    def address(self) -> str:
+        """Once it listens."""
+
+        def listening() -> bool:
+            assert self.process.poll() is None, self.stderr
+            return self.stdout.endswith("\n")
+
+        wait_until(listening, "the coordinator's address")
+        return self.stdout.removeprefix("coordinator listening on ").strip()
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+
+class Cluster:
+    """A coordinator and agents, all of one job. As a context manager, ends everything."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        holds: Sequence[int] = (),
+        state: bool = False,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """`state`: the coordinator keeps a file. `host` and `prefix`: where it listens, and what runs it."""
+        self.directory = directory
+        self.output = directory / "output"
+        self.output.mkdir(parents=True)
+        self._arguments = ["--output-dir", str(self.output), "--steps", str(NUM_STEPS), "--holds", json.dumps([*holds])]
+        self._state = state
+        self._stack = contextlib.ExitStack()
+        self._num_started = 0
+        self.agents: list[Job] = []
+        coordinator = Coordinator(directory / "coordinator", host=host, state=state, prefix=prefix)
+        self.coordinator = self._stack.enter_context(coordinator)
+
+    def start(
+        self,
+        *,
+        ranks: int = 2,
+        nnodes: str = "1:9",
+        job_id: str = "job",
+        options: Sequence[str] = (),
+        layout: dict[str, int] | None = None,
+        program: Sequence[str] = ("-m", "elasticgang"),
+        prefix: Sequence[str] = (),
+    ) -> Job:
+        """One more agent. `layout`: that `job.py` declares; `program` and `prefix`: see `Job`."""
+        self._num_started += 1
+        given = ["--coordinator", self.coordinator.address, "--nnodes", nnodes, "--job-id", job_id, *options]
+        script = [*self._arguments, "--layout", json.dumps(layout or {})]
+        directory = self.directory / f"agent-{self._num_started}"
+        job = Job(directory, JOB, *script, ranks=ranks, options=given, program=program, prefix=prefix)
+        self.agents.append(self._stack.enter_context(job))
+        return job
+
+    def restart_coordinator(self) -> None:
+        """On the same address; the former one is dead."""
+        port = self.coordinator.port
+        self.coordinator.process.wait()
+        self._num_started += 1
+        directory = self.directory / "coordinator"
+        if not self._state:
+            directory = self.directory / f"coordinator-{self._num_started}"
+        self.coordinator = self._stack.enter_context(Coordinator(directory, port=port, state=self._state))
+
+    def reached(self, step: int, num_ranks: int) -> None:
+        """So many members, those that have died since counted, wait in that step."""
+
+        def found() -> bool:
+            for agent in self.agents:
+                assert agent.process.poll() in (None, -9), agent.stderr
+            return len(list(self.output.glob(f"at-{step}-*"))) >= num_ranks
+
+        wait_until(found, f"{num_ranks} ranks in step {step}", SLOW_S)
+
+    def release(self, step: int) -> None:
+        (self.output / f"go-{step}").touch()
+
+    def check(self, alone: str, agents: Sequence[Job]) -> None:
+        """These agents end well, and nothing of what happened shows in the result."""
+        for agent in agents:
+            assert agent.wait(SLOW_S) == 0, agent.stderr
+            agent.assert_nothing_left()
+        found = histories(self.output)
+        digests = [line["digest"] for history in found for line in history if line["kind"] == "finished"]
+        assert digests, "nobody has finished"
+        assert set(digests) == {alone}
+        check_samples(found)
+        self.check_one_chain()
+
+    def check_one_chain(self) -> None:
+        """R2: a generation has one digest, whoever tells of it."""
+        told = [event for agent in self.agents for event in agent.events() if event["event"] == "generation"]
+        chain = {(event["generation"], event["digest"]) for event in told}
+        assert len(chain) == len({generation for generation, _ in chain})
+        assert {generation for generation, _ in chain} == set(range(1, len(chain) + 1))
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            for agent in self.agents:
+                print(f"--- {agent.directory.name}: {agent.process.poll()}\n{agent.stderr[-3000:]}")
+                for event in agent.events()[-25:]:
+                    print({name: value for name, value in event.items() if name != "wall"})
+        self._stack.close()
+
+
+def run_alone(directory: Path) -> str:
+    """The digest of the state that an undisturbed run of one process ends with."""
+    command = [sys.executable, str(JOB), "--steps", str(NUM_STEPS), "--output-dir", str(directory)]
+    subprocess.run(command, check=True, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, timeout=240)
+    ((*_, last),) = histories(directory)
+    return str(last["digest"])
+
+
+def generation_of(job: Job, number: int) -> dict[str, Any]:
+    return job.expect("generation", generation=number)
+
+
+def kill_agent(job: Job) -> None:
+    """All that it has started is gone when this returns."""
+    started = job.processes()
+    kill(job.process.pid)
+    job.process.wait()
+    wait_until(lambda: not any(is_alive(process.pid) for process in started), "the end of the agent's processes")

@@ -1,0 +1,173 @@
+"""Several agents against the real lighthouse and store: they come, die, stand still, and do not fit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.several import Cluster, generation_of, kill_agent
+from tests.support import kill
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_a_killed_agent_is_gone_without_and_another_joins(tmp_path: Path, alone: str) -> None:
+    with Cluster(tmp_path, holds=[5, 12]) as cluster:
+        first, second = cluster.start(nnodes="2:9"), cluster.start(nnodes="2:9")
+        cluster.reached(5, 4)
+        kill_agent(second)
+        began = generation_of(first, 2)
+        first.expect("host lost")
+        assert began["ranks"] == [0, 1]
+        cluster.release(5)
+        cluster.reached(12, 2)
+        third = cluster.start()
+        first.expect("join noticed", generation=2)
+        cluster.release(12)
+        cluster.check(alone, [first, third])
+        assert generation_of(third, 3)["ranks"] == [0, 0, 1, 1]
+
+
+def test_joiners_that_outnumber_the_members(tmp_path: Path, alone: str) -> None:
+    with Cluster(tmp_path, holds=[3, 9]) as cluster:
+        first = cluster.start(ranks=1)
+        cluster.reached(3, 1)
+        joiners = [cluster.start(ranks=1) for _ in range(3)]
+        for joiner in joiners:
+            joiner.expect("asked")
+        cluster.release(3)
+        cluster.reached(9, 2)  # the first one is not alone any more
+        cluster.release(9)
+        cluster.check(alone, [first, *joiners])
+
+
+def test_an_agent_that_stands_still_is_left_behind_and_comes_back(tmp_path: Path, alone: str) -> None:
+    """It is shorter than the lease: its members live, and ask with a report from before."""
+    with Cluster(tmp_path, holds=[5, 12]) as cluster:
+        first, second = cluster.start(nnodes="2:9"), cluster.start(nnodes="2:9")
+        cluster.reached(5, 4)
+        os.kill(second.process.pid, signal.SIGSTOP)
+        kill(first.rank_pid(0))
+        assert generation_of(first, 2)["ranks"] in ([1], [0, 1])
+        os.kill(second.process.pid, signal.SIGCONT)
+        first.expect("join noticed", generation=2)
+        cluster.release(5)
+        cluster.reached(12, 1)
+        cluster.release(12)
+        cluster.check(alone, [first, second])
+        assert generation_of(second, 3)["ranks"] != generation_of(first, 2)["ranks"]
+        assert not any(event["event"] == "fenced" for event in second.events())
+
+
+def test_an_agent_that_dies_with_a_question_open_holds_nobody_up(tmp_path: Path, alone: str) -> None:
+    """Its question stays with the lighthouse, and comes to count: a generation with members that never enter it."""
+    with Cluster(tmp_path, holds=[5]) as cluster:
+        first, second = cluster.start(nnodes="2:9", ranks=1), cluster.start(nnodes="2:9", ranks=1)
+        cluster.reached(5, 2)
+        ghost = cluster.start(ranks=2)
+        ghost.expect("asked", count=2)  # with both ranks
+        ghost.process.kill()
+        cluster.release(5)
+        cluster.check(alone, [first, second])
+
+
+def test_an_agent_without_a_live_rank_takes_part_in_the_agreement(tmp_path: Path, alone: str) -> None:
+    with Cluster(tmp_path, holds=[5, 12]) as cluster:
+        first, second = cluster.start(nnodes="2:9"), cluster.start(nnodes="2:9")
+        cluster.reached(5, 4)
+        killed = [second.rank_pid(rank) for rank in range(2)]
+        for pid in killed:
+            kill(pid)
+        assert generation_of(first, 2)["ranks"] == [0, 1]
+        generation_of(second, 2)  # it took part: nobody waited for its heartbeat to expire
+        cluster.release(5)
+        cluster.reached(12, 2)
+        cluster.release(12)
+        cluster.check(alone, [first, second])
+
+
+def test_those_beyond_the_most_wait_as_spares_and_take_a_lost_hosts_place(tmp_path: Path, alone: str) -> None:
+    with Cluster(tmp_path, holds=[5, 12]) as cluster:
+        seated = [cluster.start(nnodes="2:2", ranks=1) for _ in range(2)]
+        cluster.reached(5, 2)
+        spare = cluster.start(nnodes="2:2", ranks=1)
+        seated[0].expect("join noticed", generation=1)
+        cluster.release(5)
+        waiting = spare.expect("generation")
+        assert (waiting["active"] + waiting["learner"], waiting["spare"]) == (2, 1)
+        cluster.reached(12, 2)
+        kill_agent(seated[1])
+        cluster.release(12)
+        cluster.check(alone, [seated[0], spare])
+        taken = [event for event in spare.events() if event["event"] == "entered"]
+        assert taken
+
+
+def test_the_first_generation_waits_for_as_many_agents_as_asked_for(tmp_path: Path, alone: str) -> None:
+    with Cluster(tmp_path) as cluster:
+        agents = [cluster.start(nnodes="3:4", ranks=1) for _ in range(2)]
+        for agent in agents:
+            agent.expect_line("2 of at least 3 agents are here")
+        assert not any(event["event"] == "generation" for agent in agents for event in agent.events())
+        agents.append(cluster.start(nnodes="3:4", ranks=1))
+        cluster.check(alone, agents)
+        assert all(generation_of(agent, 1)["ranks"] == [0, 0, 0] for agent in agents)
+
+
+OTHER_PROTOCOL = """\
+import importlib.util, pathlib, re, sys
+spec = importlib.util.find_spec("elasticgang.quorum.record")
+source = pathlib.Path(spec.origin).read_text()
+source, count = re.subn(r"^PROTOCOL = (\\d+)$", r"PROTOCOL = \\g<1>1", source, flags=re.MULTILINE)
+assert count == 1
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+exec(compile(source, spec.origin, "exec"), module.__dict__)
+from elasticgang.launch.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.alone
+def test_a_rank_that_hangs_is_found_by_its_agent_though_only_those_of_others_wait(tmp_path: Path, alone: str) -> None:
+    with Cluster(tmp_path, holds=[5, 12]) as cluster:
+        options = ["--hang-timeout", "2"]
+        first, second = (cluster.start(nnodes="2:9", ranks=1, options=options) for _ in range(2))
+        cluster.reached(5, 2)
+        os.kill(second.rank_pid(0), signal.SIGSTOP)
+        cluster.release(5)
+        second.expect("hung", pid=second.rank_pid(0))
+        second.expect("spawned", count=2)
+        cluster.reached(12, 1)
+        cluster.release(12)
+        cluster.check(alone, [first, second])
+        assert not any(event["event"] == "hung" for event in first.events())
+
+
+@pytest.mark.parametrize("what", ["layout", "job", "protocol"])
+def test_who_does_not_fit_is_refused_on_both_sides_and_the_job_goes_on(tmp_path: Path, alone: str, what: str) -> None:
+    with Cluster(tmp_path, holds=[5, 12]) as cluster:
+        agents = [cluster.start(nnodes="2:9", ranks=1) for _ in range(2)]
+        cluster.reached(5, 2)
+        if what == "layout":
+            stranger = cluster.start(ranks=1, layout={"min_replicas": 2})
+        elif what == "job":
+            stranger = cluster.start(ranks=1, job_id="another")
+        else:
+            stranger = cluster.start(ranks=1, program=["-c", OTHER_PROTOCOL])
+        if what == "job":  # it is found out when the job next asks
+            agents[0].expect("join noticed", generation=1)
+            cluster.release(5)
+        assert stranger.wait() == 2
+        cluster.agents.remove(stranger)
+        stranger.assert_nothing_left()
+        assert "error: the job refused this host: its " + what in stranger.stderr
+        for agent in agents:
+            agent.expect_line("refused")
+            agent.expect_line(f"its {what} is")
+        cluster.release(5)
+        cluster.reached(12, 2)
+        cluster.release(12)
+        cluster.check(alone, agents)

@@ -1,0 +1,120 @@
+"""The coordinator is killed: training goes on, and what needs it waits for its return, and no longer than allowed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.chaos.several import Cluster, generation_of
+from tests.chaos.test_kills import JOB, NUM_STEPS, check_samples, histories
+from tests.support import Job, kill, wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+NOTICED_S = 5.0  # milliseconds in fact; the machine may be loaded
+
+
+def own_coordinator(job: Job) -> psutil.Process:
+    children = psutil.Process(job.process.pid).children()
+    return next(child for child in children if child.name() == "eg-coordinator")
+
+
+@pytest.mark.parametrize("with_rank", [False, True])
+def test_a_jobs_own_coordinator_comes_back_on_its_address(tmp_path: Path, alone: str, with_rank: bool) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    holds = json.dumps([5, 9])
+    with Job(tmp_path, JOB, "--output-dir", str(output), "--steps", str(NUM_STEPS), "--holds", holds, ranks=3) as job:
+        wait_until(lambda: len(list(output.glob("at-5-*"))) == 3, "step 5")
+        former = own_coordinator(job)
+        address = {connection.laddr for connection in former.net_connections() if connection.status == "LISTEN"}
+        former.kill()
+        if with_rank:
+            kill(job.rank_pid(1))
+        (output / "go-5").touch()
+        job.expect("coordinator back")
+        again = own_coordinator(job)
+        assert again.pid != former.pid
+        assert address & {connection.laddr for connection in again.net_connections() if connection.status == "LISTEN"}
+        wait_until(lambda: len(list(output.glob("at-9-*"))) >= 2, "step 9")
+        kill(job.rank_pid(0))
+        (output / "go-9").touch()
+        assert job.wait(90.0) == 0, job.stderr
+        job.assert_nothing_left()
+        assert job.events()[-1]["event"] == "exited"
+        generations = [event["generation"] for event in job.events() if event["event"] == "generation"]
+    assert generations == list(range(1, len(generations) + 1))
+    assert len(generations) >= (3 if with_rank else 2)
+    found = histories(output)
+    assert {line["digest"] for history in found for line in history if line["kind"] == "finished"} == {alone}
+    check_samples(found)
+
+
+def newest(job: Job) -> int:
+    return max(int(event["generation"]) for event in job.events() if event["event"] == "generation")
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_a_rank_that_dies_while_it_is_away_is_noticed_and_waited_with(tmp_path: Path, alone: str, state: bool) -> None:
+    """The record is in the coordinator's file, or only with the agents."""
+    with Cluster(tmp_path, holds=[5, 9], state=state) as cluster:
+        agents = [cluster.start(nnodes="2:9") for _ in range(2)]
+        cluster.reached(5, 4)
+        cluster.coordinator.process.kill()
+        for agent in agents:
+            agent.expect("coordinator away")
+        kill(agents[0].rank_pid(0))
+        killed_at = time.monotonic()
+        for agent in agents:
+            agent.expect("asked", count=2)  # by the connection between them: the others stand still in step 5
+        assert time.monotonic() - killed_at < NOTICED_S
+        cluster.release(5)
+        time.sleep(1.0)  # nothing may happen
+        assert all(agent.process.poll() is None for agent in agents)
+        assert not list(cluster.output.glob("at-9-*"))
+        cluster.restart_coordinator()
+        assert generation_of(agents[0], 2)["ranks"] in ([0, 1, 1], [0, 0, 1, 1])
+        cluster.reached(9, 3)
+        joiner = cluster.start()
+        agents[0].expect("join noticed", generation=newest(agents[0]))
+        cluster.release(9)
+        cluster.check(alone, [*agents, joiner])
+
+
+def test_training_goes_on_without_it_and_a_joiner_that_asks_first_is_not_alone(tmp_path: Path, alone: str) -> None:
+    with Cluster(tmp_path, holds=[5, 12]) as cluster:
+        agents = [cluster.start(nnodes="2:9", ranks=1) for _ in range(2)]
+        cluster.reached(5, 2)
+        cluster.coordinator.process.kill()
+        for agent in agents:
+            agent.expect("coordinator away")
+        cluster.release(5)
+        cluster.reached(12, 2)
+        assert all(agent.events()[-1]["event"] == "coordinator away" for agent in agents)
+        cluster.restart_coordinator()
+        joiner = cluster.start(ranks=1)
+        agents[0].expect("join noticed", generation=1)
+        cluster.release(12)
+        cluster.check(alone, [*agents, joiner])
+        (seen,) = [event for event in joiner.events() if event["event"] == "generation"][:1]
+        assert seen["generation"] == 2
+        assert seen["ranks"] == [0, 0, 0]
+
+
+def test_when_it_stays_away_the_job_ends_with_an_error(tmp_path: Path) -> None:
+    with Cluster(tmp_path, holds=[5]) as cluster:
+        agents = [cluster.start(nnodes="2:9", ranks=1, options=["--coordinator-timeout", "1.5"]) for _ in range(2)]
+        cluster.reached(5, 2)
+        address = cluster.coordinator.address
+        cluster.coordinator.process.kill()
+        kill(agents[0].rank_pid(0))
+        for agent in agents:
+            assert agent.wait() == 1
+            agent.assert_nothing_left()
+            assert f"error: no generation can be agreed without the coordinator at {address}" in agent.stderr
+            assert "Traceback" not in agent.stderr
+        assert not list(cluster.output.glob("history/*finished*"))

@@ -1,0 +1,204 @@
+"""Ranks that are told to go: they finish their step, leave without one that is aborted, and do not come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.test_kills import NUM_STEPS, Fault, alone, at, check, histories, run, soon
+from tests.chaos.test_run import script, training
+from tests.support import Job, is_alive, wait_until
+
+__all__ = ["alone"]  # the fixture
+
+
+def together(place: str, *ranks: int, **conditions: int) -> list[Fault]:
+    return [soon(place, rank, "drain", free=True, **conditions) for rank in ranks]
+
+
+def seen_off(faults: list[Fault]) -> list[Fault]:
+    """The job does not end before those who go have."""
+    stays = min({0, 1, 2, 3} - {fault["rank"] for fault in faults})
+    return [*faults, soon("body", stays, "see-off", free=True, step=NUM_STEPS - 2)]
+
+
+def check_all_went(job: Job, went: set[int], *, killed: tuple[int, ...] = ()) -> None:
+    """Those and no others have left, with exit code 0; only who was killed has been started again."""
+    exits = defaultdict(list)
+    for event in job.events():
+        if event["event"] == "exited":
+            exits[event["local_rank"]].append(event["status"])
+    for rank in range(4):
+        assert exits[rank] == [-9] * killed.count(rank) + [0], f"rank {rank}"
+    finished = [history for history in histories(job.directory) if history and history[-1]["kind"] == "finished"]
+    assert len(finished) == 4 - len(went)
+
+
+def lost_tries(job: Job) -> list[int]:
+    """Steps that somebody had prepared in more than one generation."""
+    tries = defaultdict(set)
+    for history in histories(job.directory):
+        for line in history:
+            if line["kind"] == "prepared":
+                tries[line["step"]].add(line["generation"])
+    return [step for step, generations in tries.items() if len(generations) > 1]
+
+
+# Faults, who goes, and who is killed besides.
+SCENARIOS: dict[str, tuple[list[Fault], set[int], tuple[int, ...]]] = {
+    "one after the other": (
+        [
+            at("body", 1, "drain", step=3),
+            at("told", 0, "leave", step=7),  # its vote is over: the next one tells
+            at("step", 3, "drain", step=11),
+        ],
+        {0, 1, 3},
+        (),
+    ),
+    "two at once": (together("body", 0, 2, step=4), {0, 2}, ()),
+    "before there is anything to leave": (
+        [soon("start", 1, "drain"), soon("joined", 3, "drain", free=True)],
+        {1, 3},
+        (),
+    ),
+    "while the first generation is agreed": ([soon("asked", 2, "drain")], {2}, ()),
+    "during a generation change": (
+        [at("body", 1, step=3), soon("asked", 2, "drain"), at("body", 1, step=9), soon("configure", 0, "drain")],
+        {0, 2},
+        (1, 1),
+    ),
+    "a learner": ([at("body", 1, step=3), soon("healing", 1, "drain")], {1}, (1,)),
+    "one that builds": ([at("body", 1, step=3), soon("joined", 1, "drain")], {1}, (1,)),
+}
+UNDISTURBED = ("one after the other", "two at once")
+
+
+@pytest.fixture(scope="module")
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Job]]]:
+    """The jobs of all scenarios that were selected, two at a time."""
+    selected = [
+        str(item.callspec.params["name"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test_who_goes_takes_nothing_along
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        directories = {name: tmp_path_factory.mktemp("job") for name in selected}
+        yield {name: pool.submit(run, directories[name], seen_off(SCENARIOS[name][0]), 4) for name in selected}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_who_goes_takes_nothing_along(name: str, jobs: dict[str, Future[Job]], alone: str) -> None:
+    job = jobs[name].result()
+    faults, went, killed = SCENARIOS[name]
+    check(job, seen_off(faults), alone)
+    check_all_went(job, went, killed=killed)
+    if name in UNDISTURBED:
+        assert lost_tries(job) == []
+        generations = [event for event in job.events() if event["event"] == "generation"]
+        assert len(generations) == 1 + len({fault["step"] for fault in faults})
+
+
+def test_in_the_last_step_it_is_too_late(tmp_path: Path, alone: str) -> None:
+    faults = [soon("body", 1, "drain", step=NUM_STEPS - 1)]
+    job = run(tmp_path, faults)
+    check(job, faults, alone)
+    assert len([event for event in job.events() if event["event"] == "generation"]) == 1
+    assert {event["status"] for event in job.events() if event["event"] == "exited"} == {0}
+
+
+def test_when_all_go_the_job_ends_and_says_so(tmp_path: Path) -> None:
+    faults = together("body", 0, 1, 2, step=4)
+    job = run(tmp_path, faults)
+    assert job.process.returncode == 1
+    assert "elasticgang: error: all ranks have left; the last committed step is" in job.stderr
+
+
+def test_the_only_one_with_state_goes_once_another_has_it(tmp_path: Path, alone: str) -> None:
+    faults = [at("body", 1, step=3), soon("serving", 0, "drain")]
+    job = run(tmp_path, faults, ranks=2)
+    check(job, faults, alone)
+    assert [event["status"] for event in job.events() if event["event"] == "exited" and event["local_rank"] == 0] == [0]
+
+
+def test_what_follows_the_loop_is_for_those_who_stay_and_for_those_who_left_of_themselves(tmp_path: Path) -> None:
+    body = """
+                time.sleep(0.01)
+                if step.index == 5 and rank == 1:
+                    manager.leave()
+    """
+    after = """
+        (here / f"after-{rank}").write_text(f"{manager.committed_steps}\\n")
+    """
+    path = training(tmp_path, steps=300, body=body, after=after)
+    with Job(tmp_path, path, ranks=3) as job:
+        job.expect("exited", local_rank=1, status=0)
+        assert (tmp_path / "after-1").read_text() == "6\n"
+        os.kill(job.rank_pid(2), signal.SIGTERM)
+        job.expect("exited", local_rank=2, status=0)
+        assert not (tmp_path / "after-2").exists()
+        assert job.wait() == 0
+        assert (tmp_path / "after-0").read_text() == "300\n"
+    assert "Traceback" not in job.stderr
+
+
+def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
+    body = f"""
+                if rank == 1 and step.index == 3:
+                    pathlib.Path({str(tmp_path)!r}, "busy").write_text("1\\n")
+                    time.sleep(50)
+                if rank == 0 and step.index < 200: time.sleep(0.01)
+    """
+    with Job(tmp_path, training(tmp_path, steps=50, body=body), ranks=3) as job:
+        job.expect_file(tmp_path / "busy")
+        pid = job.rank_pid(1)
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not signal_pending(pid), "the first signal's arrival")
+        assert is_alive(pid)
+        os.kill(pid, signal.SIGTERM)
+        job.expect("exited", local_rank=1, status=-signal.SIGTERM)
+        assert job.wait() == 0
+        assert len([event for event in job.events() if event["event"] == "spawned"]) == 3
+
+
+def signal_pending(pid: int) -> bool:
+    """Whether a SIGTERM has not been taken yet."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool((int(status["ShdPnd"], 16) | int(status["SigPnd"], 16)) & 1 << (signal.SIGTERM - 1))
+
+
+def test_a_ranks_own_children_end_by_sigterm_as_ever(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        f"""\
+        import os, pathlib, signal, time
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"x")
+            time.sleep(60)
+            os._exit(0)
+        os.read(reader, 1)
+        os.kill(child, signal.SIGTERM)
+        pathlib.Path({str(tmp_path)!r}, "status").write_text(f"{{os.waitpid(child, 0)[1]}}\\n")
+        """,
+    )
+    with Job(tmp_path, path, ranks=1) as job:
+        assert job.expect_file(tmp_path / "status") == f"{signal.SIGTERM}\n"
+        assert job.wait() == 0
+
+
+def test_the_end_of_the_job_is_no_drain(tmp_path: Path) -> None:
+    """SIGTERM to the agent ends the ranks where they are."""
+    body = 'time.sleep(0.05); (here / f"at-{rank}").write_text("1\\n")'
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=body), ranks=2) as job:
+        job.expect_file(tmp_path / "at-0")
+        job.process.terminate()
+        assert job.wait() == 128 + signal.SIGTERM
+        assert {e["status"] for e in job.events() if e["event"] == "exited"} == {-signal.SIGTERM}

@@ -1,0 +1,92 @@
+"""Hosts that are cut off, in real network namespaces: they end their members before others hold them to be lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticgang.quorum.lease import LEASE_S, MARGIN_S
+from tests.chaos.network import Network
+from tests.chaos.several import Cluster, generation_of
+from tests.support import Job
+
+pytestmark = pytest.mark.timeout(600)
+
+LOADED_S = 3.0  # that a loaded machine may take longer
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with Network(["c", "a", "b"]) as made:
+        yield made
+
+
+def cluster_on(network: Network, directory: Path, holds: list[int]) -> Cluster:
+    return Cluster(directory, holds=holds, host=network.addresses["c"], prefix=network.on("c"))
+
+
+def agent_ids(job: Job) -> list[str]:
+    return [event["agent"] for event in job.events() if event["event"] == "started"]
+
+
+def test_a_cut_off_host_ends_its_members_and_comes_back_with_new_ones(
+    tmp_path: Path, alone: str, network: Network
+) -> None:
+    with cluster_on(network, tmp_path, [5, 12]) as cluster:
+        first = cluster.start(nnodes="2:9", prefix=network.on("a"))
+        second = cluster.start(nnodes="2:9", prefix=network.on("b"))
+        cluster.reached(5, 4)
+        network.cut("b")
+        cut_at = time.monotonic()
+        second.expect("fenced")
+        ended = [second.expect("exited", count=count)["monotonic"] for count in (1, 2)]
+        assert max(ended) - cut_at < LEASE_S + LOADED_S
+        lost = first.expect("host lost")
+        assert lost["agent"] == agent_ids(second)[0]
+        assert max(ended) < lost["t"] < cut_at + LEASE_S + MARGIN_S + LOADED_S
+        assert generation_of(first, 2)["ranks"] == [0, 1]
+        cluster.release(5)
+        cluster.reached(12, 2)
+        network.reconnect("b")
+        second.expect("started", count=2)
+        first.expect("join noticed", generation=2)
+        cluster.release(12)
+        cluster.check(alone, [first, second])
+        assert len(set(agent_ids(second))) == 2
+        assert generation_of(second, 3)["ranks"] == [0, 0, 1, 1]
+
+
+def test_a_short_cut_ends_nothing(tmp_path: Path, alone: str, network: Network) -> None:
+    with cluster_on(network, tmp_path, [5]) as cluster:
+        agents = [cluster.start(nnodes="2:9", ranks=1, prefix=network.on(host)) for host in "ab"]
+        cluster.reached(5, 2)
+        network.cut("b")
+        cluster.release(5)
+        time.sleep(1.0)
+        network.reconnect("b")
+        cluster.check(alone, agents)
+        assert not [event for agent in agents for event in agent.events() if event["event"] in ("fenced", "host lost")]
+
+
+def test_when_all_of_the_job_is_cut_off_nobody_starts_it_over(tmp_path: Path, network: Network) -> None:
+    """Not until its members have ended; and then its state is gone with them."""
+    with cluster_on(network, tmp_path, [5]) as cluster:
+        members = cluster.start(prefix=network.on("b"))
+        cluster.reached(5, 2)
+        network.cut("b")
+        cut_at = time.monotonic()
+        newcomer = cluster.start(prefix=network.on("a"))
+        ended = [members.expect("exited", count=count)["monotonic"] for count in (1, 2)]
+        assert max(ended) - cut_at < LEASE_S + LOADED_S
+        assert newcomer.wait() == 1
+        assert "the job's state is lost" in newcomer.stderr
+        assert not any(event["event"] == "generation" for event in newcomer.events())
+        (lost,) = [event for event in newcomer.events() if event["event"] == "host lost"]
+        assert lost["t"] > max(ended)
+        network.reconnect("b")
+        assert members.wait() == 1
+        assert "the job's state is lost" in members.stderr
+        members.assert_nothing_left()

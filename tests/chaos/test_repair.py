@@ -1,0 +1,214 @@
+"""A rank of a replica group dies: its group is made whole or given up, and only those move that must.
+
+Real training over `tp`, `pp` and `sdp`; where a rank dies is decided by the job itself (`sharded_job.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.sharded import Reference, Sizes, check, histories, moved, reference_in, run
+from tests.chaos.test_kills import at, soon
+from tests.support import Job
+
+PAIRS = Sizes(active=4, spares=1, tp=2)  # at first, ranks 0 and 1 are one replica group, 2 and 3 the other
+LAST = 19
+
+Scenario = tuple[Sizes, list[dict[str, Any]]]
+
+SCENARIOS: dict[str, Scenario] = {
+    "eight ranks in pairs, without a spare": (Sizes(active=8, tp=2), [at("forward", 3), at("voted", 0)]),
+    "stages, and a spare": (Sizes(active=4, spares=1, pp=2), [at("forward", 0), at("forward", 3), at("voted", 1)]),
+    "shards, and a spare": (Sizes(active=4, spares=1, sdp=2), [at("forward", 3), at("summed", 0), at("applied", 1)]),
+    "shards by FSDP2, and a spare": (
+        Sizes(active=4, spares=1, sdp=2, fsdp=True),
+        [at("forward", 3), at("voted", 0), at("forward", None), at("applied", None)],
+    ),
+    "in doubt: one of a pair": (
+        PAIRS,
+        [at("summed", 1), at("voted", 2), at("told", 3), at("torn", 4), at("applied", 0), at("voted", None)],
+    ),
+    "in doubt: both of a pair, and one of each": (
+        PAIRS,
+        [at("voted", 0, [0, 1]), at("voted", None), at("summed", 2, [2, 3])],
+    ),
+    "in doubt: comm processes": (
+        PAIRS,
+        [at("voted", 0, "comm"), at("summed", 1, "comms"), at("voted", 3, "comms"), at("applied", 2, "comm")],
+    ),
+    "while the spare takes the seat": (
+        Sizes(active=6, spares=1, tp=2),
+        [
+            at("body", 3),
+            soon("built", None),
+            at("body", 0),
+            soon("healing", None),
+            at("body", None),
+            soon("half-healed", None),
+            at("body", None),
+            soon("configure", None),
+            at("body", None),
+            soon("serving", None),
+        ],
+    ),
+    "in the last step": (PAIRS, [at("voted", 0, step=LAST)]),
+    "before the first step": (PAIRS, [soon("forward", 0, [0, 2], step=0)]),
+}
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return reference_in(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="module")
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Job]]]:
+    """The jobs of all scenarios that were selected, two at a time: each is idle half of its time."""
+    selected = [
+        str(item.callspec.params["name"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test_a_kill_leaves_no_trace_in_the_result
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        directories = {name: tmp_path_factory.mktemp("job") for name in selected}
+        yield {name: pool.submit(run, directories[name], *SCENARIOS[name]) for name in selected}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_kill_leaves_no_trace_in_the_result(name: str, jobs: dict[str, Future[Job]], reference: Reference) -> None:
+    check(jobs[name].result(), *SCENARIOS[name], reference)
+
+
+def test_without_a_spare_a_pair_is_given_up_until_the_next_join_fills_the_hole(
+    jobs: dict[str, Future[Job]],
+) -> None:
+    job = jobs["eight ranks in pairs, without a spare"].result()
+    counts = [
+        (event["active"] + event["learner"], event["spare"]) for event in job.events() if event["event"] == "generation"
+    ]
+    assert counts[:3] == [(8, 0), (6, 1), (8, 0)]
+    (reason, *_) = [event["reason"] for event in job.events() if event["event"] == "spare"]
+    assert reason.startswith("6 ranks fill 3 replica groups of 2; it takes the seat of one that is lost")
+
+
+def test_what_is_left_of_two_pairs_makes_one_and_nobody_heals(tmp_path: Path, reference: Reference) -> None:
+    """Ranks 1 and 2 have the model between them, and what they keep is what they held."""
+    sizes, faults = Sizes(active=4, tp=2), [at("body", 0, [0, 3])]
+    job = run(tmp_path, sizes, faults)
+    check(job, sizes, faults, reference)
+    after = [event for event in job.events() if event["event"] == "generation"][1]
+    assert (after["active"], after["learner"], after["ranks"]) == (2, 0, [1, 2])
+
+
+def test_who_moves_to_another_part_of_the_model_builds_and_heals_it(tmp_path: Path, reference: Reference) -> None:
+    """Of three pairs, two first halves die: one of the second halves that are left takes one's place."""
+    sizes, faults = Sizes(active=6, tp=2), [at("body", 0, [0, 2])]
+    check(run(tmp_path, sizes, faults), sizes, faults, reference)
+    built = [[line["part"] for line in lines if line["kind"] == "built"] for lines in histories(tmp_path).values()]
+    assert [[0, 0, 1], [0, 0, 0]] in built
+    assert max(map(len, built)) == 2
+
+
+def test_when_all_that_hold_a_part_die_the_job_ends_and_says_so(tmp_path: Path) -> None:
+    job = run(tmp_path, PAIRS, [at("body", 0, [0, 2], step=3)])
+    assert job.process.returncode == 1
+    assert "the job's state is lost: no live member holds step 3" in job.stderr
+
+
+def test_stages_shards_and_pairs_together(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two replica groups of eight, and a spare. A few steps: these are 36 processes."""
+    steps = 6
+    sizes, faults = Sizes(active=16, spares=1, pp=2, sdp=2, tp=2), [at("forward", 5), at("voted", 9)]
+    job = run(tmp_path, sizes, faults, steps=steps)
+    check(job, sizes, faults, reference_in(tmp_path_factory.mktemp("reference"), steps))
+    assert moved(histories(tmp_path)) == []
+
+
+COMMUNICATES = """
+import elasticgang as eg
+manager = eg.join(layout=eg.ParallelLayout(tp=2))
+def build(seat):
+    assert (manager.gangs.tp.rank, manager.gangs.tp.size) == (seat.tp, 2)
+    manager.gangs.tp.barrier()
+manager.build(build)
+next(manager.steps(1))
+"""
+
+UNEVEN = """
+import torch, elasticgang as eg
+manager = eg.join(layout=eg.ParallelLayout(sdp=2))
+manager.register_state(model=torch.nn.Linear(1, 1))
+for step in manager.steps(1):
+    with step:
+        eg.GlobalBatch(9, size=6, slot=2).slots(step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (COMMUNICATES, "InvalidOperationError: The gang tp cannot be used to communicate while the training state is "),
+        (UNEVEN, "ValueError: `size` must be a multiple of `slot` x `sdp` (2 x 2)"),
+    ],
+)
+def test_what_would_make_the_others_wait_for_ever_is_refused(tmp_path: Path, script: str, reason: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    with Job(tmp_path, path, ranks=2) as job:
+        assert job.wait() == 1
+        assert reason in job.stderr
+        job.assert_nothing_left()
+
+
+LARGE = """
+import hashlib, os, pathlib, signal, time
+import torch, elasticgang as eg
+from elasticgang.state import pull
+
+manager = eg.join()
+model = torch.nn.Linear(2048, 2048)
+ddp = eg.DistributedDataParallel(manager, model)
+optim = eg.Optimizer(manager, torch.optim.Adam(model.parameters()))
+manager.register_state(model=model, optim=optim)
+batches = eg.GlobalBatch(64, size=6, slot=2)
+inner = pull.Pull.run
+def run(self):
+    state = inner(self)
+    print("pulled from", len(self.given), flush=True)
+    return state
+pull.Pull.run = run
+for step in manager.steps(8):
+    with step:
+        slots = batches.slots(step)
+        for slot in slots:
+            with ddp.accumulate(last=slot.last):
+                ddp(torch.randn(2, 2048)).square().sum().backward()
+        fired = pathlib.Path("fired")
+        if step.index == 2 and os.environ["LOCAL_RANK"] == "1" and not fired.exists():
+            fired.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step.index == 4 and len(manager._membership.record.seats) < 3:  # nobody finishes before it is back
+            while not (manager._membership.join_noticed or manager.poisoned):
+                time.sleep(0.002)
+        optim.step(weight=slots.num_samples)
+print("digest", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest(), flush=True)
+"""
+
+
+def test_a_large_state_is_pulled_from_all_that_hold_it(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(LARGE)
+    with Job(tmp_path, path, ranks=3) as job:
+        assert job.wait() == 0, job.stderr
+    assert "pulled from 2" in job.stdout
+    digests = [line.rpartition(" ")[2] for line in job.stdout.splitlines() if " digest " in line]
+    assert len(digests) == 3
+    assert len(set(digests)) == 1

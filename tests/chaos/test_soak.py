@@ -1,0 +1,40 @@
+"""`scripts/chaos soak`: a minute of random blows on a job of two agents breaks no promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import REPOSITORY
+
+SOAK = REPOSITORY / "scripts" / "chaos_runs" / "soak.py"
+
+
+@pytest.mark.timeout(420)
+def test_a_minute_of_random_blows_breaks_no_promise(tmp_path: Path) -> None:
+    command = [sys.executable, str(SOAK), "--minutes", "1", "--seed", "7", "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["passed"] is True
+    assert summary["blows"] >= 8
+    assert len(summary["by_kind"]) >= 4
+    assert summary["generations"] >= summary["blows"] / 3
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        (["--minutes", "0"], "must be greater than 0"),
+        (["--agents", "1", "--ranks", "1"], "at least two ranks"),
+    ],
+)
+def test_what_cannot_be_soaked_is_refused(argument: list[str], told: str) -> None:
+    done = subprocess.run([sys.executable, str(SOAK), *argument], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert told in done.stderr

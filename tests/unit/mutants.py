@@ -1,0 +1,141 @@
+"""Rules that are not ours: a part is left out or weakened, to show that the simulation finds what that breaks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from elasticgang.quorum import decide, ledger, roster, settle
+from elasticgang.quorum.commit import Action, Attempt, Fate, Standing, action, resolve
+from elasticgang.quorum.decide import MemberReport, Record, Report, Seat
+from elasticgang.testing.simulation import host, world
+
+Patch = tuple[object, str, Any]
+
+_enter = ledger.Ledger.enter
+_left = roster.Roster._left
+_may_hold = settle._may_hold
+
+
+def _action_by_step(tip: Attempt | None, pending: Attempt | None, committed: Attempt) -> Action:
+    if tip is not None and tip.step == committed.step:
+        return Action.KEEP
+    return Action.APPLY if pending is not None and pending.step == committed.step else Action.HEAL
+
+
+def _resolve_unrecorded(_: Attempt, generation: int, present: Collection[Standing], __: Iterable[Attempt] = ()) -> Fate:
+    tips = [standing.tip for standing in present if standing.tip is not None]
+    return resolve(max([Attempt(0, 1), *tips]), generation, present)
+
+
+def _resolve_never_forward(
+    recorded: Attempt, generation: int, present: Collection[Standing], known: Iterable[Attempt] = ()
+) -> Fate:
+    heard = [*known, *(standing.tip for standing in present if standing.tip is not None)]
+    return Fate(max((recorded, *(attempt for attempt in heard if attempt.generation == generation))), False)
+
+
+def _resolve_without_learners(
+    recorded: Attempt, generation: int, present: Collection[Standing], known: Iterable[Attempt] = ()
+) -> Fate:
+    if any(standing.active for standing in present):
+        return resolve(recorded, generation, present, known)
+    return resolve(recorded, generation, [Standing(standing.tip, None, False) for standing in present], known)
+
+
+def _resolve_untold(
+    recorded: Attempt, generation: int, present: Collection[Standing], _: Iterable[Attempt] = ()
+) -> Fate:
+    return resolve(recorded, generation, present)
+
+
+def _holds_any_part(member: MemberReport, committed: Attempt, _: object) -> bool:
+    return member.holds is not None and action(member.tip, member.pending, committed) is not Action.HEAL
+
+
+def _may_hold_but_spares(record: Record, reports: Sequence[Report], attempt: Attempt, model: Any) -> Any:
+    spares = set(record.members(decide.SPARE))
+    return [absent for absent in _may_hold(record, reports, attempt, model) if absent.name not in spares]
+
+
+def _is_for_all_its_members(record: Record, mine: Report) -> bool:
+    seated = {seat.member for seat in record.seats}
+    return mine.seen.generation < record.generation and all(member.id in seated for member in mine.members)
+
+
+def _enter_and_keep_pending(self: ledger.Ledger, record: Record, seat: Seat) -> None:
+    pending = self.pending
+    _enter(self, record, seat)
+    self.pending = pending
+
+
+def _enter_and_forget_part(self: ledger.Ledger, record: Record, seat: Seat) -> None:
+    _enter(self, record, seat)
+    if seat.status == decide.SPARE:
+        self.holds = None
+
+
+def _may_always_ask(self: roster.Roster) -> bool:
+    return bool(self._in(roster._Phase.ASKING)) and not (
+        self.record is None and self._waits_for_start and self._is_starting()
+    )
+
+
+def _left_in_order(self: roster.Roster, member: str, finished: bool, _: bool) -> list[roster.Instruction]:
+    return _left(self, member, finished, True)
+
+
+def _absent_if_silent(self: host.Host, world: world.World) -> Iterator[str]:
+    if world.record is not None:
+        for name in world.record.agents:
+            if not world.hosts[name].is_connected and name not in self.found_lost:
+                yield name
+
+
+def _always(value: object) -> Callable[..., Any]:
+    return lambda *_: value
+
+
+MUTANTS: dict[str, tuple[Patch, ...]] = {
+    "decision not in the record": ((settle, "resolve", _resolve_unrecorded),),
+    "never rolled forward": ((settle, "resolve", _resolve_never_forward),),
+    "what was told does not count": ((settle, "resolve", _resolve_untold),),
+    "ghosts count": ((decide, "_outdated", _always(None)),),
+    "nobody is waited for": ((settle, "_absent", _always([])),),
+    "all that is lost begins anew": ((settle, "_is_blind", _always(False)),),
+    "any part will do": ((settle, "_holds", _holds_any_part),),
+    "who is silent is lost": ((host.Host, "_absent", _absent_if_silent),),
+    "a torn state has a share": ((ledger.Ledger, "fails", False),),
+    "what is pending stays so": ((ledger.Ledger, "enter", _enter_and_keep_pending),),
+    "a spare forgets its part": ((ledger.Ledger, "enter", _enter_and_forget_part),),
+    "a record is for whose members it seats": ((decide, "is_for", _is_for_all_its_members),),
+    "all leave in order": ((roster.Roster, "_left", _left_in_order),),
+    "an agent asks while its ranks run": ((roster.Roster, "may_ask", _may_always_ask),),
+    "an agent without ranks is silent": ((roster.Roster, "_is_awaited", _always(False)),),
+    "nobody is ever lost": ((roster.Roster, "_lose_host", _always([])),),
+}
+
+# Those that take more than a few hundred random schedules, or trouble that there is none of in them. Stories show them.
+TOLD: dict[str, tuple[Patch, ...]] = {
+    "no witness is needed": ((decide, "without_witness", _always(None)),),
+    "spares are not waited for": ((settle, "_may_hold", _may_hold_but_spares),),
+    "who is left behind is forgotten": ((decide, "away", _always(())), (settle, "away", _always(()))),
+    "by step alone": ((ledger, "action", _action_by_step), (settle, "action", _action_by_step)),
+    "chains are told apart by number": ((Record, "builds_on", _always(True)),),
+    "learners never decide": ((settle, "resolve", _resolve_without_learners),),
+}
+
+
+@contextlib.contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """While the rules are those of `name`; "" is ours."""
+    patches = {**MUTANTS, **TOLD, "": ()}[name]
+    originals = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in patches]
+    try:
+        for owner, attribute, value in patches:
+            setattr(owner, attribute, value)
+        yield
+    finally:
+        for owner, attribute, value in originals:
+            setattr(owner, attribute, value)

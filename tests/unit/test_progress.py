@@ -1,0 +1,343 @@
+"""Who is found hung, by what the pages say over time; and, more often, who is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from elasticgang.quorum.progress import Comm, CommHung, Hung, Progress, Reached, Reading, Verdict, Wait
+
+LIMIT_MS = 2000
+DP, CONTROL, TP = 1, 2, 3
+
+
+@dataclass
+class Rank:
+    """One rank's page. Everything that is not stopped pulses."""
+
+    name: str
+    groups: dict[int, Reached] = field(default_factory=dict)
+    reading: Reading = field(default_factory=lambda: Reading("", 1, 0, 0, steps=10))
+    stopped: bool = False
+    comm_stopped: bool = False
+    comm_pid: int = 7
+    comm_beats: int = 0
+
+    def live(self) -> None:
+        if not self.stopped:
+            self.set(pulses=self.reading.pulses + 1)
+        if not self.comm_stopped:
+            self.comm_beats += 1
+
+    def set(self, **changes: object) -> None:
+        self.reading = replace(self.reading, **changes)  # type: ignore[arg-type]
+
+    def beat(self) -> None:
+        self.set(beats=self.reading.beats + 1)
+
+    def submit(self, group: int) -> None:
+        before = self.groups.get(group, Reached(0, 0))
+        self.groups[group] = replace(before, submitted=before.submitted + 1)
+
+    def complete(self, group: int) -> None:
+        self.groups[group] = replace(self.groups[group], completed=self.groups[group].submitted)
+
+    def page(self) -> Reading:
+        comm = Comm(self.comm_pid, self.comm_beats, dict(self.groups))
+        return replace(self.reading, member=self.name, comm=comm)
+
+
+class Host:
+    """Ranks under one agent that looks every 50 ms."""
+
+    def __init__(self, *names: str, limit_ms: int | None = LIMIT_MS) -> None:
+        self.progress = Progress(limit_ms)
+        self.ranks = [Rank(name, {DP: Reached(0, 0), CONTROL: Reached(0, 0)}) for name in names]
+        self.now_ms = 0
+        self.told: tuple[Wait, ...] = ()
+
+    def __getitem__(self, index: int) -> Rank:
+        return self.ranks[index]
+
+    def run(self, for_ms: int, each: Callable[[], None] = lambda: None) -> list[Verdict]:
+        """What is found within that time; `each` happens before every look. The first finding ends it."""
+        end_ms = self.now_ms + for_ms
+        while self.now_ms < end_ms:
+            self.now_ms += self.progress.interval_ms
+            each()
+            for rank in self.ranks:
+                rank.live()
+            if found := self.progress.look(self.now_ms, [rank.page() for rank in self.ranks], self.told):
+                return found
+        return []
+
+    def all_reduce(self, ranks: Iterable[Rank], group: int = DP) -> None:
+        for rank in ranks:
+            rank.submit(group)
+        if len({rank.groups[group].submitted for rank in self.ranks if group in rank.groups}) == 1:
+            for rank in self.ranks:
+                rank.complete(group)
+
+    def steps(self, num_steps: int, step_ms: int) -> None:
+        for _ in range(num_steps):
+            assert self.run(step_ms) == []
+            for rank in self.ranks:
+                rank.set(steps=rank.reading.steps + 1)
+                rank.beat()
+
+
+@pytest.fixture
+def host() -> Host:
+    host = Host("a", "b", "c", "d")
+    host.steps(1, 200)
+    return host
+
+
+def names(found: list[Verdict]) -> list[str]:
+    return [verdict.member for verdict in found]
+
+
+# -- who is hung
+
+
+def test_one_that_is_stopped_in_its_own_code_is_found_within_the_limit(host: Host) -> None:
+    host[2].stopped = True
+    began_ms = host.now_ms
+    host.all_reduce([host[0], host[1], host[3]])
+    (verdict,) = host.run(10_000)
+    assert isinstance(verdict, Hung)
+    assert verdict.member == "c"
+    assert LIMIT_MS - 150 <= host.now_ms - began_ms <= LIMIT_MS
+
+
+def test_one_that_only_lives_is_hung_too(host: Host) -> None:
+    """A lock that nobody releases: its other threads run."""
+    host.all_reduce([host[0], host[1], host[3]])
+    assert names(host.run(10_000)) == ["c"]
+
+
+def test_one_that_is_stopped_while_it_waits_is_found_once_it_has_nothing_to_wait_for(host: Host) -> None:
+    host.all_reduce([host[0], host[2]])
+    assert host.run(LIMIT_MS // 2) == []
+    host[2].stopped = True
+    host.all_reduce([host[1], host[3]])  # it completes everywhere
+    host.all_reduce([host[0], host[1], host[3]], CONTROL)
+    assert names(host.run(10_000)) == ["c"]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_one_that_is_stopped_in_a_wait_of_the_runtime_is_found(host: Host, asks: bool) -> None:
+    for rank in host.ranks:
+        rank.set(waits=True, asks=asks)
+    assert host.run(3 * LIMIT_MS) == []  # all live
+    host[2].stopped = True
+    for other in (host[0], host[1], host[3]):
+        other.set(waits=True, asks=True)
+    assert names(host.run(10_000)) == ["c"]
+
+
+def test_a_newcomer_that_is_stopped_on_its_way_in_is_found(host: Host) -> None:
+    host[2].set(generation=0, steps=0, waits=True, asks=True)
+    host[2].stopped = True
+    for other in (host[0], host[1], host[3]):
+        other.set(waits=True, asks=True)
+    assert names(host.run(10_000)) == ["c"]
+
+
+def test_two_that_are_stopped_are_both_found_and_nobody_else(host: Host) -> None:
+    host[1].stopped = host[2].stopped = True
+    host.all_reduce([host[0], host[3]])
+    assert names(host.run(10_000)) == ["b", "c"]
+
+
+def test_of_a_row_of_waiting_ranks_the_one_that_waits_for_nobody_is_found(host: Host) -> None:
+    """a waits for b, in a tp gang; c and d for both, in dp."""
+    host[0].groups[TP] = host[1].groups[TP] = Reached(4, 4)
+    host[0].submit(TP)
+    host.all_reduce([host[2], host[3]])
+    assert names(host.run(10_000)) == ["b"]
+
+
+def test_who_waits_for_a_message_waits_for_those_who_do_not(host: Host) -> None:
+    host[0].groups = {DP: Reached(0, 0, messages_submitted=1)}
+    for rank in (host[2], host[3]):
+        del rank.groups[DP]
+    assert names(host.run(10_000)) == ["b"]
+
+
+def test_a_wait_that_another_agent_tells_of_counts(host: Host) -> None:
+    host.told = (Wait("z", 1, CONTROL, 1),)
+    host.all_reduce([host[0], host[1], host[2]], CONTROL)
+    assert names(host.run(10_000)) == ["d"]
+    assert Wait("a", 1, CONTROL, 1) in host.progress.waits()
+
+
+def test_a_wait_of_another_generation_or_group_does_not(host: Host) -> None:
+    host.told = (Wait("z", 2, DP, 1), Wait("z", 1, 99, 1))
+    assert host.run(10_000) == []
+
+
+def test_one_whose_comm_process_is_gone_is_not_excused_by_what_was_under_way(host: Host) -> None:
+    """The generation is over, the others ask; it does not come, and has collectives that will never end."""
+    host[2].submit(DP)
+    host[2].comm_stopped, host[2].comm_pid = True, 0
+    for other in (host[0], host[1], host[3]):
+        other.set(waits=True, asks=True)
+    assert names(host.run(10_000)) == ["c"]
+
+
+# -- comm processes
+
+
+def test_a_comm_process_that_stands_still_is_ended_by_itself(host: Host) -> None:
+    host[2].comm_stopped = True
+    for rank in host.ranks:
+        rank.submit(DP)  # and none completes
+    began_ms = host.now_ms
+    (verdict,) = host.run(10_000)
+    assert isinstance(verdict, CommHung)
+    assert (verdict.member, verdict.pid) == ("c", 7)
+    assert host.now_ms - began_ms <= LIMIT_MS
+    host[2].comm_stopped, host[2].comm_pid = False, 8
+    for rank in host.ranks:
+        rank.complete(DP)
+    assert host.run(10_000) == []
+
+
+def test_when_its_rank_does_not_move_without_it_either_the_rank_is_ended(host: Host) -> None:
+    host[2].comm_stopped = True
+    host.all_reduce([host[0], host[1], host[3]])
+    host[2].submit(DP)
+    assert isinstance(host.run(10_000)[0], CommHung)
+    assert host.run(LIMIT_MS - 100) == []
+    assert names(host.run(10_000)) == ["c"]
+
+
+def test_with_its_rank_the_rank_is_ended(host: Host) -> None:
+    """Stopped together, after the rank had submitted what the others wait in."""
+    host[2].stopped = host[2].comm_stopped = True
+    for rank in host.ranks:
+        rank.submit(DP)
+    (verdict,) = host.run(10_000)
+    assert isinstance(verdict, Hung)
+    assert verdict.member == "c"
+
+
+def test_a_comm_process_that_nobody_needs_may_stand_still(host: Host) -> None:
+    host[2].comm_stopped = True
+    assert host.run(10_000, host[2].beat) == []
+
+
+# -- who is not
+
+
+def test_all_slow_alike_is_not_hung(host: Host) -> None:
+    """A data loader: each comes a little later than the other, after much longer than the limit."""
+    for _ in range(3):
+        assert host.run(5 * LIMIT_MS) == []
+        for rank in host.ranks:
+            host.all_reduce([rank])
+            assert host.run(LIMIT_MS // 8) == []
+
+
+def test_who_waits_for_one_another_is_not_hung(host: Host) -> None:
+    """A deadlock of the script's own collectives: the collective timeout's to end."""
+    host.all_reduce([host[0], host[1]], DP)
+    host.all_reduce([host[2], host[3]], CONTROL)
+    assert host.run(60_000) == []
+
+
+def test_paused_time_does_not_count(host: Host) -> None:
+    host.all_reduce([host[0], host[1], host[3]])
+    host[2].set(paused=True)
+    assert host.run(60_000) == []
+    host[2].set(paused=False)
+    assert host.run(LIMIT_MS - 100) == []
+    assert names(host.run(10_000)) == ["c"]
+
+
+def test_a_long_compile_in_the_first_steps_is_no_hang() -> None:
+    host = Host("a", "b")
+    host[1].set(steps=0)
+    host.all_reduce([host[0]])
+    assert host.run(500_000) == []
+    assert names(host.run(200_000)) == ["b"]  # and yet not for ever
+
+
+def test_one_that_is_stopped_in_its_first_steps_is_found_within_the_floor() -> None:
+    host = Host("a", "b")
+    host[1].set(steps=0)
+    host[1].stopped = True
+    host.all_reduce([host[0]])
+    assert host.run(29_000) == []
+    assert names(host.run(2_000)) == ["b"]
+
+
+def test_one_that_builds_or_has_left_holds_nobody_up(host: Host) -> None:
+    host[2].set(takes_part=False)
+    for other in (host[0], host[1], host[3]):
+        other.set(waits=True, asks=True)
+    assert host.run(60_000) == []
+
+
+def test_a_newcomer_waits_for_no_rank_in_its_step() -> None:
+    host = Host("a", "b")
+    host[1].set(generation=0, waits=True, asks=True)
+    assert host.run(60_000) == []
+
+
+def test_one_that_gets_on_slowly_is_not_hung(host: Host) -> None:
+    host.all_reduce([host[0], host[1], host[3]])
+    for _ in range(10):
+        assert host.run(LIMIT_MS - 200) == []
+        host[2].beat()
+
+
+def test_time_in_which_the_agent_did_not_run_counts_for_nobody(host: Host) -> None:
+    host.all_reduce([host[0], host[1], host[3]])
+    assert host.run(LIMIT_MS // 2) == []
+    host.now_ms += 60_000  # it was stopped itself
+    assert host.run(LIMIT_MS // 4) == []
+    host.all_reduce([host[2]])
+    assert host.run(60_000) == []
+
+
+# -- the adaptive limit
+
+
+def test_without_a_limit_the_floor_holds() -> None:
+    host = Host("a", "b", limit_ms=None)
+    host.steps(8, 250)
+    assert host.progress.limit_ms == 30_000
+    began_ms = host.now_ms
+    host.all_reduce([host[0]])
+    assert names(host.run(100_000)) == ["b"]
+    assert host.now_ms - began_ms == pytest.approx(30_000, abs=500)
+
+
+def test_long_steps_raise_it() -> None:
+    host = Host("a", "b", limit_ms=None)
+    host.steps(8, 20_000)
+    assert host.progress.limit_ms == pytest.approx(200_000, rel=0.01)
+
+
+def test_who_once_took_long_and_got_on_may_again() -> None:
+    host = Host("a", "b", limit_ms=None)
+    host.steps(8, 250)
+    assert host.run(40_000) == []  # both load data
+    host[0].beat()
+    host[1].beat()
+    host.all_reduce([host[0]])
+    assert host.run(70_000) == []
+    assert names(host.run(100_000)) == ["b"]
+
+
+def test_the_first_steps_raise_nothing() -> None:
+    host = Host("a", "b", limit_ms=None)
+    for rank in host.ranks:
+        rank.set(steps=0)
+    host.steps(1, 120_000)
+    host.steps(8, 250)
+    assert host.progress.limit_ms == 30_000

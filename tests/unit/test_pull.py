@@ -1,0 +1,173 @@
+"""Healing from all holders at once, over real loopback TCP: shared out, cut off, corrupted, and in disagreement."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from elasticgang.state import channel, pull
+from elasticgang.state import keeper as keeper_module
+from tests.unit.test_keeper import AT, HERE, Rank, same
+
+SIZE = 20_000  # 3 floats each, thrice with the optimizer's state: 180 chunks of 4000 bytes
+
+
+@pytest.fixture
+def pulls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[pull.Pull]]:
+    """Every pull, of states of any size, in small chunks."""
+    made: list[pull.Pull] = []
+
+    class Seen(pull.Pull):
+        """No holder gives anything before each has been asked for something, or is gone."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+            self._asked: set[threading.Thread] = set()
+
+        def _take(self) -> tuple[bool, list[int]]:
+            taken = super()._take()
+            with self._changed:
+                self._asked.add(threading.current_thread())
+                self._changed.notify_all()
+                assert self._changed.wait_for(lambda: len(self._asked) >= self._num_live or self._is_over, 20)
+            return taken
+
+    monkeypatch.setattr(pull, "Pull", Seen)
+    monkeypatch.setattr(channel, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(keeper_module, "_BY_RANGE_FROM_BYTES", 0)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield made
+    torch.set_num_threads(num_threads)
+
+
+def holders(num: int) -> list[Rank]:
+    """With one state, but for what forward changes."""
+    found = [Rank(2, size=SIZE) for _ in range(num)]
+    for index, rank in enumerate(found):
+        rank.counter.state["count"] = index
+        rank.model[1].running_mean.fill_(index)  # type: ignore[operator]
+        rank.keeper.begin(AT)
+    return found
+
+
+def addresses(ranks: list[Rank]) -> list[str]:
+    return [rank.keeper.address for rank in ranks]
+
+
+class Wire:
+    """A holder behind a wire that is cut, or flips a bit, so many bytes after its manifest."""
+
+    def __init__(self, source: Rank, *, cut: int | None = None, flip: int | None = None) -> None:
+        self._to = source.keeper.address
+        self._cut, self._flip = cut, flip
+        self._listener = socket.create_server((HERE, 0))
+        self.address = f"{HERE}:{self._listener.getsockname()[1]}"
+        self.done = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        healer, _ = self._listener.accept()
+        with healer, channel.connect(self._to) as source:
+            threading.Thread(target=self._forward, args=(healer, source), daemon=True).start()
+            num_sent = 0
+            with contextlib.suppress(OSError):
+                channel.send(healer, bytes(channel.receive(source, channel.MAX_MANIFEST_BYTES)))
+                while self._cut != 0 and (data := bytearray(source.recv(1000))):
+                    if self._flip is not None and num_sent <= self._flip < num_sent + len(data):
+                        data[self._flip - num_sent] ^= 1
+                    num_sent += len(data)
+                    healer.sendall(data)
+                    if self._cut is not None and num_sent >= self._cut:
+                        break
+            for sock in (healer, source):
+                channel.shut(sock)
+        self._listener.close()
+        self.done.set()
+
+    @staticmethod
+    def _forward(healer: socket.socket, source: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := healer.recv(1000):
+                source.sendall(data)
+
+
+def assert_healed(healer: Rank, sources: list[Rank]) -> None:
+    assert same(healer.large(), sources[0].large())
+    assert same(healer.optim.state_dict(), sources[0].optim.state_dict())
+    count = healer.counter.state["count"]
+    assert same(healer.small(), sources[count].small())  # W2: all of it from one
+
+
+def test_each_holder_gives_a_part(pulls: list[pull.Pull]) -> None:
+    sources, healer = holders(3), Rank(1, size=SIZE)
+    assert healer.keeper.heal(addresses(sources), AT)
+    assert_healed(healer, sources)
+    (only,) = pulls
+    assert set(only.given) == set(addresses(sources))
+    assert sum(only.given.values()) > 150
+
+
+@pytest.mark.parametrize("cut", [0, 6_000])
+def test_what_a_holder_that_dies_has_not_given_comes_from_the_others(pulls: list[pull.Pull], cut: int) -> None:
+    sources, healer = holders(3), Rank(1, size=SIZE)
+    wire = Wire(sources[0], cut=cut)
+    assert healer.keeper.heal([wire.address, *addresses(sources[1:])], AT)
+    assert wire.done.wait(20)
+    assert_healed(healer, sources)
+    assert sum(pulls[0].given.values()) - pulls[0].given.get(wire.address, 0) > 50
+
+
+def test_what_comes_wrong_is_taken_from_another(pulls: list[pull.Pull], caplog: pytest.LogCaptureFixture) -> None:
+    sources, healer = holders(2), Rank(1, size=SIZE)
+    wire = Wire(sources[0], flip=10)
+    with caplog.at_level(logging.WARNING, "elasticgang"):
+        assert healer.keeper.heal([wire.address, *addresses(sources[1:])], AT)
+    assert_healed(healer, sources)
+    assert f"could not heal from {wire.address}: the digest of " in caplog.text
+
+
+def test_who_holds_something_else_is_left_out(pulls: list[pull.Pull], caplog: pytest.LogCaptureFixture) -> None:
+    sources, healer = holders(3), Rank(1, size=SIZE)
+    with torch.no_grad():
+        sources[1].model[0].weight[5] += 1  # type: ignore[index, operator]
+    with caplog.at_level(logging.WARNING, "elasticgang"):
+        assert healer.keeper.heal(addresses(sources), AT)
+    assert "its state is not what another one holds of the same step" in caplog.text
+    given = set(pulls[0].given)
+    weight = healer.model[0].weight
+    assert any(same(weight, sources[index].model[0].weight) for index in (0, 1))
+    assert (sources[1].keeper.address in given) == same(weight, sources[1].model[0].weight)
+    assert given != set(addresses(sources))
+
+
+def test_when_all_die_nothing_has_changed(pulls: list[pull.Pull]) -> None:
+    sources, healer = holders(2), Rank(1, size=SIZE)
+    before = healer.large(), healer.small()
+    wires = [Wire(source, cut=6_000) for source in sources]
+    assert not healer.keeper.heal([wire.address for wire in wires], AT)
+    assert same((healer.large(), healer.small()), before)
+
+
+def test_it_ends_with_the_generation(pulls: list[pull.Pull]) -> None:
+    sources, healer = [Rank(2, size=SIZE), Rank(2, size=SIZE)], Rank(1, size=SIZE)  # in no step: they do not answer
+    cancelled = threading.Event()
+    threading.Timer(0.1, cancelled.set).start()
+    assert not healer.keeper.heal(addresses(sources), AT, cancelled.is_set)
+
+
+def test_an_apply_waits_for_a_pull_and_no_longer(pulls: list[pull.Pull]) -> None:
+    sources, healer = holders(2), Rank(1, size=SIZE)
+    assert healer.keeper.heal(addresses(sources), AT)
+    for source in sources:
+        with source.keeper.hold():
+            source.train()
+    assert not same(healer.large(), sources[0].large())

@@ -1,0 +1,94 @@
+"""Golden scenarios: stories of a job, replayed over the real rules by the simulator.
+
+`scripts/chaos simulate --replay FILE` says what is told in one, and how it differs from what the file expects.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticgang.testing.simulation.scenario import play, read, replay, shrink, write
+from elasticgang.testing.simulation.schedule import Schedule
+from tests.unit.mutants import TOLD, mutated
+
+SCENARIOS = Path(__file__).parent / "scenarios"
+FILES = sorted(SCENARIOS.glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_golden(path: Path) -> None:
+    story, expected = read(path.read_text())
+    assert expected
+    assert play(story) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "broken"),
+    [
+        ("commit_by_step_alone", "by step alone", "R4"),
+        ("commit_decision_not_recorded", "decision not in the record", "R1"),
+        ("in_doubt_rolled_forward", "never rolled forward", "C1"),
+        ("left_behind_asks_first", "no witness is needed", "C1"),
+        ("cut_off_with_all_members", "nobody is waited for", "C1"),
+        ("lost_with_all_it_knew", "all that is lost begins anew", "C1"),
+        ("left_behind", "who is left behind is forgotten", "C1"),
+        ("another_chain", "chains are told apart by number", "R4"),
+        ("only_learners_left", "learners never decide", "C1"),
+        ("spare_is_waited_for", "spares are not waited for", "C1"),
+        ("spare_keeps_its_part", "a spare forgets its part", "R6"),
+    ],
+)
+def test_what_a_story_shows_depends_on_the_rule(name: str, rule: str, broken: str) -> None:
+    """Without the rule that it is about, it ends in a violation."""
+    story, _ = read((SCENARIOS / f"{name}.txt").read_text())
+    with mutated(rule):
+        *_, last = play(story)
+    assert last.startswith(f"{broken}: ")
+
+
+def test_what_random_schedules_seldom_show_has_a_story() -> None:
+    (cases,) = [mark.args[1] for mark in test_what_a_story_shows_depends_on_the_rule.pytestmark]  # type: ignore[attr-defined]
+    assert set(TOLD) <= {rule for _, rule, _ in cases}
+
+
+def test_a_failure_is_a_scenario_that_replays_it() -> None:
+    with mutated("decision not in the record"):
+        failure = next(filter(None, (Schedule(seed).run() for seed in range(100))))
+        short = shrink(failure)
+        story, told = read(write(short))
+        assert replay(short.setting, short.moves) == (list(short.moves), short.violation)
+        assert play(story) == told
+        assert len(short.moves) < len(failure.moves) / 3
+        assert told[-1] == short.violation
+        assert short.violation[:2] == failure.violation[:2]
+    assert replay(short.setting, short.moves)[1] == ""  # by our rules it ends well
+
+
+def test_a_standstill_is_a_scenario_up_to_where_it_begins() -> None:
+    with mutated("nobody is ever lost"):
+        failure = next(
+            failure
+            for failure in (Schedule(seed).run() for seed in range(200))
+            if failure is not None and failure.violation.startswith("R7: ")
+        )
+        assert shrink(failure) == failure
+        story, told = read(write(failure))
+        assert play(story) == told
+    assert story.startswith("# R7: ")
+    assert len(failure.moves) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("step 2", "a scenario begins with `hosts`"),
+        ("hosts 1\na0 flies", "`a0 flies` is not possible; a0 could: asks"),
+        ("hosts 1\na0 begins", "`a0 begins` is not possible; a0 could: asks"),
+        ("hosts 1\nz dies", "`z dies` is not possible; z could: do nothing"),
+    ],
+)
+def test_what_is_not_a_scenario_says_so(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        play(text)
