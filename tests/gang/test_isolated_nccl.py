@@ -102,6 +102,7 @@ def stuck(pg: Any) -> tuple[Tensor, Any]:
     """A work that is queued, and whose end does not pass on the device until `ended(pg).let_pass()`."""
     pg.allreduce([torch.ones(1)], SUM).wait()  # makes the events, which the next one uses again
     wait_until(lambda: pg.num_active_work() == 0, "its end", GUARD_S)
+    stream(pg).waited.clear()  # that wait may have been in time to order it
     ended(pg).hold_back()
     return start(pg)
 
