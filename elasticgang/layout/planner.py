@@ -12,6 +12,8 @@ N4  The groups that stay are those with the fewest holes, then the lowest `rdp`,
     follow them.
 N5  Who waits comes before who would have to leave a seat, and on the hole's host before elsewhere.
 N6  With a previous plan of other model sizes there is nothing to keep: its members are seated like newcomers.
+N7  Each part of the state that somebody holds has one at its coordinates that holds it: else it would be lost with
+    the plan. That comes before N3 to N5, and before `within_host`.
 
 A *block* is the set of seats of a replica group that differ only along `within_host`: it lies on one host. Where
 `within_host` is empty, or its sizes are 1, a block is one seat.
@@ -26,9 +28,10 @@ from typing import TypeVar
 
 from elasticgang.errors import LayoutError
 from elasticgang.layout.axes import groups_over
+from elasticgang.layout.holding import with_holders
 from elasticgang.layout.layout import ParallelLayout
 from elasticgang.layout.seating import seat_members
-from elasticgang.layout.seats import Member, Plan
+from elasticgang.layout.seats import Member, ModelCoordinates, Plan
 from elasticgang.layout.staying import Cut, Former
 
 __all__ = ["Member", "Plan", "plan"]
@@ -44,9 +47,11 @@ def plan(
     previous: Plan | None = None,
     *,
     max_replicas: int | None = None,
+    holds: Mapping[str, ModelCoordinates] | None = None,
 ) -> Plan:
     """Seat `members` for the next generation; see the rules above. n log n in the number of members.
 
+    `holds`: which part of the state a member has, for those of `members` that have one.
     `max_replicas`: whoever more replica groups could be made of is a spare; None for no limit.
 
     Raises:
@@ -67,8 +72,9 @@ def plan(
     left = Former([present.get(member.id) for member in former], [member.host for member in former])
     seats, idle = seat_members(cut, replicas, _waiting(present, previous), left)
     shape = (layout.pp, replicas, layout.sdp, layout.tp)
-    in_rank_order = tuple(_swap_outer(seats, replicas, layout.pp))
-    return Plan(shape, in_rank_order, tuple(member.id for member in idle), layout.views)
+    in_rank_order = _swap_outer(seats, replicas, layout.pp)
+    with_holders(layout, in_rank_order, idle, holds or {})
+    return Plan(shape, tuple(in_rank_order), tuple(member.id for member in idle), layout.views)
 
 
 def _by_id(members: Iterable[Member]) -> dict[str, Member]:

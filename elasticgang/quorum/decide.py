@@ -9,11 +9,11 @@ D2  A proposal that may miss somebody who knows more is void, and everyone asks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elasticgang.errors import LayoutError
-from elasticgang.layout import Member, plan
+from elasticgang.layout import Member, ModelCoordinates, plan
 from elasticgang.quorum.record import (
     ACTIVE,
     LEARNER,
@@ -83,24 +83,24 @@ def next_record(record: Record | None, proposal: Sequence[Report]) -> Record | V
     void = void or _too_few(record, reports)
     if void is not None:
         return void
-    waiting = _beyond_max(record, reports)
-    try:
-        planned = plan(
-            [
-                Member(member.id, report.host)
-                for report in reports
-                for member in report.members
-                if report not in waiting
-            ],
-            reports[0].layout,
-            record.plan if record is not None else None,
-            max_replicas=_max_replicas(record, reports),
-        )
-    except LayoutError as error:
-        return Void(str(error))
     known = {report.known for report in proposal}  # the lost ones did not lie
     known.update(member.tip for report in proposal if report.agent in lost for member in report.members)
     truth = settle(record, reports, [attempt for attempt in known if attempt is not None])
+    holds = truth.holds(reports) if isinstance(truth, Truth) else {}
+    waiting = _beyond_max(record, reports, holds)
+    seatable = [
+        Member(member.id, report.host) for report in reports for member in report.members if report not in waiting
+    ]
+    try:
+        planned = plan(
+            seatable,
+            reports[0].layout,
+            record.plan if record is not None else None,
+            max_replicas=_max_replicas(record, reports),
+            holds={member.id: holds[member.id] for member in seatable if member.id in holds},
+        )
+    except LayoutError as error:
+        return Void(str(error))
     if not isinstance(truth, Truth):
         return truth
     seats = tuple(
@@ -187,13 +187,24 @@ def _too_few(record: Record | None, reports: Sequence[Report]) -> Void | None:
     return Void(f"{len(reports)} of at least {needed} agents are here")
 
 
-def _beyond_max(record: Record | None, reports: Sequence[Report]) -> list[Report]:
-    """Agents that are one too many: their members wait as spares. Who has seats keeps them."""
+def _beyond_max(
+    record: Record | None, reports: Sequence[Report], holds: Mapping[str, ModelCoordinates]
+) -> list[Report]:
+    """Agents that are one too many: their members wait as spares. Who has seats keeps them, and who alone holds a part
+    of the state is never one too many."""
     most = max(report.max_agents for report in reports)
     if not most:
         return []
     seated = set() if record is None else {seat.agent for seat in record.seats if seat.status != SPARE}
-    return sorted(reports, key=lambda report: (report.agent not in seated, report.agent))[most:]
+    in_turn = sorted(reports, key=lambda report: (not report.members, report.agent not in seated, report.agent))
+    held = {holds.get(member.id) for report in in_turn[:most] for member in report.members}
+    waiting = []
+    for report in in_turn[most:]:
+        own = {holds[member.id] for member in report.members if member.id in holds}
+        if own <= held:
+            waiting.append(report)
+        held |= own
+    return waiting
 
 
 def _refuse(agents: tuple[tuple[str, str], ...]) -> Void:

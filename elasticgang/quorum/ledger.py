@@ -6,6 +6,7 @@ L1  `tip` names the state that is held; while an apply runs there is none (R10).
 L2  A prepared attempt is kept until its fate is known: a vote that was counted, or a record (R4).
 L3  A gradient of a state that is not whole is not used (R5).
 L4  Whoever counts the same round of votes has the same active members afterwards.
+L5  A step of which nobody has slots commits nothing: learners heal in it, and it is tried again (R5).
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Ledger:
     holds: tuple[int, int, int] | None = None
     torn: bool = False
     was_whole: bool = False
+    _whole: tuple[Record, frozenset[str], list[int]] | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_active(self) -> bool:
@@ -100,8 +102,9 @@ class Ledger:
     def ballot(self, attempt: Attempt, join_noticed: bool) -> list[float]:
         """This rank's part of the vote on `attempt`, to be summed over all seats. Learners take part, so that all know
         when they become active, but do not vote."""
-        failed = float(self.is_active and self.pending is None)
-        whole = [float(member == self.member and self.pending is not None) for member in self._learners()]
+        is_whole = self.pending is not None or (self.only_heals and self.tip is not None)
+        failed = float(self.is_active and not is_whole)
+        whole = [float(member == self.member and is_whole) for member in self._learners()]
         return [failed, float(join_noticed), 1.0, float(attempt.step), float(attempt.generation), *whole]
 
     def count(self, attempt: Attempt, sums: Sequence[float]) -> Count:
@@ -113,11 +116,12 @@ class Ledger:
         num_failed, joins, size, steps, generations, *whole = sums
         if [steps, generations] != [size * attempt.step, size * attempt.generation]:
             raise InternalError(f"the ranks voted on different attempts: mine is {attempt}, the sums are {list(sums)}")
-        if num_failed:
+        if num_failed and not self.only_heals:
             self.pending = None
             return Count(False, joins > 0.0)
+        passed = not self.only_heals
         self.active.update(member for member, flag in zip(self._learners(), whole, strict=True) if flag)
-        return Count(True, joins > 0.0)
+        return Count(passed, joins > 0.0)
 
     def _learners(self) -> list[str]:
         assert self.record is not None
@@ -143,13 +147,27 @@ class Ledger:
     def share(self, layout: ParallelLayout) -> Share | None:
         """The replica groups whose seats are all active divide the slots; inside one, its `sdp` ranks do."""
         assert self.record is not None
-        plan = self.record.plan
-        seated = Counter(plan.coordinates(member)["rdp"] for member in self.active if member in plan.ranks)
-        whole = sorted(rdp for rdp, num_active in seated.items() if num_active == layout.unit)
-        mine = plan.coordinates(self.member)
+        whole = self._whole_groups()
+        mine = self.record.plan.coordinates(self.member)
         if mine["rdp"] not in whole:
             return None
         return Share(whole.index(mine["rdp"]) * layout.sdp + mine["sdp"], len(whole) * layout.sdp, layout.sdp)
+
+    @property
+    def only_heals(self) -> bool:
+        """Whether no replica group is whole, so that nobody has slots."""
+        return not self._whole_groups()
+
+    def _whole_groups(self) -> list[int]:
+        """The replica groups whose seats are all active, by their `rdp`."""
+        assert self.record is not None
+        known = self._whole
+        if known is None or known[0] is not self.record or known[1] != self.active:
+            plan = self.record.plan
+            seated = Counter(plan.coordinates(member)["rdp"] for member in self.active if member in plan.ranks)
+            whole = sorted(rdp for rdp, num_active in seated.items() if num_active == self.record.layout.unit)
+            known = self._whole = self.record, frozenset(self.active), whole
+        return known[2]
 
     # -- from generation to generation
 

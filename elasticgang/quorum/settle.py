@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elasticgang.layout import Plan
+from elasticgang.layout import ModelCoordinates, Plan
 from elasticgang.quorum.commit import Action, Attempt, Standing, action, resolve
 from elasticgang.quorum.record import (
     ACTIVE,
@@ -48,6 +48,17 @@ class Truth:
         if self.designated:
             return ACTIVE if planned.coordinates(member.id)["rdp"] == 0 else LEARNER
         return ACTIVE if _holds(member, self.committed, model_coordinates(planned, member.id)) else LEARNER
+
+    def holds(self, reports: Sequence[Report]) -> dict[str, ModelCoordinates]:
+        """Who has, or can have, the committed state, and which part of it."""
+        if self.designated:
+            return {}
+        members = [member for report in reports for member in report.members]
+        return {
+            member.id: ModelCoordinates(*member.holds)
+            for member in members
+            if member.holds is not None and _holds(member, self.committed, member.holds)
+        }
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from elasticgang.layout import Plan, plan
 from elasticgang.quorum import decide, ledger, roster, settle
 from elasticgang.quorum.commit import Action, Attempt, Fate, Standing, action, resolve
 from elasticgang.quorum.decide import MemberReport, Record, Report, Seat
@@ -15,7 +17,9 @@ Patch = tuple[object, str, Any]
 
 _enter = ledger.Ledger.enter
 _left = roster.Roster._left
+_report = roster.Roster.report
 _may_hold = settle._may_hold
+_beyond_max = decide._beyond_max
 
 
 def _action_by_step(tip: Attempt | None, pending: Attempt | None, committed: Attempt) -> Action:
@@ -93,6 +97,18 @@ def _absent_if_silent(self: host.Host, world: world.World) -> Iterator[str]:
                 yield name
 
 
+def _plan_whoever_holds(*given: Any, holds: object, **others: Any) -> Plan:
+    return plan(*given, **others)
+
+
+def _beyond_max_whoever_holds(record: Record | None, reports: Sequence[Report], _: object) -> list[Report]:
+    return _beyond_max(record, reports, {})
+
+
+def _report_without_spares(self: roster.Roster) -> Report:
+    return replace(_report(self), num_seats=None)
+
+
 def _always(value: object) -> Callable[..., Any]:
     return lambda *_: value
 
@@ -113,6 +129,9 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "all leave in order": ((roster.Roster, "_left", _left_in_order),),
     "an agent asks while its ranks run": ((roster.Roster, "may_ask", _may_always_ask),),
     "an agent without ranks is silent": ((roster.Roster, "_is_awaited", _always(False)),),
+    "whoever holds the state sits anywhere": ((decide, "plan", _plan_whoever_holds),),
+    "a step without shares counts": ((ledger.Ledger, "only_heals", False),),
+    "a seat is asked for each member": ((roster.Roster, "report", _report_without_spares),),
     "nobody is ever lost": ((roster.Roster, "_lose_host", _always([])),),
 }
 
@@ -123,6 +142,7 @@ TOLD: dict[str, tuple[Patch, ...]] = {
     "who is left behind is forgotten": ((decide, "away", _always(())), (settle, "away", _always(()))),
     "by step alone": ((ledger, "action", _action_by_step), (settle, "action", _action_by_step)),
     "chains are told apart by number": ((Record, "builds_on", _always(True)),),
+    "who is one too many waits, whatever it holds": ((decide, "_beyond_max", _beyond_max_whoever_holds),),
     "learners never decide": ((settle, "resolve", _resolve_without_learners),),
 }
 

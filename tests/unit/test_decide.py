@@ -160,6 +160,29 @@ def test_agents_beyond_the_most_wait_as_spares_until_a_seated_one_is_gone() -> N
     assert third.members(ACTIVE) == ("b0",)
 
 
+def test_who_alone_holds_the_state_has_a_seat_though_its_agent_is_one_too_many() -> None:
+    start = agreed(None, *(report(agent, member(f"{agent}0"), max_agents=2) for agent in "bc"))
+    tip = Attempt(3, 1)
+    held = {agent: member(f"{agent}0", tip, entered=1, active=True) for agent in "bc"}
+    a0 = member("a0")
+    left = agreed(start, report("a", a0, max_agents=2), report("b", held["b"], seen=start, max_agents=2))
+    assert left.away == ("c",)
+    asked = [report("a", a0, seen=left, max_agents=2), report("b", member("b1"), seen=left, gone=("b0",), max_agents=2)]
+    back = agreed(left, *asked, report("c", held["c"], seen=start, max_agents=2))
+    assert back.members(ACTIVE) == ("c0",)
+    assert set(back.members(LEARNER)) == {"a0", "b1"}
+    whole = [report(seat.agent, member(seat.member, tip, entered=3), seen=back, max_agents=2) for seat in back.seats]
+    assert len(agreed(back, *whole).members(SPARE)) == 1
+
+
+def test_an_agent_without_members_is_not_one_of_the_most() -> None:
+    start = agreed(None, *(report(agent, member(f"{agent}0"), max_agents=2) for agent in "ab"))
+    b0 = member("b0", Attempt(3, 1), entered=1, active=True)
+    seated = report("b", b0, seen=start, max_agents=2)
+    after = agreed(start, report("a", seen=start, gone=("a0",), max_agents=2), seated, report("c", member("c0")))
+    assert after.members(LEARNER) == ("c0",)
+
+
 def test_nobody_decides_nothing() -> None:
     assert void(None).reason == "nobody asked"
 

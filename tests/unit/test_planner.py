@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticgang.errors import LayoutError
-from elasticgang.layout import FAMILIES, MODEL_AXES, Axes, Member, ParallelLayout, Plan, plan
+from elasticgang.layout import FAMILIES, MODEL_AXES, Axes, Member, ModelCoordinates, ParallelLayout, Plan, plan
 from tests.unit.planner_model import (
     fewest_fetches,
     fewest_fetches_by_flow,
@@ -396,6 +396,39 @@ def test_several_axes_within_a_host() -> None:
     assert {planned.coordinates(id)["sdp"] for id in "abcd"} == {0}
 
 
+# ---------------------------------------------------------------- who holds the state
+
+
+def test_who_alone_holds_a_part_sits_where_it_is() -> None:
+    """b and c died: a and d hold what is left, and d, without its neighbour, would wait."""
+    layout = ParallelLayout(tp=2)
+    second = plan(crew(A="a x", B="d"), layout, None, holds=parts(a=(0, 0, 1), d=(0, 0, 0)))
+    assert (ids(second), second.spares) == ("d a", ("x",))
+
+
+def test_a_holder_changes_places_on_its_own_host_where_that_can_be() -> None:
+    layout = ParallelLayout(tp=2)
+    planned = plan(crew(A="a b", B="c d"), layout, None, holds=parts(c=(0, 0, 1)))
+    assert ids(planned) == "a b d c"
+
+
+def test_holders_from_elsewhere_break_up_one_block_not_two() -> None:
+    layout = ParallelLayout(tp=2)
+    planned = plan(crew(A="a b c d", E="e", F="f"), layout, None, holds=parts(e=(0, 0, 1), f=(0, 0, 0)))
+    assert (ids(planned), planned.spares) == ("f e c d", ("a", "b"))
+
+
+def test_what_several_hold_moves_nobody() -> None:
+    layout = ParallelLayout(tp=2)
+    first = plan(crew(A="a b", B="c d"), layout)
+    holds = parts(a=(0, 0, 0), b=(0, 0, 1), c=(0, 0, 1), d=(0, 0, 0))
+    assert plan(crew(A="a b", B="c d"), layout, first, holds=holds) == first
+
+
+def parts(**holds: tuple[int, int, int]) -> dict[str, ModelCoordinates]:
+    return {id: ModelCoordinates(*model) for id, model in holds.items()}
+
+
 # ---------------------------------------------------------------- too few
 
 
@@ -492,6 +525,31 @@ def test_no_seating_has_more_groups_or_takes_less_state(
     same = previous if previous is not None and same_model(previous, planned) else None
     assert num_fetches(same, planned) == fewest_fetches(after, layout, same, groups)
     assert plan(sorted(after, key=lambda member: member.id), layout, previous, max_replicas=most) == planned
+
+
+@settings(max_examples=300, deadline=None)
+@given(generations(12, LAYOUTS), st.data())
+def test_each_part_that_is_held_has_a_holder_at_it(case: tuple[Any, ...], data: st.DataObject) -> None:
+    layout, _, before, after = case
+    previous = plan_or_none(before, layout, None)
+    usual = plan_or_none(after, layout, previous)
+    if usual is None:
+        return
+    held = st.none() | st.sampled_from(model_seats(layout))
+    drawn = {member.id: data.draw(held) for member in after}
+    holds = {id: ModelCoordinates(*model) for id, model in drawn.items() if model is not None}
+    planned = plan(after, layout, previous, holds=holds)
+    assert at_home(planned, holds) == set(holds.values())
+    assert planned.shape == usual.shape
+    assert sorted([*planned.ranks, *planned.spares]) == sorted(member.id for member in after)
+    lacking = set(holds.values()) - at_home(usual, holds)
+    moved = [id for id, model in models_of(planned).items() if models_of(usual).get(id) != model]
+    assert len(moved) <= 2 * len(lacking)
+
+
+def at_home(planned: Plan, holds: dict[str, ModelCoordinates]) -> set[ModelCoordinates]:
+    """The parts at which somebody sits that holds them."""
+    return {holds[id] for id, model in models_of(planned).items() if holds.get(id) == model}
 
 
 def same_model(one: Plan, other: Plan) -> bool:

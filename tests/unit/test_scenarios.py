@@ -37,6 +37,9 @@ def test_golden(path: Path) -> None:
         ("another_chain", "chains are told apart by number", "R4"),
         ("only_learners_left", "learners never decide", "C1"),
         ("spare_is_waited_for", "spares are not waited for", "C1"),
+        ("holders_on_two_hosts", "whoever holds the state sits anywhere", "D3"),
+        ("holder_beyond_the_most", "who is one too many waits, whatever it holds", "D3"),
+        ("nobody_has_slots", "a step without shares counts", "R5"),
         ("spare_keeps_its_part", "a spare forgets its part", "R6"),
     ],
 )

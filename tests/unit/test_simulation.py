@@ -28,6 +28,9 @@ PER_MILLE = {
     "given up": 20,
     "coordinator restarted": 300,
     "sharded": 400,
+    "asked for spares": 100,
+    "spare promoted": 100,
+    "only heals": 5,
 }
 
 

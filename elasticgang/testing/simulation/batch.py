@@ -7,6 +7,7 @@ B2  When the caller stops, the processes end with the few dozen schedules they a
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import multiprocessing
 import os
 import signal
@@ -77,6 +78,11 @@ def _count(tally: Tally, schedule: Schedule) -> None:
         "left behind": any(record.away for record in world.chain),
         "learner": any(record.members(LEARNER) for record in world.chain[1:]),
         "spare": any(record.members(SPARE) for record in world.chain),
+        "spare promoted": any(
+            set(before.members(SPARE)) & set(after.plan.ranks) for before, after in itertools.pairwise(world.chain)
+        ),
+        "asked for spares": world.setting.num_spares > 0 and any(len(record.agents) > 1 for record in world.chain),
+        "only heals": world.num_only_healed > 0,
         "given up": bool(world.given_up),
         "coordinator restarted": world.incarnation > 1,
         "sharded": world.layout.unit > 1,

@@ -70,6 +70,7 @@ class Host:
         self.protocol = PROTOCOL + (stranger == "protocol")
         self.num_ranks = num_ranks
         num_spares = min(world.setting.num_spares, num_ranks - 1)
+        self.num_seats = num_ranks - num_spares if num_spares else None  # that it asks for; None: for all it has
         self.alive = True
         self.is_cut = False
         self.incarnation = world.incarnation

@@ -334,14 +334,15 @@ class Rank:
         assert generation is not None
         round_ = generation.reduction(self.round)
         parts = list(round_.parts.values())
-        if any(part.failed for part in parts):
+        if any(part.failed for part in parts) and not ledger.only_heals:
             self.num_lost += 1
             self.phase = BETWEEN
             return
         self.num_lost = 0
-        world.check_step(generation, parts)
+        if not ledger.only_heals:
+            world.check_step(generation, parts)
         attempt = ledger.attempt()
-        if ledger.tip is not None and whole:
+        if ledger.tip is not None and whole and not ledger.only_heals:
             assert self.state is not None
             world.truth.reduce(generation.record, self.state, attempt, self.round)
             self.prepared = self.state.after(attempt, (generation.record.digest, self.round))
@@ -357,6 +358,7 @@ class Rank:
         assert generation is not None
         attempt = ledger.attempt()
         votes = generation.vote(self.round).parts.values()
+        only_heals = ledger.only_heals
         sums = [sum(column) for column in zip(*(ballot for _, ballot in votes), strict=True)]
         try:
             count = ledger.count(attempt, sums)
@@ -366,6 +368,7 @@ class Rank:
         self.told_all = self.says_so
         self.phase = BETWEEN
         if not count.passed:
+            world.num_only_healed += only_heals
             self.prepared = None
             return
         applies = ledger.passed(attempt)

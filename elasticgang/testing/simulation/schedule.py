@@ -32,6 +32,8 @@ SETTINGS = (
     *(Setting(PP, hosts) for hosts in ((2, 2), (2, 1, 1))),
     Setting(PP_SDP, (4, 2, 2)),
     Setting(FLAT, (2, 2), num_spares=1),
+    Setting(FLAT, (2, 3, 2), num_spares=1),
+    Setting(SDP, (3, 2), num_spares=1),
     Setting(FLAT, (1, 1, 1), min_hosts=2, max_hosts=2),
     Setting(TP, (3, 3), num_spares=1),
     Setting(TP_ACROSS, (2, 2, 1), num_spares=1, max_hosts=2),
@@ -145,7 +147,7 @@ class Schedule:
                 # Before the first record, who is the stranger is a matter of numbers.
                 is_strange = chance.random() < _STRANGE_RATE and world.record is not None
                 stranger = f" of another {chance.choice(_STRANGERS)}" if is_strange else ""
-                self._do(("host", f"joins with {chance.randint(1, self.setting.layout.unit)}{stranger}"))
+                self._do(("host", f"joins with {chance.randint(1, self._num_whole())}{stranger}"))
         elif kind == "restarts":
             self._do(("lighthouse", "restarts"))
         elif kind == "is back":
@@ -240,8 +242,15 @@ class Schedule:
         staying = [
             sum(not rank.goes for rank in host.ranks) + len(host.restarts) for host in hosts if not host.stranger
         ]
+        lacking = self.setting.min_hosts - sum(map(bool, staying)) if self.world.record is None else 0
         if max(staying, default=0) < self.setting.layout.unit:
-            self._do(("host", f"joins with {self.setting.layout.unit}"))
+            lacking = max(lacking, 1)
+        for _ in range(lacking):
+            self._do(("host", f"joins with {self._num_whole()}"))
+
+    def _num_whole(self) -> int:
+        """Ranks of a host that makes up a replica group, and its spares."""
+        return self.setting.layout.unit + self.setting.num_spares
 
     def _is_over(self) -> bool:
         return bool(self.world.given_up) or self.world.num_dead_hosts == len(self.world.hosts)

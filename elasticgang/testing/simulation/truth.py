@@ -7,14 +7,16 @@ R1   records form one chain, and only who holds the same record runs together
 R2   generations only rise
 R3   while an agent asks, none of its ranks runs
 R4   no two survivors apply different steps, and what is reduced together is one step of one state
-R5   the ranks of a step agree on who is active, so that their shares cover it once, each computed on a whole state
+R5   the ranks of a step agree on who is active, so that their shares cover it once, each computed on a whole state;
+     when nobody has one, nothing is committed
 R6   a state that is healed, and one that is said to be held, is the record's, for the rank's own part of the model
 R7   once faults end, the job goes on
 R9   who has asked adds nothing to an older generation
 R10  what is torn is no state
 C1   what was committed, and is held whole, stays committed; what was told is dropped only in so many words
 C4   what was given up does not come back
-D3   who is seated as active holds the state
+D3   who is seated as active holds the state, and there is such a one for each part of the model
+N2   spares wait only while there are as many replica groups as seats are asked for
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from elasticgang.quorum.commit import Attempt
-from elasticgang.quorum.decide import Record, Report
+from elasticgang.quorum.decide import ACTIVE, Record, Report
 
 if TYPE_CHECKING:
     from elasticgang.testing.simulation.rank import Rank
@@ -43,7 +45,7 @@ class Violation(Exception):
 
 def is_broken(told: str) -> bool:
     """Whether `told` is the text of a violation."""
-    return re.match(r"[RCD]\d+: ", told) is not None
+    return re.match(r"[RCDN]\d+: ", told) is not None
 
 
 class State:
@@ -109,6 +111,9 @@ class Truth:
     def write(self, record: Record, parent: Record | None, proposal: Sequence[Report], ranks: Collection[Rank]) -> None:
         """`record` is the truth from now on; `proposal` led to it."""
         state = self._state_of(record, parent)
+        seated = {record.model_coordinates(member) for member in record.members(ACTIVE)}
+        if (lacking := sorted(self._models - seated)) and not record.loads:
+            raise Violation(f"D3: nobody sits at {lacking[0]} with the state of generation {record.generation}")
         if parent is not None and record.committed.step and not state.holds(self.of[parent.digest]):
             raise Violation(f"R1: {record.committed} does not build on {parent.committed}")
         for ancestor in self._past(state):

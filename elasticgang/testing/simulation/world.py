@@ -7,6 +7,7 @@ long. `truth.py` checks the promises after every move.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class World:
         self._followed: tuple[Record | None, list[Report], bool, Record | Void | Lost] | None = None
         self.num_void = 0  # answers in a row
         self.num_dead_hosts = 0
+        self.num_only_healed = 0  # votes on steps of which nobody has a share
         layout = setting.layout
         self.truth = Truth(
             [(pp, sdp, tp) for pp in range(layout.pp) for sdp in range(layout.sdp) for tp in range(layout.tp)]
@@ -220,10 +222,29 @@ class World:
         if (record.generation, record.parent) != expected:
             raise Violation(f"R1: generation {record.generation} of {record.parent} follows {expected}")
         self.told.append(_describe(record))
+        self._check_size(record, proposal)
         self.truth.write(record, present, proposal, self.ranks.values())
         self.record = record
         self.chain.append(record)
         self.written.add(record.digest)
+
+    def _check_size(self, record: Record, proposal: Sequence[Report]) -> None:
+        """N2: as many replica groups as can be, but no more than seats are asked for, or than there were."""
+        layout, setting = self.layout, self.setting
+        lost = {agent for report in proposal for agent in report.lost}
+        num_members = {report.agent: len(report.members) for report in proposal if report.agent not in lost}
+        asked = {agent: self.hosts[agent].num_seats for agent in num_members}
+        num_asked = sum(num_members[agent] if num is None else num for agent, num in asked.items())
+        before = self.record.plan.shape[1] if self.record is not None else 0
+        most = max(num_asked // layout.unit, before, layout.min_replicas)
+        block = math.prod(getattr(layout, axis) for axis in layout.within_host)
+        possible = sum(num // block for num in num_members.values()) * block // layout.unit
+        num_groups = record.plan.shape[1]
+        if num_groups > most or (num_groups < min(most, possible) and not setting.max_hosts):
+            raise Violation(
+                f"N2: generation {record.generation} has {num_groups} replica groups of {possible}; {num_asked} seats "
+                f"are asked for, and there were {before}"
+            )
 
     def answered(self, answer: Record | Void | Lost) -> None:
         """An agent has its answer."""
@@ -256,5 +277,7 @@ class World:
         if len(states) > 1:
             raise Violation(f"R4: {states} take {first.attempt} together")
         count = max((part.share[1] for part in parts if part.share is not None), default=0)
+        if not count:
+            raise Violation(f"R5: nobody has a share of {first.attempt}")
         if covered != Counter(dict.fromkeys(range(count), self.layout.pp * self.layout.tp)):
             raise Violation(f"R5: the shares of {first.attempt} are {dict(covered)} of {count}")
