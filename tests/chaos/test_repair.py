@@ -108,6 +108,18 @@ def test_what_is_left_of_two_pairs_makes_one_and_nobody_heals(tmp_path: Path, re
     assert (after["active"], after["learner"], after["ranks"]) == (2, 0, [1, 2])
 
 
+def test_where_no_replica_group_is_whole_the_spares_heal_before_the_next_step(
+    tmp_path: Path, reference: Reference
+) -> None:
+    """The first stage of one dies and the last of the other, and spares take both places: nobody has slots until they have healed."""
+    sizes, faults = Sizes(active=4, spares=2, pp=2), [at("body", 0, [0, 3])]
+    job = run(tmp_path, sizes, faults)
+    check(job, sizes, faults, reference)
+    after = [event for event in job.events() if event["event"] == "generation"][1]
+    assert (after["active"], after["learner"]) == (2, 2)
+    assert moved(histories(tmp_path)) == []
+
+
 def test_who_moves_to_another_part_of_the_model_builds_and_heals_it(tmp_path: Path, reference: Reference) -> None:
     """Of three pairs, two first halves die: one of the second halves that are left takes one's place."""
     sizes, faults = Sizes(active=6, tp=2), [at("body", 0, [0, 2])]
