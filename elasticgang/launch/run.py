@@ -11,6 +11,10 @@ import uuid
 # Before torch and torchft are imported: one line of ours, not ten of the lighthouse or of the store's clients.
 os.environ.setdefault("RUST_LOG", "error")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are raised too
+# torch's store client looks up the name of each address it connects to, within its timeout: a resolver that does not
+# answer would keep an agent from its coordinator. Ranks have what was set before.
+_LOOKUPS = {"RES_OPTIONS": os.environ.get("RES_OPTIONS", "")}
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
@@ -38,6 +42,7 @@ def run_job(args: argparse.Namespace) -> int:
         min_agents=args.nnodes[0],
         max_agents=args.nnodes[1] if args.coordinator is not None else 1,
         env=env,
+        rank_env=_LOOKUPS,
     )
     output = PrefixedOutput()
     log_to(output, args.log_level)

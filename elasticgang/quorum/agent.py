@@ -92,7 +92,7 @@ class Events(Protocol):
 class Job:
     """What to run. `coordinator`: "host:port", or None for one of the job's own. `command`: the child's arguments.
     `num_spares`: processes beside those of `num_ranks`, which wait for one of them to be lost. `max_agents`: 0 for any
-    number."""
+    number. `env`: of all processes that are started, `rank_env`: of the ranks alone."""
 
     command: dict[str, Any]
     num_ranks: int
@@ -108,6 +108,7 @@ class Job:
     min_agents: int = 1
     max_agents: int = 0
     env: dict[str, str] = field(default_factory=dict)
+    rank_env: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_processes(self) -> int:
@@ -495,7 +496,7 @@ class Agent:
                 fds=[link, forks.fileno(), page, self._lease.fd],
                 stdio=stdio,
                 name=f"eg-rank-{local_rank}",
-                env={"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self._job.num_processes)},
+                env={**self._job.rank_env, "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self._job.num_processes)},
             )
         finally:
             forks.close()

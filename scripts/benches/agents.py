@@ -23,11 +23,13 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 os.environ.setdefault("RUST_LOG", "error")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # as `elasticgang run`
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.coordinator import Endpoint, reach
@@ -208,6 +210,8 @@ class Fleet:
                         os.close(fd)
                     agent_process(number, args, address, telling, orders)
                     code = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(code)
             os.close(telling)
