@@ -11,10 +11,6 @@ import uuid
 # Before torch and torchft are imported: one line of ours, not ten of the lighthouse or of the store's clients.
 os.environ.setdefault("RUST_LOG", "error")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are raised too
-# torch's store client looks up the name of each address it connects to, within its timeout: a resolver that does not
-# answer would keep an agent from its coordinator. Ranks have what was set before.
-_LOOKUPS = {"RES_OPTIONS": os.environ.get("RES_OPTIONS", "")}
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
@@ -22,11 +18,17 @@ from elasticgang.observe.events import EventLog
 from elasticgang.quorum.agent import Agent, Job
 from elasticgang.quorum.coordinator import Coordinator
 
+_LOOKUPS = "RES_OPTIONS"
+
 
 def run_job(args: argparse.Namespace) -> int:
     env = {}
     if args.nproc_per_node + args.spares > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
+    # torch's store client looks up the name of each address it connects to, within its timeout: a resolver that does
+    # not answer would keep an agent from its coordinator. The script has what was set before.
+    rank_env = {_LOOKUPS: os.environ.get(_LOOKUPS, "")}
+    os.environ.setdefault(_LOOKUPS, "timeout:1 attempts:1")
     job = Job(
         command={"script": args.script, "args": args.args, "module": args.module},
         num_ranks=args.nproc_per_node,
@@ -42,7 +44,7 @@ def run_job(args: argparse.Namespace) -> int:
         min_agents=args.nnodes[0],
         max_agents=args.nnodes[1] if args.coordinator is not None else 1,
         env=env,
-        rank_env=_LOOKUPS,
+        rank_env=rank_env,
     )
     output = PrefixedOutput()
     log_to(output, args.log_level)

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from elasticgang.layout.axes import FAMILIES, Axes, groups_over, groups_within
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One incarnation of a rank process, and the host it runs on."""
 
     id: str
@@ -105,7 +104,7 @@ class Plan:
     def from_json(data: Mapping[str, Any]) -> Plan:
         """Raises KeyError, TypeError or ValueError when `data` is not a plan."""
         pp, rdp, sdp, tp = map(int, data["shape"])
-        seats = tuple(Member(str(id), str(host)) for id, host in data["seats"])
+        seats = tuple([Member(id, host) for id, host in data["seats"]])
         spares = tuple(map(str, data["spares"]))
         if min(pp, rdp, sdp, tp) < 1 or math.prod((pp, rdp, sdp, tp)) != len(seats):
             raise ValueError(f"A plan of shape {(pp, rdp, sdp, tp)} must not have {len(seats)} seats.")

@@ -362,7 +362,7 @@ class Agent:
                 self._send(members, "join", generation=generation)
                 self._world.tell_join(generation)
             case Deliver(members, record):
-                self._send(members, "record", record=record.to_json())
+                self._send(members, "record", text=record.text)
                 self._world.follow(record)
                 self._announce(record)
             case Ask(delay_s):
@@ -496,7 +496,11 @@ class Agent:
                 fds=[link, forks.fileno(), page, self._lease.fd],
                 stdio=stdio,
                 name=f"eg-rank-{local_rank}",
-                env={**self._job.rank_env, "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self._job.num_processes)},
+                env={
+                    **self._job.rank_env,
+                    "LOCAL_RANK": str(local_rank),
+                    "LOCAL_WORLD_SIZE": str(self._job.num_processes),
+                },
             )
         finally:
             forks.close()

@@ -43,7 +43,6 @@ from elasticgang.quorum.decide import (
     report_from_json,
     report_to_json,
 )
-from elasticgang.quorum.record import digest_of
 
 _QUORUM_TIMEOUT_S = 5.0
 _BEAT_INTERVAL_S = 0.1
@@ -185,7 +184,7 @@ class Contact:
                 step=0,
                 world_size=1,
                 shrink_only=False,
-                data={"protocol": report.protocol, "report": json.dumps(report_to_json(report))},
+                data={"protocol": report.protocol, "report": canonical(report_to_json(report))},
             )
         except TimeoutError:
             self.endpoint.store.check([record_key(report.job)])  # raises when the coordinator is gone
@@ -223,7 +222,7 @@ class Contact:
         with contextlib.suppress(*_AWAY, ValueError, KeyError, TypeError):
             store = self.endpoint.store
             job = store.get(CURRENT_KEY).decode() if store.check([CURRENT_KEY]) else report.job
-            _, record = present_record(store, job)
+            _, record = self._present(job) if job == self._job else present_record(store, job)
             if record is None or (job, record.generation) == self._announced:
                 return
             if job != report.job or any(record.seat(member.id) is None for member in report.members):
@@ -295,12 +294,11 @@ def publish(
     answer = follow(parent, mine, proposal)
     if not isinstance(answer, Record) or answer is parent:
         return answer
-    wanted = canonical(answer.to_json())
-    written = store.compare_set(record_key(mine.job), present, wanted).decode()
-    if written == wanted:
+    written = store.compare_set(record_key(mine.job), present, answer.text).decode()
+    if written == answer.text:
         _tell_of_record(store, answer)
         return answer
-    winner = Record.from_json(json.loads(written))
+    winner = Record.from_text(written)
     return winner if is_for(winner, mine) else Void(f"generation {winner.generation} was agreed without this agent")
 
 
@@ -310,8 +308,7 @@ def bring(store: Store, record: Record) -> None:
         present, there = present_record(store, record.job)
         if present and (there is None or there.generation >= record.generation or not record.builds_on(there.name)):
             return
-        wanted = canonical(record.to_json())
-        if store.compare_set(record_key(record.job), present, wanted).decode() == wanted:
+        if store.compare_set(record_key(record.job), present, record.text).decode() == record.text:
             _tell_of_record(store, record)
             return
 
@@ -332,7 +329,7 @@ def present_record(store: Store, job: str) -> tuple[str, Record | None]:
 def read_record(text: str) -> Record | None:
     """None when `text`, which `publish` or `bring` wrote, is not of this version."""
     try:
-        return Record.from_json(json.loads(text), digest_of(text)) if text else None
+        return Record.from_text(text) if text else None
     except (KeyError, TypeError, ValueError):
         return None
 

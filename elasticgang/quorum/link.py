@@ -88,7 +88,7 @@ class AgentLink:
             while (message := wire.receive(self._sock)) is not None:
                 match message["kind"]:
                     case "record":
-                        self.records.put(Record.from_json(message["record"]))
+                        self.records.put(Record.from_text(message["text"]))
                     case "over":
                         self.is_over = True
                         self.records.put(None)

@@ -9,7 +9,7 @@ import os
 from elasticgang.comm.forkserver import ForkServerClient, Spawned
 from elasticgang.errors import OperationalError
 from elasticgang.quorum.coordinator import GRACE_S, Reserved
-from elasticgang.quorum.decide import Record, canonical
+from elasticgang.quorum.decide import Record
 
 _HOST = "127.0.0.1"
 
@@ -26,7 +26,7 @@ class OwnCoordinator:
         Raises:
             OperationalError: it could not be started.
         """
-        records = {} if record is None else {record.job: canonical(record.to_json())}
+        records = {} if record is None else {record.job: record.text}
         is_shared = record is not None and any(other != agent for other in (*record.agents, *record.away))
         args = {
             "host": _HOST,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.quorum.commit import Attempt
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 ACTIVE, LEARNER, SPARE = "active", "learner", "spare"
 
@@ -85,8 +85,7 @@ class Report:
     protocol: int = PROTOCOL
 
 
-@dataclass(frozen=True)
-class Seat:
+class Seat(NamedTuple):
     """A member's place. `status` is active, learner or spare; its rank and coordinates are in the plan."""
 
     member: str
@@ -127,7 +126,12 @@ class Record:
 
     def __post_init__(self) -> None:
         if not self.digest:
-            object.__setattr__(self, "digest", digest_of(canonical(self.to_json())))
+            object.__setattr__(self, "digest", digest_of(self.text))
+
+    @cached_property
+    def text(self) -> str:
+        """Its canonical JSON."""
+        return canonical(self.to_json())
 
     def seat(self, member: str) -> Seat | None:
         return self._seats_by_member.get(member)
@@ -169,7 +173,7 @@ class Record:
             "parent": self.parent,
             "layout": layout_to_json(self.layout),
             "plan": self.plan.to_json(),
-            "seats": [dict(vars(seat)) for seat in self.seats],
+            "seats": [list(seat) for seat in self.seats],
             "agents": list(self.agents),
             "committed": list(self.committed),
             "rolled_forward": self.rolled_forward,
@@ -181,6 +185,13 @@ class Record:
         }
 
     @staticmethod
+    def from_text(text: str) -> Record:
+        """`text`: canonical JSON of a record. Raises as `from_json`."""
+        record = Record.from_json(json.loads(text), digest_of(text))
+        vars(record)["text"] = text
+        return record
+
+    @staticmethod
     def from_json(data: dict[str, Any], digest: str = "") -> Record:
         """`digest`: that of `data`, if it is known. Raises KeyError, TypeError or ValueError when it is no record."""
         return Record(
@@ -189,7 +200,7 @@ class Record:
             parent=str(data["parent"]),
             layout=layout_from_json(data["layout"]),
             plan=Plan.from_json(data["plan"]),
-            seats=tuple(Seat(**seat) for seat in data["seats"]),
+            seats=tuple(map(Seat._make, data["seats"])),
             agents=tuple(data["agents"]),
             committed=Attempt(*data["committed"]),
             rolled_forward=bool(data["rolled_forward"]),

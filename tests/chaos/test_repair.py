@@ -111,7 +111,7 @@ def test_what_is_left_of_two_pairs_makes_one_and_nobody_heals(tmp_path: Path, re
 def test_where_no_replica_group_is_whole_the_spares_heal_before_the_next_step(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """The first stage of one dies and the last of the other, and spares take both places: nobody has slots until they have healed."""
+    """The first stage of one dies and the last of the other: nobody has slots until the spares have healed."""
     sizes, faults = Sizes(active=4, spares=2, pp=2), [at("body", 0, [0, 3])]
     job = run(tmp_path, sizes, faults)
     check(job, sizes, faults, reference)
