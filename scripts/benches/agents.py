@@ -53,6 +53,7 @@ _JOB = "bench"
 _LIMIT_S = 60.0
 _PAUSE_S = 0.3
 _KILL, _START = b"k", b"s"
+_LAYOUT = ParallelLayout()
 
 
 class SimulatedAgent:
@@ -99,7 +100,7 @@ class SimulatedAgent:
         self._ask(member, broken=False)
 
     def _ask(self, member: str, broken: bool) -> None:
-        self.handle(Asked(member, self._ranks[member], ParallelLayout(), broken))
+        self.handle(Asked(member, self._ranks[member], _LAYOUT, broken))
 
     def handle(self, event: Event) -> None:
         for instruction in self.roster.handle(event):
