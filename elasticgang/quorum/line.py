@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -197,8 +198,32 @@ def in_daemon(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
             loop.call_soon_threadsafe(settle, result, error)
 
     ended.add_done_callback(lambda _: ended.cancelled() or ended.exception())  # it may be waited for by nobody
-    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    _daemons.run(run)
     return ended
+
+
+class _Daemons:
+    """Threads that are used again, since starting one may take longer than what it is for. One that hangs is left
+    behind, and another takes its place."""
+
+    def __init__(self) -> None:
+        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+
+    def run(self, function: Callable[[], None]) -> None:
+        try:
+            orders = self._idle.pop()
+        except IndexError:
+            orders = queue.SimpleQueue()
+            threading.Thread(target=self._obey, args=(orders,), name="aside", daemon=True).start()
+        orders.put(function)
+
+    def _obey(self, orders: queue.SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            orders.get()()
+            self._idle.append(orders)
+
+
+_daemons = _Daemons()
 
 
 def _now(result: Any) -> asyncio.Future[Any]:

@@ -25,6 +25,8 @@ from elasticgang.quorum.tripwires import Tripwires
 _VOID_PATIENCE_S = 3.0
 _ANNOUNCE_FIRST_S = 0.02
 _ANNOUNCE_S = 0.2
+_LEFT_BEHIND_S = 1.0
+_LATE_S = 0.5
 _RETRY_S = 0.05
 
 
@@ -69,6 +71,7 @@ class Outside:
         self._tripwires: Tripwires | None = None
         self._num_asked = 0  # the last question counts
         self._num_open = 0
+        self._open_since = 0.0
         self._void_since = 0.0
         self._told_void = ""
         self._told_over = self._told_join = 0
@@ -210,7 +213,8 @@ class Outside:
         named = () if record is None else (*record.agents, *record.away)
         names = sorted({*named, *self._awaited} - {self.agent} - self._found_lost)
         gone = [agent for agent in names if agent in wires.gone]
-        return Others(names, gone, bool(self._num_open) or not all(map(wires.is_up, names)))
+        is_late = self._num_open > 0 and time.monotonic() - self._open_since > _LATE_S
+        return Others(names, gone, is_late or not all(map(wires.is_up, names)))
 
     def _miss(self, agents: list[str]) -> None:
         self._lose(agents, "host lost")
@@ -232,6 +236,8 @@ class Outside:
     async def _ask(self, number: int, delay_s: float) -> None:
         if delay_s:
             await asyncio.sleep(delay_s)
+        if not self._num_open:
+            self._open_since = time.monotonic()
         self._num_open += 1
         if not delay_s:  # else once more
             self._inside.log("asked", question=number)
@@ -272,15 +278,18 @@ class Outside:
         return None
 
     async def _announcing(self, asking: asyncio.Future[Any], contact: Contact, report: Report) -> bool:
-        """Wait for an answer, and let the job know who waits to join it. False: the contact was lost."""
-        wait_s, is_newcomer = _ANNOUNCE_FIRST_S, self._has_newcomer(report)
+        """Wait for an answer, and let the job know who waits to join it: newcomers soon, and who finds itself left
+        behind by the store's record, which is not read in the midst of a change. False: the contact was lost."""
+        wait_s, again_s = _LEFT_BEHIND_S, _LEFT_BEHIND_S
+        if self._has_newcomer(report):
+            wait_s, again_s = _ANNOUNCE_FIRST_S, _ANNOUNCE_S
         losing = asyncio.ensure_future(self._line.until_lost(asking))
         try:
             while not losing.done():
                 await asyncio.wait([losing], timeout=wait_s)
-                if not losing.done() and is_newcomer:
+                if not losing.done():
                     in_daemon(contact.announce, report)
-                wait_s, is_newcomer = _ANNOUNCE_S, True  # who was left behind is one too: the store's record tells
+                wait_s = again_s
             return losing.result()
         finally:
             losing.cancel()
