@@ -26,11 +26,12 @@ class FakeGang(Gang):
     bring), tensors keep what they hold.
     """
 
-    def __init__(self, device: torch.device, *, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, device: torch.device | str, *, rank: int = 0, size: int = 1) -> None:
         if size < 1:
             raise ValueError(f"`size` must be at least 1, but is {size} instead.")
         if not 0 <= rank < size:
             raise ValueError(f"`rank` must be at least 0 and less than `size` ({size}), but is {rank} instead.")
+        device = torch.device(device)
         if device.type == "meta":
             raise ValueError("`device` must not be of type `meta`.")
         self._device, self._rank, self._size = device, rank, size

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from elasticgang.errors import GangError, InternalError, OperationalError
+from elasticgang.errors import GangError, InternalError, InvalidOperationError, OperationalError
 from elasticgang.gang.base import Gang, ReduceOperation
 from elasticgang.gang.fake import FakeGang
 from elasticgang.gang.mesh import axes_of_mesh, device_mesh, gang_of_mesh, refuse_foreign_default
@@ -104,6 +104,8 @@ class Gangs:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if not _current.stack or _current.stack[-1][0] is not self:
+            raise InvalidOperationError("these gangs are left, but are not those that were entered last in this thread")
         _current.stack.pop()
 
     def device_mesh(self, *names: str) -> DeviceMesh:
@@ -125,7 +127,7 @@ class Gangs:
         return device_mesh(self.root, {name: self[name] for name in names})
 
     @classmethod
-    def from_device_mesh(cls, mesh: DeviceMesh, *, device: torch.device | None = None, **dims: str) -> Gangs:
+    def from_device_mesh(cls, mesh: DeviceMesh, *, device: torch.device | str | None = None, **dims: str) -> Gangs:
         """The gangs along the dimensions of `mesh`. `dims` says which of them is `rdp`, `sdp`, `tp` or `pp`, where it
         is not named so: `Gangs.from_device_mesh(mesh, rdp="replicate", sdp="shard")`. Called on every rank, since
         groups over several dimensions (`root`, `dp`) are made where torch has none.
@@ -136,7 +138,7 @@ class Gangs:
         """
         refuse_foreign_default()
         of_axis = axes_of_mesh(mesh, dims)
-        device = device or (torch.device("cpu") if mesh.device_type == "cpu" else get_default_device())
+        device = torch.device(device or ("cpu" if mesh.device_type == "cpu" else get_default_device()))
         along = {
             family: [of_axis[axis] for axis in axes if axis in of_axis]
             for family, axes in FAMILIES.items()
@@ -155,7 +157,7 @@ def _remade(gangs: Mapping[str, Gang], further: Mapping[str, Gang]) -> Gangs:
     return Gangs(**gangs, further=further)
 
 
-def create_fake_gangs(device: torch.device) -> Gangs:
+def create_fake_gangs(device: torch.device | str) -> Gangs:
     """Gangs of one rank, without processes."""
     fakes: dict[str, Any] = {name: FakeGang(device) for name in _NAMES}
     return Gangs(**fakes)
@@ -230,14 +232,14 @@ def maybe_get_current_gangs() -> Gangs | None:
     return _current.stack[-1][0] if _current.stack else None
 
 
-def get_current_gangs(device: torch.device | None = None) -> Gangs:
+def get_current_gangs(device: torch.device | str | None = None) -> Gangs:
     """The gangs of the innermost `with gangs:` of this thread on `device`, or else the default ones.
 
     None is torch's current device (`torch.set_default_device`, `with device:`). While that is the CPU, as it is when
     nobody has set it, gangs on another device count too, where there are none on the CPU. In fairseq2 they do not, and
     a rank that forgot to set it would go on with fake gangs of one.
     """
-    wanted = device or torch.get_default_device()
+    wanted = torch.device(device or torch.get_default_device())
     for gangs, devices in reversed(_current.stack):
         if wanted in devices:
             return gangs
@@ -246,12 +248,12 @@ def get_current_gangs(device: torch.device | None = None) -> Gangs:
     return get_default_gangs(device)
 
 
-def get_default_gangs(device: torch.device | None = None) -> Gangs:
+def get_default_gangs(device: torch.device | str | None = None) -> Gangs:
     """The default gangs of `device`; when none are set, the same fake ones always.
 
     None is torch's current device; while that is the CPU and has none, it is `get_default_device()`.
     """
-    wanted = device or torch.get_default_device()
+    wanted = torch.device(device or torch.get_default_device())
     with _lock:
         gangs = _defaults.get(wanted)
         if gangs is None and device is None and wanted == _CPU:

@@ -49,15 +49,15 @@ _num_splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDicti
 class ProcessGroupGang(Gang):
     """Wraps `pg`, whose ranks are the gang's. `timeout`: of the collectives of the gangs that are made out of it."""
 
-    def __init__(self, pg: ProcessGroup, device: torch.device, *, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+    def __init__(self, pg: ProcessGroup, device: torch.device | str, *, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
         self._pg = pg
-        self._device = device
+        self._device = torch.device(device)
         self._timeout = timeout
         self._closed = False
 
     @classmethod
     def create_default_process_group(
-        cls, device: torch.device, *, timeout: timedelta | None = None, high_priority: bool = False
+        cls, device: torch.device | str, *, timeout: timedelta | None = None, high_priority: bool = False
     ) -> ProcessGroupGang:
         """Initialize torch's default process group (NCCL on CUDA, Gloo on the CPU) from the environment that torchrun
         sets, and wrap it.
@@ -71,9 +71,7 @@ class ProcessGroupGang(Gang):
             InvalidOperationError: the default process group is initialized already.
             GangError: it could not be initialized.
         """
-        given: object = device
-        if not isinstance(given, torch.device) or given.type not in ("cpu", "cuda"):
-            raise ValueError(f"`device` must be a torch.device of type `cpu` or `cuda`, but is {device!r} instead.")
+        device = _device(device)
         if not dist.is_available():
             raise NotSupportedError("torch.distributed is not available.")
         if dist.is_initialized():
@@ -270,6 +268,16 @@ def _checked(timeout: timedelta | None) -> timedelta | None:
     if given is not None and (not isinstance(given, timedelta) or given <= timedelta(0)):
         raise ValueError(f"`timeout` must be a timedelta above 0, but is {timeout!r} instead.")
     return timeout
+
+
+def _device(given: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"`device` must be a torch.device of type `cpu` or `cuda`, but is {given!r} instead.")
+    return device
 
 
 def _as_gloo_takes(c: Collective) -> tuple[Collective, Callable[[], None] | None]:

@@ -71,6 +71,7 @@ _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
 _DISMISS_TIMEOUT_S = 10.0
 _END_POLL_S = 0.005
+_NOTHING_COMMITTED = Attempt(0, 0)
 
 
 class Output(Protocol):
@@ -124,7 +125,7 @@ class _RankProcess:
     pidfd: int
     writer: asyncio.StreamWriter
     page: Page
-    committed: Attempt = Attempt(0, 0)
+    committed: Attempt = _NOTHING_COMMITTED
     status: int | None = None
     failure: dict[str, Any] | None = None
     has_asked: bool = False

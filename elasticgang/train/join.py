@@ -14,7 +14,7 @@ from elasticgang.state.keeper import Keeper
 _joined = False
 
 
-def join(*, layout: ParallelLayout | None = None, device: torch.device | None = None) -> QuorumManager:
+def join(*, layout: ParallelLayout | None = None, device: torch.device | str | None = None) -> QuorumManager:
     """Become a member of the job that this process was started for by `elasticgang run`; in any other process, of a
     job of one, with fake gangs and without coordinator or subprocess. Nothing is asked before the first step.
 
@@ -24,7 +24,7 @@ def join(*, layout: ParallelLayout | None = None, device: torch.device | None = 
     """
     global _joined
     layout = layout or ParallelLayout()
-    device = device or torch.device("cpu")
+    device = torch.device(device or "cpu")
     context = inherited()
     if context is not None and _joined:
         raise InvalidOperationError("this process has joined already; there is one manager to a rank process")

@@ -29,6 +29,7 @@ from elasticgang.gang import (
     ReduceOperation,
     create_fake_gangs,
     get_current_gangs,
+    get_default_gangs,
     maybe_get_current_gangs,
 )
 from elasticgang.gang.elastic import Binding
@@ -375,6 +376,28 @@ def test_the_innermost_gangs_are_current() -> None:
             assert maybe_get_current_gangs() is inner
         assert maybe_get_current_gangs() is outer
     assert maybe_get_current_gangs() is None
+
+
+def test_what_was_not_entered_last_is_not_left() -> None:
+    outer, inner = gangs_of(), gangs_of()
+    with pytest.raises(InvalidOperationError, match="not those that were entered last"):
+        outer.__exit__(None, None, None)
+    with outer:
+        with pytest.raises(InvalidOperationError, match="not those that were entered last"):
+            inner.__exit__(None, None, None)
+        assert maybe_get_current_gangs() is outer
+
+
+def test_a_device_may_be_given_by_its_name() -> None:
+    assert FakeGang("cpu").device == CPU
+    gangs = create_fake_gangs("cpu")
+    assert gangs.device == CPU
+    with gangs:
+        assert get_current_gangs("cpu") is gangs
+    assert get_default_gangs("cpu") is get_default_gangs(CPU)
+    assert get_default_gangs("meta").device == CPU
+    with pytest.raises(ValueError, match="must not be of type `meta`"):
+        FakeGang("meta")
 
 
 def test_an_error_inside_leaves_no_gangs_behind() -> None:
