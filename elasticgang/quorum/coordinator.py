@@ -42,6 +42,9 @@ CURRENT_KEY = "elasticgang/current"  # the job whose record was written last
 
 GRACE_S = 1.0
 
+_ALL_ADDRESSES = ("", "0.0.0.0")
+_ANYWHERE = ("192.0.2.1", 9)  # an address for examples, beyond the default route
+
 # Why these (all tried): min_replicas above 1 keeps the survivors of a small job from ever getting a quorum; a short
 # join timeout splits jobs and speeds nothing up.
 MIN_REPLICAS = 1
@@ -127,7 +130,8 @@ class Coordinator:
         )
         lighthouse_port = int(self._lighthouse.address().rpartition(":")[2])
         self._store.set(
-            COORDINATOR_KEY, json.dumps({"lighthouse_port": lighthouse_port, "incarnation": uuid.uuid4().hex})
+            COORDINATOR_KEY,
+            json.dumps({"lighthouse_port": lighthouse_port, "incarnation": uuid.uuid4().hex, "host": host}),
         )
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=self._open, args=(grace_s,), name="open", daemon=True)]
@@ -218,9 +222,21 @@ def reach(address: str, timeout: float) -> Endpoint:
         store, found = _within(timeout + 1.0, ask)
         lighthouse = f"http://{host}:{found['lighthouse_port']}"
         incarnation = str(found["incarnation"])
+        mine = seen_from_outside(mine, str(found.get("host", mine)))
     except (DistError, RuntimeError, ValueError, KeyError, TimeoutError) as exc:
         raise OperationalError(f"what answers at {address} is not a coordinator of elasticgang") from exc
     return Endpoint(store, address, lighthouse, incarnation, mine)
+
+
+def seen_from_outside(mine: str, listens_on: str) -> str:
+    """Where others reach this machine, which has reached the coordinator from `mine`. Beside a coordinator that listens
+    on all addresses there may be agents of other machines, to which a loopback address means themselves."""
+    if not mine.startswith("127.") or listens_on not in _ALL_ADDRESSES:
+        return mine
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_ANYWHERE)  # sends nothing
+        return str(probe.getsockname()[0])
+    return mine
 
 
 def connect(address: str, timeout: float) -> Store:

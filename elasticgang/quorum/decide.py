@@ -147,11 +147,26 @@ def _mismatched(record: Record | None, reports: Sequence[Report]) -> Void | None
         for what, right in wanted.items()
         if getattr(report, what) != right
     )
+    refused = refused or _unreachable(record, reports)
     if refused:
         return _refuse(refused)
     if len({report.coordinator for report in reports}) > 1:
         return Void("the agents know different incarnations of the coordinator; those with an old one reconnect")
     return None
+
+
+def _unreachable(record: Record | None, reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:
+    """Agents of one machine that are known by its loopback address cannot be reached by those of others. Who takes part
+    stays; else those others do."""
+    local = {report.agent for report in reports if report.host.startswith("127.") or report.host == "::1"}
+    if not local or len(local) == len(reports):
+        return ()
+    members = set() if record is None else set(record.agents)
+    if members & local:
+        why = "the job's agents are known by a loopback address: give them the coordinator's address as others see it"
+        return tuple((report.agent, why) for report in reports if report.agent not in local | members)
+    why = "it is known by a loopback address, where other machines do not reach it: its --coordinator must be as theirs"
+    return tuple((report.agent, why) for report in reports if report.agent in local)
 
 
 def _most_common(values: Iterable[Any]) -> Any:

@@ -183,3 +183,18 @@ def test_the_names_of_all_jobs_are_known_to_it(coordinator: Coordinator) -> None
     for job in ("b", "a", "b"):
         contact(coordinator, "agent", job=job)
     assert json.loads(reach(coordinator.address, TIMEOUT_S).store.get("elasticgang/jobs")) == ["a", "b"]
+
+
+def test_beside_a_coordinator_for_all_machines_an_agent_is_known_by_an_address_that_others_reach() -> None:
+    made = Coordinator("0.0.0.0", 0, grace_s=0.0)
+    try:
+        host = reach(f"127.0.0.1:{made.port}", TIMEOUT_S).host
+        if host.startswith("127."):
+            pytest.skip("this machine has no other address")
+        assert reach(f"{host}:{made.port}", TIMEOUT_S).host == host
+    finally:
+        made.close()
+
+
+def test_beside_one_for_this_machine_alone_it_is_known_by_the_loopback_address(coordinator: Coordinator) -> None:
+    assert reach(coordinator.address, TIMEOUT_S).host == "127.0.0.1"

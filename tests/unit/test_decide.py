@@ -295,6 +295,17 @@ def test_who_differs_from_the_record_is_refused(what: str, other: Any) -> None:
         assert why.startswith(f"its {what} is {other!r}, but the job's is ")
 
 
+def test_an_agent_that_others_cannot_reach_is_refused() -> None:
+    near, far = report("a", member("a0"), host="127.0.0.1"), report("b", member("b0"), host="10.0.0.2")
+    assert [agent for agent, _ in void(None, near, far).refused] == ["a"]
+    alone = agreed(None, near)
+    seated = report("a", member("a0", alone.committed, entered=1, active=True), host="127.0.0.1", seen=alone)
+    refused = dict(void(alone, seated, far).refused)
+    assert list(refused) == ["b"]
+    assert "known by a loopback address" in refused["b"]
+    agreed(None, near, report("b", member("b0"), host="127.0.0.1"))
+
+
 def test_without_a_record_the_majority_is_right() -> None:
     answer = void(
         None, report("a", member("a0"), layout=PAIRS), *(report(agent, member(f"{agent}0")) for agent in "bc")
