@@ -67,6 +67,7 @@ from elasticgang.quorum.watch import Watch, kill_comm
 
 log = logging.getLogger("elasticgang")
 
+_NOTHING = Attempt(0, 0)
 _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
 _DISMISS_TIMEOUT_S = 10.0
@@ -123,7 +124,7 @@ class _RankProcess:
     pidfd: int
     writer: asyncio.StreamWriter
     page: Page
-    committed: Attempt = Attempt(0, 0)
+    committed: Attempt = _NOTHING
     status: int | None = None
     failure: dict[str, Any] | None = None
     has_asked: bool = False
