@@ -67,11 +67,11 @@ from elasticgang.quorum.watch import Watch, kill_comm
 
 log = logging.getLogger("elasticgang")
 
+_NOTHING = Attempt(0, 0)
 _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
 _DISMISS_TIMEOUT_S = 10.0
 _END_POLL_S = 0.005
-_NOTHING_COMMITTED = Attempt(0, 0)
 
 
 class Output(Protocol):
@@ -125,7 +125,7 @@ class _RankProcess:
     pidfd: int
     writer: asyncio.StreamWriter
     page: Page
-    committed: Attempt = _NOTHING_COMMITTED
+    committed: Attempt = _NOTHING
     status: int | None = None
     failure: dict[str, Any] | None = None
     has_asked: bool = False
