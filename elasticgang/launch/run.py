@@ -15,8 +15,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are raised too
 from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
-from elasticgang.quorum.agent import Agent, Job
+from elasticgang.quorum.agent import Agent
 from elasticgang.quorum.coordinator import Coordinator
+from elasticgang.quorum.job import Job
 
 _LOOKUPS = "RES_OPTIONS"
 

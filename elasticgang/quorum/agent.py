@@ -18,12 +18,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field
-from typing import Any, Protocol
-
-import psutil
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from elasticgang.comm.forkserver import ForkServer, Spawned
 from elasticgang.comm.page import Page
@@ -37,8 +34,10 @@ from elasticgang.quorum.decide import (
     layout_from_json,
     member_from_json,
 )
+from elasticgang.quorum.job import Events, Job, Output
 from elasticgang.quorum.lease import Lease
 from elasticgang.quorum.line import in_daemon
+from elasticgang.quorum.nursery import Nursery
 from elasticgang.quorum.outside import Limits, Outside
 from elasticgang.quorum.owned import OwnCoordinator
 from elasticgang.quorum.progress import CommHung, Verdict
@@ -74,49 +73,6 @@ _DISMISS_TIMEOUT_S = 10.0
 _END_POLL_S = 0.005
 
 
-class Output(Protocol):
-    """Where the ranks' output goes."""
-
-    def open(self, local_rank: int) -> tuple[int, int]:
-        """Two descriptors for the stdout and stderr of a new process of this rank; the caller closes them."""
-
-    def follow(self, local_rank: int, step: Callable[[], int]) -> None:
-        """What tells how many steps this rank knows to be committed; from any thread."""
-
-    def say(self, line: str) -> None: ...
-
-
-class Events(Protocol):
-    def write(self, event: str, **fields: Any) -> None: ...
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to run. `coordinator`: "host:port", or None for one of the job's own. `command`: the child's arguments.
-    `num_spares`: processes beside those of `num_ranks`, which wait for one of them to be lost. `max_agents`: 0 for any
-    number. `env`: of all processes that are started, `rank_env`: of the ranks alone."""
-
-    command: dict[str, Any]
-    num_ranks: int
-    job_id: str
-    num_spares: int = 0
-    coordinator: str | None = None
-    connect_timeout: float = 10.0
-    max_restarts: int = 0
-    grace_period: float = 1.0
-    collective_timeout: float = 60.0
-    hang_timeout: float | None = None
-    coordinator_timeout: float = 300.0
-    min_agents: int = 1
-    max_agents: int = 0
-    env: dict[str, str] = field(default_factory=dict)
-    rank_env: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def num_processes(self) -> int:
-        return self.num_ranks + self.num_spares
-
-
 @dataclass
 class _RankProcess:
     member: str
@@ -143,15 +99,13 @@ class Agent:
         self._life = 1  # of this agent under one id
         self._fenced = False
         self._ranks: dict[str, _RankProcess] = {}
-        self._local_pids: dict[int, str] = {}
         self._exit: asyncio.Future[int] | None = None
-        self._forker = ThreadPoolExecutor(1, "fork")
         self._stopping = threading.Event()
+        self._nursery = Nursery(job.env, self._stopping, self._background)
         self._tasks: set[asyncio.Task[None]] = set()
         self._shown: dict[str, int] = {}
         self._coordinator_pid = 0
         self._num_starting = 0
-        self._num_forking = 0
         self._signal = 0
         self._own_coordinator: OwnCoordinator | None = None
         self._lease = Lease.create()
@@ -180,26 +134,23 @@ class Agent:
             if self._job.coordinator is not None:
                 reaching = in_daemon(reach, self._job.coordinator, self._job.connect_timeout)
                 if not await self._unless_ended(reaching):
-                    self._stop_threads()
+                    self._nursery.stop()
                     return self._exit.result()
                 self._endpoint = reaching.result()
-            self._forkserver = self._new_forkserver()
+            self._nursery.open()
         except BaseException:
-            self._stop_threads()
+            self._nursery.stop()
             raise
         try:
             return await self._serve()
         finally:
             await self._end_everything()
 
-    def _new_forkserver(self) -> ForkServer:
-        return ForkServer(env={"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", **self._job.env})
-
     async def _serve(self) -> int:
         assert self._exit is not None
         starting = asyncio.ensure_future(self._start())
         if not await self._unless_ended(starting):  # a signal while the fork server imports
-            self._forkserver.process.kill()
+            self._nursery.kill()
             with contextlib.suppress(OperationalError):
                 await starting
             return self._exit.result()
@@ -214,7 +165,7 @@ class Agent:
         return future.done()
 
     async def _start(self) -> None:
-        await self._off_loop(self._forker, self._forkserver.wait_ready)
+        await self._nursery.ready()
         if self._job.coordinator is None:
             self._own_coordinator = OwnCoordinator()
             await self._start_coordinator(None)
@@ -225,7 +176,7 @@ class Agent:
         limits = Limits(self._job.connect_timeout, self._job.coordinator_timeout)
         self._outside = Outside(_Inside(self), self._endpoint, self._job.job_id, limits, lease)
         await self._outside.open()
-        self._loop.add_signal_handler(signal.SIGCHLD, self._reap_orphans)
+        self._loop.add_signal_handler(signal.SIGCHLD, self._nursery.reap)
         num = self._job.num_processes
         self._events.write("started", agent=self._id, coordinator=self._endpoint.address, ranks=num)
         self._background(self._watch_ranks())
@@ -251,22 +202,15 @@ class Agent:
         """The job's own, on the same address every time."""
         own = self._own_coordinator
         assert own is not None
-        spawned: Spawned = await self._off_loop(self._forker, self._fork_coordinator, own, record)
+        spawned = await self._nursery.fork(lambda server: own.start(server, self._id, record), is_own=False)
         self._coordinator_pid = spawned.pid
         self._loop.add_reader(spawned.pidfd, self._on_coordinator_death, spawned.pidfd)
-
-    def _fork_coordinator(self, own: OwnCoordinator, record: Record | None) -> Spawned:
-        try:
-            return own.start(self._forkserver, self._id, record)
-        except OperationalError:
-            self._replace_forkserver()
-            return own.start(self._forkserver, self._id, record)
 
     def _on_coordinator_death(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
         self._coordinator_pid = 0
-        self._reap_orphans()
+        self._nursery.reap()
         if not self._stopping.is_set():
             self._events.write("coordinator died")
             self._background(self._start_coordinator(self._roster.record))
@@ -308,24 +252,9 @@ class Agent:
             _kill_group(self._coordinator_pid)
         if self._own_coordinator is not None:
             self._own_coordinator.close()
-        self._stop_threads()
-        self._forkserver.close()
-        deadline = time.monotonic() + 2.0
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < deadline:
-                if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is None:
-                    for child in psutil.Process().children():  # orphans too: this process is their subreaper
-                        _kill(child.pid, signal.SIGKILL)
-                    await asyncio.sleep(0.002)
+        await self._nursery.close()
         if self._outside is not None:
             self._outside.leave()
-
-    def _stop_threads(self) -> None:
-        self._stopping.set()
-        self._forker.shutdown(wait=False, cancel_futures=True)
-
-    def _off_loop(self, thread: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        return self._loop.run_in_executor(thread, function, *args)
 
     def _background(self, coroutine: Any) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -453,16 +382,15 @@ class Agent:
         member = f"{self._id}/{local_rank}/{uuid.uuid4().hex[:8]}"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         page = Page.create()
-        self._num_forking += 1  # one that dies before its pid is known here must not be reaped as an orphan
         try:
             with theirs:
                 fds = (theirs.fileno(), page)
-                spawned = await self._off_loop(self._forker, self._fork_rank, member, local_rank, fds)
-            self._local_pids[spawned.pid] = member
+                spawned = await self._nursery.fork(
+                    lambda server: self._fork_rank(server, member, local_rank, fds), is_own=True
+                )
             mapped = Page(page)
         finally:
             os.close(page)
-            self._num_forking -= 1
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         rank = _RankProcess(member, local_rank, spawned.pid, spawned.pidfd, writer, mapped)
         self._ranks[member] = rank
@@ -479,21 +407,15 @@ class Agent:
         self._tasks.add(rank_done)
         rank_done.add_done_callback(self._background_done)
         self._loop.add_reader(spawned.pidfd, self._on_death, rank, rank_done)
-        self._reap_orphans()
+        self._nursery.reap()
 
-    def _fork_rank(self, member: str, local_rank: int, fds: tuple[int, int]) -> Spawned:
-        try:
-            return self._try_fork_rank(member, local_rank, fds)
-        except OperationalError:
-            self._replace_forkserver()
-            return self._try_fork_rank(member, local_rank, fds)
-
-    def _try_fork_rank(self, member: str, local_rank: int, fds: tuple[int, int]) -> Spawned:
+    def _fork_rank(self, server: ForkServer, member: str, local_rank: int, fds: tuple[int, int]) -> Spawned:
+        """On the forking thread."""
         link, page = fds
-        forks = self._forkserver.connect()
+        forks = server.connect()
         stdio = self._output.open(local_rank)
         try:
-            return self._forkserver.spawn(
+            return server.spawn(
                 "elasticgang.launch.child:main",
                 {
                     "command": self._job.command,
@@ -583,9 +505,9 @@ class Agent:
             if found is not None:
                 rank.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         os.close(rank.pidfd)
-        self._local_pids.pop(rank.pid, None)
+        self._nursery.release(rank.pid)
         died_at = time.monotonic()
-        self._reap_orphans()
+        self._nursery.reap()
         self._background(self._bury(rank, listener, died_at))
 
     async def _bury(self, rank: _RankProcess, listener: asyncio.Task[None], died_at: float) -> None:
@@ -648,27 +570,6 @@ class Agent:
         self._changes.caused(f"{what} hung", time.monotonic() - stalled_s, is_root=True)
         self._output.say(f"elasticgang: {what} was waited for and has stood still for {stalled_s:.1f} s: it is ended")
 
-    def _reap_orphans(self) -> None:
-        """Comm processes and the ranks' own children are reparented to the agent; nobody else waits for them."""
-        if self._num_forking:
-            return  # `_spawn` looks here again
-        with contextlib.suppress(ChildProcessError):
-            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if found.si_pid in self._local_pids:
-                    return  # its own reader reaps it, and then looks here again
-                if found.si_pid == self._forkserver.process.pid:
-                    self._forkserver.process.wait()
-                    self._background(self._off_loop(self._forker, self._replace_forkserver))
-                    continue
-                os.waitid(os.P_PID, found.si_pid, os.WEXITED)
-
-    def _replace_forkserver(self) -> None:
-        """On the forking thread, where restarts queue behind it. What runs goes on; the ranks notice by themselves."""
-        if not self._stopping.is_set() and self._forkserver.process.poll() is not None:
-            self._forkserver.close()
-            self._forkserver = self._new_forkserver()
-            self._forkserver.wait_ready()
-
     # -- fencing
 
     def _fence(self) -> None:
@@ -687,7 +588,7 @@ class Agent:
 
     async def _come_back(self, old: str) -> None:
         """As another agent with new members, once the coordinator answers."""
-        while self._ranks or self._num_forking:
+        while self._ranks or self._nursery.is_forking:
             await asyncio.sleep(_END_POLL_S)
         self._world.leave()
         self._id = _new_id()

@@ -1,0 +1,126 @@
+"""Where an agent's processes come from, and how they are reaped: the fork server, the thread that talks to it, and whom
+nobody else waits for.
+
+Y1  Forks come one at a time, in the order in which they are asked for. A fork server that has died is replaced, and
+    what was to be forked then is forked by the new one.
+Y2  Who was forked here and is waited for elsewhere is never reaped as an orphan, also when it dies at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import psutil
+
+from elasticgang.comm.forkserver import ForkServer, Spawned
+from elasticgang.errors import OperationalError
+
+Fork: TypeAlias = Callable[[ForkServer], Spawned]
+
+_END_S = 2.0
+_END_POLL_S = 0.002
+
+
+class Nursery:
+    """Of one agent; for its loop's thread, but for what is handed to `fork`. `stopping`: nothing is replaced any more.
+    `run_aside`: as a task with which the agent fails."""
+
+    def __init__(
+        self, env: Mapping[str, str], stopping: threading.Event, run_aside: Callable[[asyncio.Future[Any]], None]
+    ) -> None:
+        self._env = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", **env}
+        self._stopping, self._run_aside = stopping, run_aside
+        self._thread = ThreadPoolExecutor(1, "fork")
+        self._own: set[int] = set()
+        self._num_forking = 0
+
+    @property
+    def is_forking(self) -> bool:
+        return self._num_forking > 0
+
+    def open(self) -> None:
+        """Raises OperationalError: no process can be started."""
+        self._server = self._new_server()
+
+    async def ready(self) -> None:
+        await self._off_loop(self._server.wait_ready)
+
+    def kill(self) -> None:
+        """Nothing has been forked yet, and nothing shall be."""
+        self._server.process.kill()
+
+    def stop(self) -> None:
+        """Nothing is forked from here on."""
+        self._stopping.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def close(self) -> None:
+        """End the fork server, and reap all that is left."""
+        self.stop()
+        self._server.close()
+        deadline = time.monotonic() + _END_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < deadline:
+                if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is None:
+                    for child in psutil.Process().children():  # orphans too: this process is their subreaper
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            child.kill()
+                    await asyncio.sleep(_END_POLL_S)
+
+    async def fork(self, fork: Fork, *, is_own: bool) -> Spawned:
+        """`fork`, on the forking thread. `is_own`: it is waited for elsewhere, until `release` (Y2)."""
+        self._num_forking += is_own
+        try:
+            spawned: Spawned = await self._off_loop(self._fork, fork)
+            if is_own:
+                self._own.add(spawned.pid)
+            return spawned
+        finally:
+            self._num_forking -= is_own
+
+    def release(self, pid: int) -> None:
+        """It has been reaped."""
+        self._own.discard(pid)
+
+    def reap(self) -> None:
+        """Comm processes and the ranks' own children are reparented to the agent; nobody else waits for them."""
+        if self._num_forking:
+            return  # whoever forks looks here again
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if found.si_pid in self._own:
+                    return  # its own reader reaps it, and then looks here again
+                if found.si_pid == self._server.process.pid:
+                    self._server.process.wait()
+                    self._run_aside(self._off_loop(self._replace))
+                    continue
+                os.waitid(os.P_PID, found.si_pid, os.WEXITED)
+
+    def _off_loop(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    # -- on the forking thread
+
+    def _fork(self, fork: Fork) -> Spawned:
+        try:
+            return fork(self._server)
+        except OperationalError:
+            self._replace()
+            return fork(self._server)
+
+    def _replace(self) -> None:
+        """What runs goes on; the ranks notice by themselves."""
+        if not self._stopping.is_set() and self._server.process.poll() is not None:
+            self._server.close()
+            self._server = self._new_server()
+            self._server.wait_ready()
+
+    def _new_server(self) -> ForkServer:
+        return ForkServer(env=self._env)
