@@ -11,6 +11,7 @@ M2  A block that a killed comm process could still write to is not reused: the o
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import threading
@@ -22,16 +23,19 @@ from torch import Tensor
 
 PAGE = mmap.PAGESIZE
 _MAX_ODD_BYTES = 1 << 29
+_arenas = itertools.count()
 
 
 @dataclass(eq=False)
 class Block:
-    """`bytes`: the whole block as a uint8 tensor. `fd`: of the rank's side, open as long as the block is."""
+    """`bytes`: the whole block as a uint8 tensor. `fd`: of the rank's side, open as long as the block is. `path`: what
+    the kernel calls a mapping of it, and of nothing else."""
 
     id: int
     size: int
     bytes: Tensor = field(repr=False)
     fd: int = -1
+    path: str = ""
     _views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def close(self) -> None:
@@ -71,6 +75,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._number = next(_arenas)
         self._free: dict[int, list[Block]] = defaultdict(list)
         self._next_id = 0
         self._odd_bytes = 0
@@ -88,10 +93,11 @@ class Arena:
                 return free.pop()
             self._next_id += 1
             id = self._next_id
-        fd = os.memfd_create(f"elasticgang-{id}", os.MFD_CLOEXEC)
+        name = f"elasticgang-{os.getpid()}-{self._number}-{id}"
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
         block = map_block(id, fd, size)
-        block.fd = fd
+        block.fd, block.path = fd, f"/memfd:{name} (deleted)"
         return block
 
     def give_back(self, block: Block) -> None:

@@ -51,7 +51,7 @@ class _InProcess(CollectiveMethods):
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pg is None and self._was_configured:
-            raise StaleGenerationError("the process group was aborted")
+            raise StaleGenerationError("the process group was aborted; call `configure` first")
         if self._pg is None:
             raise InvalidOperationError("the process group is not configured; call `configure` first")
         return getattr(self._pg, name)(*args, **kwargs)

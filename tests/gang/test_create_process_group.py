@@ -16,7 +16,7 @@ from torch import nn
 import elasticgang as eg
 import elasticgang.comm as comm
 from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedGloo, create_process_group
-from elasticgang.errors import InvalidOperationError, NotSupportedError
+from elasticgang.errors import InvalidOperationError, NotSupportedError, StaleGenerationError
 from tests.gang.conftest import Rings
 from tests.gang.rings import SUM
 from tests.support import REPOSITORY
@@ -67,7 +67,7 @@ def test_an_in_process_group_that_is_not_configured_says_so(rings: Rings) -> Non
         pg.allreduce([torch.ones(1)], SUM)
     ring = rings(2, make=lambda: create_process_group("gloo", 30.0))
     ring[0].abort()
-    with pytest.raises(InvalidOperationError, match="configure"):
+    with pytest.raises(StaleGenerationError, match="aborted; call `configure`"):  # a loss, and no misuse
         ring[0].allreduce([torch.ones(1)], SUM)
     assert (ring[1].rank(), ring[1].size(), ring[0].size()) == (1, 2, 2)
 
