@@ -33,13 +33,14 @@ from torch.multiprocessing import reductions
 
 from elasticgang.comm import deadlines
 from elasticgang.comm.arena import Arena
-from elasticgang.comm.client import CommProcess, CommWork
+from elasticgang.comm.client import CommProcess
 from elasticgang.comm.cuda import Cuda, Handle
 from elasticgang.comm.forkserver import ForkServerClient
 from elasticgang.comm.nccl_worker import encoded
 from elasticgang.comm.process_group import ProcessGroupIsolated, check_dtypes
 from elasticgang.comm.staging import DTYPE_NAMES
 from elasticgang.comm.supply import own_forks
+from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import IN_PLACE, REDUCING
 from elasticgang.errors import CollectiveTimeoutError, GangError, NotSupportedError, StaleGenerationError
 from elasticgang.gang.base import Collective, Work, writing
@@ -151,12 +152,13 @@ class DeviceWork(CommWork):
     def __init__(
         self, comm: CommProcess, name: str, outputs: Sequence[Tensor], spans: Sequence[DeviceSpan], held: _Held
     ) -> None:
-        super().__init__(comm, name, outputs, spans)
+        super().__init__(comm._inbox, name, outputs)
+        self.spans = list(spans)
         self.comm, self.held = comm, held
 
-    def _end(self, error: GangError | None) -> None:
+    def end(self, error: GangError | None) -> None:
         self.held.is_queued = error is None
-        super()._end(error)
+        super().end(error)
 
     def wait(self, timeout: float) -> None:
         """As the base's, until the work is queued."""
@@ -230,10 +232,10 @@ class NCCLCommProcess(CommProcess):
         body = json.dumps([group, call, options, described, self._cuda.key(stream), pair.id]).encode()
         with self._memory_lock:
             self._held.append(held)
-        if not self._start(work, spans, body, group):
+        if not self._start(work, body, group):
             error = StaleGenerationError(f"{call}: the comm process of this generation was aborted")
             held.lose(error)
-            work._end(error)
+            work.end(error)
         return work
 
     @property

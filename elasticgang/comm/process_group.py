@@ -22,8 +22,9 @@ from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
 from elasticgang.comm import deadlines
-from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
+from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.supply import CommSupply, own_forks
+from elasticgang.comm.work import CommWork
 from elasticgang.errors import (
     ClosedError,
     CollectiveTimeoutError,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import threading
 import weakref
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from elasticgang.comm.arena import PAGE, Arena, Block
 
 SMALLEST_BYTES = 1 << 20
+_SHARE_OF_DESCRIPTORS = 4  # at most one in so many lies beneath a storage
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
 _IS_MMAPPED = 0x2  # in the size field of a chunk of glibc's malloc
 
@@ -66,7 +68,7 @@ class _Region:
 
     def map(self, flags: int) -> None:
         self._check(_libc.mmap(self.first, self.last - self.first, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED,
-                               self.block.fd, self.first - self.base))  # fmt: skip
+                               self.block.slab.fd, self.first - self.base))  # fmt: skip
 
     def _check(self, result: int) -> None:
         if result != self.first:
@@ -75,11 +77,11 @@ class _Region:
     def lies_beneath(self) -> bool:
         """H3, as the kernel says: nobody's memory is read or written."""
         try:
-            if os.readlink(f"/proc/self/map_files/{self.first:x}-{self.last:x}") == self.block.path:
+            if os.readlink(f"/proc/self/map_files/{self.first:x}-{self.last:x}") == self.block.slab.path:
                 return True
         except OSError:  # not as one mapping of these bounds; or this kernel does not say
             pass
-        return self.is_alive() and _mapped_at(self.first) == self.block.path
+        return self.is_alive() and _mapped_at(self.first) == self.block.slab.path
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,19 @@ class SharedStorages:
     def _take_over(self, storage: torch.UntypedStorage) -> _Region | None:
         address, num_bytes = storage.data_ptr(), storage.nbytes()
         base = address // PAGE * PAGE
-        block = self._arena.take_exactly(-(-(address + num_bytes) // PAGE) * PAGE - base)
+        if len(self._regions) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS:
+            return None
+        try:
+            block = self._arena.take_whole(-(-(address + num_bytes) // PAGE) * PAGE - base)
+        except OSError:
+            return None
         region = _Region(StorageWeakRef(storage), block, address, num_bytes)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             contents = torch.empty(0, dtype=torch.uint8).set_(storage)
             block.bytes[address - base : address - base + num_bytes].copy_(contents)
         try:
             region.map(_MAP_SHARED)
-        except OSError:  # no memory for it, or too many mappings
+        except OSError:  # too many mappings
             self._arena.give_back(block)
             return None
         self._regions[address] = region

@@ -39,7 +39,7 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from elasticgang.comm.arena import Block, bytes_as, map_block
+from elasticgang.comm.arena import bytes_as, map_memory
 from elasticgang.comm.page import PULSE_MS, CommBlock, Page
 
 _MAX_MESSAGE = 1 << 17
@@ -234,7 +234,7 @@ class Worker:
         self._host: str | None = args["host"]
         self._timeout = timedelta(seconds=args["timeout_s"])
         self._buffer = bytearray(_MAX_MESSAGE)
-        self._blocks: dict[int, Block] = {}
+        self._slabs: dict[int, Tensor] = {}
         self._groups: dict[str, Any] = {}
         self._prepared: dict[bytes, tuple[str, str, dict[str, Any], list[Tensor]]] = {}
         self._pool = ThreadPoolExecutor(16)
@@ -259,11 +259,11 @@ class Worker:
             command = json.loads(data)
             kind = command["kind"]
             if kind == "map":
-                self._map(command["blocks"], _descriptors(ancillary))
+                self._map(command["slabs"], _descriptors(ancillary))
             elif kind == "unmap":
                 self._prepared.clear()
-                for block in command["blocks"]:
-                    self._blocks.pop(block, None)
+                for slab in command["slabs"]:
+                    self._slabs.pop(slab, None)
             elif kind == "configure":
                 self._reply(self._configure, command)
             elif kind == "add":
@@ -347,9 +347,9 @@ class Worker:
         if ended:
             self._pool.submit(ended.clear)
 
-    def _map(self, blocks: list[tuple[int, int]], fds: list[int]) -> None:
-        for (block, size), fd in zip(blocks, fds, strict=True):
-            self._blocks[block] = map_block(block, fd, size)
+    def _map(self, slabs: list[tuple[int, int]], fds: list[int]) -> None:
+        for (slab, size), fd in zip(slabs, fds, strict=True):
+            self._slabs[slab] = map_memory(fd, size)
             os.close(fd)  # the mapping stays
 
     def _run(self, id: int, body: bytes) -> None:
@@ -367,8 +367,8 @@ class Worker:
         """What a body says; the same one comes again, since blocks do."""
         group, call, options, described = json.loads(body)
         tensors = [
-            bytes_as(self._blocks[block].bytes, torch.Size(shape), getattr(torch, dtype), offset)
-            for block, offset, shape, dtype in described
+            bytes_as(self._slabs[slab], torch.Size(shape), getattr(torch, dtype), offset)
+            for slab, offset, shape, dtype in described
         ]
         if call not in REDUCING:
             tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]

@@ -34,7 +34,7 @@ from elasticgang.gang.torch_group import GangProcessGroup
 
 
 class GroupWork(Protocol):
-    """A collective under way in a group; `comm.client.CommWork` is one."""
+    """A collective under way in a group; `comm.work.CommWork` is one."""
 
     @property
     def future(self) -> torch.futures.Future[list[Tensor]]: ...

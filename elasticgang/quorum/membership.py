@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from elasticgang.comm.arena import Arena
-from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
+from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
 from elasticgang.comm.page import Doing, Page
 from elasticgang.comm.supply import PRELOAD, CommSupply
+from elasticgang.comm.work import CommWork
 from elasticgang.errors import EvictedError, GangError, OperationalError, PeerLostError, StepAborted
 from elasticgang.gang import FakeGang, Gang, Gangs, create_fake_gangs
 from elasticgang.gang.elastic import Binding, ElasticGang

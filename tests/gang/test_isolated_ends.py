@@ -39,6 +39,11 @@ def test_nothing_grows_over_a_thousand_configurations(capsys: pytest.CaptureFixt
         assert found["after"][name] <= found["before"][name] + allowed, name
 
 
+def test_few_descriptors_are_enough_and_none_is_an_error_that_passes() -> None:
+    done = subprocess.run([*RANKS, "with_few_descriptors"], cwd=REPOSITORY, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_group_that_is_dropped_ends_its_processes(rings: Rings) -> None:
     ring = rings(2)
     assert ring.sums() == [2.0, 2.0]

@@ -170,7 +170,7 @@ def test_blocks_of_dead_tensors_are_used_again(storages: SharedStorages) -> None
         assert span is not None
         copy_edges(span)
         assert bool((in_block(span, tensor) == value).all())
-        blocks.add(span.block.id)
+        blocks.add(span.block.slab.id)
         del tensor, span
         gc.collect()
     assert len(blocks) <= 2
