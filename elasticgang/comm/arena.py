@@ -7,8 +7,8 @@ through blocks; a slab of one block can also be mapped beneath a large tensor (`
 M1  A block is free, belongs to exactly one pending work, or lies beneath one storage.
 M2  A block that a killed comm process could still write to is not reused: the owner frees blocks only after the kill
     was waited for.
-M3  Descriptors are few: blocks of up to 16 MiB share slabs, of 1 MiB or of 16 blocks; and little of what is free is
-    kept.
+M3  Descriptors are few: blocks of up to 16 MiB share slabs, of 64 blocks but at least 1 and at most 64 MiB (of memory
+    that is there once it is written to); and little of what is free is kept.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import resource
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -26,10 +27,10 @@ from torch import Tensor
 PAGE = mmap.PAGESIZE
 _SMALLEST_BLOCK = 256
 _LARGEST_IN_SLAB = 1 << 24
-_SMALLEST_SLAB = 1 << 20
-_BLOCKS_IN_SLAB = 16
+_SMALLEST_SLAB, _LARGEST_SLAB = 1 << 20, 1 << 26
+_BLOCKS_IN_SLAB = 64
 _MAX_FREE_BYTES = 1 << 29
-_MAX_IDLE_SLABS = 128
+_IDLE_SHARE = 8  # at most one descriptor in so many is of a slab of which nothing is taken
 _arenas = itertools.count()
 
 
@@ -89,6 +90,11 @@ def map_memory(fd: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
 
 
+def max_descriptors() -> int:
+    """That this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 class Arena:
     """The rank's side: allocates blocks. Thread-safe."""
 
@@ -126,7 +132,7 @@ class Arena:
     def _carve(self, size: int, is_whole: bool) -> Block:
         slab = None if is_whole else self._growing.get(size)
         if slab is None:
-            slab = self._make(size if is_whole else max(_SMALLEST_SLAB, size * _BLOCKS_IN_SLAB))
+            slab = self._make(size if is_whole else min(max(_SMALLEST_SLAB, size * _BLOCKS_IN_SLAB), _LARGEST_SLAB))
         offset = slab.num_carved_bytes
         slab.num_carved_bytes += size
         if not is_whole:
@@ -157,7 +163,7 @@ class Arena:
             if slab.num_taken:
                 return
             self._num_idle += 1
-            if self._free_bytes > _MAX_FREE_BYTES or self._num_idle > _MAX_IDLE_SLABS:
+            if self._free_bytes > _MAX_FREE_BYTES or self._num_idle > max_descriptors() // _IDLE_SHARE:
                 self._discard(slab, block)
 
     def _discard(self, slab: Slab, block: Block) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -39,6 +40,10 @@ from elasticgang.gang.dtypes import reduced_dtype
 _REAP_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 60.0
 _MAX_BODIES = 4096
+# Of Gloo, of its pairs that it closes then, of the store, of NCCL; not of TCP ("Connection timed out").
+_TIMED_OUT = re.compile(
+    r"Timed out waiting|Application timeout|[Ww]ait timeout|timed out after|ran for \d+ milliseconds"
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class CommProcess:
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._add_lock = threading.Lock()
-        self._ended = self._dead = False
+        self._ended = self._dead = self._has_died = False
         self._abort_error: GangError | None = None
         self._works: dict[int, CommWork] = {}
         self._next_id = 0
@@ -193,7 +198,8 @@ class CommProcess:
         self, group: str, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
     ) -> CommWork:
         """Start the collective `call` of the worker on `group`. `outputs` are written when it completes; a tensor that
-        is input and output stands in both. Never raises a `GangError`: the work that is returned has failed.
+        is input and output stands in both. `timeout_s` among the `options` is of this call alone. Never raises a
+        `GangError`: the work that is returned has failed.
 
         Raises:
             ValueError: the call reduces, and its dtype cannot be. Nothing was sent.
@@ -300,6 +306,13 @@ class CommProcess:
         return self._ended
 
     @property
+    def has_died(self) -> bool:
+        """By itself, not by an `abort`; also when nobody has noticed yet."""
+        with self._lock:
+            died = self._has_died or (not self._ended and self._pidfd >= 0 and _exited(self._pidfd, 0.0))
+        return died
+
+    @property
     def num_works(self) -> int:
         """Collectives under way."""
         return len(self._works)
@@ -325,6 +338,8 @@ class CommProcess:
         try:
             self._sock.send(json.dumps(message).encode())
         except OSError as exc:
+            with self._lock:
+                self._has_died = self._has_died or not self._ended
             raise PeerLostError(f"comm process {self.pid} is gone") from exc
 
     def _reply(self, key: str, timeout: float, what: str) -> None:
@@ -335,7 +350,7 @@ class CommProcess:
         finally:
             self._inbox.add_listeners(-1)
         if key == "configured" and message[key] is not None:
-            raise PeerLostError(f"could not {what} the generation's groups: {message[key]}")
+            raise _translated(f"could not {what} the generation's groups", message[key])
 
     def _next_reply(self, key: str, timeout: float, what: str, deadline: float) -> dict[str, Any]:
         with self._replied:
@@ -401,12 +416,13 @@ class CommProcess:
             if reason is None:
                 self._complete(id)
             else:
-                self._on_error(PeerLostError(f"{self._works[id].name}: {reason}"))
+                self._on_error(_translated(self._works[id].name, reason))
 
     def process_ended(self) -> None:
         error: GangError = PeerLostError(f"comm process {self.pid} died")
         with self._replied:
             unexpected, self._ended = not self._ended, True
+            self._has_died = self._has_died or unexpected
             self._replied.notify_all()
         if unexpected:
             self._on_error(error)
@@ -420,6 +436,12 @@ class CommProcess:
 
     def _bury(self, error: GangError) -> None:
         """The process is dead, and its works end by `error` next."""
+
+
+def _translated(what: str, reason: str) -> GangError:
+    """Of torch's words."""
+    kind = CollectiveTimeoutError if _TIMED_OUT.search(reason) else PeerLostError
+    return kind(f"{what}: {reason}")
 
 
 def _exited(pidfd: int, timeout: float) -> bool:

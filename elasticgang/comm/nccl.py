@@ -370,11 +370,10 @@ class DeviceTorchWork(TorchWork):
         return all(work.held.done() or work.error is not None for work in self._comm_works)
 
     def get_future(self) -> Future[Any]:
-        queued = self._pg._cuda.new_future(self._pg._device)
+        queued, plain = self._pg._cuda.new_future(self._pg._device), TorchWork(self._works, self._call)
 
         def finish(_: Future[Any]) -> list[Any]:  # on a stream of torch's, for which its users' streams wait
-            TorchWork.wait(self)
-            return self._call.result
+            return plain.result()
 
         following: Future[Any] = queued.then(finish)
         torch.futures.collect_all(self._futures()).add_done_callback(lambda _: queued.set_result(None))
@@ -427,9 +426,10 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
     def _start(self, collective: Collective) -> Work:
         work: Any = super()._start(collective)
         started: DeviceWork = work.comm_work
-        late = CollectiveTimeoutError(f"{started.name} timed out after {self._timeout:g} seconds")
+        timeout = collective.timeout_s or self._timeout
+        late = CollectiveTimeoutError(f"{started.name} timed out after {timeout:g} seconds")
         fail = self._error_sink(started.comm)
-        deadlines.deadlines.add(started.held, self._timeout, lambda: fail(late))  # D5
+        deadlines.deadlines.add(started.held, timeout, lambda: fail(late))  # D5
         return work  # type: ignore[no-any-return]
 
     def _check_device(self, tensor: Tensor) -> None:

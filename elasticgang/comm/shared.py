@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import resource
 import threading
 import weakref
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elasticgang.comm.arena import PAGE, Arena, Block
+from elasticgang.comm.arena import PAGE, Arena, Block, max_descriptors
 
 SMALLEST_BYTES = 1 << 20
 _SHARE_OF_DESCRIPTORS = 4  # at most one in so many lies beneath a storage
@@ -127,7 +126,7 @@ class SharedStorages:
     def _take_over(self, storage: torch.UntypedStorage) -> _Region | None:
         address, num_bytes = storage.data_ptr(), storage.nbytes()
         base = address // PAGE * PAGE
-        if len(self._regions) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE_OF_DESCRIPTORS:
+        if len(self._regions) >= max_descriptors() // _SHARE_OF_DESCRIPTORS:
             return None
         try:
             block = self._arena.take_whole(-(-(address + num_bytes) // PAGE) * PAGE - base)

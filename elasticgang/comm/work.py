@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -39,11 +40,12 @@ class CommWork:
     def future(self) -> torch.futures.Future[list[Tensor]]:
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
                 if self._is_ended:
-                    self._resolve(self._future)
-                else:
-                    self._inbox.add_listeners(1)
+                    self._resolve(future)
+                    return future
+                self._inbox.add_listeners(1)
+                self._future = future
             return self._future
 
     @property
@@ -61,7 +63,7 @@ class CommWork:
         self.error = error
         with self._lock:
             self._is_ended = True
-            future = self._future
+            future, self._future = self._future, None
             for wake in self._wakes:
                 wake.set()
         if future is not None:
@@ -69,10 +71,12 @@ class CommWork:
             self._resolve(future)
 
     def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        """With an error of its own: one that was raised has frames, with works and futures in them, and no collection
+        sees what a future has."""
         if self.error is None:
             future.set_result(self._outputs)
         else:
-            future.set_exception(self.error)  # type: ignore[arg-type]  # torch's annotation is wrong
+            future.set_exception(copy.copy(self.error))  # type: ignore[arg-type]  # torch's annotation is wrong
 
     def wake_at_end(self, wake: threading.Event) -> None:
         with self._lock:

@@ -11,8 +11,9 @@ K2  Tensors need not be contiguous. Outputs that share memory, among their eleme
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -245,6 +246,16 @@ def recv(size: int, tensors: Sequence[Tensor], src_rank: int, tag: int = 0) -> C
 def barrier(size: int, opts: Any = None, timeout: Any = None) -> Call:
     token = torch.zeros(1)
     return Call((Collective("all_reduce", (token,), (token,)),), [token], is_exact=True, is_barrier=True)
+
+
+def with_timeout(call: Call, arguments: Iterable[object]) -> Call:
+    """`call` with the timeout that its arguments name, themselves or in their options. torch's default is below 0."""
+    for argument in arguments:
+        timeout = argument if isinstance(argument, timedelta) else getattr(argument, "timeout", None)
+        if isinstance(timeout, timedelta) and timeout > timedelta(0):
+            parts = tuple(replace(part, timeout_s=timeout.total_seconds()) for part in call.parts)
+            return replace(call, parts=parts)
+    return call
 
 
 def check_place(call: Call, rank: int) -> Call:

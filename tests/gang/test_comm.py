@@ -586,6 +586,22 @@ def test_a_sender_that_is_blocked_is_released_by_an_abort(worlds: Worlds) -> Non
     assert isinstance(flooding.result(GUARD_S), GangError)
 
 
+def test_works_that_block_hold_up_no_other(worlds: Worlds) -> None:
+    """Gloo's reduce-scatters occupy a thread each of the process while they wait for the peer."""
+    world = worlds(2, timeout=20.0)
+    outputs, inputs = torch.ones(1), torch.ones(2)
+    for _ in range(40):
+        world.comms[0].submit("all", "reduce_scatter_single", [outputs], [inputs], op="sum")
+    groups = world.begin_each(
+        lambda rank: world.comms[rank].add_group(world.prefix, GroupSpec("more", rank, 2), timeout=5.0)
+    )
+    for each in groups:
+        each.result(GUARD_S)
+    tensors = [torch.ones(3), torch.ones(3)]
+    all_reduce(world, tensors, group="more")
+    assert tensors[0].tolist() == [2.0] * 3
+
+
 # -- with its rank
 
 
