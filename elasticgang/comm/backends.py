@@ -100,10 +100,10 @@ def create_process_group(name: str, timeout: float | timedelta = 60.0) -> Proces
     `timeout`: seconds, for `configure` and for each collective.
 
     Raises:
-        ValueError: there is no such kind, or `timeout` is not above 0.
+        ValueError: there is no such kind, or `timeout` is not above 0, or no number of seconds.
         NotSupportedError: it is not available here; it says why.
     """
-    if name not in _KINDS:
+    if name not in list(_KINDS):  # whatever it is
         raise ValueError(f"`name` must be one of {', '.join(_KINDS)}, but is {name!r} instead.")
     return _KINDS[name](timedelta(seconds=_seconds(timeout)))
 

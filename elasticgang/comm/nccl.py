@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ from elasticgang.gang.dtypes import device_dtype
 from elasticgang.gang.torch_group import TorchWork
 
 _POLL_S = 0.0005
+_MAX_FORGOTTEN = 1000  # in one message
 _WeakStorage: Any = reductions.StorageWeakRef  # it is untyped
 
 
@@ -200,6 +202,7 @@ class NCCLCommProcess(CommProcess):
         self._memory_lock = threading.Lock()
         self._shared: dict[int, _Shared] = {}  # by the storage, whose address stays its own while it is weakly known
         self._replaced: list[_Shared] = []
+        self._untold: dict[int, _Shared] = {}  # that the process has not been told of yet
         self._next_shared = self._next_pair = 0
         self._known: set[int] = set()  # ids of what the process was told to open
         self._known_pairs: set[int] = set()
@@ -316,17 +319,29 @@ class NCCLCommProcess(CommProcess):
             gone = [key for key, shared in self._shared.items() if shared.storage.expired()]
             dead = [*self._replaced, *(self._shared.pop(key) for key in gone)]
             self._replaced.clear()
-        if dead:
-            self._forget(dead)
+            for shared in dead:
+                if shared.id in self._known:
+                    self._untold[shared.id] = shared
+            never_known = [shared for shared in dead if shared.id not in self._known]
+        for shared in never_known:
+            self._release(shared)
+        if self._untold and self._send_lock.acquire(blocking=False):  # else by the next, or by who has it, at its next
+            try:
+                self._forget()
+            finally:
+                self._send_lock.release()
 
-    def _forget(self, dead: Sequence[_Shared]) -> None:
-        known = [shared for shared in dead if shared.id in self._known]
-        for shared in dead:
-            if shared not in known:
-                self._release(shared)
-        if known:
-            with self._send_lock, contextlib.suppress(OSError):  # from here on it is the process that lets go of them
-                self._sock.send(json.dumps({"kind": "forget", "ids": [shared.id for shared in known]}).encode())
+    def _forget(self) -> None:
+        """Under the send lock. Never blocks: who calls it may be the one thread that notices the process's death. From
+        here on it is the process that lets go of them."""
+        with self._memory_lock:
+            ids = list(self._untold)[:_MAX_FORGOTTEN]
+        message = json.dumps({"kind": "forget", "ids": ids}).encode()
+        with contextlib.suppress(OSError):  # full, and there is another time; or the process is dead
+            self._sock.send(message, socket.MSG_DONTWAIT)
+            with self._memory_lock:
+                for id in ids:
+                    self._untold.pop(id, None)
 
     def _release(self, shared: _Shared) -> None:
         with contextlib.suppress(RuntimeError):  # of a CUDA that is gone too
@@ -335,7 +350,7 @@ class NCCLCommProcess(CommProcess):
     def _bury(self, error: GangError) -> None:
         with self._memory_lock:
             helds, self._held = self._held, []
-            shareds, self._shared = [*self._shared.values(), *self._replaced], {}
+            shareds, self._shared = [*self._shared.values(), *self._replaced, *self._untold.values()], {}
         lost = [held for held in helds if held.lose(error)]
         with _draining_lock:
             _draining.extend(lost)

@@ -43,6 +43,7 @@ from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
 
 _GROUP = "all"
 _CLOSE_TIMEOUT_S = 2.0
+_LONGEST_TIMEOUT_S = 1e9  # 30 years; what counts in nanoseconds has room for it
 _START_TIMEOUT_S = 240.0  # the fork server's and the process's own deadlines come before
 
 
@@ -87,7 +88,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         each configuration, as torchft has it.
 
         Raises:
-            ValueError: `timeout` is not above 0.
+            ValueError: `timeout` is not above 0, or no number of seconds.
             NotSupportedError: the backend is not available here.
         """
         super().__init__(0, 1)
@@ -304,7 +305,12 @@ class ProcessGroupIsolatedGloo(ProcessGroupIsolated):
 
 
 def _seconds(timeout: float | timedelta) -> float:
+    given: object = timeout
+    if not isinstance(given, timedelta | int | float):
+        raise ValueError(f"`timeout` must be seconds or a timedelta, but is {given!r} instead.")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not seconds > 0:
-        raise ValueError(f"`timeout` must be above 0 seconds, but is {seconds:g} instead.")
+    if not 0 < seconds <= _LONGEST_TIMEOUT_S:
+        raise ValueError(
+            f"`timeout` must be above 0 seconds and at most {_LONGEST_TIMEOUT_S:g}, but is {seconds:g} instead."
+        )
     return seconds

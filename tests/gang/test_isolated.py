@@ -135,10 +135,26 @@ def test_a_rank_outside_the_group_is_refused(rank: int, size: int, rings: Rings)
     assert ring.sums() == [1.0]
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, timedelta(0)])
+@pytest.mark.parametrize("timeout", [0, -1.0, timedelta(0), float("inf"), float("nan"), 1e10, timedelta.max])
 def test_a_timeout_of_no_time_is_refused(timeout: Any) -> None:
     with pytest.raises(ValueError, match="`timeout` must be above 0"):
         ProcessGroupIsolatedGloo(timeout)
+
+
+@pytest.mark.parametrize("timeout", [None, "60", [60]])
+def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
+    with pytest.raises(ValueError, match="`timeout` must be seconds or a timedelta"):
+        ProcessGroupIsolatedGloo(timeout)
+
+
+def test_the_longest_timeout_is_one(rings: Rings) -> None:
+    ring = rings(2, timeout=1e9)
+    assert ring.sums() == [2.0, 2.0]
+    _, work = start(ring[0])
+    future = work.get_future()
+    start(ring[1])[1].wait()
+    assert work.wait()
+    assert future.wait()
 
 
 def test_a_group_that_is_not_configured_says_so() -> None:
