@@ -43,7 +43,8 @@ class Doing(enum.IntEnum):
     LEFT = 5
 
 
-_BEATS, _PULSE, _STEPS, _DOING, _PAUSED, _GENERATION, _COMM, _ENDING, _GOES = range(9)
+_BEATS, _PULSE, _STEPS, _DOING, _PAUSED, _GENERATION, _COMM, _ENDING, _GOES, _COMMITTED = range(10)
+_STEP_BITS = 40  # of the word that names a committed attempt; the rest is the generation
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,10 @@ class Page:
     def entered(self, generation: int) -> None:
         self._words[_GENERATION] = generation
 
+    def commit(self, step: int, generation: int) -> None:
+        """The rank knows that `step` steps are committed, the last of them in `generation`."""
+        self._words[_COMMITTED] = generation << _STEP_BITS | step
+
     def do(self, doing: Doing) -> None:
         self._words[_DOING] = doing
         self.beat()
@@ -270,6 +275,12 @@ class Page:
     def steps(self) -> int:
         """Steps that the rank has computed its share of, committed or not."""
         return self._words[_STEPS]
+
+    @property
+    def committed(self) -> tuple[int, int]:
+        """(steps, generation of the last), as `commit` was told; (0, 0) before."""
+        word = self._words[_COMMITTED]
+        return word & (1 << _STEP_BITS) - 1, word >> _STEP_BITS
 
     @property
     def doing(self) -> Doing:

@@ -194,9 +194,9 @@ def run(make: Callable[[socket.socket, CommBlock], Worker], args: dict[str, Any]
     torch.set_num_threads(1)
     # torch looks up the name of whom it connects to, for its log: an answer that gets lost costs 5 s otherwise.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-    worker = make(sock, block)
-    with contextlib.suppress(OSError):  # the rank closed or died: the socket says so first
-        worker.serve()
+    # The rank closed or died, maybe before this was ready: the socket says so first.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        make(sock, block).serve()
     os._exit(0)  # no finalizer: Gloo's would wait for works that nobody will complete
 
 

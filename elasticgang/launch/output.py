@@ -13,6 +13,7 @@ import selectors
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import BinaryIO
 
 _MAX_LINE = 1 << 16
@@ -23,14 +24,15 @@ class PrefixedOutput:
     """Reads every pipe that `open` made and writes its lines to this process's stdout or stderr."""
 
     def __init__(self, stdout: BinaryIO | None = None, stderr: BinaryIO | None = None) -> None:
-        self._steps: dict[int, int] = {}
+        self._steps: dict[int, Callable[[], int]] = {}
         self._stdout = _Stream("stdout", stdout or sys.stdout.buffer, self._steps)
         self._stderr = _Stream("stderr", stderr or sys.stderr.buffer, self._steps)
 
     def open(self, local_rank: int) -> tuple[int, int]:
         return self._stdout.open(local_rank), self._stderr.open(local_rank)
 
-    def step(self, local_rank: int, step: int) -> None:
+    def follow(self, local_rank: int, step: Callable[[], int]) -> None:
+        """Ask `step`, on a thread of its own, for the one that stands in front of a line."""
         self._steps[local_rank] = step
 
     def say(self, line: str) -> None:
@@ -61,7 +63,7 @@ class _Said(logging.Handler):
 
 
 class _Stream:
-    def __init__(self, name: str, target: BinaryIO, steps: dict[int, int]) -> None:
+    def __init__(self, name: str, target: BinaryIO, steps: dict[int, Callable[[], int]]) -> None:
         self._target = target
         self._steps = steps
         self._said: deque[str] = deque()
@@ -123,7 +125,8 @@ class _Stream:
             lines, rest = [*lines, rest], b""
         partial[:] = rest
         if lines:
-            prefix = f"[rank {local_rank} step {self._steps.get(local_rank, 0)}] ".encode()
+            step = self._steps[local_rank]() if local_rank in self._steps else 0
+            prefix = f"[rank {local_rank} step {step}] ".encode()
             self._write(b"".join(prefix + line + b"\n" for line in lines))
         if ended:
             self._selector.unregister(key.fd)

@@ -67,6 +67,7 @@ from elasticgang.quorum.watch import Watch, kill_comm
 
 log = logging.getLogger("elasticgang")
 
+_NOTHING = Attempt(0, 0)
 _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
 _DISMISS_TIMEOUT_S = 10.0
@@ -79,7 +80,8 @@ class Output(Protocol):
     def open(self, local_rank: int) -> tuple[int, int]:
         """Two descriptors for the stdout and stderr of a new process of this rank; the caller closes them."""
 
-    def step(self, local_rank: int, step: int) -> None: ...
+    def follow(self, local_rank: int, step: Callable[[], int]) -> None:
+        """What tells how many steps this rank knows to be committed; from any thread."""
 
     def say(self, line: str) -> None: ...
 
@@ -122,6 +124,7 @@ class _RankProcess:
     pidfd: int
     writer: asyncio.StreamWriter
     page: Page
+    committed: Attempt = _NOTHING
     status: int | None = None
     failure: dict[str, Any] | None = None
     has_asked: bool = False
@@ -338,11 +341,20 @@ class Agent:
     def _handle(self, event: Event) -> None:
         if self._stopping.is_set() or self._fenced:
             return
+        self._hear_commits()
         for instruction in self._roster.handle(event):
             self._perform(instruction)
         if self._roster.finished:
             self._over.set()
             self._world.tell_finished()
+
+    def _hear_commits(self) -> None:
+        """Before any decision: what a rank has told was stamped before."""
+        for rank in self._ranks.values():
+            attempt = Attempt(*rank.page.committed)
+            if attempt != rank.committed and not self._fenced:
+                rank.committed = attempt
+                self._roster.handle(Committed(rank.member, attempt))
 
     @property
     def _world(self) -> Outside:
@@ -453,6 +465,7 @@ class Agent:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         rank = _RankProcess(member, local_rank, spawned.pid, spawned.pidfd, writer, mapped)
         self._ranks[member] = rank
+        self._output.follow(local_rank, lambda: mapped.committed[0])
         self._num_starting -= 1
         if self._signal:  # it came while this one was forked
             mapped.end()
@@ -529,7 +542,6 @@ class Agent:
                 self._changes.asked(rank.member, report.pending)
                 self._handle(Asked(rank.member, report, layout, message["broken"]))
             case "committed":
-                self._output.step(rank.local_rank, message["step"])
                 attempt = Attempt(message["step"], message["generation"])
                 self._tell(self._changes.committed(rank.member, attempt, time.monotonic()))
                 self._handle(Committed(rank.member, attempt))
@@ -576,6 +588,7 @@ class Agent:
         await asyncio.wait([listener], timeout=0.5)
         listener.cancel()
         rank.writer.close()
+        self._hear_commits()
         del self._ranks[rank.member]
         status = 1 if rank.status is None else rank.status
         failure = rank.failure

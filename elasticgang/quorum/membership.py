@@ -155,7 +155,8 @@ class Membership(Protocol):
 
     def poison(self, error: GangError) -> None: ...
 
-    def committed(self, step: int, generation: int) -> None: ...
+    def committed(self, step: int, generation: int) -> None:
+        """The agent is told of the first one of each generation, and reads the others when it needs them."""
 
     def healed(self) -> None:
         """This rank has loaded the committed state."""
@@ -182,6 +183,7 @@ class ElasticMembership:
         self._lease = Lease(context.lease)
         self._forks = _Forks(context, self.page)
         self._comms = CommSupply(self._forks.start)
+        self._told = 0  # the generation of which the agent has heard a commit
         self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
         self.drain.wake = lambda: self._link.records.put(None)
         os.register_at_fork(after_in_child=self._close_in_child)
@@ -223,7 +225,10 @@ class ElasticMembership:
 
     def committed(self, step: int, generation: int) -> None:
         self._comms.prepare()  # not before the first commit: the survivors need the cores for that
-        self._link.tell("committed", step=step, generation=generation)
+        self.page.commit(step, generation)
+        if generation != self._told:
+            self._told = generation
+            self._link.tell("committed", step=step, generation=generation)
 
     def healed(self) -> None:
         assert self._generation is not None
