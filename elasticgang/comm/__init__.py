@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elasticgang.comm.arena import Arena
     from elasticgang.comm.backends import ProcessGroupGloo, ProcessGroupNCCL, create_process_group
-    from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
+    from elasticgang.comm.client import CommProcess, GroupSpec
     from elasticgang.comm.forkserver import ForkServer
     from elasticgang.comm.mesh import extend_device_mesh
     from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
     from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
     from elasticgang.comm.supply import CommSupply
     from elasticgang.comm.swallowing import ManagedProcessGroup, SwallowingProcessGroup
+    from elasticgang.comm.work import CommWork
 
 _HOMES = {
     "Arena": "arena",
     "CommProcess": "client",
     "CommSupply": "supply",
-    "CommWork": "client",
+    "CommWork": "work",
     "ForkServer": "forkserver",
     "GroupSpec": "client",
     "ManagedProcessGroup": "swallowing",

@@ -1,18 +1,22 @@
 """Memory that a rank process and its comm process both see.
 
-A block is a memfd of its own (not `/dev/shm`, which is 64 MB in a default container), and reused: its descriptor
-travels once to each comm process, later messages name its id. Small and strided tensors are copied through blocks; a
-block can also be mapped beneath a large tensor (`shared.py`).
+A slab is a memfd (not `/dev/shm`, which is 64 MB in a default container): its descriptor travels once to each comm
+process, later messages name its id. Blocks are parts of slabs, and used again. Small and strided tensors are copied
+through blocks; a slab of one block can also be mapped beneath a large tensor (`shared.py`).
 
 M1  A block is free, belongs to exactly one pending work, or lies beneath one storage.
 M2  A block that a killed comm process could still write to is not reused: the owner frees blocks only after the kill
     was waited for.
+M3  Descriptors are few: blocks of up to 16 MiB share slabs, of 64 blocks but at least 1 and at most 64 MiB (of memory
+    that is there once it is written to); and little of what is free is kept.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
+import resource
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -21,18 +25,27 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
-_MAX_ODD_BYTES = 1 << 29
+_SMALLEST_BLOCK = 256
+_LARGEST_IN_SLAB = 1 << 24
+_SMALLEST_SLAB, _LARGEST_SLAB = 1 << 20, 1 << 26
+_BLOCKS_IN_SLAB = 64
+_MAX_FREE_BYTES = 1 << 29
+_IDLE_SHARE = 8  # at most one descriptor in so many is of a slab of which nothing is taken
+_arenas = itertools.count()
 
 
 @dataclass(eq=False)
-class Block:
-    """`bytes`: the whole block as a uint8 tensor. `fd`: of the rank's side, open as long as the block is."""
+class Slab:
+    """`bytes`: the whole of it as a uint8 tensor. `fd`: open as long as the slab is. `path`: what the kernel calls a
+    mapping of it, and of nothing else."""
 
     id: int
     size: int
     bytes: Tensor = field(repr=False)
-    fd: int = -1
-    _views: dict[tuple[int, torch.Size, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    fd: int
+    path: str
+    num_carved_bytes: int = 0
+    num_taken: int = 0
 
     def close(self) -> None:
         """Close the descriptor. The pages are free once nobody has them mapped."""
@@ -43,14 +56,26 @@ class Block:
     def __del__(self) -> None:
         self.close()
 
-    def as_tensor(self, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """The block from byte `offset` on as a contiguous tensor."""
-        key = (offset, shape, dtype)
+
+@dataclass(eq=False)
+class Block:
+    """`size` bytes of a slab from `offset` on; `bytes`: those, as a uint8 tensor."""
+
+    slab: Slab
+    offset: int
+    size: int
+    bytes: Tensor = field(repr=False)
+    is_whole: bool
+    _views: dict[tuple[torch.Size, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+
+    def as_tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The block as a contiguous tensor."""
+        key = (shape, dtype)
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= 16:
                 self._views.clear()
-            view = self._views[key] = bytes_as(self.bytes, shape, dtype, offset)
+            view = self._views[key] = bytes_as(self.bytes, shape, dtype, 0)
         return view
 
 
@@ -60,10 +85,14 @@ def bytes_as(memory: Tensor, shape: torch.Size, dtype: torch.dtype, offset: int)
     return memory[offset : offset + num_bytes].view(dtype).view(shape)
 
 
-def map_block(id: int, fd: int, size: int) -> Block:
-    """The block of a memfd, which the caller may close."""
-    memory = mmap.mmap(fd, size)
-    return Block(id, size, torch.frombuffer(memory, dtype=torch.uint8))
+def map_memory(fd: int, size: int) -> Tensor:
+    """A memfd as a uint8 tensor. The caller may close the descriptor."""
+    return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+
+
+def max_descriptors() -> int:
+    """That this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Arena:
@@ -71,41 +100,78 @@ class Arena:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: dict[int, list[Block]] = defaultdict(list)
+        self._number = next(_arenas)
+        self._free: dict[tuple[int, bool], list[Block]] = defaultdict(list)
+        self._growing: dict[int, Slab] = {}  # by the size of its blocks: not all of it is carved
         self._next_id = 0
-        self._odd_bytes = 0
-        self.discarded: list[int] = []  # ids of blocks that are no more, in order: comm processes unmap them
+        self._free_bytes = self._num_idle = 0
+        self.discarded: list[int] = []  # ids of slabs that are no more, in order: comm processes unmap them
 
     def take(self, num_bytes: int) -> Block:
-        """A block of at least so many bytes: of a power of two, so that few sizes are kept."""
-        return self.take_exactly(max(PAGE, 1 << (num_bytes - 1).bit_length()))
+        """A block of at least so many bytes: of a power of two, so that few sizes are kept. Raises OSError when there
+        is no memory or no descriptor for it."""
+        size = max(_SMALLEST_BLOCK, 1 << (num_bytes - 1).bit_length())
+        return self._take(size, is_whole=size > _LARGEST_IN_SLAB)
 
-    def take_exactly(self, size: int) -> Block:
+    def take_whole(self, size: int) -> Block:
+        """A slab of exactly that size."""
+        return self._take(size, is_whole=True)
+
+    def _take(self, size: int, *, is_whole: bool) -> Block:
         with self._lock:
-            free = self._free[size]
+            free = self._free[size, is_whole]
             if free:
-                self._odd_bytes -= _is_odd(size) * size
-                return free.pop()
-            self._next_id += 1
-            id = self._next_id
-        fd = os.memfd_create(f"elasticgang-{id}", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
-        block = map_block(id, fd, size)
-        block.fd = fd
-        return block
+                block = free.pop()
+                self._free_bytes -= size
+                self._num_idle -= not block.slab.num_taken
+            else:
+                block = self._carve(size, is_whole)
+            block.slab.num_taken += 1
+            return block
+
+    def _carve(self, size: int, is_whole: bool) -> Block:
+        slab = None if is_whole else self._growing.get(size)
+        if slab is None:
+            slab = self._make(size if is_whole else min(max(_SMALLEST_SLAB, size * _BLOCKS_IN_SLAB), _LARGEST_SLAB))
+        offset = slab.num_carved_bytes
+        slab.num_carved_bytes += size
+        if not is_whole:
+            self._growing[size] = slab
+            if slab.num_carved_bytes == slab.size:
+                del self._growing[size]
+        return Block(slab, offset, size, slab.bytes[offset : offset + size], is_whole)
+
+    def _make(self, size: int) -> Slab:
+        self._next_id += 1
+        name = f"elasticgang-{os.getpid()}-{self._number}-{self._next_id}"
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            memory = map_memory(fd, size)
+        except OSError:
+            os.close(fd)
+            raise
+        return Slab(self._next_id, size, memory, fd, f"/memfd:{name} (deleted)")
 
     def give_back(self, block: Block) -> None:
-        """The block may be taken again. Of those whose size is no power of two few bytes are kept."""
+        """The block may be taken again, if it is kept."""
+        slab = block.slab
         with self._lock:
-            if not _is_odd(block.size):
-                self._free[block.size].append(block)
-            elif self._odd_bytes + block.size <= _MAX_ODD_BYTES:
-                self._odd_bytes += block.size
-                self._free[block.size].append(block)
-            else:
-                self.discarded.append(block.id)
-                block.close()
+            slab.num_taken -= 1
+            self._free[block.size, block.is_whole].append(block)
+            self._free_bytes += block.size
+            if slab.num_taken:
+                return
+            self._num_idle += 1
+            if self._free_bytes > _MAX_FREE_BYTES or self._num_idle > max_descriptors() // _IDLE_SHARE:
+                self._discard(slab, block)
 
-
-def _is_odd(size: int) -> bool:
-    return bool(size & (size - 1))
+    def _discard(self, slab: Slab, block: Block) -> None:
+        key = block.size, block.is_whole
+        self._free[key] = [free for free in self._free[key] if free.slab is not slab]
+        self._free_bytes -= slab.num_carved_bytes
+        self._num_idle -= 1
+        if self._growing.get(block.size) is slab:
+            del self._growing[block.size]
+        self.discarded.append(slab.id)
+        slab.close()

@@ -20,7 +20,7 @@ from torchft.process_group import ProcessGroup
 
 from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo, _seconds
-from elasticgang.errors import InvalidOperationError, NotSupportedError
+from elasticgang.errors import InvalidOperationError, NotSupportedError, StaleGenerationError
 from elasticgang.gang.calls import Call
 from elasticgang.gang.torch_group import CollectiveMethods
 
@@ -30,6 +30,7 @@ class _InProcess(CollectiveMethods):
 
     _pg: Any
     _place = (0, 1)  # also after an `abort`, which leaves no group
+    _was_configured = False
 
     def configure(
         self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any, **options: Any
@@ -37,6 +38,7 @@ class _InProcess(CollectiveMethods):
         """As torchft's. Blocks until all have met, at most the timeout."""
         super().configure(store_addr, replica_id, rank, world_size, *args, **options)  # type: ignore[misc]
         self._place = rank, world_size
+        self._was_configured = True
 
     def rank(self) -> int:
         return self._place[0]
@@ -48,8 +50,10 @@ class _InProcess(CollectiveMethods):
     getSize = size
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._pg is None and self._was_configured:
+            raise StaleGenerationError("the process group was aborted; call `configure` first")
         if self._pg is None:
-            raise InvalidOperationError("the process group is not configured, or was aborted; call `configure` first")
+            raise InvalidOperationError("the process group is not configured; call `configure` first")
         return getattr(self._pg, name)(*args, **kwargs)
 
 
@@ -96,10 +100,10 @@ def create_process_group(name: str, timeout: float | timedelta = 60.0) -> Proces
     `timeout`: seconds, for `configure` and for each collective.
 
     Raises:
-        ValueError: there is no such kind, or `timeout` is not above 0.
+        ValueError: there is no such kind, or `timeout` is not above 0, or no number of seconds.
         NotSupportedError: it is not available here; it says why.
     """
-    if name not in _KINDS:
+    if name not in list(_KINDS):  # whatever it is
         raise ValueError(f"`name` must be one of {', '.join(_KINDS)}, but is {name!r} instead.")
     return _KINDS[name](timedelta(seconds=_seconds(timeout)))
 

@@ -4,9 +4,8 @@ P1  One `CommProcess` is one subprocess; it is never reused after `abort`. The n
 P2  After `abort` returned, every work has ended, and neither the process nor this side touches a caller's tensor.
 P3  A work ends exactly once: completed, failed by its group, or failed by the abort.
 P4  A completed work has written its outputs before any waiter is released.
-P5  One thread at a time reads the process's messages: the first of those that wait for works, so that no other has to
-    wake it; or the reader thread, while a future or a reply is waited for, and else now and then. The reader alone ends
-    what has a future (whose callbacks may do anything), reports errors, and notices the death.
+P5  A work that has a future (whose callbacks may do anything) is ended by the inbox's thread alone, which also reports
+    errors, and notices the death.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -29,17 +29,21 @@ from torch import Tensor
 
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.forkserver import ForkServerClient
+from elasticgang.comm.inbox import Inbox
 from elasticgang.comm.page import CommBlock, Page
 from elasticgang.comm.staging import Staging
+from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import IN_PLACE, MAX_FDS, MESSAGES, REDUCING, RUN, RUN_MARK
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
 from elasticgang.gang.dtypes import reduced_dtype
 
-_MAX_MESSAGE = 1 << 17
 _REAP_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 60.0
 _MAX_BODIES = 4096
-_UNREAD_MS = 100  # at most, of a message that nobody waits for
+# Of Gloo, of its pairs that it closes then, of the store, of NCCL; not of TCP ("Connection timed out").
+_TIMED_OUT = re.compile(
+    r"Timed out waiting|Application timeout|[Ww]ait timeout|timed out after|ran for \d+ milliseconds"
+)
 
 
 @dataclass(frozen=True)
@@ -49,71 +53,6 @@ class GroupSpec:
     name: str
     rank: int
     size: int
-
-
-class CommWork:
-    """One collective under way. `future` resolves to the output tensors, or to a `GangError`."""
-
-    def __init__(self, comm: CommProcess, name: str, outputs: Sequence[Tensor], spans: Sequence[Any]) -> None:
-        self.name = name
-        self.error: GangError | None = None
-        self._comm = comm
-        self._outputs = list(outputs)
-        self._spans = spans  # with the tensors, inputs too: their memory may be shared
-        self._is_ended = False
-        self._wake: threading.Event | None = None  # of a thread that waits while another reads
-        self._future: torch.futures.Future[list[Tensor]] | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def future(self) -> torch.futures.Future[list[Tensor]]:
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._is_ended:
-                    self._resolve(self._future)
-                else:
-                    self._comm._add_listeners(1)
-            return self._future
-
-    def _end(self, error: GangError | None) -> None:
-        """Once. P4: outputs first."""
-        for span in self._spans[: len(self._outputs)]:
-            if error is None:
-                span.copy_out()
-            else:
-                span.discard()
-        self.error = error
-        self._spans = ()
-        with self._lock:
-            self._is_ended = True
-            future = self._future
-        if self._wake is not None:
-            self._wake.set()
-        if future is not None:
-            self._comm._add_listeners(-1)
-            self._resolve(future)
-
-    def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        if self.error is None:
-            future.set_result(self._outputs)
-        else:
-            future.set_exception(self.error)  # type: ignore[arg-type]  # torch's annotation is wrong
-
-    def done(self) -> bool:
-        return self._is_ended
-
-    def wait(self, timeout: float) -> None:
-        """Block until the collective has ended, at most `timeout` seconds.
-
-        Raises:
-            CollectiveTimeoutError: it has not. It is still under way: abort before the tensors are used again.
-            GangError: it failed. Its outputs are undefined.
-        """
-        if not self._is_ended and not self._comm._await(self, timeout):
-            raise CollectiveTimeoutError(f"{self.name} timed out after {timeout:g} seconds")
-        if self.error is not None:
-            raise self.error
 
 
 class CommProcess:
@@ -146,52 +85,42 @@ class CommProcess:
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._add_lock = threading.Lock()
-        self._ended = self._dead = self._is_over = False
+        self._ended = self._dead = self._has_died = False
         self._abort_error: GangError | None = None
-        self._works: dict[int, tuple[CommWork, list[Any]]] = {}
+        self._works: dict[int, CommWork] = {}
         self._next_id = 0
         self._bodies: dict[tuple[object, ...], bytes] = {}
-        self._sent_blocks: set[int] = set()
+        self._sent_slabs: set[int] = set()
         self._replies: list[dict[str, Any]] = []
         self._replied = threading.Condition(self._lock)
-        # P5
-        self._turn = threading.Condition()
-        self._is_read = False
-        self._buffer = bytearray(_MAX_MESSAGE)
-        self._num_listeners = 0
-        self._waiting: dict[CommWork, None] = {}
-        self._found: deque[tuple[int, str | None]] = deque()
+        self._found: deque[tuple[int, str | None]] = deque()  # P5
         self._on_error: Callable[[GangError], None] = self.abort
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        watch = os.pidfd_open(os.getpid())
-        try:
-            with theirs:
-                spawned = forkserver.spawn(
-                    self.target,
-                    {
-                        "store": store,
-                        "host": host,
-                        "timeout_s": timeout,
-                        "block": self.block and self.block.index,
-                        **self._start_arguments(),
-                    },
-                    fds=[theirs.fileno(), watch, *self._page_fds()],
-                    group=group,
-                    name=name,
-                )
-        except OperationalError:
-            self._sock.close()
-            self._give_back_block()
-            raise
-        finally:
-            os.close(watch)
+        arguments = {"store": store, "host": host, "timeout_s": timeout, "block": self.block and self.block.index}
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._give_back_block)
+            try:
+                self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.enter_context(self._sock)
+                with theirs:
+                    self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                    undo.callback(os.close, self._bell)
+                    watch = os.pidfd_open(os.getpid())
+                    try:
+                        spawned = forkserver.spawn(
+                            self.target,
+                            {**arguments, **self._start_arguments()},
+                            fds=[theirs.fileno(), watch, *self._page_fds()],
+                            group=group,
+                            name=name,
+                        )
+                    finally:
+                        os.close(watch)
+            except OSError as exc:  # no descriptor is left, say
+                raise OperationalError(f"a comm process could not be started: {exc}") from exc
+            undo.pop_all()
         self.pid, self._pidfd = spawned.pid, spawned.pidfd
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # rings for the reader
-        self._poll = select.poll()
-        for fd in (self._sock.fileno(), self._pidfd):
-            self._poll.register(fd, select.POLLIN)
-        self._reader = threading.Thread(target=self._read, name=f"comm-{self.pid}", daemon=True)
-        self._reader.start()
+        self._inbox = Inbox(self._sock, self._pidfd, self._bell, self, f"comm-{self.pid}")
+        self._inbox.start()
 
     def _page_fds(self) -> list[int]:
         return [] if self._page is None or self._page.fd is None or self.block is None else [self._page.fd]
@@ -269,7 +198,8 @@ class CommProcess:
         self, group: str, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
     ) -> CommWork:
         """Start the collective `call` of the worker on `group`. `outputs` are written when it completes; a tensor that
-        is input and output stands in both. Never raises a `GangError`: the work that is returned has failed.
+        is input and output stands in both. `timeout_s` among the `options` is of this call alone. Never raises a
+        `GangError`: the work that is returned has failed.
 
         Raises:
             ValueError: the call reduces, and its dtype cannot be. Nothing was sent.
@@ -278,20 +208,25 @@ class CommProcess:
             with torch.inference_mode(False):  # what is made for this call is used for others
                 return self.submit(group, call, outputs, inputs, **options)
         in_place = call in IN_PLACE
+        work = CommWork(self._inbox, call, outputs)
         tensors = list(outputs) if in_place else [*outputs, *inputs]
         dtypes = [tensor.dtype for tensor in tensors]
         if call in REDUCING:
             dtypes = [reduced_dtype(call, options.get("op"), dtype) for dtype in dtypes]
         with torch.no_grad():
-            spans = [self._staging.span(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-            for index, span in enumerate(spans):
+            try:
+                for tensor, dtype in zip(tensors, dtypes, strict=True):
+                    work.spans.append(self._staging.span(tensor, dtype))
+            except OSError as exc:  # the peers wait for what cannot be sent: the configuration is lost
+                error = PeerLostError(f"there was no memory to send {call} by: {exc}")
+                self._on_error(error)
+                self._end(work, error)
+                return work
+            for index, span in enumerate(work.spans):
                 if in_place or index >= len(outputs):
                     span.copy_in()
-        work = CommWork(self, call, outputs, spans)
-        body = self._encoded(group, call, options, spans)
-        if not self._start(work, spans, body, group):
-            self._give_back(spans)
-            work._end(StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
+        if not self._start(work, self._encoded(group, call, options, work.spans), group):
+            self._end(work, StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
         return work
 
     def _encoded(self, group: str, call: str, options: dict[str, object], spans: Sequence[Any]) -> bytes:
@@ -305,7 +240,7 @@ class CommProcess:
             body = self._bodies[key] = json.dumps([group, call, options, described]).encode()
         return body
 
-    def _start(self, work: CommWork, spans: Sequence[Any], body: bytes, group: str) -> bool:
+    def _start(self, work: CommWork, body: bytes, group: str) -> bool:
         """Register and send. False: the process had ended before, and nothing was registered or sent."""
         with self._send_lock:  # `abort` never takes it: a send that blocks is ended by the kill
             with self._lock:
@@ -313,32 +248,35 @@ class CommProcess:
                     return False
                 self._next_id += 1
                 id = self._next_id
-                self._works[id] = (work, list(spans))
+                self._works[id] = work
             if (block := self.block) is not None:
                 block.submitted(group, work.name in MESSAGES)
             try:
-                self._introduce(spans)
+                self._introduce(work.spans)
+                work.is_sent = True  # before it is: the process may be quick
                 self._sock.send(RUN.pack(RUN_MARK, id) + body)
             except (BrokenPipeError, ConnectionResetError):
-                pass  # the process is dead: the reader thread fails all works
+                work.is_sent = False  # the process is dead: the reader thread fails all works
             except OSError as exc:  # it lives and was not told (too long a message, say): the work ends by a kill alone
+                work.is_sent = False
                 error = PeerLostError(f"comm process {self.pid} could not be told of {work.name}: {exc}")
-                threading.Thread(target=self.abort, args=(error,), name="comm-abort", daemon=True).start()
+                threading.Thread(target=self._on_error, args=(error,), name="comm-abort", daemon=True).start()
         return True
 
     def _introduce(self, spans: Sequence[Any]) -> None:
         """Let the process map the memory that it does not know yet, and unmap what is no more."""
-        blocks = [span.block for span in spans if span.block.id not in self._sent_blocks]
+        unknown = {slab.id: slab for span in spans if (slab := span.block.slab).id not in self._sent_slabs}
         discarded = self._arena.discarded
         if len(discarded) > self._num_discarded:
             gone, self._num_discarded = discarded[self._num_discarded :], len(discarded)
-            self._sock.send(json.dumps({"kind": "unmap", "blocks": gone}).encode())
-        new = list({block.id: block for block in blocks}.values())
+            for first in range(0, len(gone), MAX_FDS):
+                self._sock.send(json.dumps({"kind": "unmap", "slabs": gone[first : first + MAX_FDS]}).encode())
+        new = list(unknown.values())
         for first in range(0, len(new), MAX_FDS):
             part = new[first : first + MAX_FDS]
-            message = {"kind": "map", "blocks": [(block.id, block.size) for block in part]}
-            socket.send_fds(self._sock, [json.dumps(message).encode()], [block.fd for block in part])
-            self._sent_blocks.update(block.id for block in part)
+            message = {"kind": "map", "slabs": [(slab.id, slab.size) for slab in part]}
+            socket.send_fds(self._sock, [json.dumps(message).encode()], [slab.fd for slab in part])
+            self._sent_slabs.update(slab.id for slab in part)
 
     def abort(self, error: GangError) -> None:
         """Kill the process, wait until it is dead, and fail every work with `error`. Idempotent, from any thread.
@@ -353,10 +291,10 @@ class CommProcess:
             if self._pidfd >= 0:  # closed otherwise, which a notice may come after
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        if threading.current_thread() is self._reader:
+        if threading.current_thread() is self._inbox.thread:
             dead = _exited(self._pidfd, _REAP_TIMEOUT_S)
-        else:  # the descriptor belongs to the reader, and after it to `close`
-            self._reader.join(2 * _REAP_TIMEOUT_S)
+        else:  # the descriptor belongs to the inbox, and after it to `close`
+            self._inbox.thread.join(2 * _REAP_TIMEOUT_S)
             dead = self._dead
         if (block := self.block) is not None:
             block.clear()
@@ -366,6 +304,13 @@ class CommProcess:
     @property
     def ended(self) -> bool:
         return self._ended
+
+    @property
+    def has_died(self) -> bool:
+        """By itself, not by an `abort`; also when nobody has noticed yet."""
+        with self._lock:
+            died = self._has_died or (not self._ended and self._pidfd >= 0 and _exited(self._pidfd, 0.0))
+        return died
 
     @property
     def num_works(self) -> int:
@@ -393,17 +338,19 @@ class CommProcess:
         try:
             self._sock.send(json.dumps(message).encode())
         except OSError as exc:
+            with self._lock:
+                self._has_died = self._has_died or not self._ended
             raise PeerLostError(f"comm process {self.pid} is gone") from exc
 
     def _reply(self, key: str, timeout: float, what: str) -> None:
         deadline = time.monotonic() + timeout
-        self._add_listeners(1)
+        self._inbox.add_listeners(1)
         try:
             message = self._next_reply(key, timeout, what, deadline)
         finally:
-            self._add_listeners(-1)
+            self._inbox.add_listeners(-1)
         if key == "configured" and message[key] is not None:
-            raise PeerLostError(f"could not {what} the generation's groups: {message[key]}")
+            raise _translated(f"could not {what} the generation's groups", message[key])
 
     def _next_reply(self, key: str, timeout: float, what: str, deadline: float) -> dict[str, Any]:
         with self._replied:
@@ -419,103 +366,33 @@ class CommProcess:
                     )
             return self._replies.pop(0)
 
-    # -- reading (P5)
+    # -- the inbox's receiver
 
-    def _add_listeners(self, number: int) -> None:
-        with self._turn:
-            self._num_listeners += number
-        if number > 0:
-            self._ring()
+    @property
+    def has_works(self) -> bool:
+        return bool(self._works)
 
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # closed: nobody is there to hear it
-            os.eventfd_write(self._bell, 1)
+    def replied(self, message: dict[str, Any]) -> None:
+        with self._replied:
+            self._replies.append(message)
+            self._replied.notify_all()
 
-    def _await(self, work: CommWork, timeout: float) -> bool:
-        """Wait until `work` has ended, reading if nobody else does. False: it has not, in time."""
-        deadline = time.monotonic() + timeout
-        while not work._is_ended:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            with self._turn:
-                reads = not self._is_read and not self._is_over  # the reader reads what is left
-                if reads:
-                    self._is_read = True
-                else:
-                    work._wake = work._wake or threading.Event()
-                    work._wake.clear()
-                    self._waiting[work] = None
-            if reads:
-                try:
-                    self._read_until(lambda: work._is_ended, deadline)
-                finally:
-                    self._hand_over()
-            elif not work._is_ended:  # it may have, before there was anything to wake
-                assert work._wake is not None
-                work._wake.wait(left)
-            self._waiting.pop(work, None)
-        return True
-
-    def _hand_over(self) -> None:
-        """Let the next one read: whoever waits for a work, or else the reader thread, for those that listen."""
-        with self._turn:
-            self._is_read = False
-            self._turn.notify_all()
-            following = next((work for work in self._waiting if not work._is_ended), None)
-            if following is not None and following._wake is not None:
-                following._wake.set()
-            elif self._num_listeners:
-                self._ring()
-
-    def _read_until(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
-        """Read messages until that, the deadline, or the process's end."""
-        number = self._sock.fileno()
-        while not is_over():
-            left = None if deadline is None else (deadline - time.monotonic()) * 1000
-            if left is not None and left <= 0:
-                return
-            ready = {fd for fd, _ in self._poll.poll(left)}
-            if number in ready:
-                if not self._read_one():
-                    return
-            elif ready:
-                self._over()
-                return
-
-    def _over(self) -> None:
-        """The process is dead, or as good as: the rest is the reader's."""
-        self._is_over = True
-        self._ring()
-
-    def _read_one(self) -> bool:
-        """False at the end of the messages, or when there is none."""
-        try:
-            length = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
-        except OSError:
-            return False
-        data = self._buffer[:length]
-        if not data:
-            self._over()
-            return False
-        if data[0] == RUN_MARK:
-            _, id = RUN.unpack_from(data)
-            self._finish(id, data[RUN.size :].decode() or None)
-        else:
-            with self._replied:
-                self._replies.append(json.loads(data))
-                self._replied.notify_all()
-        return True
-
-    def _finish(self, id: int, reason: str | None) -> None:
-        work, spans = self._works[id]
-        if reason is not None or work._future is not None:
+    def finished(self, id: int, reason: str | None) -> None:
+        work = self._works[id]
+        if reason is not None or work.has_future:
             self._found.append((id, reason))
-            self._ring()
-            return
+            self._inbox.ring()
+        else:
+            self._complete(id)
+
+    def _complete(self, id: int) -> None:
         with self._lock:
-            del self._works[id]
-        work._end(None)
+            work = self._works.pop(id)
+        self._end(work, None)
+
+    def _end(self, work: CommWork, error: GangError | None) -> None:
+        spans = work.spans
+        work.end(error)
         self._give_back(spans)
 
     def _give_back(self, spans: Sequence[Any]) -> None:
@@ -523,66 +400,29 @@ class CommProcess:
         for span in spans:
             self._staging.give_back(span)
 
+    def look_after(self) -> None:
+        self.end_found()
+        self._tidy()
+
     def _tidy(self) -> None:
-        """Now and then, by the reader."""
+        """Now and then, by the inbox's thread."""
 
-    def _bury(self, error: GangError) -> None:
-        """The process is dead, and its works end by `error` next."""
-
-    def _read(self) -> None:
-        """The reader thread."""
-        poll = select.poll()
-        for fd in (self._bell, self._pidfd):
-            poll.register(fd, select.POLLIN)
-        try:
-            while not self._is_over:
-                ready = {fd for fd, _ in poll.poll(_UNREAD_MS)}
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
-                self._end_found()
-                self._tidy()
-                if self._pidfd in ready:
-                    return
-                with self._turn:
-                    if self._is_read or not (self._num_listeners or self._works):
-                        continue  # whoever reads hands over
-                    self._is_read = True
-                try:
-                    while self._read_one():  # works that nobody waits for hold memory and descriptors
-                        pass
-                    self._read_until(lambda: self._end_found() or not self._num_listeners)
-                finally:
-                    self._hand_over()
-        finally:
-            self._fail_all()
-
-    def _end_found(self) -> bool:
-        """End what was left to the reader. The error of one work is that of all: the abort it leads to ends them."""
+    def end_found(self) -> None:
+        """The error of one work is that of all: the abort it leads to ends them."""
         while self._found:
             id, reason = self._found.popleft()
             if id not in self._works:
                 continue
-            work, spans = self._works[id]
-            if reason is not None:
-                self._on_error(PeerLostError(f"{work.name}: {reason}"))
-                continue
-            with self._lock:
-                del self._works[id]
-            work._end(None)
-            self._give_back(spans)
-        return False
+            if reason is None:
+                self._complete(id)
+            else:
+                self._on_error(_translated(self._works[id].name, reason))
 
-    def _fail_all(self) -> None:
-        with self._turn:  # the process is dead, or has closed its socket: who reads notices, and ends soon
-            self._turn.wait_for(lambda: not self._is_read, _REAP_TIMEOUT_S)
-            self._is_read = True
-        self._is_over = True
-        while self._read_one():
-            pass  # what had completed before
-        self._end_found()
+    def process_ended(self) -> None:
         error: GangError = PeerLostError(f"comm process {self.pid} died")
         with self._replied:
             unexpected, self._ended = not self._ended, True
+            self._has_died = self._has_died or unexpected
             self._replied.notify_all()
         if unexpected:
             self._on_error(error)
@@ -591,9 +431,17 @@ class CommProcess:
         self._bury(error)
         with self._lock:
             works, self._works = self._works, {}
-        for work, spans in works.values():
-            work._end(error)
-            self._give_back(spans)
+        for work in works.values():
+            self._end(work, error)
+
+    def _bury(self, error: GangError) -> None:
+        """The process is dead, and its works end by `error` next."""
+
+
+def _translated(what: str, reason: str) -> GangError:
+    """Of torch's words."""
+    kind = CollectiveTimeoutError if _TIMED_OUT.search(reason) else PeerLostError
+    return kind(f"{what}: {reason}")
 
 
 def _exited(pidfd: int, timeout: float) -> bool:

@@ -108,6 +108,8 @@ class ForkServerClient:
         reply = json.loads(data)
         if "error" in reply:
             raise OperationalError(f"the fork server could not start {target}: {reply['error']}")
+        if not received:  # the process ends by itself
+            raise OperationalError(f"{target} was started, but this process has no descriptor left for it")
         return Spawned(reply["pid"], received[0])
 
     def close(self) -> None:

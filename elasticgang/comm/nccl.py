@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,13 +34,14 @@ from torch.multiprocessing import reductions
 
 from elasticgang.comm import deadlines
 from elasticgang.comm.arena import Arena
-from elasticgang.comm.client import CommProcess, CommWork
+from elasticgang.comm.client import CommProcess
 from elasticgang.comm.cuda import Cuda, Handle
 from elasticgang.comm.forkserver import ForkServerClient
 from elasticgang.comm.nccl_worker import encoded
 from elasticgang.comm.process_group import ProcessGroupIsolated, check_dtypes
 from elasticgang.comm.staging import DTYPE_NAMES
 from elasticgang.comm.supply import own_forks
+from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import IN_PLACE, REDUCING
 from elasticgang.errors import CollectiveTimeoutError, GangError, NotSupportedError, StaleGenerationError
 from elasticgang.gang.base import Collective, Work, writing
@@ -48,6 +50,7 @@ from elasticgang.gang.dtypes import device_dtype
 from elasticgang.gang.torch_group import TorchWork
 
 _POLL_S = 0.0005
+_MAX_FORGOTTEN = 1000  # in one message
 _WeakStorage: Any = reductions.StorageWeakRef  # it is untyped
 
 
@@ -151,12 +154,13 @@ class DeviceWork(CommWork):
     def __init__(
         self, comm: CommProcess, name: str, outputs: Sequence[Tensor], spans: Sequence[DeviceSpan], held: _Held
     ) -> None:
-        super().__init__(comm, name, outputs, spans)
+        super().__init__(comm._inbox, name, outputs)
+        self.spans = list(spans)
         self.comm, self.held = comm, held
 
-    def _end(self, error: GangError | None) -> None:
+    def end(self, error: GangError | None) -> None:
         self.held.is_queued = error is None
-        super()._end(error)
+        super().end(error)
 
     def wait(self, timeout: float) -> None:
         """As the base's, until the work is queued."""
@@ -198,6 +202,7 @@ class NCCLCommProcess(CommProcess):
         self._memory_lock = threading.Lock()
         self._shared: dict[int, _Shared] = {}  # by the storage, whose address stays its own while it is weakly known
         self._replaced: list[_Shared] = []
+        self._untold: dict[int, _Shared] = {}  # that the process has not been told of yet
         self._next_shared = self._next_pair = 0
         self._known: set[int] = set()  # ids of what the process was told to open
         self._known_pairs: set[int] = set()
@@ -230,10 +235,10 @@ class NCCLCommProcess(CommProcess):
         body = json.dumps([group, call, options, described, self._cuda.key(stream), pair.id]).encode()
         with self._memory_lock:
             self._held.append(held)
-        if not self._start(work, spans, body, group):
+        if not self._start(work, body, group):
             error = StaleGenerationError(f"{call}: the comm process of this generation was aborted")
             held.lose(error)
-            work._end(error)
+            work.end(error)
         return work
 
     @property
@@ -314,17 +319,29 @@ class NCCLCommProcess(CommProcess):
             gone = [key for key, shared in self._shared.items() if shared.storage.expired()]
             dead = [*self._replaced, *(self._shared.pop(key) for key in gone)]
             self._replaced.clear()
-        if dead:
-            self._forget(dead)
+            for shared in dead:
+                if shared.id in self._known:
+                    self._untold[shared.id] = shared
+            never_known = [shared for shared in dead if shared.id not in self._known]
+        for shared in never_known:
+            self._release(shared)
+        if self._untold and self._send_lock.acquire(blocking=False):  # else by the next, or by who has it, at its next
+            try:
+                self._forget()
+            finally:
+                self._send_lock.release()
 
-    def _forget(self, dead: Sequence[_Shared]) -> None:
-        known = [shared for shared in dead if shared.id in self._known]
-        for shared in dead:
-            if shared not in known:
-                self._release(shared)
-        if known:
-            with self._send_lock, contextlib.suppress(OSError):  # from here on it is the process that lets go of them
-                self._sock.send(json.dumps({"kind": "forget", "ids": [shared.id for shared in known]}).encode())
+    def _forget(self) -> None:
+        """Under the send lock. Never blocks: who calls it may be the one thread that notices the process's death. From
+        here on it is the process that lets go of them."""
+        with self._memory_lock:
+            ids = list(self._untold)[:_MAX_FORGOTTEN]
+        message = json.dumps({"kind": "forget", "ids": ids}).encode()
+        with contextlib.suppress(OSError):  # full, and there is another time; or the process is dead
+            self._sock.send(message, socket.MSG_DONTWAIT)
+            with self._memory_lock:
+                for id in ids:
+                    self._untold.pop(id, None)
 
     def _release(self, shared: _Shared) -> None:
         with contextlib.suppress(RuntimeError):  # of a CUDA that is gone too
@@ -333,7 +350,7 @@ class NCCLCommProcess(CommProcess):
     def _bury(self, error: GangError) -> None:
         with self._memory_lock:
             helds, self._held = self._held, []
-            shareds, self._shared = [*self._shared.values(), *self._replaced], {}
+            shareds, self._shared = [*self._shared.values(), *self._replaced, *self._untold.values()], {}
         lost = [held for held in helds if held.lose(error)]
         with _draining_lock:
             _draining.extend(lost)
@@ -368,11 +385,10 @@ class DeviceTorchWork(TorchWork):
         return all(work.held.done() or work.error is not None for work in self._comm_works)
 
     def get_future(self) -> Future[Any]:
-        queued = self._pg._cuda.new_future(self._pg._device)
+        queued, plain = self._pg._cuda.new_future(self._pg._device), TorchWork(self._works, self._call)
 
         def finish(_: Future[Any]) -> list[Any]:  # on a stream of torch's, for which its users' streams wait
-            TorchWork.wait(self)
-            return self._call.result
+            return plain.result()
 
         following: Future[Any] = queued.then(finish)
         torch.futures.collect_all(self._futures()).add_done_callback(lambda _: queued.set_result(None))
@@ -425,9 +441,10 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
     def _start(self, collective: Collective) -> Work:
         work: Any = super()._start(collective)
         started: DeviceWork = work.comm_work
-        late = CollectiveTimeoutError(f"{started.name} timed out after {self._timeout:g} seconds")
+        timeout = collective.timeout_s or self._timeout
+        late = CollectiveTimeoutError(f"{started.name} timed out after {timeout:g} seconds")
         fail = self._error_sink(started.comm)
-        deadlines.deadlines.add(started.held, self._timeout, lambda: fail(late))  # D5
+        deadlines.deadlines.add(started.held, timeout, lambda: fail(late))  # D5
         return work  # type: ignore[no-any-return]
 
     def _check_device(self, tensor: Tensor) -> None:

@@ -28,9 +28,12 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     return run(lambda sock, block: NCCLWorker(sock, args, block, Cuda()), args, fds)
 
 
-def _alltoall(group: Any, tensors: list[Tensor]) -> Any:
+def _alltoall(group: Any, tensors: list[Tensor], timeout_s: float | None = None) -> Any:
     half = len(tensors) // 2
-    return group.alltoall(tensors[:half], tensors[half:], AllToAllOptions())
+    options = AllToAllOptions()
+    if timeout_s is not None:
+        options.timeout = timedelta(seconds=timeout_s)
+    return group.alltoall(tensors[:half], tensors[half:], options)
 
 
 _CALLS = {**CALLS, "alltoall": _alltoall}

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future as ProcessFuture
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -22,8 +23,9 @@ from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
 from elasticgang.comm import deadlines
-from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
+from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.supply import CommSupply, own_forks
+from elasticgang.comm.work import CommWork
 from elasticgang.errors import (
     ClosedError,
     CollectiveTimeoutError,
@@ -41,12 +43,19 @@ from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
 
 _GROUP = "all"
 _CLOSE_TIMEOUT_S = 2.0
+_LONGEST_TIMEOUT_S = 1e9  # 30 years; what counts in nanoseconds has room for it
+_START_TIMEOUT_S = 240.0  # the fork server's and the process's own deadlines come before
+
+
+class _Died(PeerLostError):
+    """The comm process ended by itself while it was configured."""
 
 
 class IsolatedWork:
     """A collective of one configuration. A deadline that passes ends the configuration."""
 
     def __init__(self, work: CommWork, timeout: float, fail: Callable[[GangError], None]) -> None:
+        """`fail` keeps no group: a future has it until its end."""
         self.comm_work = self._work = work
         self._timeout, self._fail = timeout, fail
 
@@ -79,7 +88,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         each configuration, as torchft has it.
 
         Raises:
-            ValueError: `timeout` is not above 0.
+            ValueError: `timeout` is not above 0, or no number of seconds.
             NotSupportedError: the backend is not available here.
         """
         super().__init__(0, 1)
@@ -113,7 +122,8 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Become rank `rank` of `world_size`. Blocks until all have met, at most the timeout.
+        """Become rank `rank` of `world_size`. Blocks until all have met, at most the timeout, which does not count how
+        long the first comm process takes to start.
 
         `store_addr`: "host:port/prefix", of a `TCPStore`; no other configuration may use the prefix. The ids and ranks
         beyond `rank` and `world_size` are torchft's for its logs, and not needed here.
@@ -131,17 +141,27 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
             )
         comm = self._leave()
         self._rank, self._size = rank, world_size
-        comm = comm or self._supply.take(self._timeout)
+        try:
+            try:
+                self._enter(comm or self._supply.take(_START_TIMEOUT_S), address, prefix)
+            except _Died:  # killed before, and nobody had noticed
+                self._enter(self._supply.take(_START_TIMEOUT_S), address, prefix)
+        finally:
+            self._supply.prepare()
+
+    def _enter(self, comm: CommProcess, address: str, prefix: str) -> None:
         with self._lock:
             self._comm, self._error, self._closed = comm, None, False
-        spec = GroupSpec(_GROUP, rank, world_size)
+        spec = GroupSpec(_GROUP, self._rank, self._size)
         try:
             comm.configure(prefix, [spec], self._error_sink(comm), store=address, timeout=self._timeout)
         except GangError as error:
+            has_died = comm.has_died
             self._fail(comm, error)
+            if has_died:
+                comm.close()
+                raise _Died(str(error)) from error
             raise
-        finally:
-            self._supply.prepare()
 
     def abort(self, errored: bool = True) -> None:
         """End the present configuration: every work under way has failed when this returns, and none of its memory is
@@ -159,7 +179,10 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
 
     def errored(self) -> Exception | None:
         """The error that ended the present configuration; None while it is sound."""
-        return None if self._error is None else PeerLostError(f"the process group was aborted: {self._error}")
+        if self._error is None:
+            return None
+        kind = CollectiveTimeoutError if isinstance(self._error, CollectiveTimeoutError) else PeerLostError
+        return kind(f"the process group was aborted: {self._error}")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For collectives that are waited for from now on, and for `configure`."""
@@ -199,7 +222,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
 
     def _submit(self, call: Call) -> TorchWork:
         check_dtypes(call)
-        return TorchWork([self._start(part) for part in call.parts], call)
+        return TorchWork([self._start(part) for part in call.parts], call, owner=self)
 
     def _start(self, collective: Collective) -> Work:
         if collective.op is ReduceOperation.MEAN:
@@ -212,22 +235,23 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
             raise ClosedError("the process group's handle is closed: it was shut down")
         if comm is None:
             raise InvalidOperationError("the process group is not configured; call `configure` first")
-        name, options = group_call(collective)
+        timeout = collective.timeout_s or self._timeout  # which may be another than the configuration's
+        name, options = group_call(replace(collective, timeout_s=timeout))
         work = comm.submit(_GROUP, name, collective.outputs, collective.inputs, **options)
-        return IsolatedWork(work, self._timeout, lambda error: self._fail(comm, error))
+        return IsolatedWork(work, timeout, self._error_sink(comm))
 
     # -- one configuration
 
     def _error_sink(self, comm: CommProcess) -> Callable[[GangError], None]:
-        """What the comm process may keep: it does not keep this group alive."""
-        group = weakref.ref(self)
+        """What the comm process and its works may keep: it keeps neither process nor group."""
+        group, process = weakref.ref(self), weakref.ref(comm)
 
         def fail(error: GangError) -> None:
-            present = group()
-            if present is None:
-                comm.abort(error)
-            else:
+            present, comm = group(), process()
+            if comm is not None and present is not None:
                 present._fail(comm, error)
+            elif comm is not None:
+                comm.abort(error)
 
         return fail
 
@@ -281,7 +305,12 @@ class ProcessGroupIsolatedGloo(ProcessGroupIsolated):
 
 
 def _seconds(timeout: float | timedelta) -> float:
+    given: object = timeout
+    if not isinstance(given, timedelta | int | float):
+        raise ValueError(f"`timeout` must be seconds or a timedelta, but is {given!r} instead.")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not seconds > 0:
-        raise ValueError(f"`timeout` must be above 0 seconds, but is {seconds:g} instead.")
+    if not 0 < seconds <= _LONGEST_TIMEOUT_S:
+        raise ValueError(
+            f"`timeout` must be above 0 seconds and at most {_LONGEST_TIMEOUT_S:g}, but is {seconds:g} instead."
+        )
     return seconds

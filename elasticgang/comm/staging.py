@@ -83,7 +83,7 @@ _made_lock = threading.Lock()
 
 
 def _described(block: Block, offset: int, shape: torch.Size, dtype: torch.dtype) -> tuple[int, int, torch.Size, str]:
-    return block.id, offset, shape, DTYPE_NAMES[dtype]
+    return block.slab.id, block.offset + offset, shape, DTYPE_NAMES[dtype]
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

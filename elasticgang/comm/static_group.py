@@ -11,6 +11,8 @@ import os
 import socket
 import threading
 import uuid
+import weakref
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore
 
@@ -133,7 +135,7 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
 
     def _submit(self, call: Call) -> TorchWork:
         check_dtypes(call)
-        return TorchWork([self._start(part) for part in call.parts], call)
+        return TorchWork([self._start(part) for part in call.parts], call, owner=self)
 
     def _start(self, collective: Collective) -> Work:
         if self._closed:
@@ -142,7 +144,19 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
             return start_mean(self._start, collective, self._size)
         name, options = group_call(collective)
         work = self._comm.submit(self._group, name, collective.outputs, collective.inputs, **options)
-        return IsolatedWork(work, self._timeout, self._comm.abort)
+        return IsolatedWork(work, collective.timeout_s or self._timeout, _abort_of(self._comm))
+
+
+def _abort_of(comm: CommProcess) -> Callable[[GangError], None]:
+    """Keeps no process: works have it."""
+    process = weakref.ref(comm)
+
+    def abort(error: GangError) -> None:
+        present = process()
+        if present is not None:
+            present.abort(error)
+
+    return abort
 
 
 def _own_host() -> str:

@@ -38,6 +38,7 @@ class CommSupply:
             OperationalError: none could be started, or all died while they started.
         """
         for _ in range(_MAX_STARTS):
+            is_new = self._standby is None
             self.prepare()
             assert self._standby is not None
             try:
@@ -49,9 +50,11 @@ class CommSupply:
                 raise CollectiveTimeoutError(f"starting a comm process timed out after {timeout:g} seconds") from None
             except OperationalError:
                 self._standby = None
-                raise
+                if is_new:
+                    raise
+                continue  # that was then
             self._standby = None
-            if not comm.ended:
+            if not (comm.ended or comm.has_died):
                 return comm
             comm.close()
         raise OperationalError(f"{_MAX_STARTS} comm processes in a row died while they started")
@@ -88,8 +91,16 @@ class _OwnForks:
 
     def _start(self, make: MakeProcess) -> CommProcess:
         if self._server is None or self._server.process.poll() is not None:
-            self._server = ForkServer(PRELOAD, new_session=False)
-            self._server.wait_ready()
+            try:
+                server = ForkServer(PRELOAD, new_session=False)
+            except OSError as exc:  # no descriptor is left, say
+                raise OperationalError(f"the fork server could not be started: {exc}") from exc
+            try:
+                server.wait_ready()
+            except OperationalError:
+                server.close()
+                raise
+            self._server = server
         comm = make(self._server, self.arena)
         try:
             comm.wait_ready()

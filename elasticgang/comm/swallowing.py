@@ -1,6 +1,7 @@
 """Process groups that swallow errors: torchft's `ErrorSwallowingProcessGroupWrapper`, for every collective.
 
-E1  After the first error nothing more is sent until the next `configure`.
+E1  After the first error nothing more is sent until the next `configure`. An error counts in the configuration that its
+    collective was started in, and in no later one. Misuse (ValueError, InvalidOperationError) is raised.
 E2  What a collective leaves after an error is finite and the same every time: zeros in a pure output; what an in-place
     tensor held before, or zeros where a group that was told of it may have written to it already.
 E3  Where only the true result will do (barriers, and integers that are moved and not reduced, of which torch's object
@@ -10,6 +11,7 @@ E3  Where only the true result will do (barriers, and integers that are moved an
 from __future__ import annotations
 
 import threading
+import weakref
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,47 +19,80 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
-from elasticgang.errors import GangError, StepAborted
+from elasticgang.errors import GangError, InvalidOperationError, StepAborted
 from elasticgang.gang import Gang, Gangs
 from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean, writing
 from elasticgang.gang.calls import Call
 from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
 
 
-class SwallowedWork(TorchWorkBase):
-    """A collective whose errors become the group's `error`. `work` is None when it was never sent."""
+class _Outcome:
+    """What becomes of one collective. It keeps no group alive: futures have it until their end."""
 
-    def __init__(self, pg: SwallowingProcessGroup, work: Any, call: Call) -> None:
-        super().__init__()
-        self._pg, self._work, self._call = pg, work, call
+    def __init__(self, pg: SwallowingProcessGroup, configuration: object, call: Call, why: Exception | None) -> None:
+        """`why` it was not sent, if it was not."""
+        self.call = call
+        self._pg = weakref.ref(pg)
+        self._configuration = configuration
+        self._keeps_in_place = why is not None or getattr(pg.parent, "keeps_in_place", False)
         self._lock = threading.Lock()
-        self._failed = False
+        self._error = why
+        self.has_failed = False
+
+    def report(self, error: Exception) -> None:
+        """E1: of the present configuration alone."""
+        self._error = self._error or error
+        pg = self._pg()
+        if pg is not None:
+            pg._report(self._configuration, error)
+
+    def settle(self) -> None:
+        """E2 and E3, once."""
+        with self._lock:
+            first, self.has_failed = not self.has_failed, True
+            if first:
+                for part in self.call.parts:
+                    if not (part.is_in_place and self._keeps_in_place):
+                        neutral_outputs(part)
+        if self.call.is_exact:
+            raise StepAborted(f"the process group failed before: {self._error}")
+
+
+class SwallowedWork(TorchWorkBase):
+    """A collective whose errors become the group's `error`, while the configuration that it was started in is the
+    present one. `work` is None when it was never sent."""
+
+    def __init__(self, pg: SwallowingProcessGroup, work: Any, outcome: _Outcome) -> None:
+        super().__init__()
+        self._pg, self._work, self._outcome = pg, work, outcome
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True, also after an error. Raises StepAborted where E3 holds."""
         try:
-            if self._work is not None and not self._failed:
+            if self._work is not None and not self._outcome.has_failed:
                 _ = self._work.wait(timeout) if timeout else self._work.wait()
                 return True
         except Exception as error:
-            self._pg.report_error(error)
-        self._settle()
+            self._outcome.report(error)
+        self._outcome.settle()
         return True
 
     def get_future(self) -> Future[Any]:
+        outcome = self._outcome
+
         def finish(future: Future[Any]) -> Any:
             try:
                 future.value()
             except Exception as error:
-                self._pg.report_error(error)
-                self._settle()
-            return self._call.result
+                outcome.report(error)
+                outcome.settle()
+            return outcome.call.result
 
         if self._work is None:
             done: Future[Any] = Future()
             try:
-                self._settle()
-                done.set_result(self._call.result)
+                outcome.settle()
+                done.set_result(outcome.call.result)
             except StepAborted as error:
                 done.set_exception(error)
             return done
@@ -66,25 +101,13 @@ class SwallowedWork(TorchWorkBase):
 
     def result(self) -> Any:
         self.wait()
-        return self._call.result
+        return self._outcome.call.result
 
     def is_completed(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
 
     def synchronize(self) -> None:
         self.wait()
-
-    def _settle(self) -> None:
-        """E2 and E3, once."""
-        with self._lock:
-            first, self._failed = not self._failed, True
-            if first:
-                keeps_in_place = self._work is None or getattr(self._pg.parent, "keeps_in_place", False)
-                for part in self._call.parts:
-                    if not (part.is_in_place and keeps_in_place):
-                        neutral_outputs(part)
-        if self._call.is_exact:
-            raise StepAborted(f"the process group failed before: {self._pg.error()}")
 
 
 def neutral_outputs(collective: Collective) -> None:
@@ -102,10 +125,21 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         self._pg = pg
         self._lock = threading.Lock()
         self._error: Exception | None = None
+        self._configuration = object()
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
-        """As `pg.configure`, which may raise; and forget the error."""
-        self._pg.configure(*args, **kwargs)
+        """As `pg.configure`, which may raise; and forget the error. What fails of the configuration before, then or
+        later, is no error of this one."""
+        with self._lock:
+            before, self._configuration = self._configuration, object()
+        try:
+            self._pg.configure(*args, **kwargs)
+        except ValueError:  # nothing has changed
+            self._configuration = before
+            raise
+        except Exception as error:
+            self.report_error(error)
+            raise
         with self._lock:
             self._error = None
 
@@ -117,6 +151,11 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         """Let the group fail by `e`: nothing more is sent until `configure`. Only the first is kept."""
         with self._lock:
             self._error = self._error or e
+
+    def _report(self, configuration: object, error: Exception) -> None:
+        with self._lock:
+            if configuration is self._configuration:
+                self._error = self._error or error
 
     def errored(self) -> Exception | None:
         return self._error or self._pg.errored()
@@ -152,17 +191,20 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SwallowedWork:
         work = None
-        if self._error is None:
+        with self._lock:
+            configuration, why = self._configuration, self._error
+        if why is None:
             try:
                 work = getattr(self._pg, name)(*args, **kwargs)
-            except ValueError:  # an argument does not fit: nothing was sent
+            except (ValueError, InvalidOperationError):  # misuse: nothing was sent
                 raise
             except Exception as error:
-                self.report_error(error)
-        swallowed = SwallowedWork(self, work, call)
+                self._report(configuration, error)
+                why = error
+        outcome = _Outcome(self, configuration, call, why)
         if work is None:
-            swallowed._settle()
-        return swallowed
+            outcome.settle()
+        return SwallowedWork(self, work, outcome)
 
 
 class Manager(Protocol):

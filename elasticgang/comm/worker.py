@@ -39,7 +39,7 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from elasticgang.comm.arena import Block, bytes_as, map_block
+from elasticgang.comm.arena import bytes_as, map_memory
 from elasticgang.comm.page import PULSE_MS, CommBlock, Page
 
 _MAX_MESSAGE = 1 << 17
@@ -50,6 +50,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4)
 RUN = struct.Struct("<BQ")
 RUN_MARK = 1
 _MAX_PREPARED = 4096
+_MAX_THREADS = 1 << 16
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 _MAX_TEXT = 4096
 _PROBE_TIMEOUT_S = 2.0
@@ -68,53 +69,54 @@ _REDUCE_OPS: dict[str, Any] = {
 }
 
 
-def _allreduce(group: Any, tensors: list[Tensor], op: str) -> Any:
-    options = AllreduceOptions()
-    options.reduceOp = _REDUCE_OPS[op]
-    return group.allreduce(tensors, options)
+def _with(kind: Callable[[], Any], timeout_s: float | None, **values: object) -> Any:
+    """Options. A call without a timeout of its own has the group's."""
+    options = kind()
+    for name, value in values.items():
+        setattr(options, name, value)
+    if timeout_s is not None:
+        options.timeout = timedelta(seconds=timeout_s)
+    return options
 
 
-def _broadcast(group: Any, tensors: list[Tensor], root: int) -> Any:
-    options = BroadcastOptions()
-    options.rootRank = root
-    return group.broadcast(tensors, options)
+def _allreduce(group: Any, tensors: list[Tensor], op: str, timeout_s: float | None = None) -> Any:
+    return group.allreduce(tensors, _with(AllreduceOptions, timeout_s, reduceOp=_REDUCE_OPS[op]))
 
 
-def _allgather(group: Any, tensors: list[Tensor]) -> Any:
+def _broadcast(group: Any, tensors: list[Tensor], root: int, timeout_s: float | None = None) -> Any:
+    return group.broadcast(tensors, _with(BroadcastOptions, timeout_s, rootRank=root))
+
+
+def _allgather(group: Any, tensors: list[Tensor], timeout_s: float | None = None) -> Any:
     *outputs, source = tensors
-    return group.allgather([outputs], [source], AllgatherOptions())
+    return group.allgather([outputs], [source], _with(AllgatherOptions, timeout_s))
 
 
-def _allgather_single(group: Any, tensors: list[Tensor]) -> Any:
+def _allgather_single(group: Any, tensors: list[Tensor], timeout_s: float | None = None) -> Any:
     output, source = tensors
-    return group._allgather_base(output, source, AllgatherOptions())
+    return group._allgather_base(output, source, _with(AllgatherOptions, timeout_s))
 
 
-def _reduce(group: Any, tensors: list[Tensor], op: str, root: int) -> Any:
-    options = ReduceOptions()
-    options.reduceOp, options.rootRank = _REDUCE_OPS[op], root
-    return group.reduce(tensors, options)
+def _reduce(group: Any, tensors: list[Tensor], op: str, root: int, timeout_s: float | None = None) -> Any:
+    return group.reduce(tensors, _with(ReduceOptions, timeout_s, reduceOp=_REDUCE_OPS[op], rootRank=root))
 
 
-def _reduce_scatter(group: Any, tensors: list[Tensor], op: str) -> Any:
+def _reduce_scatter(group: Any, tensors: list[Tensor], op: str, timeout_s: float | None = None) -> Any:
     output, *inputs = tensors
-    options = ReduceScatterOptions()
-    options.reduceOp = _REDUCE_OPS[op]
-    return group.reduce_scatter([output], [inputs], options)
+    return group.reduce_scatter([output], [inputs], _with(ReduceScatterOptions, timeout_s, reduceOp=_REDUCE_OPS[op]))
 
 
-def _reduce_scatter_single(group: Any, tensors: list[Tensor], op: str) -> Any:
+def _reduce_scatter_single(group: Any, tensors: list[Tensor], op: str, timeout_s: float | None = None) -> Any:
     output, source = (tensor.view(-1) for tensor in tensors)  # Gloo ends the process where the shapes do not multiply
-    options = ReduceScatterOptions()
-    options.reduceOp = _REDUCE_OPS[op]
+    options = _with(ReduceScatterOptions, timeout_s, reduceOp=_REDUCE_OPS[op])
     return group._reduce_scatter_base(output, source, options)
 
 
-def _alltoall(group: Any, tensors: list[Tensor]) -> Any:
+def _alltoall(group: Any, tensors: list[Tensor], timeout_s: float | None = None) -> Any:
     outputs, inputs = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
     sizes = [[tensor.numel() for tensor in part] for part in (outputs, inputs)]
     flat = [torch.cat([tensor.reshape(-1) for tensor in part]) for part in (outputs, inputs)]
-    work = group.alltoall_base(*flat, *sizes, AllToAllOptions())  # Gloo has no alltoall of lists
+    work = group.alltoall_base(*flat, *sizes, _with(AllToAllOptions, timeout_s))  # Gloo has no alltoall of lists
 
     def unpack(future: Any) -> list[Tensor]:
         future.wait()
@@ -135,25 +137,21 @@ class _Unpacked:
         return self._future
 
 
-def _gather(group: Any, tensors: list[Tensor], root: int) -> Any:
+def _gather(group: Any, tensors: list[Tensor], root: int, timeout_s: float | None = None) -> Any:
     *outputs, source = tensors
-    options = GatherOptions()
-    options.rootRank = root
-    return group.gather([outputs] if outputs else [], [source], options)
+    return group.gather([outputs] if outputs else [], [source], _with(GatherOptions, timeout_s, rootRank=root))
 
 
-def _scatter(group: Any, tensors: list[Tensor], root: int) -> Any:
+def _scatter(group: Any, tensors: list[Tensor], root: int, timeout_s: float | None = None) -> Any:
     output, *inputs = tensors
-    options = ScatterOptions()
-    options.rootRank = root
-    return group.scatter([output], [inputs] if inputs else [], options)
+    return group.scatter([output], [inputs] if inputs else [], _with(ScatterOptions, timeout_s, rootRank=root))
 
 
-def _send(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+def _send(group: Any, tensors: list[Tensor], peer: int, tag: int, timeout_s: float | None = None) -> Any:
     return group.send(tensors, peer, tag)
 
 
-def _recv(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+def _recv(group: Any, tensors: list[Tensor], peer: int, tag: int, timeout_s: float | None = None) -> Any:
     return group.recv(tensors, peer, tag)
 
 
@@ -234,10 +232,10 @@ class Worker:
         self._host: str | None = args["host"]
         self._timeout = timedelta(seconds=args["timeout_s"])
         self._buffer = bytearray(_MAX_MESSAGE)
-        self._blocks: dict[int, Block] = {}
+        self._slabs: dict[int, Tensor] = {}
         self._groups: dict[str, Any] = {}
         self._prepared: dict[bytes, tuple[str, str, dict[str, Any], list[Tensor]]] = {}
-        self._pool = ThreadPoolExecutor(16)
+        self._pool = ThreadPoolExecutor(_MAX_THREADS)  # each task may block, and keeps no other from its thread
         self._store: str | None = args["store"]
         # One client a group: on one client, a group that waits for a peer's key keeps another from setting its own.
         self._stores: list[TCPStore] = []
@@ -259,11 +257,11 @@ class Worker:
             command = json.loads(data)
             kind = command["kind"]
             if kind == "map":
-                self._map(command["blocks"], _descriptors(ancillary))
+                self._map(command["slabs"], _descriptors(ancillary))
             elif kind == "unmap":
                 self._prepared.clear()
-                for block in command["blocks"]:
-                    self._blocks.pop(block, None)
+                for slab in command["slabs"]:
+                    self._slabs.pop(slab, None)
             elif kind == "configure":
                 self._reply(self._configure, command)
             elif kind == "add":
@@ -347,16 +345,17 @@ class Worker:
         if ended:
             self._pool.submit(ended.clear)
 
-    def _map(self, blocks: list[tuple[int, int]], fds: list[int]) -> None:
-        for (block, size), fd in zip(blocks, fds, strict=True):
-            self._blocks[block] = map_block(block, fd, size)
+    def _map(self, slabs: list[tuple[int, int]], fds: list[int]) -> None:
+        for (slab, size), fd in zip(slabs, fds, strict=True):
+            self._slabs[slab] = map_memory(fd, size)
             os.close(fd)  # the mapping stays
 
     def _run(self, id: int, body: bytes) -> None:
         try:
             prepared = self._prepared.get(body) or self._prepare(body)
             group, call, options, tensors = prepared
-            future = self._future_of(CALLS[call](self._groups[group], tensors, **options))
+            work = CALLS[call](self._groups[group], tensors, **options)
+            future = self._future_of(work, options.get("timeout_s") if call in MESSAGES else None)
         except Exception as exc:
             self._end(id, exc)
             return
@@ -367,8 +366,8 @@ class Worker:
         """What a body says; the same one comes again, since blocks do."""
         group, call, options, described = json.loads(body)
         tensors = [
-            bytes_as(self._blocks[block].bytes, torch.Size(shape), getattr(torch, dtype), offset)
-            for block, offset, shape, dtype in described
+            bytes_as(self._slabs[slab], torch.Size(shape), getattr(torch, dtype), offset)
+            for slab, offset, shape, dtype in described
         ]
         if call not in REDUCING:
             tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
@@ -377,11 +376,12 @@ class Worker:
         self._prepared[body] = prepared = (group, call, options, tensors)
         return prepared
 
-    def _future_of(self, work: Any) -> Any:
+    def _future_of(self, work: Any, timeout_s: float | None) -> Any:
+        """`timeout_s`: of what has no options, but may be waited for so long."""
         try:
             return work.get_future()
-        except RuntimeError:  # Gloo's reduce_scatter gives a work without one
-            return self._pool.submit(work.wait)
+        except RuntimeError:  # Gloo's reduce_scatter, send and recv give works without one
+            return self._pool.submit(work.wait, *([] if timeout_s is None else [timedelta(seconds=timeout_s)]))
 
     def _completed(self, id: int, future: Any, prepared: tuple[str, str, dict[str, Any], list[Tensor]]) -> None:
         group, call, _, _ = prepared

@@ -48,7 +48,8 @@ class ReduceOperation(enum.Enum):
 @dataclass(frozen=True)
 class Collective:
     """One checked call. `outputs` are written; a tensor reduced in place is in both. `peer`: the source, destination or
-    partner, as a rank of the gang. `op`: a `ReduceOperation`, or a `BitwiseOperation` of `calls.py`."""
+    partner, as a rank of the gang. `op`: a `ReduceOperation`, or a `BitwiseOperation` of `calls.py`. `timeout_s`: of
+    this call alone; None is the gang's."""
 
     call: str
     outputs: tuple[Tensor, ...] = ()
@@ -56,6 +57,7 @@ class Collective:
     op: enum.Enum = ReduceOperation.SUM
     peer: int = 0
     tag: int = 0
+    timeout_s: float | None = None
 
     @property
     def is_in_place(self) -> bool:
@@ -382,14 +384,16 @@ def writing(tensor: Tensor) -> AbstractContextManager[None]:
 
 
 def follow(future: Future[_T], finish: Callable[[Future[_T]], _S]) -> Future[_S]:
-    """As `future.then(finish)`, but an error keeps its type. Only for Python: C++ takes the error for a value."""
+    """As `future.then(finish)`, but an error keeps its type. Only for Python: C++ takes the error for a value.
+
+    The error has no traceback: frames have futures, and futures errors, in circles that no collection sees."""
     following: Future[_S] = Future()
 
     def finished(future: Future[_T]) -> None:
         try:
             result = finish(future)
         except Exception as error:
-            following.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+            following.set_exception(error.with_traceback(None))  # type: ignore[arg-type]  # torch's annotation is wrong
         else:
             following.set_result(result)
 

@@ -11,8 +11,9 @@ K2  Tensors need not be contiguous. Outputs that share memory, among their eleme
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed import ReduceOp
 
 from elasticgang.errors import NotSupportedError
 from elasticgang.gang.base import Collective, ReduceOperation
-from elasticgang.gang.overlap import check_distinct
+from elasticgang.gang.overlap import check_distinct, overlaps_itself
 
 
 class BitwiseOperation(enum.Enum):
@@ -247,6 +248,16 @@ def barrier(size: int, opts: Any = None, timeout: Any = None) -> Call:
     return Call((Collective("all_reduce", (token,), (token,)),), [token], is_exact=True, is_barrier=True)
 
 
+def with_timeout(call: Call, arguments: Iterable[object]) -> Call:
+    """`call` with the timeout that its arguments name, themselves or in their options. torch's default is below 0."""
+    for argument in arguments:
+        timeout = argument if isinstance(argument, timedelta) else getattr(argument, "timeout", None)
+        if isinstance(timeout, timedelta) and timeout > timedelta(0):
+            parts = tuple(replace(part, timeout_s=timeout.total_seconds()) for part in call.parts)
+            return replace(call, parts=parts)
+    return call
+
+
 def check_place(call: Call, rank: int) -> Call:
     """`call`, if this rank's part in it can be.
 
@@ -272,7 +283,13 @@ def check_place(call: Call, rank: int) -> Call:
 
 
 def _as_list(tensors: Any) -> list[Any]:
+    if not isinstance(tensors, Tensor | list | tuple):
+        raise ValueError(f"tensors must be a tensor or a list of them, but are {_described(tensors)} instead.")
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _described(value: object) -> str:
+    return f"{value!r} (of {type(value).__name__})"[:200]
 
 
 def _operation(opts: Any) -> Any:
@@ -307,7 +324,7 @@ def _moves_objects(tensors: Sequence[Tensor]) -> bool:
 def _writable(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     for output in outputs:
         _dense(output)
-        if torch._debug_has_internal_overlap(output) == 1:
+        if overlaps_itself(output):
             raise ValueError(
                 f"an output must not share memory among its elements, but has the shape {list(output.shape)} and the "
                 f"strides {output.stride()}; use a copy of it."
@@ -316,6 +333,9 @@ def _writable(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
+    given: object = tensor
+    if not isinstance(given, Tensor):
+        raise ValueError(f"a tensor is needed, but {_described(given)} was given.")
     if tensor.layout is not torch.strided or tensor.is_meta:
         raise ValueError(
             f"a tensor must be dense (of layout torch.strided) and have data, but is of {tensor.layout} on "

@@ -34,7 +34,7 @@ from elasticgang.gang.torch_group import GangProcessGroup
 
 
 class GroupWork(Protocol):
-    """A collective under way in a group; `comm.client.CommWork` is one."""
+    """A collective under way in a group; `comm.work.CommWork` is one."""
 
     @property
     def future(self) -> torch.futures.Future[list[Tensor]]: ...
@@ -88,7 +88,8 @@ def group_call(collective: Collective) -> tuple[str, dict[str, object]]:
         "peer": collective.peer,
         "tag": collective.tag,
     }
-    return call, {option: values[option] for option in options}
+    chosen = {option: values[option] for option in options}
+    return call, chosen if collective.timeout_s is None else {**chosen, "timeout_s": collective.timeout_s}
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ class _SwallowingWork:
 
     def wait(self, timeout: float | None = None) -> bool:
         try:
-            self._work.wait(timeout or self._group.timeout)
+            self._work.wait(timeout or self._collective.timeout_s or self._group.timeout)
         except GangError as error:
             self._swallow(error)
             return False
@@ -281,7 +282,7 @@ class _SwallowingWork:
             try:
                 future.value()
             except GangError as error:
-                self._swallow(error)
+                self._swallow(error.with_traceback(None))
                 return False
             return True
 

@@ -7,6 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_CERTAIN = {0: False, 1: True}  # torch does not find out for all
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of `tensor` share memory."""
+    known = _CERTAIN.get(torch._debug_has_internal_overlap(tensor))
+    if known is not None or not tensor.numel():
+        return bool(known)
+    reach = 0  # from the first element to the last one, along the dimensions so far
+    dimensions = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, length in dimensions:
+        if length > 1 and stride <= reach:
+            break
+        reach += (length - 1) * stride
+    else:
+        return False
+    marked = torch.zeros(sum((length - 1) * stride for stride, length in dimensions) + 1, dtype=torch.bool)
+    marked.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return int(marked.sum()) < tensor.numel()
+
 
 def check_distinct(outputs: Sequence[Tensor]) -> None:
     """Raise ValueError when two of `outputs`, each of which shares no memory among its own elements, share some."""

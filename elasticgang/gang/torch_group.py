@@ -6,6 +6,7 @@ T2  `rank()` and `size()` are asked for at every call, by C++ too, so that a gro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,8 +32,10 @@ torch_backend.register()  # torch looks a group's devices up by its backend's na
 class TorchWork(TorchWorkBase):
     """One call of a group. Its future resolves to the call's result, when all its parts have completed."""
 
-    def __init__(self, works: Sequence[Work], call: Call) -> None:
+    def __init__(self, works: Sequence[Work], call: Call, owner: object = None) -> None:
+        """`owner`: kept as long as the work is. Its future keeps neither."""
         super().__init__()
+        self._owner = owner
         self._works = works
         self._call = call
         self._parts: list[Future[bool]] | None = None  # the works' futures, once somebody wants them
@@ -41,16 +44,22 @@ class TorchWork(TorchWorkBase):
         """Raises StepAborted when the call's result had to be exact and the group was poisoned."""
         seconds = timeout.total_seconds() if timeout else None  # C++ callers give 0 for none
         completed = [work.wait(seconds) for work in self._works]  # all of them, also after one that did not complete
-        self._check(all(completed))
+        _check(self._call, all(completed))
         return True
 
     def get_future(self) -> Future[Any]:
         """An error in it is an error to C++ too; to Python it is a RuntimeError that names the error."""
-        parts = self._futures()
+        parts, call = self._futures(), self._call
 
         def finish(_: Future[Any]) -> list[Any]:
-            self._check(all(part.value() for part in parts))  # not of the future's own list, which has no errors
-            return self._call.result
+            try:  # not of the future's own list, which has no errors
+                completed = all(part.value() for part in parts)
+            except Exception as error:
+                failure = copy.copy(error.with_traceback(None))  # as `follow` says: what is raised has this frame
+            else:
+                _check(call, completed)
+                return call.result
+            raise failure
 
         return torch.futures.collect_all(parts).then(finish)
 
@@ -81,16 +90,16 @@ class TorchWork(TorchWorkBase):
             self._parts = [work.get_future() for work in self._works]
         return self._parts
 
-    def _check(self, completed: bool) -> None:
-        if self._call.is_exact and not completed:
-            raise StepAborted(
-                "the generation ended before the call was complete, and nothing else than its result will do"
-            )
+
+def _check(call: Call, completed: bool) -> None:
+    if call.is_exact and not completed:
+        raise StepAborted("the generation ended before the call was complete, and nothing else than its result will do")
 
 
 def _collective(name: str, form: Callable[..., Call]) -> Callable[..., Any]:
     def method(self: CollectiveMethods, *args: Any, **kwargs: Any) -> Any:
-        call = calls.check_place(form(self.size(), *args, **kwargs), self.rank())
+        call = calls.with_timeout(form(self.size(), *args, **kwargs), (*args, *kwargs.values()))
+        call = calls.check_place(call, self.rank())
         return self._perform(name, call, args, kwargs)
 
     method.__name__ = name

@@ -389,6 +389,11 @@ class QuorumManager:
         self._contribute()
         if self.tip is None and not self.poisoned:
             self._heal()
+        try:
+            # What measures the reduced gradients waits for them; without, the round takes place beside theirs.
+            early = None if measure is not None else self._ask_totals(weight, [])
+        except GangError:
+            early = None
         for reducer in self._reducers:
             reducer.finish()
         attempt = self._ledger.attempt()
@@ -396,7 +401,8 @@ class QuorumManager:
             return self._make_active(attempt)
         after = self._after()
         try:
-            total, num_failed, *sums = self._totals(weight, [] if measure is None else [measure])
+            asked = early or self._ask_totals(weight, [] if measure is None else [measure()])
+            total, num_failed, *sums = self._totals(asked)
             if num_failed:  # known to all before anybody is prepared, so that nobody can roll it forward
                 return False
             if total <= 0:  # the same on every rank, so that all raise and none has voted
@@ -429,15 +435,20 @@ class QuorumManager:
             self._apply()
         return self.tip == attempt
 
-    def _totals(self, weight: float, measures: Sequence[Callable[[], float]]) -> list[float]:
-        """The sum of the weights, the number of ranks that failed, and the sums of `measures`, before the vote: a step
-        in doubt must be applicable without those who died."""
+    def _ask_totals(self, weight: float, measured: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin what `_totals` ends."""
         if self.poisoned:
             raise StepAborted("the step is lost")
         active = self._ledger.is_active
         fails = self._ledger.fails or (active and self._failure is not None)
-        mine = [weight if active else 0.0, float(fails), *(measure() for measure in measures)]
-        total, num_failed, *sums = self._membership.sum("root", mine)
+        return self._membership.start_sum("root", [weight if active else 0.0, float(fails), *measured])
+
+    def _totals(self, asked: Callable[[], list[float]]) -> list[float]:
+        """The sum of the weights, the number of ranks that failed, and the sums of what was measured, before the vote:
+        a step in doubt must be applicable without those who died."""
+        total, num_failed, *sums = asked()
+        if self.poisoned:  # the gradients, maybe
+            raise StepAborted("the step is lost")
         num_groups = self.gangs.root.size // self.layout.unit  # whose gradients are the same
         ranks_of_sample = self.layout.tp * self.layout.pp
         return [total / ranks_of_sample, num_failed, *(each / num_groups for each in sums)]
@@ -447,7 +458,7 @@ class QuorumManager:
         goes = self._drain.asked
         ballot = self._ledger.ballot(attempt, self._membership.join_noticed or goes)
         try:
-            count = self._ledger.count(attempt, self._membership.sum(CONTROL, ballot))
+            count = self._ledger.count(attempt, self._membership.start_sum(CONTROL, ballot)())
         except InternalError as error:
             self._membership.poison(PeerLostError(str(error)))
             raise

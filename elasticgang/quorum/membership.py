@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from elasticgang.comm.arena import Arena
-from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
+from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
 from elasticgang.comm.page import Doing, Page
 from elasticgang.comm.supply import PRELOAD, CommSupply
+from elasticgang.comm.work import CommWork
 from elasticgang.errors import EvictedError, GangError, OperationalError, PeerLostError, StepAborted
 from elasticgang.gang import FakeGang, Gang, Gangs, create_fake_gangs
 from elasticgang.gang.elastic import Binding, ElasticGang
@@ -146,8 +147,9 @@ class Membership(Protocol):
         """Leave the present generation and block until the next is entered. `report` is what to ask with, `act` brings
         this rank's own state to the record's committed attempt."""
 
-    def sum(self, gang: str, values: Sequence[float]) -> list[float]:
-        """Sum over the gang ("control" for all seats, apart from the tensors' traffic). Raises GangError."""
+    def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Sum over the gang ("control" for all seats, apart from the tensors' traffic). What is returned waits for the
+        sums, the same on all ranks, and raises GangError."""
 
     def silence(self) -> AbstractContextManager[None]:
         """Until it ends, collectives of the gangs raise InvalidOperationError."""
@@ -233,21 +235,29 @@ class ElasticMembership:
         assert self._generation is not None
         self._link.tell("healed", generation=self._generation.record.generation)
 
-    def sum(self, gang: str, values: Sequence[float]) -> list[float]:
-        assert self._generation is not None
-        group = self._group(self._generation, self._ranks_of(self._generation, gang), gang)
+    def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
+        generation = self._generation
+        assert generation is not None
+        ranks = self._ranks_of(generation, gang)
+        group = self._group(generation, ranks, gang)
         if group is None:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        try:
-            group.submit("allreduce", [tensor], [tensor], op="sum").wait(group.timeout)
-        except GangError as error:
-            self._generation.poison(error)
-            raise
-        if self._lease.is_over:  # others may hold this host to be lost: nothing may come of it any more
-            os.killpg(0, signal.SIGKILL)
-        result: list[float] = tensor.tolist()
-        return result
+            return lambda: list(values)
+        mine = torch.tensor(values, dtype=torch.float64)
+        # Half as many messages, one after the other, as a ring's reduction takes; and all sum in the same order.
+        of_all = torch.empty(len(ranks), len(values), dtype=torch.float64)
+        work = group.submit("allgather_single", [of_all], [mine])
+
+        def wait() -> list[float]:
+            try:
+                work.wait(group.timeout)
+            except GangError as error:
+                generation.poison(error)
+                raise
+            if self._lease.is_over:  # others may hold this host to be lost: nothing may come of it any more
+                os.killpg(0, signal.SIGKILL)
+            return [sum(column) for column in zip(*of_all.tolist(), strict=True)]
+
+        return wait
 
     def enter(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
         with self.page.doing_now(Doing.ASKING):
@@ -474,8 +484,8 @@ class AloneMembership:
         self.error = None
         act(self.record, seat)
 
-    def sum(self, gang: str, values: Sequence[float]) -> list[float]:
-        return list(values)
+    def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
+        return lambda: list(values)
 
     def reduction(self, family: str) -> Gang:
         return self.gangs.dp

@@ -42,7 +42,6 @@ import torch
 from torch import Tensor, nn
 
 import elasticgang as eg
-from elasticgang.quorum.membership import CONTROL
 from elasticgang.state import keeper as keeper_module
 from tests.support import comm_processes, is_alive, wait_until
 
@@ -210,7 +209,8 @@ class Faults:
         membership: Any = manager._membership
         if not hasattr(membership, "_link"):
             return  # alone
-        self._around(membership, "sum", after=lambda gang, _: self.at("voted" if gang == CONTROL else "summed"))
+        self._around(manager, "_totals", after=lambda _: self.at("summed"))
+        self._around(manager._ledger, "count", before=lambda *_: self.at("voted"))
         self._around(membership, "committed", after=lambda *_: self.at("told"))
         self._around(manager, "_apply", after=lambda *_: self.at("applied"))
         self._around(

@@ -181,7 +181,7 @@ def test_what_would_make_the_others_wait_for_ever_is_refused(tmp_path: Path, scr
 
 
 LARGE = """
-import hashlib, os, pathlib, signal, time
+import hashlib, os, pathlib, signal, threading, time
 import torch, elasticgang as eg
 from elasticgang.state import pull
 
@@ -197,6 +197,12 @@ def run(self):
     print("pulled from", len(self.given), flush=True)
     return state
 pull.Pull.run = run
+agree, met = pull.Pull._agree, threading.Barrier(2)
+def agree_together(self, sock, source):  # nobody has given all before the other one could begin
+    small = agree(self, sock, source)
+    met.wait(60)
+    return small
+pull.Pull._agree = agree_together
 for step in manager.steps(8):
     with step:
         slots = batches.slots(step)

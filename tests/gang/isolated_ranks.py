@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
-from elasticgang.errors import GangError
+from elasticgang.errors import GangError, OperationalError
 from tests.gang.rings import Ring, open_store
 
 WARM_UP = 30
@@ -78,6 +80,59 @@ def _footprint(ring: Ring) -> dict[str, float]:
 
 def _is_open(fd: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def with_few_descriptors() -> None:
+    """Two ranks of 256 descriptors reduce many tensors in one call; then none is left for a while."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    with open_store() as store:
+        ring = Ring(lambda: ProcessGroupIsolatedGloo(30.0), 2, store)
+        for size in (3, 20_000):
+            many = [[torch.full((size,), float(number)) for number in range(1500)] for _ in range(2)]
+            ring.each(lambda rank: ring[rank].allreduce_coalesced(many[rank]).wait())  # noqa: B023
+            assert all(tensor[-1].item() == 2 * number for mine in many for number, tensor in enumerate(mine))
+        kept = [[torch.ones(300_000) for _ in range(300)] for _ in range(2)]  # each has a mapping of its own
+        ring.each(lambda rank: [ring[rank].allreduce([tensor]).wait() for tensor in kept[rank]])
+        assert all(tensor[-1].item() == 2.0 for mine in kept for tensor in mine)
+        for pg in ring.groups:
+            pg._supply._standby.result(30.0)
+        held = exhaust()
+        strided = torch.ones(6_000_000, 2)[:, 0]
+        error = failure(lambda: ring[0].allreduce([strided]).wait())
+        assert isinstance(error, GangError), repr(error)
+        assert "no memory" in str(error)
+        assert ring[0].errored()
+        assert strided.sum().item() == 6_000_000
+        held += exhaust()  # what was given back by that
+        ring.configure()  # the standby takes over; another one cannot be started
+        assert ring.sums() == [2.0, 2.0]
+        ring[0].abort()
+        held += exhaust()
+        error = failure(lambda: ring[0].configure(ring.next_address(), "replica", 0, 2))
+        assert isinstance(error, OperationalError), repr(error)
+        for fd in held:
+            os.close(fd)
+        ring.configure()
+        assert ring.sums() == [2.0, 2.0]
+        ring.close()
+
+
+def exhaust() -> list[int]:
+    """All descriptors that this process may still have."""
+    held = []
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return held
+
+
+def failure(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None
 
 
 class Slow(Dataset[torch.Tensor]):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor
 
 from elasticgang.comm.arena import Arena
-from elasticgang.comm.client import CommProcess, CommWork, GroupSpec
+from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.forkserver import ForkServer, ForkServerClient
+from elasticgang.comm.work import CommWork
 from elasticgang.errors import (
     CollectiveTimeoutError,
     ElasticGangError,
@@ -368,6 +371,41 @@ def test_what_comes_after_an_abort_fails_at_once_and_nothing_is_sent(worlds: Wor
         comm.close_groups(1.0)
 
 
+def test_a_shared_tensor_of_a_call_that_was_never_sent_is_as_it_was(worlds: Worlds) -> None:
+    world = worlds(1)
+    comm = world.comms[0]
+    shared, later = torch.ones(9 << 20), torch.full((9 << 20,), 7.0)
+    start_sum(comm, shared).wait(GUARD_S)
+    comm.abort(PeerLostError("over"))
+    for tensor in (shared.fill_(7.0), later):
+        assert start_sum(comm, tensor).done()
+        assert bool((tensor == 7.0).all())
+
+
+def test_all_that_wait_for_one_work_are_released_with_it(worlds: Worlds) -> None:
+    """Whoever of them comes or goes meanwhile; one reads, the others wait beside it."""
+    world = worlds(2)
+    slowest = 0.0
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(300):
+            tensors = [torch.ones(10) for _ in range(2)]
+            work = start_sum(world.comms[0], tensors[0])
+            waiting = [world.begin(lambda work=work: work.wait(GUARD_S)) for _ in range(6)]  # type: ignore[misc]
+            if number % 2:
+                with contextlib.suppress(CollectiveTimeoutError):
+                    work.wait(1e-4)  # comes, and leaves
+            start_sum(world.comms[1], tensors[1]).wait(GUARD_S)
+            ended = time.monotonic()
+            for waiter in waiting:
+                waiter.result(GUARD_S)
+            slowest = max(slowest, time.monotonic() - ended)
+    finally:
+        sys.setswitchinterval(switch)
+    assert slowest < AT_ONCE_S
+
+
 def test_an_abort_is_repeatable_from_any_thread_and_after_close(worlds: Worlds) -> None:
     world = worlds(2)
     comm = world.comms[0]
@@ -546,6 +584,22 @@ def test_a_sender_that_is_blocked_is_released_by_an_abort(worlds: Worlds) -> Non
         time.sleep(0.05)
     comm.abort(PeerLostError("over"))
     assert isinstance(flooding.result(GUARD_S), GangError)
+
+
+def test_works_that_block_hold_up_no_other(worlds: Worlds) -> None:
+    """Gloo's reduce-scatters occupy a thread each of the process while they wait for the peer."""
+    world = worlds(2, timeout=20.0)
+    outputs, inputs = torch.ones(1), torch.ones(2)
+    for _ in range(40):
+        world.comms[0].submit("all", "reduce_scatter_single", [outputs], [inputs], op="sum")
+    groups = world.begin_each(
+        lambda rank: world.comms[rank].add_group(world.prefix, GroupSpec("more", rank, 2), timeout=5.0)
+    )
+    for each in groups:
+        each.result(GUARD_S)
+    tensors = [torch.ones(3), torch.ones(3)]
+    all_reduce(world, tensors, group="more")
+    assert tensors[0].tolist() == [2.0] * 3
 
 
 # -- with its rank

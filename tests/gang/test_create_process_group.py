@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +19,10 @@ from torch import nn
 import elasticgang as eg
 import elasticgang.comm as comm
 from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedGloo, create_process_group
-from elasticgang.errors import InvalidOperationError, NotSupportedError
+from elasticgang.errors import InvalidOperationError, NotSupportedError, StaleGenerationError
 from tests.gang.conftest import Rings
 from tests.gang.rings import SUM
-from tests.support import REPOSITORY
+from tests.support import REPOSITORY, Command
 
 KINDS = {"gloo": ProcessGroupGloo, "isolated-gloo": ProcessGroupIsolatedGloo, "dummy": torchft.ProcessGroupDummy}
 
@@ -67,7 +70,7 @@ def test_an_in_process_group_that_is_not_configured_says_so(rings: Rings) -> Non
         pg.allreduce([torch.ones(1)], SUM)
     ring = rings(2, make=lambda: create_process_group("gloo", 30.0))
     ring[0].abort()
-    with pytest.raises(InvalidOperationError, match="configure"):
+    with pytest.raises(StaleGenerationError, match="aborted; call `configure`"):  # a loss, and no misuse
         ring[0].allreduce([torch.ones(1)], SUM)
     assert (ring[1].rank(), ring[1].size(), ring[0].size()) == (1, 2, 2)
 
@@ -121,3 +124,30 @@ def test_a_comm_process_imports_little() -> None:
         "elasticgang.comm",
         *(f"elasticgang.comm.{name}" for name in ("arena", "page", "torch_backend", "worker")),
     }
+
+
+@pytest.mark.parametrize("name", [[], None, {}, 3])
+def test_a_name_that_is_none_is_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match="`name` must be one of gloo, "):
+        create_process_group(name)
+
+
+@pytest.mark.parametrize("name", ["gloo", "isolated-gloo"])
+def test_a_timeout_without_end_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="`timeout` must be above 0 seconds and at most 1e"):
+        create_process_group(name, float("inf"))
+
+
+def test_the_readmes_example_runs(tmp_path: Path) -> None:
+    """The one of the process groups alone, word for word, on two ranks."""
+    text = (REPOSITORY / "README.md").read_text()
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "create_process_group(" in code]
+    (tmp_path / "train.py").write_text(code)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, str(tmp_path / "train.py")]
+    ranks = [Command(tmp_path / rank, [*command, rank, "2"], env={"PORT": str(port)}) for rank in "01"]
+    for rank, each in enumerate(ranks):
+        with each:
+            assert each.wait(60.0) == 0, each.stderr
+            assert each.stdout.splitlines() == [f"rank {rank}, configuration {number}: 3.0" for number in range(3)]

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from elasticgang.comm.client import CommWork, GroupSpec
+from elasticgang.comm.client import GroupSpec
 from elasticgang.comm.forkserver import ForkServer
+from elasticgang.comm.work import CommWork
 from elasticgang.errors import GangError, InvalidOperationError, PeerLostError, StepAborted
 from elasticgang.gang import (
     ElasticGang,

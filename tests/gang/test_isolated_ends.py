@@ -11,10 +11,14 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed import ReduceOp
 
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+from elasticgang.comm.swallowing import SwallowingProcessGroup
 from tests.gang.conftest import Rings
 from tests.support import REPOSITORY, Command, busy_core, is_alive, wait_dead, wait_until
 
@@ -39,6 +43,11 @@ def test_nothing_grows_over_a_thousand_configurations(capsys: pytest.CaptureFixt
         assert found["after"][name] <= found["before"][name] + allowed, name
 
 
+def test_few_descriptors_are_enough_and_none_is_an_error_that_passes() -> None:
+    done = subprocess.run([*RANKS, "with_few_descriptors"], cwd=REPOSITORY, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_group_that_is_dropped_ends_its_processes(rings: Rings) -> None:
     ring = rings(2)
     assert ring.sums() == [2.0, 2.0]
@@ -51,6 +60,27 @@ def test_a_group_that_is_dropped_ends_its_processes(rings: Rings) -> None:
     wait_until(lambda: gc.collect() >= 0 and process() is None, "the rest of it", GUARD_S)
     for fd in (pidfd, standby):
         os.close(fd)
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["plain", "swallowing"])
+@pytest.mark.parametrize("operation", [ReduceOp.SUM, ReduceOp.AVG])
+def test_a_group_that_is_dropped_ends_though_a_future_waits(operation: Any, swallows: bool, rings: Rings) -> None:
+    """And does not wait for its deadline."""
+    ring = rings(2, timeout=60.0)
+    comm = ring[0]._comm
+    dropped = ring.groups.pop(0)
+    if swallows:
+        dropped = SwallowingProcessGroup(dropped)
+    future = dropped.allreduce([torch.ones(3)], operation).get_future()
+    group, process, pidfd = weakref.ref(dropped), weakref.ref(comm), os.pidfd_open(comm.pid)
+    del dropped, comm
+    gc.collect()
+    assert wait_dead([pidfd], 1.0) == []
+    wait_until(future.done, "the future", GUARD_S)
+    assert group() is None
+    del future  # its error's traceback has frames of the thread that ended it
+    wait_until(lambda: gc.collect() >= 0 and process() is None, "the rest of it", GUARD_S)
+    os.close(pidfd)
 
 
 def test_a_program_that_ends_without_shutdown_ends(tmp_path: Path) -> None:

@@ -207,6 +207,21 @@ def test_a_storage_that_is_gone_is_let_go_of_by_the_process(pair: Ring) -> None:
 # -- streams
 
 
+def test_a_death_is_noticed_though_a_sender_stands(pair: Ring) -> None:
+    """What is gone here is told to the process by the thread that notices its death."""
+    pg: Any = pair[0]
+    pair.sums()
+    wait_until(lambda: pg.num_active_work() == 0, "the end", GUARD_S)
+    gc.collect()
+    with pg._comm._send_lock:  # as who sends into a full socket
+        wait_until(lambda: not pg._comm._shared, "the end of all storages", GUARD_S)
+        time.sleep(0.3)  # some rounds of that thread
+        os.kill(pg._comm.pid, signal.SIGKILL)
+        wait_until(pg.errored, "the error", GUARD_S)
+    pair.configure()
+    assert pair.sums() == [2.0, 2.0]
+
+
 def test_a_collective_begins_after_its_callers_stream(pair: Ring) -> None:
     pair.sums()
     wait_until(lambda: pair[0].num_active_work() == 0, "its end", GUARD_S)

@@ -49,6 +49,9 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(*shape, dtype=dtype)
 
 
+OVERLAPPING = torch.zeros(10)
+
+
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "allgather: too few outputs": (
         lambda pg: pg.allgather([[ones(3)]], [ones(3)], AllgatherOptions()),
@@ -118,6 +121,18 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda pg: pg.scatter([ones(3)], [[ones(3), ones(3)]], rooted(ScatterOptions, 1)),
         r"`scatter` must be given no such tensors on rank 0",
     ),
+    "allreduce: no tensors": (lambda pg: pg.allreduce([1]), r"a tensor is needed, but 1 \(of int\) was given"),
+    "allreduce: no list": (lambda pg: pg.allreduce(1), r"tensors must be a tensor or a list of them, but are 1"),
+    "allgather: no tensors": (lambda pg: pg.allgather([[1, 2]], ["x"]), r"a tensor is needed, but"),
+    "broadcast: nothing": (lambda pg: pg.broadcast(None), r"tensors must be a tensor or a list of them, but are None"),
+    "allreduce: elements that share memory": (
+        lambda pg: pg.allreduce([OVERLAPPING.as_strided((3, 3), (2, 1))]),
+        r"must not share memory among its elements",
+    ),
+    "allreduce: elements that share memory, otherwise": (
+        lambda pg: pg.allreduce([OVERLAPPING.as_strided((2, 2), (1, 1))]),
+        r"must not share memory among its elements",
+    ),
     "send: to oneself": (lambda pg: pg.send([ones(3)], 0, 0), r"must be another rank than this one, but is 0"),
     "recv: of oneself": (lambda pg: pg.recv([ones(3)], 0, 0), r"must be another rank than this one, but is 0"),
     "send: outside": (lambda pg: pg.send([ones(3)], 2, 0), r"dst_rank must be .* less than .* \(2\), but is 2"),
@@ -152,6 +167,17 @@ def test_a_reduction_that_there_is_not_is_refused(ring: Ring) -> None:
 def test_a_message_of_any_source_is_refused(ring: Ring) -> None:
     with pytest.raises(NotSupportedError, match="source"):
         ring[0].recv_anysource([ones(3)], 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((3, 2), (4, 2)), ((2, 5), (1, 2)), ((4, 1), (2, 1)), ((3, 2), (2, 3)), ((2, 0), (0, 1))]
+)
+def test_elements_that_lie_apart_are_reduced_however_they_lie(
+    shape: tuple[int, ...], strides: tuple[int, ...], ring: Ring
+) -> None:
+    tensors = [torch.ones(20).as_strided(shape, strides) for _ in range(SIZE)]
+    ring.each(lambda rank: ring[rank].allreduce([tensors[rank]]).wait())
+    assert tensors[0].flatten().tolist() == [2.0] * tensors[0].numel()
 
 
 def test_nothing_at_all_is_nothing(ring: Ring) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.shared import SMALLEST_BYTES, SharedSpan, SharedStorages
+from tests.support import REPOSITORY
 
 NUM = 1 << 20  # 4 MiB of float32
 
@@ -112,6 +115,53 @@ def test_memory_that_was_made_anew_at_the_same_address_is_noticed(storages: Shar
         assert bool((in_block(span, tensor) == value).all())
 
 
+READ_ONLY = """
+import ctypes, torch
+from elasticgang.comm.arena import Arena
+from elasticgang.comm.shared import SharedStorages
+
+arena = Arena()
+storages, tensor = SharedStorages(arena), torch.arange(float(9 << 20))
+block = storages.find(tensor).block
+mprotect = ctypes.CDLL(None).mprotect
+mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+assert mprotect(block.bytes.data_ptr(), block.size, 1) == 0  # PROT_READ: who writes to it dies
+assert storages.find(tensor).block is block
+assert storages.find(tensor[1 << 20 :]).block is block
+"""
+
+
+def test_looking_for_a_tensor_writes_nothing_to_it() -> None:
+    """Another collective may read it at that moment."""
+    assert subprocess.run([sys.executable, "-c", READ_ONLY], cwd=REPOSITORY, timeout=60).returncode == 0
+
+
+def test_a_block_is_found_whatever_was_done_to_its_mapping(storages: SharedStorages) -> None:
+    tensor = fresh()
+    first = storages.find(tensor)
+    assert first is not None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    dont_fork = 10
+    page = tensor.data_ptr() // 4096 * 4096 + 4096 * 5
+    assert madvise(page, 4096, dont_fork) == 0  # it is three mappings now
+    again = storages.find(tensor)
+    assert again is not None
+    assert again.block is first.block
+
+
+def test_two_arenas_take_turns_beneath_one_tensor(storages: SharedStorages) -> None:
+    """As of two groups. Each sees that its block is no longer there."""
+    tensor, kept = fresh(), Arena()
+    other = SharedStorages(kept)
+    for value in range(4):
+        tensor.fill_(value)
+        span = (storages, other)[value % 2].find(tensor)
+        assert span is not None
+        copy_edges(span)
+        assert bool((in_block(span, tensor) == value).all())
+
+
 def test_blocks_of_dead_tensors_are_used_again(storages: SharedStorages) -> None:
     blocks = set()
     for value in range(20):
@@ -120,7 +170,7 @@ def test_blocks_of_dead_tensors_are_used_again(storages: SharedStorages) -> None
         assert span is not None
         copy_edges(span)
         assert bool((in_block(span, tensor) == value).all())
-        blocks.add(span.block.id)
+        blocks.add(span.block.slab.id)
         del tensor, span
         gc.collect()
     assert len(blocks) <= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.futures import Future
 from elasticgang.comm.backends import create_process_group
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
 from elasticgang.comm.swallowing import SwallowingProcessGroup
-from elasticgang.errors import PeerLostError, StepAborted
+from elasticgang.errors import GangError, InvalidOperationError, PeerLostError, StepAborted
 from elasticgang.gang.torch_group import CollectiveMethods
 from tests.gang.conftest import Rings
 from tests.gang.forms import FORMS, MOVING, Form
@@ -254,5 +255,64 @@ def test_an_average_of_a_lost_group_is_finite(rings: Rings) -> None:
     ring[1].parent.abort()
     tensor = torch.full((3,), 5.0)
     assert ring[0].allreduce([tensor], ReduceOp.AVG).wait()
+    assert tensor.tolist() == [5.0] * 3
+    assert ring[0].error()
+
+
+@pytest.mark.parametrize("end", ["wait", "future", "result", "synchronize"])
+def test_an_error_of_an_earlier_configuration_is_none_of_this_one(end: str) -> None:
+    pg = SwallowingProcessGroup(Faulty(at_start=False))
+    tensor, exact = torch.full((3,), 5.0), torch.full((3,), 5)
+    kept, kept_exact = pg.allreduce([tensor], SUM), pg.broadcast_one(exact, 0)
+    pg.configure("store", "replica", 1, SIZE)
+    ENDS[end](kept)
+    assert tensor.tolist() == [0.0] * 3  # as its own configuration had it
+    with pytest.raises((StepAborted, RuntimeError), match="rank 2 was killed"):
+        ENDS[end](kept_exact)
+    assert pg.error() is None
+    pg.allreduce([tensor], SUM).wait()
+    assert pg.error() is ERROR
+
+
+def test_a_kept_work_does_not_silence_the_next_configuration(rings: Rings) -> None:
+    ring = rings(2, make=lambda: SwallowingProcessGroup(ProcessGroupIsolatedGloo(10.0)))
+    kept = [ring[0].allreduce([torch.ones(3)], SUM) for _ in range(2)]  # that the peer does not take part in
+    future = kept[1].get_future()
+    ring.configure()
+    assert kept[0].wait()
+    future.wait()
+    assert ring[0].error() is None
+    assert ring.sums() == [2.0, 2.0]
+
+
+def test_after_a_configure_that_failed_nothing_is_sent(rings: Rings) -> None:
+    ring = rings(2, make=lambda: SwallowingProcessGroup(ProcessGroupIsolatedGloo(10.0)))
+    ring[0].set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(GangError):
+        ring[0].configure(ring.next_address(), "replica", 0, 2)
+    assert isinstance(ring[0].error(), GangError)
+    tensor = torch.full((3,), 5.0)
+    ring[0].allreduce([tensor], SUM).wait()
+    assert tensor.tolist() == [5.0] * 3
+    with pytest.raises(ValueError, match="rank"):
+        ring[0].configure(ring.next_address(), "replica", 2, 2)
+    ring[0].set_timeout(timedelta(seconds=10.0))
+    ring.configure()
+    assert ring.sums() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", ["isolated-gloo", "gloo"])
+def test_misuse_is_raised(kind: str, rings: Rings) -> None:
+    pg = SwallowingProcessGroup(create_process_group(kind, 10.0))
+    with pytest.raises(InvalidOperationError, match="call `configure` first"):
+        pg.allreduce([torch.ones(1)], SUM)
+    assert pg.error() is None
+
+
+def test_an_in_process_group_that_was_aborted_is_not_misused(rings: Rings) -> None:
+    ring = rings(2, make=lambda: SwallowingProcessGroup(create_process_group("gloo", 10.0)))
+    ring[0].parent.abort()
+    tensor = torch.full((3,), 5.0)
+    ring[0].allreduce([tensor], SUM).wait()
     assert tensor.tolist() == [5.0] * 3
     assert ring[0].error()

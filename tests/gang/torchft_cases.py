@@ -57,7 +57,7 @@ class WithInternals(ProcessGroupIsolatedGloo):
 
     @property
     def _future_thread(self) -> threading.Thread:
-        return self._present._reader
+        return self._present._inbox.thread
 
     @property
     def _future_pipe(self) -> _Pipe:

@@ -1,0 +1,104 @@
+"""A collective that a comm process was given, as its rank sees it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from elasticgang.errors import CollectiveTimeoutError, GangError
+
+
+class Awaiting(Protocol):
+    """Where works end: the process's `Inbox`."""
+
+    def add_listeners(self, number: int) -> None: ...
+
+    def wait_for(self, work: CommWork, timeout: float) -> bool: ...
+
+
+class CommWork:
+    """One collective under way. `future` resolves to the output tensors, or to a `GangError`."""
+
+    def __init__(self, inbox: Awaiting, name: str, outputs: Sequence[Tensor]) -> None:
+        self.name = name
+        self.spans: list[Any] = []  # of the outputs first; with the tensors, inputs too: their memory may be shared
+        self.is_sent = False
+        self.error: GangError | None = None
+        self._inbox = inbox
+        self._outputs = list(outputs)
+        self._is_ended = False
+        self._wakes: list[threading.Event] = []  # of threads that wait while another reads
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def future(self) -> torch.futures.Future[list[Tensor]]:
+        with self._lock:
+            if self._future is None:
+                future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+                if self._is_ended:
+                    self._resolve(future)
+                    return future
+                self._inbox.add_listeners(1)
+                self._future = future
+            return self._future
+
+    @property
+    def has_future(self) -> bool:
+        return self._future is not None
+
+    def end(self, error: GangError | None) -> None:
+        """Once, by who has seen the end. P4: outputs first."""
+        spans, self.spans = self.spans, []
+        for span in spans[: len(self._outputs)]:
+            if error is None:
+                span.copy_out()
+            elif self.is_sent:
+                span.discard()
+        self.error = error
+        with self._lock:
+            self._is_ended = True
+            future, self._future = self._future, None
+            for wake in self._wakes:
+                wake.set()
+        if future is not None:
+            self._inbox.add_listeners(-1)
+            self._resolve(future)
+
+    def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        """With an error of its own: one that was raised has frames, with works and futures in them, and no collection
+        sees what a future has."""
+        if self.error is None:
+            future.set_result(self._outputs)
+        else:
+            future.set_exception(copy.copy(self.error))  # type: ignore[arg-type]  # torch's annotation is wrong
+
+    def wake_at_end(self, wake: threading.Event) -> None:
+        with self._lock:
+            self._wakes.append(wake)
+            if self._is_ended:
+                wake.set()
+
+    def forget_wake(self, wake: threading.Event) -> None:
+        with self._lock:
+            self._wakes.remove(wake)
+
+    def done(self) -> bool:
+        return self._is_ended
+
+    def wait(self, timeout: float) -> None:
+        """Block until the collective has ended, at most `timeout` seconds.
+
+        Raises:
+            CollectiveTimeoutError: it has not. It is still under way: abort before the tensors are used again.
+            GangError: it failed. Its outputs are undefined.
+        """
+        if not self._is_ended and not self._inbox.wait_for(self, timeout):
+            raise CollectiveTimeoutError(f"{self.name} timed out after {timeout:g} seconds")
+        if self.error is not None:
+            raise self.error
