@@ -391,7 +391,7 @@ class QuorumManager:
             self._heal()
         try:
             # What measures the reduced gradients waits for them; without, the round takes place beside theirs.
-            early = None if measure is not None else self._ask_totals(weight, [])
+            early = None if measure is not None or self._ledger.only_heals else self._ask_totals(weight, [])
         except GangError:
             early = None
         for reducer in self._reducers:
