@@ -15,9 +15,11 @@ H4  A forked child has the pages for itself: what it writes does not reach the p
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import struct
 import threading
 import weakref
 from dataclasses import dataclass
@@ -30,7 +32,9 @@ from elasticgang.comm.arena import PAGE, Arena, Block, max_descriptors
 
 SMALLEST_BYTES = 1 << 20
 _SHARE_OF_DESCRIPTORS = 4  # at most one in so many lies beneath a storage
-_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_POPULATE = 0x01, 0x02, 0x10, 0x8000
+_ENTRY = struct.Struct("=Q")
+_PRESENT, _OF_FILE = 1 << 63, 1 << 61  # of a page's entry in /proc/self/pagemap, which every kernel tells its owner
 _IS_MMAPPED = 0x2  # in the size field of a chunk of glibc's malloc
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -74,13 +78,13 @@ class _Region:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def lies_beneath(self) -> bool:
-        """H3, as the kernel says: nobody's memory is read or written."""
-        try:
-            if os.readlink(f"/proc/self/map_files/{self.first:x}-{self.last:x}") == self.block.slab.path:
-                return True
-        except OSError:  # not as one mapping of these bounds; or this kernel does not say
-            pass
-        return self.is_alive() and _mapped_at(self.first) == self.block.slab.path
+        """H3, as the kernel says: nobody's memory is read or written. Where no other arena has put a block since, a
+        storage that lives at the same address has either this one or, made anew there, what the allocator gave, which
+        is no file's."""
+        if _newest.get(self.address) is not self or not self.is_alive():
+            return False
+        of_file = _is_of_file(self.first)
+        return _mapped_at(self.first) == self.block.slab.path if of_file is None else of_file
 
 
 @dataclass(frozen=True)
@@ -137,11 +141,11 @@ class SharedStorages:
             contents = torch.empty(0, dtype=torch.uint8).set_(storage)
             block.bytes[address - base : address - base + num_bytes].copy_(contents)
         try:
-            region.map(_MAP_SHARED)
+            region.map(_MAP_SHARED | _MAP_POPULATE)
         except OSError:  # too many mappings
             self._arena.give_back(block)
             return None
-        self._regions[address] = region
+        self._regions[address] = _newest[address] = region
         return region
 
     def _forget_dead(self) -> None:
@@ -152,6 +156,8 @@ class SharedStorages:
 
     def _forget(self, region: _Region) -> None:
         del self._regions[region.address]
+        if _newest.get(region.address) is region:
+            del _newest[region.address]
         self._arena.give_back(region.block)
 
     def _separate(self) -> None:
@@ -163,12 +169,14 @@ class SharedStorages:
         self._regions.clear()
 
 
+_newest: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()  # by address, of all arenas
 _all: weakref.WeakSet[SharedStorages] = weakref.WeakSet()
 
 
 def _separate_all() -> None:
     for storages in list(_all):
         storages._separate()
+    _newest.clear()
 
 
 os.register_at_fork(after_in_child=_separate_all)
@@ -184,6 +192,21 @@ def _span(region: _Region, tensor: Tensor, start: int, num_bytes: int) -> Shared
             inside = region.block.bytes[low - region.base : high - region.base]
             edges.append((flat[low - start : high - start], inside))
     return SharedSpan(region.block, offset, tuple(edges))
+
+
+def _is_of_file(address: int) -> bool | None:
+    """Whether the page there is a file's, or shared; None when it is not in memory, or nobody says."""
+    entry = b""
+    with contextlib.suppress(OSError):
+        pages = os.open("/proc/self/pagemap", os.O_RDONLY)  # anew each time: it is of the process that opened it
+        try:
+            entry = os.pread(pages, _ENTRY.size, address // PAGE * _ENTRY.size)
+        finally:
+            os.close(pages)
+    if len(entry) != _ENTRY.size:
+        return None
+    (flags,) = _ENTRY.unpack(entry)
+    return bool(flags & _OF_FILE) if flags & _PRESENT else None
 
 
 def _mapped_at(address: int) -> str:

@@ -35,7 +35,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "in doubt: both of a pair, and one of each": (
         PAIRS,
-        [at("voted", 0, [0, 1]), at("voted", None), at("summed", 2, [2, 3])],
+        [at("voted", 0, [0, 1]), at("voted", 4), at("summed", 2, [2, 3])],  # 4 was the spare, and 2 and 3 stay a pair
     ),
     "in doubt: comm processes": (
         PAIRS,
