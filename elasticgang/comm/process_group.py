@@ -10,10 +10,11 @@ I3  One owner configures, aborts and shuts down; any number of threads issue col
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as ProcessFuture
 from dataclasses import replace
 from datetime import timedelta
@@ -43,6 +44,7 @@ from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
 
 _GROUP = "all"
 _CLOSE_TIMEOUT_S = 2.0
+_MOST_TOGETHER = 1000  # tensors: what is said of them fits into one message
 _LONGEST_TIMEOUT_S = 1e9  # 30 years; what counts in nanoseconds has room for it
 _START_TIMEOUT_S = 240.0  # the fork server's and the process's own deadlines come before
 
@@ -222,7 +224,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
 
     def _submit(self, call: Call) -> TorchWork:
         check_dtypes(call)
-        return TorchWork([self._start(part) for part in call.parts], call, owner=self)
+        return TorchWork([self._start(part) for part in _together(call.parts)], call, owner=self)
 
     def _start(self, collective: Collective) -> Work:
         if collective.op is ReduceOperation.MEAN:
@@ -277,6 +279,22 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         comm.abort(StaleGenerationError("the process group was configured anew"))
         comm.close()
         return None
+
+
+def _together(parts: Sequence[Collective]) -> Iterator[Collective]:
+    """Reductions of the same kind in a row as one, which Gloo flattens: each costs a way to the comm process and back."""
+
+    def kind(part: Collective) -> tuple[object, ...]:
+        merges = part.call == "all_reduce" and part.op is not ReduceOperation.MEAN and part.outputs[0].numel() > 0
+        return merges, part.call, part.op, part.outputs[0].dtype if merges else None, part.timeout_s
+
+    for (merges, *_), run in itertools.groupby(parts, kind):
+        row = list(run)
+        for first in range(0, len(row), _MOST_TOGETHER) if merges else ():
+            tensors = tuple(part.outputs[0] for part in row[first : first + _MOST_TOGETHER])
+            yield replace(row[0], outputs=tensors, inputs=tensors)
+        if not merges:
+            yield from row
 
 
 def check_dtypes(call: Call, reduced: Callable[[str, object, torch.dtype], torch.dtype] = reduced_dtype) -> None:

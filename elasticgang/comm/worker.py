@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
+    AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
     BroadcastOptions,
@@ -80,6 +81,8 @@ def _with(kind: Callable[[], Any], timeout_s: float | None, **values: object) ->
 
 
 def _allreduce(group: Any, tensors: list[Tensor], op: str, timeout_s: float | None = None) -> Any:
+    if len(tensors) > 1:
+        return group.allreduce_coalesced(tensors, _with(AllreduceCoalescedOptions, timeout_s, reduceOp=_REDUCE_OPS[op]))
     return group.allreduce(tensors, _with(AllreduceOptions, timeout_s, reduceOp=_REDUCE_OPS[op]))
 
 

@@ -603,3 +603,13 @@ def test_the_first_start_does_not_count_against_the_timeout() -> None:
     """A fork server takes longer than that to import torch."""
     done = subprocess.run([sys.executable, "-c", COLD], cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_reduced_together_goes_to_the_comm_process_as_one(rings: Rings) -> None:
+    ring = rings(2)
+    tensors = [torch.ones(3) for _ in range(100)] + [torch.ones(3, dtype=torch.int64) for _ in range(100)]
+    work = ring[0].allreduce_coalesced(tensors)
+    assert ring[0].num_active_work() == 2  # one of each dtype
+    ring[1].allreduce_coalesced([tensor.clone() for tensor in tensors]).wait()
+    work.wait()
+    assert all(bool((tensor == 2).all()) for tensor in tensors)
