@@ -282,7 +282,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
 
 
 def _together(parts: Sequence[Collective]) -> Iterator[Collective]:
-    """Reductions of the same kind in a row as one, which Gloo flattens: each costs a way to the comm process and back."""
+    """Reductions of one kind in a row as one, which Gloo flattens: each costs a way to the comm process and back."""
 
     def kind(part: Collective) -> tuple[object, ...]:
         merges = part.call == "all_reduce" and part.op is not ReduceOperation.MEAN and part.outputs[0].numel() > 0
