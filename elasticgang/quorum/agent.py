@@ -467,7 +467,7 @@ class Agent:
                 rank.has_asked = True
                 report = member_from_json(message["report"])
                 self._changes.asked(rank.member, report.pending)
-                self._handle(Asked(rank.member, report, layout, message["broken"]))
+                self._handle(Asked(rank.member, report, layout, message["broken"], message["timed_out"]))
             case "committed":
                 attempt = Attempt(message["step"], message["generation"])
                 self._tell(self._changes.committed(rank.member, attempt, time.monotonic()))

@@ -33,7 +33,14 @@ from elasticgang.comm.forkserver import ForkServer, ForkServerClient
 from elasticgang.comm.page import Doing, Page
 from elasticgang.comm.supply import PRELOAD, CommSupply
 from elasticgang.comm.work import CommWork
-from elasticgang.errors import EvictedError, GangError, OperationalError, PeerLostError, StepAborted
+from elasticgang.errors import (
+    CollectiveTimeoutError,
+    EvictedError,
+    GangError,
+    OperationalError,
+    PeerLostError,
+    StepAborted,
+)
 from elasticgang.gang import FakeGang, Gang, Gangs, create_fake_gangs
 from elasticgang.gang.elastic import Binding, ElasticGang
 from elasticgang.layout import RUNTIME_GANGS, Member, ParallelLayout, plan
@@ -267,10 +274,11 @@ class ElasticMembership:
     def _enter(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
         while True:
             phases = {"began": time.monotonic()}
-            broken, had_part = self.error is not None, self._generation is not None
+            error, had_part = self.error, self._generation is not None
+            why = {"broken": error is not None, "timed_out": isinstance(error, CollectiveTimeoutError)}
             comm = self._leave_generation()
             phases["aborted"] = time.monotonic()
-            self._link.tell("ask", report=asdict(report()), layout=layout_to_json(self._layout), broken=broken)
+            self._link.tell("ask", report=asdict(report()), layout=layout_to_json(self._layout), **why)
             record, seat = self._next_seat(act, had_part)
             phases["agreed"] = time.monotonic()
             act(record, seat)

@@ -43,12 +43,14 @@ class Started:
 
 @dataclass(frozen=True)
 class Asked:
-    """`broken`: because a collective failed, not because the generation ended in order."""
+    """`broken`: because a collective failed, not because the generation ended in order; `timed_out`: it took too long,
+    and nobody is known to be gone."""
 
     member: str
     report: MemberReport
     layout: ParallelLayout
     broken: bool
+    timed_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,8 @@ class Roster:
         self._hear(event.report.tip)
         if self.finished and not self._can_finish(rank):
             return [Dismiss((event.member,), "the job has finished")]
-        instructions = self._abort(f"rank {rank.local_rank} lost a peer") if event.broken and not newcomer else []
+        what = "timed out in a collective" if event.timed_out else "lost a peer"
+        instructions = self._abort(f"rank {rank.local_rank} {what}") if event.broken and not newcomer else []
         instructions += self._ask_if_ready()
         return self._notice_join() if newcomer and not instructions else instructions
 

@@ -23,3 +23,5 @@ def test_a_heal_longer_than_the_collective_timeout_ends(tmp_path: Path) -> None:
     assert len(set(digests)) == 1
     generations = [event for event in job.events() if event["event"] == "generation"]
     assert len(generations) > MAX_LOST + 1  # more tries than may be lost in a row
+    causes = [event["cause"] for event in job.events() if event["event"] == "generation_change"]
+    assert any(cause.endswith("timed out in a collective") for cause in causes), causes

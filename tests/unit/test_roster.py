@@ -75,11 +75,12 @@ class Host:
         member: str,
         *,
         broken: bool = False,
+        timed_out: bool = False,
         tip: Attempt | None = None,
         pending: Attempt | None = None,
         layout: ParallelLayout = LAYOUT,
     ) -> list[Instruction]:
-        return self.roster.handle(Asked(member, report_of(member, tip, pending), layout, broken))
+        return self.roster.handle(Asked(member, report_of(member, tip, pending), layout, broken, timed_out))
 
     def exits(
         self, member: str, status: int = KILLED, *, blameless: bool = False, goes: bool = False
@@ -238,6 +239,11 @@ def test_an_error_of_one_ends_the_generation_for_the_others() -> None:
     assert host.asks("a1", broken=True) == [Abort(("a0", "a2"), 1, "rank 1 lost a peer")]
     assert host.asks("a0", broken=True) == [Abort(("a2",), 1, "rank 0 lost a peer")]
     assert host.asks("a2", broken=True) == [Ask()]
+
+
+def test_of_one_that_waited_too_long_nobody_is_said_to_be_lost() -> None:
+    host = running()
+    assert host.asks("a1", broken=True, timed_out=True) == [Abort(("a0", "a2"), 1, "rank 1 timed out in a collective")]
 
 
 def test_one_that_leaves_unfinished_ends_the_generation_for_the_others() -> None:
