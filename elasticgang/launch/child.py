@@ -45,7 +45,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
         )
     )
     os.register_at_fork(after_in_child=told.close)
-    _watch_agent(args["agent_pid"], page, Lease(lease))
+    _watch_agent(args["agent_pid"], told.fileno(), page, Lease(lease))
     drain.install()
     return _end(_run(args["command"], told))
 
@@ -81,9 +81,10 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _watch_agent(pid: int, page: Page, lease: Lease) -> None:
-    """End this process group when the agent is gone or the host's lease over, also before the script joins and when it
-    never does. Meanwhile tell the agent that this process runs."""
+def _watch_agent(pid: int, link: int, page: Page, lease: Lease) -> None:
+    """End this process group when the agent is gone or has closed the link, for it started another in this one's place,
+    or the host's lease is over; also before the script joins and when it never does. Meanwhile tell the agent that this
+    process runs."""
     import select
 
     try:
@@ -95,6 +96,7 @@ def _watch_agent(pid: int, page: Page, lease: Lease) -> None:
     def watch() -> None:
         poll = select.poll()
         poll.register(agent, select.POLLIN)
+        poll.register(link, 0)  # its end alone, which is always told
         while not poll.poll(PULSE_MS) and not lease.is_over:
             page.pulse()
         os.killpg(0, signal.SIGKILL)

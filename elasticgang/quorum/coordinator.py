@@ -309,7 +309,10 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     except OperationalError as exc:
         os.write(announce, json.dumps({"error": str(exc)}).encode())
         return 1
-    os.write(announce, json.dumps({"address": coordinator.address}).encode())
+    try:
+        os.write(announce, json.dumps({"address": coordinator.address}).encode())
+    except OSError:
+        os._exit(1)  # whoever asked for it has given it up
     os.close(announce)
     poll = select.poll()
     poll.register(owner, select.POLLIN)
