@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -71,6 +72,7 @@ _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
 _DISMISS_TIMEOUT_S = 10.0
 _END_POLL_S = 0.005
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass
@@ -218,6 +220,9 @@ class Agent:
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that nobody handles ends the job: half an agent is worse than none."""
         error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context["message"]:
+            self._events.write("accept failed", error=str(error))  # asyncio tries again in a second
+            return
         self._fail(1, f"internal error in the agent: {context['message']}: {error!r}")
 
     def _on_signal(self, number: int) -> None:

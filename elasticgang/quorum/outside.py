@@ -179,11 +179,13 @@ class Outside:
         match notice["kind"]:
             case "over":
                 generation = int(notice["generation"])
-                self._told_over = max(self._told_over, generation)
+                if self._is_near(generation):
+                    self._told_over = max(self._told_over, generation)
                 self._inside.handle(Noticed(generation, over=True, reason=str(notice["reason"])))
             case "join":
                 generation = int(notice["generation"])
-                self._told_join = max(self._told_join, generation)
+                if self._is_near(generation):
+                    self._told_join = max(self._told_join, generation)
                 self._inside.log("join noticed", generation=generation)
                 self._inside.handle(Noticed(generation, over=False))
             case "finished":
@@ -194,6 +196,11 @@ class Outside:
                     self._inside.say(f"elasticgang: agent {notice['agent']} is refused: {notice['reason']}")
             case kind:
                 raise ValueError(f"unknown kind {kind!r}")
+
+    def _is_near(self, generation: int) -> bool:
+        """At most the next one: of one further on it is not believed that all the others know (A7 of the roster)."""
+        record = self._inside.roster.record
+        return record is not None and generation <= record.generation + 1
 
     def _away(self, reason: str) -> None:
         self._inside.log("coordinator away", reason=reason)
