@@ -51,7 +51,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
 
 
 def _run(command: dict[str, Any], told: socket.socket) -> int:
-    """The script, to its exit code."""
+    """The script, to its exit code; -N for an end by signal N."""
     sys.argv = [command["script"], *command["args"]]
     try:
         if command["module"]:
@@ -61,7 +61,7 @@ def _run(command: dict[str, Any], told: socket.socket) -> int:
             sys.path.insert(0, os.path.dirname(os.path.abspath(command["script"])))
             runpy.run_path(command["script"], run_name="__main__")
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return -signal.SIGINT
     except SystemExit as exc:
         return _exit_code(exc)
     except BaseException as exc:
@@ -78,6 +78,9 @@ def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if code < 0:  # as if nobody had caught it, so that the agent sees what it was
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 

@@ -217,6 +217,10 @@ class Agent:
             self._events.write("coordinator died")
             self._background(self._start_coordinator(self._roster.record))
 
+    def _end_coordinator(self) -> None:
+        if self._coordinator_pid:
+            _kill_group(self._coordinator_pid)
+
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that nobody handles ends the job: half an agent is worse than none."""
         error = context.get("exception")
@@ -597,6 +601,7 @@ class _Inside:
         self.fence = agent._fence
         self.fail = agent._fail
         self.hear_waits = agent._hear_waits
+        self.end_coordinator = agent._end_coordinator
         self.say = agent._output.say
         self.log = agent._events.write
 

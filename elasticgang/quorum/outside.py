@@ -27,6 +27,7 @@ _ANNOUNCE_FIRST_S = 0.02
 _ANNOUNCE_S = 0.2
 _LEFT_BEHIND_S = 1.0
 _LATE_S = 0.5
+_STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is ended
 _RETRY_S = 0.05
 
 
@@ -48,6 +49,9 @@ class Inside(Protocol):
         """End all members here, and come back as another agent."""
 
     def fail(self, code: int, reason: str) -> None: ...
+
+    def end_coordinator(self) -> None:
+        """It does not answer. If it is the agent's own, and there, it is killed, and started again."""
 
     def say(self, line: str) -> None: ...
 
@@ -189,6 +193,8 @@ class Outside:
                 self._inside.log("join noticed", generation=generation)
                 self._inside.handle(Noticed(generation, over=False))
             case "finished":
+                if self._inside.roster.record is None:
+                    self._inside.say(f"elasticgang: job {self._job} has finished already: nothing is done here")
                 self._told_finished = True
                 self._inside.handle(Finished())
             case "refused":
@@ -204,6 +210,12 @@ class Outside:
 
     def _away(self, reason: str) -> None:
         self._inside.log("coordinator away", reason=reason)
+        self._inside.run_aside(self._end_stuck())
+
+    async def _end_stuck(self) -> None:
+        await asyncio.sleep(_STUCK_S)
+        if self._line.contact is None:
+            self._inside.end_coordinator()
 
     def _back(self, contact: Contact) -> None:
         self._inside.log("coordinator back", incarnation=contact.endpoint.incarnation)
@@ -263,7 +275,7 @@ class Outside:
         while number == self._num_asked and self._inside.roster.may_ask():
             contact = self._line.contact
             if contact is None:
-                away_since, error = self._line.away_since, "it is away"
+                away_since, error = max(self._line.away_since, self._open_since), "it is away"  # since it is needed
             else:
                 contact.beats = True
                 report = self._inside.roster.report()
