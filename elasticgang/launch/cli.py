@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 EXIT_USAGE = 2
 _MAX_JOB_ID = 100  # bytes: files are named by it
+_LEAST_HANG_S = 0.5
 _MAX_SECONDS = 7 * 24 * 3600 + 1
 
 _RUN_EXAMPLES = """\
@@ -157,11 +158,11 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--hang-timeout",
-        type=_seconds,
+        type=_hang_seconds,
         metavar="SECONDS",
         help="for which a rank that others wait for may stand still in the script's own code before it is killed and "
-        "restarted; not while `manager.paused`, nor in its first steps (default: ten times the usual step and twice "
-        "the longest time that a rank stood still and got on by itself, but at least 30)",
+        "restarted, at least 0.5; not while `manager.paused`, nor in its first steps (default: ten times the usual "
+        "step and twice the longest time that a rank stood still and got on by itself, but at least 30)",
     )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="the training script")
@@ -175,6 +176,15 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number of seconds, but is {text!r} instead") from None
     if not 0 < value < _MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"must be greater than 0 and at most a week, but is {text} instead")
+    return value
+
+
+def _hang_seconds(text: str) -> float:
+    value = _seconds(text)
+    if value < _LEAST_HANG_S:
+        raise argparse.ArgumentTypeError(
+            f"must be at least {_LEAST_HANG_S:g}, but is {text} instead: ranks that are well stand still for as long"
+        )
     return value
 
 

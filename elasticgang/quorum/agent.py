@@ -531,7 +531,7 @@ class Agent:
             await asyncio.sleep(self._watch.interval_s)
             pages = {member: rank.page for member, rank in self._ranks.items() if rank.status is None}
             now = time.monotonic()
-            for verdict in self._watch.look(now, pages):
+            for verdict in self._watch.look(now, pages, finished=self._roster.finished):
                 self._end_hung(self._ranks[verdict.member], verdict)
             if (waits := self._watch.news(now)) is not None:
                 self._world.tell_waits([list(astuple(wait)) for wait in waits])

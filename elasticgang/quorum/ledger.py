@@ -123,6 +123,11 @@ class Ledger:
         self.active.update(member for member, flag in zip(self._learners(), whole, strict=True) if flag)
         return Count(passed, joins > 0.0)
 
+    @property
+    def awaits_learners(self) -> bool:
+        """Whether a member of the generation has yet to become active."""
+        return any(member not in self.active for member in self._learners())
+
     def _learners(self) -> list[str]:
         assert self.record is not None
         return [seat.member for seat in self.record.seats if seat.status == LEARNER]

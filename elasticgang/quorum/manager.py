@@ -70,8 +70,12 @@ class StateKeeper(Protocol):
         """While the state is changed: no healer reads; those that do are waited for, up to a limit, then dropped."""
 
     def heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = ...) -> bool:
-        """Load the state of `attempt` from one of the peers at `sources`. Gives up waiting for a source to begin its
-        step once `cancelled`."""
+        """Load the state of `attempt` from the peers at `sources`. Gives up once `cancelled`; what has come by then
+        need not come again."""
+
+    @property
+    def num_arrived(self) -> int:
+        """What a heal that has not ended has so far; grows from try to try."""
 
     def fetch_after(
         self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = ...
@@ -158,6 +162,7 @@ class QuorumManager:
         self._failure: Exception | None = None
         self._registered = False
         self._left = False
+        self._num_arrived = 0  # of `StateKeeper.num_arrived`, when the last try ended
 
     # -- what the user sees
 
@@ -270,7 +275,8 @@ class QuorumManager:
 
         Raises:
             SystemExit: so does one that was told to go by SIGTERM.
-            OperationalError: 100 tries in a row were lost.
+            OperationalError: 100 tries in a row were lost, in which no member was about to heal, or this one was and
+                got nothing.
             StateLostError: nobody holds the committed state any more.
         """
         if self._reducers and not self._registered:
@@ -298,7 +304,8 @@ class QuorumManager:
                 yield step
                 if not step.closed:
                     raise InvalidOperationError(f"step {step.index} was not used; write `with step:` in the loop")
-                lost = 0 if self.committed_steps > step.index else lost + 1
+                healed_on = self._healed_on()
+                lost = 0 if self.committed_steps > step.index else lost + (not healed_on)
                 if lost >= _MAX_LOST_STEPS:
                     raise OperationalError(f"step {step.index} was lost {lost} times in a row; the last: {self.error}")
         except Drained:
@@ -483,6 +490,12 @@ class QuorumManager:
         if healed:
             self._ledger.healed()
             self._membership.healed()
+
+    def _healed_on(self) -> bool:
+        """Whether the try that has ended served a heal that takes longer than a generation lives. Healers alone see
+        whether one gets on: those that do not end by themselves."""
+        had_arrived, self._num_arrived = self._num_arrived, self._keeper.num_arrived
+        return self._ledger.awaits_learners if self._ledger.is_active else self._num_arrived > had_arrived
 
     def _after(self) -> Callable[[], None] | None:
         """How this rank's state gets what forward changed in this step: by its own forward, or, for a learner, which

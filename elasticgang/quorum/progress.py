@@ -3,6 +3,7 @@
 Pure: `watch.py` reads the ranks' pages and performs what is decided here.
 
 H1  Only one that others wait for is hung, and nobody who waits is: so never all, and nobody while all are slow alike.
+    Once the job has finished, the agent waits for those that still take part.
 H2  A collective that not all have come to is waited for by those that have, and held up by those that have not. Who has
     one under way waits for it, in whatever way.
 H3  Time in the runtime's own waits does not count while the process lives (its pulse), nor does paused time, nor time
@@ -132,6 +133,7 @@ class Progress:
     def __init__(self, limit_ms: int | None = None) -> None:
         self._given_ms = limit_ms
         self._seen: dict[str, _Seen] = {}
+        self._finished = False
         self._clock_ms = 0
         self._looked_ms: int | None = None
         self._step_times_ms: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
@@ -149,10 +151,13 @@ class Progress:
         usual = median(self._step_times_ms) if self._step_times_ms else 0
         return max(_FLOOR_MS, int(_STEPS_PER_LIMIT * usual), _STRETCHES_PER_LIMIT * self._longest_ms)
 
-    def look(self, now_ms: int, readings: Sequence[Reading], told: Sequence[Wait] = ()) -> list[Verdict]:
+    def look(
+        self, now_ms: int, readings: Sequence[Reading], told: Sequence[Wait] = (), *, finished: bool = False
+    ) -> list[Verdict]:
         """Who is hung, by the pages as they are now and what other agents have told. Each member is judged once, but
-        for its comm processes, each of which is."""
+        for its comm processes, each of which is. `finished`: a member has done all steps."""
         self._advance(now_ms)
+        self._finished = finished
         self._seen = {reading.member: self._see(reading) for reading in readings}
         waits = [*self.waits(), *told]
         verdicts = [verdict for seen in self._seen.values() if (verdict := self._judge(seen, waits)) is not None]
@@ -219,7 +224,7 @@ class Progress:
         if verdict is not None:
             return verdict
         reading = seen.reading
-        awaited = reading.takes_part and any(self._holds_up(seen, wait) for wait in waits)
+        awaited = reading.takes_part and (self._finished or any(self._holds_up(seen, wait) for wait in waits))
         seen.awaited_ms = (now if seen.awaited_ms is None else seen.awaited_ms) if awaited else None
         if seen.awaited_ms is None or reading.paused:
             return None

@@ -32,10 +32,11 @@ class Watch:
     def interval_s(self) -> float:
         return self._progress.interval_ms / 1000
 
-    def look(self, now_s: float, pages: Mapping[str, Page]) -> list[Verdict]:
-        """`pages`: by member."""
+    def look(self, now_s: float, pages: Mapping[str, Page], *, finished: bool) -> list[Verdict]:
+        """`pages`: by member. `finished`: so has the job."""
         readings = [read(member, page) for member, page in pages.items()]
-        return self._progress.look(int(now_s * 1000), readings, list(itertools.chain(*self._heard.values())))
+        told = list(itertools.chain(*self._heard.values()))
+        return self._progress.look(int(now_s * 1000), readings, told, finished=finished)
 
     # -- several agents
 

@@ -54,7 +54,14 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
 
 def connect(source: str) -> socket.socket:
     host, _, port = source.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=HEAL_TIMEOUT_S)
+    sock = socket.create_connection((host, int(port)), timeout=HEAL_TIMEOUT_S)
+    at_once(sock)
+    return sock
+
+
+def at_once(sock: socket.socket) -> None:
+    """Do not let the last piece of a message wait for the acknowledgement of the one before (40 ms on Linux)."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def await_answer(sock: socket.socket, cancelled: Callable[[], bool]) -> None:

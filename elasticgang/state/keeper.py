@@ -76,6 +76,8 @@ class Keeper:
         self._serving: Attempt | None = None
         self._forward_done = False
         self._readers: set[_Reader] = set()
+        self._digests = pull.Digests()
+        self._arrived: pull.Arrived | None = None  # of a heal that has not ended
         self._listener: socket.socket | None = None
         self.address = ""
         if host is not None:
@@ -108,6 +110,8 @@ class Keeper:
     # -- steps
 
     def begin(self, attempt: Attempt | None) -> None:
+        if attempt is not None:
+            self._forget_arrived()
         self._aside = self._small(cloned=True)  # also without a state: this rank's may be designated as the first
         for name, module in self._modules.items():
             if not any(isinstance(parameter, DTensor) for parameter in self._parameters[name].values()):
@@ -135,14 +139,21 @@ class Keeper:
                 channel.shut(reader.sock)
             while self._readers:  # a reader whose connection is shut leaves at its next byte
                 self._changed.wait()
+        self._digests.forget()
         yield
 
     def close(self) -> None:
+        self._forget_arrived()
         with self._changed:
             self._serving = None
         if self._listener is not None:
             channel.shut(self._listener)
             self._listener.close()
+
+    def _forget_arrived(self) -> None:
+        if self._arrived is not None:
+            self._arrived.close()
+            self._arrived = None
 
     def _small(self, *, cloned: bool) -> dict[str, Any]:
         """What forward, or plain code around it, changes: buffers and registered objects."""
@@ -187,6 +198,7 @@ class Keeper:
         with contextlib.suppress(OSError):
             while True:
                 sock, _ = self._listener.accept()
+                channel.at_once(sock)
                 threading.Thread(target=self._serve, args=(sock,), name="state-reader", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
@@ -202,7 +214,7 @@ class Keeper:
                     )
                     return
                 if request.get("by_range"):
-                    pull.serve(sock, self._aside, self._large())
+                    pull.serve(sock, attempt, self._aside, self._large(), self._digests)
                 else:
                     self._send_state(sock, request["after"])
             except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
@@ -240,13 +252,24 @@ class Keeper:
         def load(state: dict[str, Any]) -> bool:
             self._load_small(state["small"])
             self._load_large(state["large"])
+            self._digests.forget()
             self._aside = self._small(cloned=True)  # the step that this rank heals in may be dropped
             return True
 
-        if len(sources) > 1 and self._num_bytes() >= _BY_RANGE_FROM_BYTES:
-            state = pull.Pull(sources, attempt, cancelled).run()
-            return state is not None and self._loaded(load, state)
+        if self._num_bytes() >= _BY_RANGE_FROM_BYTES:
+            if self._arrived is None:
+                self._arrived = pull.Arrived()
+            state = pull.Pull(sources, attempt, cancelled, self._arrived).run()
+            if state is None:
+                return False
+            self._arrived = None
+            return self._loaded(load, state)
         return self._from_first(sources, attempt, False, cancelled, load) is True
+
+    @property
+    def num_arrived(self) -> int:
+        """Chunks that a heal which has not ended has so far."""
+        return 0 if self._arrived is None else self._arrived.num_came
 
     def _num_bytes(self) -> int:
         """Of the parameters."""

@@ -3,8 +3,9 @@
 W1  A chunk counts once its digest is the one on which the holders agree; who disagrees with the first is left out.
 W2  What forward changes may differ between holders: it comes from one of them, whole.
 W3  What a holder that dies, or sends what is wrong, has not given is given by the others.
-W4  Nothing of the caller's is written to. What is returned is all there, and nobody writes to it any more: each chunk
-    is asked of one holder at a time.
+W4  Nothing of the caller's is written to. What is returned is all there, and nobody writes to it any more.
+W5  A chunk that came is asked for no more, in this pull or the next, while its digest is the one agreed on: a state
+    that takes longer than a generation lives comes over several.
 """
 
 from __future__ import annotations
@@ -35,14 +36,33 @@ _FAILURES = (OSError, WireError, ValueError, KeyError, TypeError, IndexError, Ru
 # -- the holder's side
 
 
-def serve(sock: socket.socket, small: Any, large: Any) -> None:
+class Digests:
+    """Those of the chunks of one attempt, so that who comes again does not wait for them again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: tuple[Attempt, list[str]] | None = None
+
+    def of(self, attempt: Attempt, parts: Sequence[memoryview]) -> list[str]:
+        with self._lock:
+            if self._known is None or self._known[0] != attempt:
+                self._known = attempt, [channel.digest(part).hex() for part in parts]
+            return self._known[1]
+
+    def forget(self) -> None:
+        """The state changes. Nobody reads it any more."""
+        with self._lock:
+            self._known = None
+
+
+def serve(sock: socket.socket, attempt: Attempt, small: Any, large: Any, digests: Digests) -> None:
     """Answer a `Pull`, until it closes."""
     small_spec, small_tensors = flatten(small)
     large_spec, large_tensors = flatten(large)
     parts = list(itertools.chain(*map(channel.chunks, large_tensors)))
     manifest = {
         "small": [small_spec, channel.shapes_of(small_tensors)],
-        "large": [large_spec, channel.shapes_of(large_tensors), [channel.digest(part).hex() for part in parts]],
+        "large": [large_spec, channel.shapes_of(large_tensors), digests.of(attempt, parts)],
     }
     channel.send(sock, json.dumps(manifest).encode())
     while True:
@@ -60,17 +80,73 @@ def serve(sock: socket.socket, small: Any, large: Any) -> None:
 # -- the healer's side
 
 
-class Pull:
-    """One pull of the state of `attempt`. `run` is called once."""
+class Arrived:
+    """The chunks that have come: W5. All of it under `changed`."""
 
-    def __init__(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool]) -> None:
-        self._sources, self._attempt, self._cancelled = sources, attempt, cancelled
-        self._changed = threading.Condition()
-        self._agreed: list[Any] | None = None  # the large state's spec, shapes and digests
-        self._tensors: list[Tensor] = []
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.tensors: list[Tensor] = []
+        self.missing: set[int] = set()
+        self.asked: set[int] = set()  # of a holder that may yet give it, for this pull or an earlier one
+        self.num_came = 0
+        self._shapes: list[Any] | None = None
         self._views: list[memoryview] = []
-        self._missing: set[int] = set()
-        self._open: list[int] = []  # of `_missing`, what nobody has been asked for
+        self._digests: list[str] = []
+        self._is_closed = False
+
+    def expect(self, shapes: list[Any], digests: list[str]) -> None:
+        """From now on those of `digests` are wanted. What came before and is among them stays."""
+        if shapes != self._shapes:
+            tensors = [channel.empty(*shape) for shape in shapes]
+            views = list(itertools.chain(*map(channel.chunks, tensors)))
+            missing = set(range(len(views)))
+        else:
+            tensors, views = self.tensors, self._views
+            missing = {
+                index
+                for index, (old, new) in enumerate(itertools.zip_longest(self._digests, digests))
+                if index in self.missing or old != new
+            }
+        if len(views) != len(digests):
+            raise WireError("there are not as many digests as chunks")
+        self.tensors, self.missing, self._shapes, self._views, self._digests = tensors, missing, shapes, views, digests
+
+    def to_ask(self) -> list[int]:
+        """What is missing; last what an earlier pull has asked for."""
+        return sorted(self.missing, key=lambda index: (index in self.asked, index))
+
+    def num_bytes(self, index: int) -> int:
+        return len(self._views[index])
+
+    def put(self, index: int, digest: str, data: memoryview) -> bool:
+        """Keep a chunk that has this digest. False: it is not wanted, or here already."""
+        with self.changed:
+            if self._is_closed or index not in self.missing or self._digests[index] != digest:
+                return False
+            self._views[index][:] = data
+            self.missing.discard(index)
+            self.num_came += 1
+            self.changed.notify_all()
+            return True
+
+    def close(self) -> None:
+        """Nothing is kept any more."""
+        with self.changed:
+            self._is_closed = True
+
+
+class Pull:
+    """One pull of the state of `attempt`. `run` is called once.
+
+    Once it is cancelled, what holders have been asked for still goes into `arrived`."""
+
+    def __init__(
+        self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool], arrived: Arrived
+    ) -> None:
+        self._sources, self._attempt, self._cancelled, self._arrived = sources, attempt, cancelled, arrived
+        self._changed = arrived.changed
+        self._agreed: list[Any] | None = None  # the large state's spec, shapes and digests
+        self._open: list[int] = []  # of what is missing, what nobody has been asked for
         self._small: dict[str, Any] | None = None
         self._small_asked = False
         self._sockets: list[socket.socket] = []
@@ -87,15 +163,16 @@ class Pull:
             while not self._is_done() and self._num_live and not self._cancelled():
                 self._changed.wait(_POLL_S)
             done, self._is_over = self._is_done(), True
-            for sock in self._sockets:
+            for sock in self._sockets if done else ():
                 channel.shut(sock)
         if not done or self._small is None or self._agreed is None:
             return None
-        large: dict[str, Any] = unflatten(self._agreed[0], self._tensors)
+        self._arrived.close()
+        large: dict[str, Any] = unflatten(self._agreed[0], self._arrived.tensors)
         return {"small": self._small, "large": large}
 
     def _is_done(self) -> bool:
-        return self._small is not None and self._agreed is not None and not self._missing
+        return self._small is not None and self._agreed is not None and not self._arrived.missing
 
     def _pull(self, source: str) -> None:
         mine: list[int] = []
@@ -115,13 +192,15 @@ class Pull:
                         self._receive_small(sock, *small_manifest)
                         asks_small = False
                     self._receive_chunks(sock, mine, source)
+                    self._returned(mine)
                     mine = []
         except _FAILURES as exc:
             if not self._is_over:
                 log.warning("could not heal from %s: %s", source, exc)
         finally:
+            self._returned(mine)
             with self._changed:
-                self._open += [index for index in mine if index in self._missing]
+                self._open += mine
                 self._small_asked = self._small_asked and not asks_small
                 self._num_live -= 1
                 self._changed.notify_all()
@@ -136,12 +215,10 @@ class Pull:
             raise WireError(manifest["refused"])
         with self._changed:
             if self._agreed is None:
-                self._tensors = [channel.empty(*shape) for shape in manifest["large"][1]]
-                self._views = list(itertools.chain(*map(channel.chunks, self._tensors)))
-                if len(self._views) != len(manifest["large"][2]):
-                    raise WireError("there are not as many digests as chunks")
-                self._open = list(range(len(self._views)))
-                self._missing = set(self._open)
+                if self._is_over:
+                    raise WireError("the generation ended")
+                self._arrived.expect(*manifest["large"][1:])
+                self._open = self._arrived.to_ask()
                 self._agreed = manifest["large"]
             elif manifest["large"] != self._agreed:
                 raise WireError("its state is not what another one holds of the same step")
@@ -153,12 +230,18 @@ class Pull:
         """What to ask for next; nothing once all is there. Waits while others may yet leave something."""
         with self._changed:
             while not (self._is_done() or self._is_over):
+                self._open = [index for index in self._open if index in self._arrived.missing]
                 if not self._small_asked or self._open:
                     asks_small, self._small_asked = not self._small_asked, True
                     mine, self._open = self._open[:_RUN], self._open[_RUN:]
+                    self._arrived.asked.update(mine)
                     return asks_small, mine
                 self._changed.wait(_POLL_S)
         return False, []
+
+    def _returned(self, indices: Sequence[int]) -> None:
+        with self._changed:
+            self._arrived.asked.difference_update(indices)
 
     def _receive_small(self, sock: socket.socket, spec: Any, shapes: list[Any]) -> None:
         channel.send(sock, b'"small"')
@@ -180,10 +263,10 @@ class Pull:
         assert self._agreed is not None
         channel.send(sock, json.dumps(indices).encode())
         for index in indices:
-            channel.receive_into(sock, self._views[index])
-            if channel.digest(self._views[index]).hex() != self._agreed[2][index]:
+            part = memoryview(bytearray(self._arrived.num_bytes(index)))
+            channel.receive_into(sock, part)
+            digest = self._agreed[2][index]
+            if channel.digest(part).hex() != digest:
                 raise WireError(f"the digest of chunk {index} is wrong")
-            with self._changed:
-                self._missing.discard(index)
+            if self._arrived.put(index, digest, part):
                 self.given[source] = self.given.get(source, 0) + 1
-                self._changed.notify_all()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.test_kills import Fault, alone, at, check, run, soon
+from elasticgang.launch.cli import main
+from tests.chaos.test_kills import NUM_STEPS, Fault, alone, at, check, run, soon
 from tests.support import Job
 
 __all__ = ["alone"]  # the fixture
@@ -86,6 +87,22 @@ def test_the_one_that_is_behind_is_ended_alone(name: str, jobs: dict[str, Future
     assert hung(job) == expected, job.stderr
     spawned = Counter(event["local_rank"] for event in job.events() if event["event"] == "spawned")
     assert spawned == Counter(range(3)) + killed + Counter(rank for rank, by_comm in expected if not by_comm)
+
+
+def test_one_that_stands_still_at_the_very_end_is_ended_too(tmp_path: Path, alone: str) -> None:
+    """The others have finished, and wait for nobody."""
+    faults = [at("applied", 1, "stop", step=NUM_STEPS)]
+    job = run(tmp_path, faults, options=["--hang-timeout=1"])
+    check(job, faults, alone)
+    assert hung(job) == [(1, False)]
+
+
+@pytest.mark.parametrize("given", ["0.03", "0.499"])
+def test_a_limit_that_those_who_are_well_exceed_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", f"--hang-timeout={given}", "train.py"])
+    told = capsys.readouterr().err
+    assert f"error: argument --hang-timeout: must be at least 0.5, but is {given} instead" in told
 
 
 def test_what_takes_long_is_let_be(tmp_path: Path, alone: str) -> None:

@@ -57,6 +57,7 @@ class Host:
         self.ranks = [Rank(name, {DP: Reached(0, 0), CONTROL: Reached(0, 0)}) for name in names]
         self.now_ms = 0
         self.told: tuple[Wait, ...] = ()
+        self.finished = False
 
     def __getitem__(self, index: int) -> Rank:
         return self.ranks[index]
@@ -69,7 +70,8 @@ class Host:
             each()
             for rank in self.ranks:
                 rank.live()
-            if found := self.progress.look(self.now_ms, [rank.page() for rank in self.ranks], self.told):
+            pages = [rank.page() for rank in self.ranks]
+            if found := self.progress.look(self.now_ms, pages, self.told, finished=self.finished):
                 return found
         return []
 
@@ -279,6 +281,25 @@ def test_one_that_builds_or_has_left_holds_nobody_up(host: Host) -> None:
     host[2].set(takes_part=False)
     for other in (host[0], host[1], host[3]):
         other.set(waits=True, asks=True)
+    assert host.run(60_000) == []
+
+
+@pytest.mark.parametrize("how", ["stopped", "busy"])
+def test_once_the_job_has_finished_who_stands_still_is_found_though_nobody_waits(host: Host, how: str) -> None:
+    host[2].stopped = how == "stopped"
+    for other in (host[0], host[1], host[3]):
+        other.set(takes_part=False)
+    assert host.run(10_000) == []
+    host.finished = True
+    assert names(host.run(10_000)) == ["c"]
+
+
+def test_once_the_job_has_finished_what_is_paused_waits_or_has_left_is_let_be(host: Host) -> None:
+    host[0].set(takes_part=False)
+    host[1].set(paused=True)
+    host[2].set(waits=True)
+    host[3].set(waits=True, asks=True)
+    host.finished = True
     assert host.run(60_000) == []
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from elasticgang.quorum.commit import Attempt
 from elasticgang.state import channel, pull
 from elasticgang.state import keeper as keeper_module
+from elasticgang.state.tree import flatten
 from tests.unit.test_keeper import AT, HERE, Rank, same
 
 SIZE = 20_000  # 3 floats each, thrice with the optimizer's state: 180 chunks of 4000 bytes
@@ -171,3 +173,55 @@ def test_an_apply_waits_for_a_pull_and_no_longer(pulls: list[pull.Pull]) -> None
         with source.keeper.hold():
             source.train()
     assert not same(healer.large(), sources[0].large())
+
+
+def num_chunks(rank: Rank) -> int:
+    return sum(len(channel.chunks(tensor)) for tensor in flatten(rank.keeper._large())[1])
+
+
+def test_what_came_before_it_was_cancelled_is_not_asked_for_again(
+    pulls: list[pull.Pull], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, healer = holders(2), Rank(1, size=SIZE)
+    came: list[int] = []
+    cancelled = threading.Event()
+    put = pull.Arrived.put
+
+    def counted(arrived: pull.Arrived, index: int, *rest: Any) -> bool:
+        came.append(index)
+        if len(came) == 50:
+            cancelled.set()
+        return put(arrived, index, *rest)
+
+    monkeypatch.setattr(pull.Arrived, "put", counted)
+    assert not healer.keeper.heal(addresses(sources), AT, cancelled.is_set)
+    assert healer.keeper.heal(addresses(sources), AT)
+    assert_healed(healer, sources)
+    assert len(came) <= num_chunks(sources[0]) + 2 * 2 * pull._RUN  # what was under way comes twice
+
+
+def test_of_another_attempt_what_has_not_changed_stays(pulls: list[pull.Pull]) -> None:
+    sources, healer = holders(2), Rank(1, size=SIZE)
+    wires = [Wire(source, cut=600_000) for source in sources]
+    assert not healer.keeper.heal([wire.address for wire in wires], AT)
+    num_kept = healer.keeper.num_arrived
+    assert num_kept > 40
+    later = Attempt(AT.step + 1, AT.generation)
+    for source in sources:
+        with source.keeper.hold(), torch.no_grad():
+            source.model[0].weight[0] += 1  # type: ignore[index, operator]
+        source.keeper.begin(later)
+    assert healer.keeper.heal(addresses(sources), later)
+    assert_healed(healer, sources)
+    assert sum(pulls[1].given.values()) <= num_chunks(sources[0]) - num_kept + 1
+    assert healer.keeper.num_arrived == 0
+
+
+def test_one_holder_alone_goes_on_where_it_was(pulls: list[pull.Pull]) -> None:
+    sources, healer = holders(1), Rank(1, size=SIZE)
+    assert not healer.keeper.heal([Wire(sources[0], cut=600_000).address], AT)
+    num_kept = healer.keeper.num_arrived
+    assert num_kept > 40
+    assert healer.keeper.heal(addresses(sources), AT)
+    assert_healed(healer, sources)
+    assert sum(pulls[1].given.values()) == num_chunks(sources[0]) - num_kept

@@ -1,0 +1,58 @@
+"""Training in which rank 1 heals over a wire that lets few chunks through while a generation lives."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+import elasticgang as eg
+from elasticgang.quorum import manager as manager_module
+from elasticgang.state import channel, pull
+from elasticgang.state import keeper as keeper_module
+from tests.support import wait_until
+
+NUM_STEPS = 5
+NUM_PER_GENERATION = 5
+MAX_LOST = 3
+
+
+def main() -> None:
+    channel.CHUNK_BYTES = 4096
+    keeper_module._BY_RANGE_FROM_BYTES = 0
+    manager_module._MAX_LOST_STEPS = MAX_LOST
+    torch.manual_seed(int(os.environ["LOCAL_RANK"]))
+    manager = eg.join(layout=eg.ParallelLayout())
+    model = eg.DistributedDataParallel(manager, nn.Linear(50_000, 1))  # 49 chunks
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.01))
+    batches = eg.GlobalBatch(8, size=4, slot=2, seed=0)
+    manager.register_state(model=model, optim=optim)
+    if os.environ["LOCAL_RANK"] == "1":
+        narrow(manager)
+    for step in manager.steps(NUM_STEPS):
+        with step:
+            for slot in batches.slots(step):
+                with model.accumulate(last=slot.last):
+                    model(torch.ones(len(slot.index), 50_000)).sum().backward()
+            optim.step(weight=1.0)
+    digest = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+    print(f"finished {digest!r}", flush=True)
+
+
+def narrow(manager: eg.QuorumManager) -> None:
+    put = pull.Arrived.put
+
+    def gated(arrived: pull.Arrived, *args: Any) -> bool:
+        came = put(arrived, *args)
+        if arrived.num_came % NUM_PER_GENERATION == 0 and arrived.missing:
+            generation = manager.generation
+            wait_until(lambda: manager.poisoned or manager.generation != generation, "the end of the generation")
+        return came
+
+    pull.Arrived.put = gated  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    main()

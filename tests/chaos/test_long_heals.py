@@ -1,0 +1,25 @@
+"""A state that takes longer to come than a generation lives: it comes over several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.chaos.long_heal_job import MAX_LOST
+from tests.support import Job
+
+SCRIPT = Path(__file__).parent / "long_heal_job.py"
+
+
+def test_a_heal_longer_than_the_collective_timeout_ends(tmp_path: Path) -> None:
+    options = ["--collective-timeout=1"]
+    with (
+        (tmp_path / "stdout").open("w") as stdout,
+        Job(tmp_path, SCRIPT, ranks=2, options=options, stdout=stdout.fileno()) as job,
+    ):
+        assert job.wait() == 0, job.stderr
+    told = [line.partition("finished ")[2] for line in (tmp_path / "stdout").read_text().splitlines()]
+    digests = [line for line in told if line]
+    assert len(digests) == 2
+    assert len(set(digests)) == 1
+    generations = [event for event in job.events() if event["event"] == "generation"]
+    assert len(generations) > MAX_LOST + 1  # more tries than may be lost in a row
