@@ -50,7 +50,8 @@ _SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
 _MAX_MESSAGE = 1 << 17
 _MAX_FDS = 16
 _START_TIMEOUT_S = 120.0
-_SPAWN_TIMEOUT_S = 30.0
+_SPAWN_TIMEOUT_S = 6.0
+_KILL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class ForkServerClient:
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    @property
+    def is_lost(self) -> bool:
+        """It has been closed, here or by the server (F4)."""
+        return self._sock.fileno() < 0
 
     def spawn(
         self,
@@ -102,8 +108,10 @@ class ForkServerClient:
             socket.send_fds(self._sock, [json.dumps(request).encode()], [*stdio, *fds])
             data, received, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, _MAX_FDS)
         except OSError as exc:
+            self._sock.close()
             raise OperationalError(f"the fork server did not start {target}: {exc}") from exc
         if not data:
+            self._sock.close()
             raise OperationalError(f"the fork server is gone; it did not start {target}")
         reply = json.loads(data)
         if "error" in reply:
@@ -138,17 +146,19 @@ class ForkServer(ForkServerClient):
 
     def wait_ready(self, timeout: float = _START_TIMEOUT_S) -> None:
         """Block until the server has imported everything. Raises OperationalError when it could not."""
-        self._sock.settimeout(timeout)
         try:
+            self._sock.settimeout(timeout)
             data = self._sock.recv(_MAX_MESSAGE)
         except OSError as exc:
+            self._sock.close()
             raise OperationalError(f"the fork server was not ready within {timeout:.0f} s") from exc
-        finally:
-            self._sock.settimeout(_SPAWN_TIMEOUT_S)
+        self._sock.settimeout(_SPAWN_TIMEOUT_S)
         if not data:
+            self._sock.close()
             raise OperationalError("the fork server ended while it was starting")
         reply = json.loads(data)
         if "error" in reply:
+            self._sock.close()
             raise OperationalError(f"the fork server could not start: {reply['error']}")
 
     def connect(self) -> socket.socket:
@@ -161,6 +171,7 @@ class ForkServer(ForkServerClient):
                     raise ConnectionResetError("it has closed the connection")
             except OSError as exc:
                 ours.close()
+                self._sock.close()
                 raise OperationalError(f"the fork server is gone: {exc}") from exc
         return ours
 
@@ -169,7 +180,8 @@ class ForkServer(ForkServerClient):
         super().close()
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it; it starts nothing more
+            self.process.wait(_KILL_TIMEOUT_S)
 
 
 def _set_name(name: str) -> None:

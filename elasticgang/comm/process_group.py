@@ -135,7 +135,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
             GangError: a peer did not come (`CollectiveTimeoutError`), or failed. The group is unconfigured.
         """
         address, _, prefix = store_addr.partition("/")
-        if not prefix or not address.rpartition(":")[2].isdigit():
+        if not prefix or not address.rpartition(":")[2].isdecimal():
             raise ValueError(f"`store_addr` must be host:port/prefix, but is {store_addr!r} instead.")
         if world_size < 1 or not 0 <= rank < world_size:
             raise ValueError(

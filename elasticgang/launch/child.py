@@ -45,13 +45,13 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
         )
     )
     os.register_at_fork(after_in_child=told.close)
-    _watch_agent(args["agent_pid"], page, Lease(lease))
+    _watch_agent(args["agent_pid"], told.fileno(), page, Lease(lease))
     drain.install()
     return _end(_run(args["command"], told))
 
 
 def _run(command: dict[str, Any], told: socket.socket) -> int:
-    """The script, to its exit code."""
+    """The script, to its exit code; -N for an end by signal N."""
     sys.argv = [command["script"], *command["args"]]
     try:
         if command["module"]:
@@ -61,7 +61,7 @@ def _run(command: dict[str, Any], told: socket.socket) -> int:
             sys.path.insert(0, os.path.dirname(os.path.abspath(command["script"])))
             runpy.run_path(command["script"], run_name="__main__")
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return -signal.SIGINT
     except SystemExit as exc:
         return _exit_code(exc)
     except BaseException as exc:
@@ -78,12 +78,16 @@ def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if code < 0:  # as if nobody had caught it, so that the agent sees what it was
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 
-def _watch_agent(pid: int, page: Page, lease: Lease) -> None:
-    """End this process group when the agent is gone or the host's lease over, also before the script joins and when it
-    never does. Meanwhile tell the agent that this process runs."""
+def _watch_agent(pid: int, link: int, page: Page, lease: Lease) -> None:
+    """End this process group when the agent is gone or has closed the link, for it started another in this one's place,
+    or the host's lease is over; also before the script joins and when it never does. Meanwhile tell the agent that this
+    process runs."""
     import select
 
     try:
@@ -95,6 +99,7 @@ def _watch_agent(pid: int, page: Page, lease: Lease) -> None:
     def watch() -> None:
         poll = select.poll()
         poll.register(agent, select.POLLIN)
+        poll.register(link, 0)  # its end alone, which is always told
         while not poll.poll(PULSE_MS) and not lease.is_over:
             page.pulse()
         os.killpg(0, signal.SIGKILL)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 EXIT_USAGE = 2
+_MAX_JOB_ID = 100  # bytes: files are named by it
 _LEAST_HANG_S = 0.5
 _MAX_SECONDS = 7 * 24 * 3600 + 1
 
@@ -169,7 +170,10 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, but is {text!r} instead") from None
     if not 0 < value < _MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"must be greater than 0 and at most a week, but is {text} instead")
     return value
@@ -196,7 +200,10 @@ def _nnodes(text: str) -> tuple[int, int]:
 
 
 def _port(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, but is {text!r} instead") from None
     if not 0 <= value < 1 << 16:
         raise argparse.ArgumentTypeError(f"must be at least 0 and less than 65536, but is {text} instead")
     return value
@@ -217,10 +224,12 @@ def _check_run(args: argparse.Namespace) -> None:
         )
     if args.coordinator is not None and args.nnodes is not None and args.nnodes[1] > 1 and args.job_id is None:
         raise _UsageError("--nnodes of more than one host needs a --job-id, the same on all of them")
+    if args.job_id is not None and not 1 <= len(args.job_id.encode(errors="replace")) <= _MAX_JOB_ID:
+        raise _UsageError(f"--job-id must be 1 to {_MAX_JOB_ID} bytes long, but is {args.job_id!r} instead")
     args.nnodes = args.nnodes or (1, 0)
     if args.coordinator is not None:
         host, separator, port = args.coordinator.rpartition(":")
-        if not (separator and host and port.isdigit() and int(port) < 1 << 16):
+        if not (separator and host and port.isdecimal() and int(port) < 1 << 16):
             raise _UsageError(f"--coordinator must be HOST:PORT, but is {args.coordinator!r} instead")
     if args.module:
         import importlib.util
@@ -258,6 +267,8 @@ def _check_reachable(address: str, timeout: float) -> None:
         try:
             socket.create_connection((host, int(port)), timeout=max(0.05, deadline - time.monotonic())).close()
             return
+        except UnicodeError as exc:
+            raise _UsageError(f"--coordinator: {host!r} is no name of a host") from exc
         except OSError as exc:
             if time.monotonic() + 0.2 > deadline:
                 reason = exc.strerror or str(exc)
@@ -272,7 +283,7 @@ def _coordinator(args: argparse.Namespace) -> int:
         try:
             socket.create_server((args.host, args.port)).close()
         except OSError as exc:
-            reason = os.strerror(exc.errno) if exc.errno else str(exc)
+            reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
             raise _UsageError(f"cannot listen on {args.host}:{args.port}: {reason}") from exc
     from elasticgang.launch.run import run_coordinator
 

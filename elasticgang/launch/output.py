@@ -12,6 +12,7 @@ import os
 import selectors
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import BinaryIO
@@ -96,20 +97,31 @@ class _Stream:
             os.write(self._wake_writer, b"x")
 
     def _pump(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                if key.fd == self._wake_reader:
-                    os.read(key.fd, 4096)
-                else:
-                    self._drain(key)
-            if self._closing:
-                for key in list(self._selector.get_map().values()):
-                    if key.fd != self._wake_reader:
-                        self._drain(key, last=True)
-            while self._said:
-                self._write(self._said.popleft().encode() + b"\n")
-            if self._closing:
-                return
+        is_over = has_failed = False
+        while not is_over:
+            try:
+                is_over = self._turn()
+            except Exception:  # without this thread the ranks stand still once their pipes are full
+                is_over = self._closing
+                if not has_failed:
+                    has_failed = True
+                    self.say(f"elasticgang: error in what passes on the ranks' output:\n{traceback.format_exc()}")
+
+    def _turn(self) -> bool:
+        """Write what there is, once there is something. True: it was the last."""
+        for key, _ in self._selector.select():
+            if key.fd == self._wake_reader:
+                os.read(key.fd, 4096)
+            else:
+                self._drain(key)
+        is_closing = self._closing
+        if is_closing:
+            for key in list(self._selector.get_map().values()):
+                if key.fd != self._wake_reader:
+                    self._drain(key, last=True)
+        while self._said:
+            self._write(self._said.popleft().encode(errors="backslashreplace") + b"\n")
+        return is_closing
 
     def _drain(self, key: selectors.SelectorKey, *, last: bool = False) -> None:
         local_rank, partial = key.data

@@ -50,7 +50,7 @@ def run_job(args: argparse.Namespace) -> int:
     output = PrefixedOutput()
     log_to(output, args.log_level)
     try:
-        return Agent(job, output, EventLog(args.log_dir)).run()
+        return Agent(job, output, EventLog(args.log_dir, output.say)).run()
     except OperationalError as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 2

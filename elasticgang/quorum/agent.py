@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -22,7 +23,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from elasticgang.comm.forkserver import ForkServer, Spawned
 from elasticgang.comm.page import Page
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.quorum import wire
@@ -37,6 +37,7 @@ from elasticgang.quorum.decide import (
 from elasticgang.quorum.job import Events, Job, Output
 from elasticgang.quorum.lease import Lease
 from elasticgang.quorum.line import in_daemon
+from elasticgang.quorum.newborn import Birth
 from elasticgang.quorum.nursery import Nursery
 from elasticgang.quorum.outside import Limits, Outside
 from elasticgang.quorum.owned import OwnCoordinator
@@ -71,6 +72,7 @@ _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
 _DISMISS_TIMEOUT_S = 10.0
 _END_POLL_S = 0.005
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass
@@ -215,9 +217,16 @@ class Agent:
             self._events.write("coordinator died")
             self._background(self._start_coordinator(self._roster.record))
 
+    def _end_coordinator(self) -> None:
+        if self._coordinator_pid:
+            _kill_group(self._coordinator_pid)
+
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that nobody handles ends the job: half an agent is worse than none."""
         error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context["message"]:
+            self._events.write("accept failed", error=str(error))  # asyncio tries again in a second
+            return
         self._fail(1, f"internal error in the agent: {context['message']}: {error!r}")
 
     def _on_signal(self, number: int) -> None:
@@ -379,68 +388,43 @@ class Agent:
             self._num_starting -= 1
             self._finish_when_empty()
             return
-        member = f"{self._id}/{local_rank}/{uuid.uuid4().hex[:8]}"
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        page = Page.create()
-        try:
-            with theirs:
-                fds = (theirs.fileno(), page)
-                spawned = await self._nursery.fork(
-                    lambda server: self._fork_rank(server, member, local_rank, fds), is_own=True
-                )
-            mapped = Page(page)
-        finally:
-            os.close(page)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        rank = _RankProcess(member, local_rank, spawned.pid, spawned.pidfd, writer, mapped)
+        birth = self._birth(local_rank)
+        born = await self._nursery.fork(lambda server: birth.start(server, self._output), is_own=True)
+        member, mapped = born.member, born.page
+        reader, writer = await asyncio.open_unix_connection(sock=born.link)
+        rank = _RankProcess(member, local_rank, born.pid, born.pidfd, writer, mapped)
         self._ranks[member] = rank
         self._output.follow(local_rank, lambda: mapped.committed[0])
         self._num_starting -= 1
         if self._signal:  # it came while this one was forked
             mapped.end()
             _kill(rank.pid, self._signal)
-        self._events.write("spawned", member=member, local_rank=local_rank, pid=spawned.pid)
+        self._events.write("spawned", member=member, local_rank=local_rank, pid=rank.pid)
         if life != self._life:  # it was fenced meanwhile
             _kill_group(rank.pid)
         self._handle(Started(member, local_rank))
         rank_done = self._loop.create_task(self._listen(rank, reader))
         self._tasks.add(rank_done)
         rank_done.add_done_callback(self._background_done)
-        self._loop.add_reader(spawned.pidfd, self._on_death, rank, rank_done)
+        self._loop.add_reader(born.pidfd, self._on_death, rank, rank_done)
         self._nursery.reap()
 
-    def _fork_rank(self, server: ForkServer, member: str, local_rank: int, fds: tuple[int, int]) -> Spawned:
-        """On the forking thread."""
-        link, page = fds
-        forks = server.connect()
-        stdio = self._output.open(local_rank)
-        try:
-            return server.spawn(
-                "elasticgang.launch.child:main",
-                {
-                    "command": self._job.command,
-                    "member": member,
-                    "agent_pid": os.getpid(),
-                    "local_rank": local_rank,
-                    "num_ranks": self._job.num_processes,
-                    "store": self._endpoint.address,
-                    "host": self._endpoint.host,
-                    "job": self._job.job_id,
-                    "collective_timeout": self._job.collective_timeout,
-                },
-                fds=[link, forks.fileno(), page, self._lease.fd],
-                stdio=stdio,
-                name=f"eg-rank-{local_rank}",
-                env={
-                    **self._job.rank_env,
-                    "LOCAL_RANK": str(local_rank),
-                    "LOCAL_WORLD_SIZE": str(self._job.num_processes),
-                },
-            )
-        finally:
-            forks.close()
-            for fd in stdio:
-                os.close(fd)
+    def _birth(self, local_rank: int) -> Birth:
+        return Birth(
+            agent=self._id,
+            local_rank=local_rank,
+            args={
+                "command": self._job.command,
+                "agent_pid": os.getpid(),
+                "num_ranks": self._job.num_processes,
+                "store": self._endpoint.address,
+                "host": self._endpoint.host,
+                "job": self._job.job_id,
+                "collective_timeout": self._job.collective_timeout,
+            },
+            env={**self._job.rank_env, "LOCAL_WORLD_SIZE": str(self._job.num_processes)},
+            lease=self._lease.fd,
+        )
 
     async def _listen(self, rank: _RankProcess, reader: asyncio.StreamReader) -> None:
         try:
@@ -617,6 +601,7 @@ class _Inside:
         self.fence = agent._fence
         self.fail = agent._fail
         self.hear_waits = agent._hear_waits
+        self.end_coordinator = agent._end_coordinator
         self.say = agent._output.say
         self.log = agent._events.write
 

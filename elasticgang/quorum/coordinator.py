@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import logging
 import os
 import queue
 import select
@@ -32,6 +33,8 @@ from torch.distributed import DistError
 from torchft.coordination import LighthouseServer
 
 from elasticgang.errors import OperationalError
+
+log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
 
@@ -156,11 +159,19 @@ class Coordinator:
             self._store.set(OPEN_KEY, "1")
 
     def _keep(self, kept: _Kept) -> None:
+        failing: set[str] = set()
         while not self._closed.wait(_KEEP_INTERVAL_S):
             for job in json.loads(self._store.get(JOBS_KEY)):
                 key = record_key(job)
-                if self._store.check([key]):
+                if not self._store.check([key]):
+                    continue
+                try:
                     kept.write(job, self._store.get(key).decode())
+                    failing.discard(job)
+                except OSError as exc:  # a full disk, say: tried again, and the agents have the record too
+                    if job not in failing:
+                        log.warning("the record of job %s is not kept: %s", job, exc)
+                    failing.add(job)
 
 
 class _Kept:
@@ -210,7 +221,7 @@ def reach(address: str, timeout: float) -> Endpoint:
         OperationalError: nobody answers there within `timeout` seconds, or what answers is not a coordinator.
     """
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit():
+    if not separator or not host or not port.isdecimal():
         raise ValueError(f"a coordinator's address must be host:port, but is {address!r} instead.")
     mine = _first_contact(host, int(port), address, timeout)
 
@@ -290,6 +301,8 @@ def _first_contact(host: str, port: int, address: str, timeout: float) -> str:
         try:
             with socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())) as probe:
                 return str(probe.getsockname()[0])
+        except UnicodeError as exc:
+            raise OperationalError(f"{host!r} is no name of a host") from exc
         except OSError as exc:
             if time.monotonic() + 0.2 >= deadline:
                 reason = exc.strerror or str(exc)
@@ -309,7 +322,10 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     except OperationalError as exc:
         os.write(announce, json.dumps({"error": str(exc)}).encode())
         return 1
-    os.write(announce, json.dumps({"address": coordinator.address}).encode())
+    try:
+        os.write(announce, json.dumps({"address": coordinator.address}).encode())
+    except OSError:
+        os._exit(1)  # whoever asked for it has given it up
     os.close(announce)
     poll = select.poll()
     poll.register(owner, select.POLLIN)

@@ -1,8 +1,9 @@
 """Where an agent's processes come from, and how they are reaped: the fork server, the thread that talks to it, and whom
 nobody else waits for.
 
-Y1  Forks come one at a time, in the order in which they are asked for. A fork server that has died is replaced, and
-    what was to be forked then is forked by the new one.
+Y1  Forks come one at a time, in the order in which they are asked for. A fork server that has died, or has not answered
+    in time, is replaced, and what was to be forked then is forked by the new one. The old one may have forked it too:
+    whatever is handed to `fork` gives each try what no other has, and ends what a failed one has left.
 Y2  Who was forked here and is waited for elsewhere is never reaped as an orphan, also when it dies at once.
 """
 
@@ -15,17 +16,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 import psutil
 
 from elasticgang.comm.forkserver import ForkServer, Spawned
 from elasticgang.errors import OperationalError
 
-Fork: TypeAlias = Callable[[ForkServer], Spawned]
+_S = TypeVar("_S", bound=Spawned)
 
 _END_S = 2.0
 _END_POLL_S = 0.002
+_NUM_TRIES = 3
 
 
 class Nursery:
@@ -40,6 +42,7 @@ class Nursery:
         self._thread = ThreadPoolExecutor(1, "fork")
         self._own: set[int] = set()
         self._num_forking = 0
+        self._has_imported = False  # the present server
 
     @property
     def is_forking(self) -> bool:
@@ -50,7 +53,7 @@ class Nursery:
         self._server = self._new_server()
 
     async def ready(self) -> None:
-        await self._off_loop(self._server.wait_ready)
+        await self._off_loop(self._wait_ready)
 
     def kill(self) -> None:
         """Nothing has been forked yet, and nothing shall be."""
@@ -74,11 +77,12 @@ class Nursery:
                             child.kill()
                     await asyncio.sleep(_END_POLL_S)
 
-    async def fork(self, fork: Fork, *, is_own: bool) -> Spawned:
-        """`fork`, on the forking thread. `is_own`: it is waited for elsewhere, until `release` (Y2)."""
+    async def fork(self, fork: Callable[[ForkServer], _S], *, is_own: bool) -> _S:
+        """`fork`, on the forking thread, perhaps several times (Y1). `is_own`: it is waited for elsewhere, until
+        `release` (Y2)."""
         self._num_forking += is_own
         try:
-            spawned: Spawned = await self._off_loop(self._fork, fork)
+            spawned: _S = await self._off_loop(self._fork, fork)
             if is_own:
                 self._own.add(spawned.pid)
             return spawned
@@ -99,7 +103,8 @@ class Nursery:
                     return  # its own reader reaps it, and then looks here again
                 if found.si_pid == self._server.process.pid:
                     self._server.process.wait()
-                    self._run_aside(self._off_loop(self._replace))
+                    if self._has_imported and not self._stopping.is_set():  # else the next fork replaces it
+                        self._run_aside(self._off_loop(self._replace_early))
                     continue
                 os.waitid(os.P_PID, found.si_pid, os.WEXITED)
 
@@ -108,19 +113,32 @@ class Nursery:
 
     # -- on the forking thread
 
-    def _fork(self, fork: Fork) -> Spawned:
-        try:
-            return fork(self._server)
-        except OperationalError:
+    def _fork(self, fork: Callable[[ForkServer], _S]) -> _S:
+        for _ in range(_NUM_TRIES - 1):
+            with contextlib.suppress(OperationalError):
+                self._replace()
+                return fork(self._server)
+        self._replace()
+        return fork(self._server)
+
+    def _replace_early(self) -> None:
+        with contextlib.suppress(OperationalError):  # the next fork tries again
             self._replace()
-            return fork(self._server)
 
     def _replace(self) -> None:
-        """What runs goes on; the ranks notice by themselves."""
-        if not self._stopping.is_set() and self._server.process.poll() is not None:
-            self._server.close()
+        """One that is dead or lost. What runs goes on; the ranks notice by themselves."""
+        if not self._stopping.is_set() and (self._server.is_lost or self._server.process.poll() is not None):
+            self._server.close()  # also one that still lives, or is dying: what comes from it is never heard
             self._server = self._new_server()
-            self._server.wait_ready()
+            self._wait_ready()
+
+    def _wait_ready(self) -> None:
+        self._server.wait_ready()
+        self._has_imported = True
 
     def _new_server(self) -> ForkServer:
-        return ForkServer(env=self._env)
+        self._has_imported = False
+        try:
+            return ForkServer(env=self._env)
+        except OSError as exc:
+            raise OperationalError(f"the fork server could not be started: {exc}") from exc

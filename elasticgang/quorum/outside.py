@@ -27,6 +27,7 @@ _ANNOUNCE_FIRST_S = 0.02
 _ANNOUNCE_S = 0.2
 _LEFT_BEHIND_S = 1.0
 _LATE_S = 0.5
+_STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is ended
 _RETRY_S = 0.05
 
 
@@ -48,6 +49,9 @@ class Inside(Protocol):
         """End all members here, and come back as another agent."""
 
     def fail(self, code: int, reason: str) -> None: ...
+
+    def end_coordinator(self) -> None:
+        """It does not answer. If it is the agent's own, and there, it is killed, and started again."""
 
     def say(self, line: str) -> None: ...
 
@@ -179,14 +183,18 @@ class Outside:
         match notice["kind"]:
             case "over":
                 generation = int(notice["generation"])
-                self._told_over = max(self._told_over, generation)
+                if self._is_near(generation):
+                    self._told_over = max(self._told_over, generation)
                 self._inside.handle(Noticed(generation, over=True, reason=str(notice["reason"])))
             case "join":
                 generation = int(notice["generation"])
-                self._told_join = max(self._told_join, generation)
+                if self._is_near(generation):
+                    self._told_join = max(self._told_join, generation)
                 self._inside.log("join noticed", generation=generation)
                 self._inside.handle(Noticed(generation, over=False))
             case "finished":
+                if self._inside.roster.record is None:
+                    self._inside.say(f"elasticgang: job {self._job} has finished already: nothing is done here")
                 self._told_finished = True
                 self._inside.handle(Finished())
             case "refused":
@@ -195,8 +203,19 @@ class Outside:
             case kind:
                 raise ValueError(f"unknown kind {kind!r}")
 
+    def _is_near(self, generation: int) -> bool:
+        """At most the next one: of one further on it is not believed that all the others know (A7 of the roster)."""
+        record = self._inside.roster.record
+        return record is not None and generation <= record.generation + 1
+
     def _away(self, reason: str) -> None:
         self._inside.log("coordinator away", reason=reason)
+        self._inside.run_aside(self._end_stuck())
+
+    async def _end_stuck(self) -> None:
+        await asyncio.sleep(_STUCK_S)
+        if self._line.contact is None:
+            self._inside.end_coordinator()
 
     def _back(self, contact: Contact) -> None:
         self._inside.log("coordinator back", incarnation=contact.endpoint.incarnation)
@@ -256,7 +275,7 @@ class Outside:
         while number == self._num_asked and self._inside.roster.may_ask():
             contact = self._line.contact
             if contact is None:
-                away_since, error = self._line.away_since, "it is away"
+                away_since, error = max(self._line.away_since, self._open_since), "it is away"  # since it is needed
             else:
                 contact.beats = True
                 report = self._inside.roster.report()

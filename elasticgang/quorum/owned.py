@@ -40,6 +40,9 @@ class OwnCoordinator:
             spawned = forkserver.spawn(
                 "elasticgang.quorum.coordinator:main", args, fds=[writer, owner], name="eg-coordinator"
             )
+        except BaseException:
+            os.close(reader)  # what may have been started all the same ends when it announces itself
+            raise
         finally:
             os.close(writer)
             os.close(owner)

@@ -11,12 +11,15 @@ A5  Once a member has finished its steps, nobody is restarted, and who cannot ag
     gives up after a while.
 A6  An agent that takes part and has nobody running has a question open, though it have no live rank at all: the
     lighthouse waits for every agent that it hears of.
+A7  Another agent's word that a generation is over counts for those up to it when it is the present one or the next. Of
+    one further on it counts for that one alone: whatever number is told, those before it can begin.
 """
 
 from __future__ import annotations
 
 import enum
 import signal
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -30,6 +33,7 @@ _MAX_RETRY_S = 1.0
 _MAX_VOIDS_AT_END = 40  # about half a minute
 _MAX_BACKOFF_S = 10.0
 _FREE_DEATHS = 5
+_MAX_SAID = 16
 
 # The signals by which a process is ended from outside; any other signal is the script's own crash.
 _KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -213,6 +217,7 @@ class Roster:
     _num_void: int = 0
     _lost: set[str] = field(default_factory=set)
     _over: int = 0  # the newest generation whose end the other agents have told, or been told
+    _said_over: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_SAID))  # far beyond the present one
     _num_started: int = 0
     _num_restarting: int = 0
     _waits_for_start: bool = True
@@ -308,10 +313,16 @@ class Roster:
         if not event.over:
             is_mine = self.record is not None and self.record.generation == event.generation
             return self._notice_join() if is_mine else []
-        if event.generation <= self._over:
+        if self._is_over(event.generation):
+            return []
+        if self.record is None or event.generation > self.record.generation + 1:  # A7
+            self._said_over.append(event.generation)
             return []
         self._over = event.generation
         return self._abort_seated(event.reason)
+
+    def _is_over(self, generation: int) -> bool:
+        return generation <= self._over or generation in self._said_over
 
     def _notice_join(self) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
@@ -320,7 +331,7 @@ class Roster:
     def _abort(self, reason: str) -> list[Instruction]:
         """The generation has ended: for the members here, and, once, for the other agents."""
         record = self.record
-        if record is None or record.generation <= self._over or not self._is_awaited():
+        if record is None or self._is_over(record.generation) or not self._is_awaited():
             return self._abort_seated(reason)
         self._over = record.generation
         return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason)]
@@ -457,7 +468,7 @@ class Roster:
         dead = [str(seat.local_rank) for seat in own if seat.member not in live]
         if dead:
             instructions += self._abort(f"rank {', '.join(dead)} died before the generation began")
-        elif record.generation <= self._over:
+        elif self._is_over(record.generation):
             instructions += self._abort_seated("it was over before it began")
         elif any(record.seat(member) is None for member in self._in(_Phase.ASKING)):
             instructions += self._notice_join()

@@ -5,12 +5,15 @@ T1  Two agents of a record have a connection, which begins with a hello of both:
 T2  A connection that is lost says nothing by itself. That the peer's process is gone is known when its address refuses
     a new one, or somebody else answers there: an agent ends its members before it takes another id.
 T3  A peer that is cut off is found out by the kernel's probes, within `_PROBES_S`.
+T4  At most `MAX_STRANGERS` connections wait for their hello, for `HELLO_TIMEOUT_S`; one more is closed at once, so that
+    nobody can use up the agent's descriptors. A peer dials again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +22,10 @@ from elasticgang.errors import WireError
 from elasticgang.quorum import wire
 from elasticgang.quorum.record import PROTOCOL
 
+log = logging.getLogger("elasticgang")
+
 MAX_BYTES = 1 << 16
+MAX_STRANGERS = 64
 HELLO_TIMEOUT_S = 2.0
 _CONNECT_TIMEOUT_S = 2.0
 _REDIAL_S = 0.2
@@ -32,19 +38,19 @@ class Tripwires:
     """All connections of one agent. For the loop's thread alone."""
 
     def __init__(self, job: str, agent: str, told: Told) -> None:
-        """`told` is called with a peer's id and a message of its; it raises KeyError, TypeError or ValueError when that
-        is none."""
+        """`told` is called with a peer's id and a message of its; whatever it raises closes that connection (T1)."""
         self._job, self._agent, self._told = job, agent, told
         self._addresses: dict[str, str] = {}
         self._wires: dict[str, set[asyncio.StreamWriter]] = {}
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._served: set[asyncio.Task[Any]] = set()
+        self._num_strangers = 0
         self._server: asyncio.Server | None = None
         self.gone: set[str] = set()
 
     async def listen(self, host: str) -> str:
         """Returns the address. Raises OSError."""
-        self._server = await asyncio.start_server(self._serve, host, 0)
+        self._server = await asyncio.start_server(self._admit, host, 0)
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     def follow(self, addresses: Mapping[str, str]) -> None:
@@ -120,20 +126,29 @@ class Tripwires:
         task.add_done_callback(self._served.discard)
         return True
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_strangers >= MAX_STRANGERS:  # T4
+            writer.transport.abort()
+            return
+        self._num_strangers += 1
+        task = asyncio.ensure_future(self._serve(reader, writer))
         self._served.add(task)
+        task.add_done_callback(self._served.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_stranger = True
         try:
             hello = await asyncio.wait_for(_receive(reader), HELLO_TIMEOUT_S)
             writer.write(wire.pack("hello", job=self._job, agent=self._agent, protocol=PROTOCOL))
             wanted = {"kind": "hello", "job": self._job, "protocol": PROTOCOL, "to": self._agent}
             if all(hello.get(name) == value for name, value in wanted.items()) and isinstance(hello.get("agent"), str):
+                is_stranger = False
+                self._num_strangers -= 1
                 await self._listen(hello["agent"], reader, writer)
         except (WireError, OSError, EOFError, asyncio.TimeoutError):
             pass
         finally:
-            self._served.discard(task)
+            self._num_strangers -= is_stranger
             writer.close()
 
     async def _listen(self, agent: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -143,8 +158,10 @@ class Tripwires:
         try:
             while True:
                 self._told(agent, await _receive(reader))
-        except (WireError, KeyError, TypeError, ValueError, OSError, EOFError):
+        except (WireError, OSError, EOFError):
             pass
+        except Exception as exc:
+            log.debug("agent %s has sent what is no message of ours: %r", agent, exc)
         finally:
             writer.close()
             wires = self._wires.get(agent)

@@ -38,12 +38,16 @@ def body_size(header: bytes, limit: int = MAX_BYTES) -> int:
 def unpack(body: bytes) -> dict[str, Any]:
     """Raises WireError when `body` is not the JSON of a message."""
     try:
-        message = json.loads(body)
+        message = json.loads(body, parse_constant=_refuse)
     except (ValueError, RecursionError) as exc:
         raise WireError(f"a message is not JSON: {exc}") from exc
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
         raise WireError("a message has no kind")
     return message
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of ours")
 
 
 def receive(sock: socket.socket) -> dict[str, Any] | None:

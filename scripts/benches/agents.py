@@ -81,6 +81,8 @@ class SimulatedAgent:
         for local_rank in range(self.roster.num_ranks):
             self._start(local_rank)
 
+    def end_coordinator(self) -> None: ...
+
     def kill_one(self) -> None:
         member = min(self._ranks)
         del self._ranks[member]

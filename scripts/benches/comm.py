@@ -63,7 +63,9 @@ class Rank:
         self._rank, self._size = rank, size
         self._groups: dict[str, Any] = {}
         self._comm: CommProcess | None = None
-        self._kept = torch.ones(LARGE)
+        self._kept = {
+            kind: torch.ones(LARGE) for kind in KINDS
+        }  # each its own: Baby moves its to torch's shared memory
 
     def serve(self) -> None:
         for line in sys.stdin:
@@ -98,7 +100,7 @@ class Rank:
     def all_reduce(self, kind: str, fresh: bool, count: int) -> list[float]:
         pg, times = self._groups[kind], []
         for _ in range(count):
-            tensor = torch.ones(LARGE) if fresh else self._kept.fill_(1.0)
+            tensor = torch.ones(LARGE) if fresh else self._kept[kind].fill_(1.0)
             pg.allreduce([torch.ones(1)], ReduceOp.SUM).wait()  # all begin together
             began = time.monotonic()
             pg.allreduce([tensor], ReduceOp.SUM).wait()

@@ -23,8 +23,10 @@ def own_coordinator(job: Job) -> psutil.Process:
     return next(child for child in children if child.name() == "eg-coordinator")
 
 
-@pytest.mark.parametrize("with_rank", [False, True])
-def test_a_jobs_own_coordinator_comes_back_on_its_address(tmp_path: Path, alone: str, with_rank: bool) -> None:
+@pytest.mark.parametrize(("with_rank", "stands_still"), [(False, False), (True, False), (False, True)])
+def test_a_jobs_own_coordinator_comes_back_on_its_address(
+    tmp_path: Path, alone: str, with_rank: bool, stands_still: bool
+) -> None:
     output = tmp_path / "output"
     output.mkdir()
     holds = json.dumps([5, 9])
@@ -32,7 +34,10 @@ def test_a_jobs_own_coordinator_comes_back_on_its_address(tmp_path: Path, alone:
         wait_until(lambda: len(list(output.glob("at-5-*"))) == 3, "step 5")
         former = own_coordinator(job)
         address = {connection.laddr for connection in former.net_connections() if connection.status == "LISTEN"}
-        former.kill()
+        if stands_still:
+            former.suspend()
+        else:
+            former.kill()
         if with_rank:
             kill(job.rank_pid(1))
         (output / "go-5").touch()
@@ -103,6 +108,22 @@ def test_training_goes_on_without_it_and_a_joiner_that_asks_first_is_not_alone(t
         (seen,) = [event for event in joiner.events() if event["event"] == "generation"][:1]
         assert seen["generation"] == 2
         assert seen["ranks"] == [0, 0, 0]
+
+
+def test_for_how_long_it_was_away_before_it_is_needed_does_not_count(tmp_path: Path, alone: str) -> None:
+    limit_s = 12.0
+    with Cluster(tmp_path, holds=[5]) as cluster:
+        options = ["--coordinator-timeout", str(limit_s)]
+        agents = [cluster.start(nnodes="2:9", ranks=1, options=options) for _ in range(2)]
+        cluster.reached(5, 2)
+        cluster.coordinator.process.kill()
+        for agent in agents:
+            agent.expect("coordinator away")
+        time.sleep(limit_s + 0.5)
+        kill(agents[0].rank_pid(0))
+        cluster.restart_coordinator()
+        cluster.release(5)
+        cluster.check(alone, agents)
 
 
 def test_when_it_stays_away_the_job_ends_with_an_error(tmp_path: Path) -> None:

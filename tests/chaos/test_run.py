@@ -106,6 +106,9 @@ THIS = str(Path(__file__))
             "--nnodes of more than one host needs a --job-id, the same on all of them",
         ),
         (["--coordinator", "nowhere", THIS], "--coordinator must be HOST:PORT, but is 'nowhere' instead"),
+        (["--coordinator", "a..b:1", THIS], "--coordinator: 'a..b' is no name of a host"),
+        (["--coordinator", "h:\u00b2", THIS], "--coordinator must be HOST:PORT, but is 'h:\u00b2' instead"),
+        (["--job-id", "", THIS], "--job-id must be 1 to 100 bytes long, but is '' instead"),
         (["--coordinator", "a:99999", THIS], "--coordinator must be HOST:PORT, but is 'a:99999' instead"),
         (
             ["--standalone", "--coordinator", "127.0.0.1:1", THIS],
@@ -197,6 +200,17 @@ def test_a_failure_within_the_number_that_is_forgiven_is_restarted(tmp_path: Pat
         assert job.wait() == 0, job.stderr
         assert job.stdout.count("finished 8") >= 2  # and the restarted one, if it came back in time
         assert job.stderr.count("RuntimeError: once") == 1
+
+
+def test_a_rank_that_is_interrupted_by_itself_is_restarted_as_after_any_kill(tmp_path: Path) -> None:
+    body = """if rank == 1 and step.index == 3 and not (here / "failed").exists():
+                    (here / "failed").touch()
+                    os.kill(os.getpid(), signal.SIGINT)"""
+    path = training(tmp_path, steps=8, body=body, after='print("finished", manager.committed_steps)')
+    with Job(tmp_path, path, ranks=3) as job:
+        assert job.wait() == 0, job.stderr
+        assert "was killed by SIGINT" in job.stderr
+        assert "Traceback" not in job.stderr
 
 
 def test_a_failure_that_is_not_forgiven_ends_the_others(tmp_path: Path) -> None:

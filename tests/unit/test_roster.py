@@ -457,6 +457,22 @@ def test_an_end_that_is_noticed_before_its_generation_is_known() -> None:
     ]
 
 
+def test_an_end_that_is_noticed_far_ahead_is_of_that_generation_alone() -> None:
+    host = beside("b0")
+    assert host.roster.handle(Noticed(1 << 60, over=True)) == []
+    assert host.roster.handle(Noticed(3, over=True)) == []
+    host.asks("a0")
+    host.asks("a1")
+    second, third = (record_of(["a0", "a1", "b0"], generation) for generation in (2, 3))
+    assert host.is_answered(second) == [Deliver(("a0", "a1"), second)]
+    assert host.asks("a0", broken=True) == [Abort(("a1",), 2, "rank 0 lost a peer")]
+    host.asks("a1", broken=True)
+    assert host.is_answered(third) == [
+        Deliver(("a0", "a1"), third),
+        Abort(("a0", "a1"), 3, "it was over before it began"),
+    ]
+
+
 def test_a_joiner_that_is_noticed_is_announced_in_the_generation_that_it_is_for() -> None:
     host = beside("b0")
     assert host.roster.handle(Noticed(1, over=False)) == [NoticeJoin(("a0", "a1"), 1)]

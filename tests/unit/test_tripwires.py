@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from elasticgang.quorum import wire
 from elasticgang.quorum.record import PROTOCOL
-from elasticgang.quorum.tripwires import MAX_BYTES, Tripwires
+from elasticgang.quorum.tripwires import MAX_BYTES, MAX_STRANGERS, Tripwires
 
 DEADLINE_S = 20.0
 
@@ -27,6 +28,8 @@ class Peer:
     def _hear(self, agent: str, message: dict[str, Any]) -> None:
         if message["kind"] == "bad":
             raise ValueError(message)
+        if message["kind"] == "worse":
+            raise OverflowError(message)
         self.heard.append((agent, message))
 
 
@@ -56,7 +59,16 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
+    """Also what no task has handled fails: it would end the agent."""
+    unhandled: list[dict[str, Any]] = []
+
+    async def watched() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        await test
+        gc.collect()
+
+    asyncio.run(watched())
+    assert unhandled == []
 
 
 def test_what_one_tells_all_others_hear() -> None:
@@ -131,6 +143,7 @@ STRANGE = {
     "no agent": wire.pack("hello", **{**HELLO, "agent": 5}),
     "half a message after hello": wire.pack("hello", **HELLO) + wire.pack("join", generation=1)[:-1],
     "a bad message after hello": wire.pack("hello", **HELLO) + wire.pack("bad"),
+    "what nobody foresaw after hello": wire.pack("hello", **HELLO) + wire.pack("worse"),
     "half a hello": wire.pack("hello", **HELLO)[:-1],
     "nothing": b"",
 }
@@ -154,5 +167,26 @@ def test_what_is_not_ours_closes_that_connection_and_nothing_else(name: str, end
             assert a.heard == [("b", {"kind": "join", "generation": 1})]
             assert a.wires.is_up("b")
             assert not a.wires.is_up("z")
+
+    run(test())
+
+
+def test_of_many_who_say_nothing_most_are_closed_at_once_and_a_peer_comes_back() -> None:
+    async def test() -> None:
+        async with peers("a", "b") as (a, b):
+            host, _, port = a.address.rpartition(":")
+            opened = [await asyncio.open_connection(host, int(port)) for _ in range(2 * MAX_STRANGERS)]
+            closing = [asyncio.ensure_future(reader.read()) for reader, _ in opened]
+            await until(lambda: sum(task.done() for task in closing) >= MAX_STRANGERS)
+            assert a.wires._num_strangers == MAX_STRANGERS
+            former = a.wires._wires["b"] | b.wires._wires["a"]
+            b.wires.tell("bad")  # `a` closes
+            await until(lambda: former.isdisjoint(a.wires._wires["b"] | b.wires._wires["a"]))
+            await until(lambda: a.wires.is_up("b") and b.wires.is_up("a"))
+            await until(lambda: all(task.done() for task in closing))
+            await until(lambda: a.wires._num_strangers == 0)
+            await asyncio.gather(*closing, return_exceptions=True)
+            for _, writer in opened:
+                writer.close()
 
     run(test())

@@ -18,7 +18,11 @@ from elasticgang.quorum import wire
 Pair = tuple[socket.socket, socket.socket]
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=8,
 )
@@ -116,3 +120,9 @@ def test_no_bytes_do_anything_but_parse_or_raise_a_wire_error(data: bytes) -> No
 def test_deeply_nested_json_is_refused() -> None:
     with pytest.raises(WireError):
         wire.unpack(b"[" * 200_000 + b"]" * 200_000)
+
+
+@pytest.mark.parametrize("constant", [b"Infinity", b"-Infinity", b"NaN"])
+def test_what_is_no_finite_number_is_refused(constant: bytes) -> None:
+    with pytest.raises(WireError, match="is no number of ours"):
+        wire.unpack(b'{"kind": "over", "generation": ' + constant + b"}")

@@ -1,0 +1,63 @@
+"""One try to start a rank process, on the forking thread.
+
+B1  A try that has failed may have left a process all the same. Its member, its link and its page are of that try alone,
+    and its link is closed here, by which it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from elasticgang.comm.forkserver import ForkServer, Spawned
+from elasticgang.comm.page import Page
+from elasticgang.quorum.job import Output
+
+
+@dataclass(frozen=True)
+class Newborn(Spawned):
+    """The receiver owns `link` too."""
+
+    member: str
+    link: socket.socket
+    page: Page
+
+
+@dataclass(frozen=True)
+class Birth:
+    """Of the rank `local_rank` of `agent`. `args`, `env`: of the child, beyond the member; `lease`: a descriptor."""
+
+    agent: str
+    local_rank: int
+    args: dict[str, Any]
+    env: dict[str, str]
+    lease: int
+
+    def start(self, server: ForkServer, output: Output) -> Newborn:
+        """Raises OperationalError: the fork server is gone, or could not fork."""
+        member = f"{self.agent}/{self.local_rank}/{uuid.uuid4().hex[:8]}"
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
+            failed.enter_context(ours)
+            given.enter_context(theirs)
+            page = Page.create()
+            given.callback(os.close, page)
+            forks = given.enter_context(server.connect())
+            stdio = output.open(self.local_rank)
+            for descriptor in stdio:
+                given.callback(os.close, descriptor)
+            spawned = server.spawn(
+                "elasticgang.launch.child:main",
+                {**self.args, "member": member, "local_rank": self.local_rank},
+                fds=[theirs.fileno(), forks.fileno(), page, self.lease],
+                stdio=stdio,
+                name=f"eg-rank-{self.local_rank}",
+                env={**self.env, "LOCAL_RANK": str(self.local_rank)},
+            )
+            newborn = Newborn(spawned.pid, spawned.pidfd, member, ours, Page(page))
+            failed.pop_all()
+        return newborn
