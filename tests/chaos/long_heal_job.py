@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from elasticgang.state import keeper as keeper_module
 from tests.support import wait_until
 
 NUM_STEPS = 5
-NUM_PER_GENERATION = 5
+NUM_PER_GENERATION = 10
 MAX_LOST = 3
 
 
@@ -42,14 +45,19 @@ def main() -> None:
 
 
 def narrow(manager: eg.QuorumManager) -> None:
-    put = pull.Arrived.put
+    put, lock, num_through = pull.Arrived.put, threading.Lock(), Counter[int]()
+
+    def is_over(generation: int) -> bool:
+        return manager.generation != generation
 
     def gated(arrived: pull.Arrived, *args: Any) -> bool:
-        came = put(arrived, *args)
-        if arrived.num_came % NUM_PER_GENERATION == 0 and arrived.missing:
-            generation = manager.generation
-            wait_until(lambda: manager.poisoned or manager.generation != generation, "the end of the generation")
-        return came
+        while True:
+            with lock:
+                generation = manager.generation
+                if num_through[generation] < NUM_PER_GENERATION:
+                    num_through[generation] += 1
+                    return put(arrived, *args)
+            wait_until(partial(is_over, generation), "the next generation")
 
     pull.Arrived.put = gated  # type: ignore[method-assign, assignment]
 
