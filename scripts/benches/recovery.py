@@ -44,6 +44,8 @@ _BACK_LIMIT_S = 60.0
 class KillsAtFullStrength:
     """Decides when to kill, and kills."""
 
+    lack = "not back at full strength"
+
     def __init__(self, job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) -> None:
         self._job, self._num_kills, self._wait_s = job, num_kills, wait_s
         self._source = random.Random(f"bench {seed}")
@@ -54,7 +56,7 @@ class KillsAtFullStrength:
         now = time.monotonic()
         if not self._is_whole():
             if self._kill_at is None and now > self._deadline:
-                raise JobFailedError(f"not back at full strength within {_BACK_LIMIT_S:g} s; see {self._job.log}")
+                raise JobFailedError(f"{self.lack} within {_BACK_LIMIT_S:g} s; see {self._job.log}")
             return _POLL_S
         if len(self._job.killer.sent) == self._num_kills:
             return None
@@ -62,9 +64,13 @@ class KillsAtFullStrength:
             self._kill_at = now + self._source.uniform(*self._wait_s)
         if now < self._kill_at:
             return min(_POLL_S, self._kill_at - now)
-        if self._job.killer.kill(self._job.journal, self._source.randrange(self._job.spec.ranks)) is not None:
+        if self._job.killer.kill(self._job.journal, self._victim()) is not None:
             self._kill_at, self._deadline = None, now + _BACK_LIMIT_S
         return _POLL_S
+
+    def _victim(self) -> int:
+        """Its local rank."""
+        return self._source.randrange(self._job.spec.ranks)
 
     def _is_whole(self) -> bool:
         """Whether all ranks voted for the newest step, and none of them is the last victim."""

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import random
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import astuple, fields
 from pathlib import Path
@@ -26,43 +23,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
 
-from account import Ledger, Phases, percentile, recoveries
+from account import Ledger, Phases, recoveries
 from driver import Job, JobFailedError, JobSpec
+from recovery import KillsAtFullStrength, figure_of
 
 TRAIN = Path(__file__).with_name("pairs") / "train.py"
 RANKS, SPARES = 4, 1
 
 _NEVER = 10**7  # steps: the job ends when the kills are done
-_POLL_S = 0.005
-_BACK_LIMIT_S = 60.0
 
 
-class KillsOfTheSeated:
-    """Decides when to kill, and kills."""
+class KillsOfTheSeated(KillsAtFullStrength):
+    """Of a rank that has a seat, when a spare waits too."""
 
-    def __init__(self, job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) -> None:
-        self._job, self._num_kills, self._wait_s = job, num_kills, wait_s
-        self._source = random.Random(f"bench {seed}")
-        self._kill_at: float | None = None
-        self._deadline = math.inf
+    lack = "not whole again"
 
-    def tick(self) -> float | None:
-        now = time.monotonic()
-        if not self._is_whole():
-            if self._kill_at is None and now > self._deadline:
-                raise JobFailedError(f"not whole again within {_BACK_LIMIT_S:g} s; see {self._job.log}")
-            return _POLL_S
-        if len(self._job.killer.sent) == self._num_kills:
-            return None
-        if self._kill_at is None:
-            self._kill_at = now + self._source.uniform(*self._wait_s)
-        if now < self._kill_at:
-            return min(_POLL_S, self._kill_at - now)
+    def _victim(self) -> int:
         journal = self._job.journal
-        victim = self._source.choice(sorted(journal.sharers()))
-        if self._job.killer.kill(journal, journal.spawned[victim].local_rank) is not None:
-            self._kill_at, self._deadline = None, now + _BACK_LIMIT_S
-        return _POLL_S
+        return journal.spawned[self._source.choice(sorted(journal.sharers()))].local_rank
 
     def _is_whole(self) -> bool:
         """Whether the newest step is of the newest generation, all seats voted for it, and a spare waits."""
@@ -79,20 +57,12 @@ def measure(job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) ->
     job.follow(KillsOfTheSeated(job, num_kills, seed, wait_s).tick)
     job.read()
     found = recoveries(job.journal, Ledger(job.journal), job.killer.happened(job.journal), RANKS)
-    yield _figure("recovery_ms", [each.recovery_ms for each in found])
-    yield _figure("full_ms", [each.rejoin_ms for each in found])
+    percents = {"p50": 50, "p99": 99, "max": 100}
+    yield figure_of("recovery_ms", [each.recovery_ms for each in found], **percents)
+    yield figure_of("full_ms", [each.rejoin_ms for each in found], **percents)
     phases = [astuple(each.phases) for each in found if each.phases is not None]
     for column, field in enumerate(fields(Phases)):
-        yield {**_figure("phase_ms", [row[column] for row in phases]), "phase": field.name}
-
-
-def _figure(name: str, values: list[float | None]) -> dict[str, Any]:
-    measured = [value for value in values if value is not None]
-    figure: dict[str, Any] = {"figure": name, "count": len(measured)}
-    for percent_name, percent in (("p50", 50), ("p99", 99), ("max", 100)):
-        value = percentile(measured, percent)
-        figure[percent_name] = None if value is None else round(value, 1)
-    return figure
+        yield {**figure_of("phase_ms", [row[column] for row in phases], **percents), "phase": field.name}
 
 
 def parse_args() -> argparse.Namespace:
