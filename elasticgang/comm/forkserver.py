@@ -9,6 +9,8 @@ F2  What it starts is not its child but its owner's (double fork under the owner
     reaps it and knows its exit status, and the server's own death changes nothing for those that run.
 F3  When the owner is gone, however it died, every process group that was started here is killed. The server knows by
     the owner's pidfd, which nobody can inherit by accident.
+F4  A connection on which an answer was late or an error came is closed and never used again: the next answer on it
+    could be that to an earlier question.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from __future__ import annotations
 import enum
 import signal
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elasticgang.layout import ParallelLayout
@@ -494,7 +493,3 @@ def infeasible(layout: ParallelLayout, num_ranks: int) -> str | None:
         f"the layout needs {needed} ranks (min_replicas {layout.min_replicas} x pp {layout.pp} x sdp {layout.sdp} "
         f"x tp {layout.tp}), but the job has {num_ranks}"
     )
-
-
-def seated_ranks(record: Record, members: Iterable[str]) -> list[int]:
-    return [record.plan.ranks[member] for member in members if member in record.plan.ranks]
