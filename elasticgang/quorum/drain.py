@@ -1,18 +1,21 @@
 """A rank that is to go: asked by SIGTERM or by its script, it leaves at a boundary that the others come to with it.
 
-G1  It leaves only after a vote in which it said so: then all come to the same boundary, and no step is lost. One that
-    never took part, or is a spare, leaves at once.
+G1  It leaves only after a vote in which it said so, and that let it (L6 of `ledger.py`): then all come to the same
+    boundary, and no step is lost. One that never took part, or is a spare, leaves at once.
 G2  Its agent reads on its page that it goes, and does not start it again, however it ends.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable
 from types import FrameType
 
 from elasticgang.comm.page import Page
+
+log = logging.getLogger("elasticgang")
 
 
 class Drained(Exception):
@@ -28,6 +31,7 @@ class Drain:
 
     def __init__(self, page: Page) -> None:
         self.asked = self.by_signal = self.told = False
+        self._has_stayed = False
         self.in_loop = False
         self.wake: Callable[[], None] = lambda: None
         self.page = page
@@ -36,6 +40,13 @@ class Drain:
         self.page.go()
         self.asked = True
         self.wake()
+
+    def answered(self, *, goes: bool, leaves: bool) -> None:
+        """By a vote in which this rank said that it `goes`."""
+        self.told = leaves
+        if goes and not leaves and not self._has_stayed:
+            self._has_stayed = True
+            log.warning("this rank is to go, but stays until another has healed the state that it alone holds")
 
     # -- SIGTERM
 

@@ -7,10 +7,13 @@ L2  A prepared attempt is kept until its fate is known: a vote that was counted,
 L3  A gradient of a state that is not whole is not used (R5).
 L4  Whoever counts the same round of votes has the same active members afterwards.
 L5  A step of which nobody has slots commits nothing: learners heal in it, and it is tried again (R5).
+L6  Who is asked to go stays while all active members of its model coordinates go and somebody could still get the state
+    from them: a learner there, or who waits to join. A learner that goes does not become active.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +21,7 @@ from dataclasses import dataclass, field
 from elasticgang.errors import InternalError, StateLostError
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.commit import Action, Attempt, action
-from elasticgang.quorum.decide import ACTIVE, LEARNER, MemberReport, Record, Seat
+from elasticgang.quorum.decide import ACTIVE, LEARNER, SPARE, MemberReport, Record, Seat
 
 _NOTHING = Attempt(0, 0)
 
@@ -35,10 +38,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Count:
-    """What a round of votes has led to. `joins`: somebody waits to join."""
+    """What a round of votes has led to. `regroups`: all come to the next generation at the next boundary, for somebody
+    waits to join, or leaves; `leaves`: this rank does."""
 
     passed: bool
-    joins: bool
+    regroups: bool
+    leaves: bool
 
 
 @dataclass
@@ -99,29 +104,56 @@ class Ledger:
         """The gradients of `attempt` are whole, and can be applied without anybody else. Only with a state."""
         self.pending = attempt
 
-    def ballot(self, attempt: Attempt, join_noticed: bool) -> list[float]:
+    def ballot(self, attempt: Attempt, join_noticed: bool, goes: bool) -> list[float]:
         """This rank's part of the vote on `attempt`, to be summed over all seats. Learners take part, so that all know
-        when they become active, but do not vote."""
+        when they become active, but do not vote. `goes`: this rank is asked to."""
         is_whole = self.pending is not None or (self.only_heals and self.tip is not None)
         failed = float(self.is_active and not is_whole)
-        whole = [float(member == self.member and is_whole) for member in self._learners()]
-        return [failed, float(join_noticed), 1.0, float(attempt.step), float(attempt.generation), *whole]
+        learners_going = float(goes and not self.is_active)
+        active_going = [float(goes and self.is_active and part == self.holds) for part in self._parts()]
+        whole = [float(member == self.member and is_whole and not goes) for member in self._learners()]
+        named = [1.0, float(attempt.step), float(attempt.generation)]
+        return [failed, float(join_noticed), *named, learners_going, *active_going, *whole]
 
-    def count(self, attempt: Attempt, sums: Sequence[float]) -> Count:
-        """The outcome of the vote on `attempt`. One that failed drops what was prepared.
+    def count(self, attempt: Attempt, sums: Sequence[float], goes: bool) -> Count:
+        """The outcome of the vote on `attempt`. One that failed drops what was prepared. `goes`: as in this rank's
+        ballot.
 
         Raises:
             InternalError: the ranks voted on different attempts. Nothing has changed.
         """
-        num_failed, joins, size, steps, generations, *whole = sums
+        num_failed, joins, size, steps, generations, learners_going, *rest = sums
         if [steps, generations] != [size * attempt.step, size * attempt.generation]:
             raise InternalError(f"the ranks voted on different attempts: mine is {attempt}, the sums are {list(sums)}")
+        parts = self._parts()
+        going = dict(zip(parts, rest, strict=False))
         if num_failed and not self.only_heals:
             self.pending = None
-            return Count(False, joins > 0.0)
-        passed = not self.only_heals
-        self.active.update(member for member, flag in zip(self._learners(), whole, strict=True) if flag)
-        return Count(passed, joins > 0.0)
+            passed = False
+        else:
+            passed = not self.only_heals
+            whole = zip(self._learners(), rest[len(parts) :], strict=True)
+            self.active.update(member for member, flag in whole if flag)
+        leaving = [part for part in parts if going[part] and self._may_leave(part, int(going[part]), joins > 0.0)]
+        leaves = goes and (not self.is_active or self.holds in leaving)
+        return Count(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving), leaves)
+
+    def _may_leave(self, part: tuple[int, int, int], num_going: int, joins: bool) -> bool:
+        """L6, of the active members of `part` that go."""
+        assert self.record is not None
+        there = [seat.member for seat in self.record.seats if self._part_of(seat) == part]
+        num_active = sum(member in self.active for member in there)
+        return num_going < num_active or not (joins or num_active < len(there))
+
+    def _part_of(self, seat: Seat) -> tuple[int, int, int] | None:
+        assert self.record is not None
+        return None if seat.status == SPARE else self.record.model_coordinates(seat.member)
+
+    def _parts(self) -> list[tuple[int, int, int]]:
+        """The model coordinates, in one order on all members."""
+        assert self.record is not None
+        layout = self.record.layout
+        return list(itertools.product(range(layout.pp), range(layout.sdp), range(layout.tp)))
 
     @property
     def awaits_learners(self) -> bool:

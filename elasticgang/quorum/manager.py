@@ -319,8 +319,8 @@ class QuorumManager:
 
     def leave(self) -> None:
         """Go, and do not come back: the loop over `steps` ends once the step under way, or the next, is done, and the
-        others go on without this rank and without losing a step. May be called from a signal handler and from any
-        thread."""
+        others go on without this rank and without losing a step. It stays while it alone holds its part of the state
+        and others have yet to heal it. May be called from a signal handler and from any thread."""
         self._drain.ask()
 
     def _goes(self) -> bool:
@@ -463,14 +463,14 @@ class QuorumManager:
     def _vote(self, attempt: Attempt) -> bool:
         """One round over all seats."""
         goes = self._drain.asked
-        ballot = self._ledger.ballot(attempt, self._membership.join_noticed or goes)
+        ballot = self._ledger.ballot(attempt, self._membership.join_noticed, goes)
         try:
-            count = self._ledger.count(attempt, self._membership.start_sum(CONTROL, ballot)())
+            count = self._ledger.count(attempt, self._membership.start_sum(CONTROL, ballot)(), goes)
         except InternalError as error:
             self._membership.poison(PeerLostError(str(error)))
             raise
-        self._regroup = self._regroup or count.joins
-        self._drain.told = goes
+        self._regroup = self._regroup or count.regroups
+        self._drain.answered(goes=goes, leaves=count.leaves)
         return count.passed
 
     def _apply(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.quorum.commit import Attempt
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 ACTIVE, LEARNER, SPARE = "active", "learner", "spare"
 

@@ -15,6 +15,7 @@ kills must end in the very bits of the run alone.
     full    only once all ranks are active in a generation after that of the fault before (the default), or at any time
     free    it waits for no other fault
     step    only in this step
+    later   only in a generation after that of the fault before
 
 `--holds` are steps in which every rank waits for a file, `go-STEP`, or for the end of the generation.
 
@@ -124,14 +125,16 @@ class Faults:
         before = self._fired(number - 1)
         if number > 0 and not spec.get("free") and not before.exists():
             return False
+        manager = self.manager
+        told = before.read_text() if before.exists() else ""  # empty while the one before is just happening
+        if spec.get("later") and (manager is None or not told or manager.generation <= int(told)):
+            return False
         if not spec.get("full", True):
             return True
-        manager = self.manager
         if manager is None or manager.num_active < self._num_active - self._num_going or not self._are_all_seated():
             return False
         if number == 0:
             return True
-        told = before.read_text()  # empty while the one before is just happening
         return bool(told) and manager.generation > int(told)
 
     def _do(self, what: str | list[int], seconds: float) -> None:

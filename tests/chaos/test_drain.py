@@ -127,6 +127,15 @@ def test_the_only_one_with_state_goes_once_another_has_it(tmp_path: Path, alone:
     assert [event["status"] for event in job.events() if event["event"] == "exited" and event["local_rank"] == 0] == [0]
 
 
+def test_the_only_one_with_state_stays_for_one_that_waits_to_join(tmp_path: Path, alone: str) -> None:
+    """Alone in its generation, it is told to go when it has heard that somebody comes back."""
+    faults = [at("body", 1, step=3), soon("body", 0, "drain", later=True)]
+    job = run(tmp_path, faults, ranks=2)
+    check(job, faults, alone)
+    assert [event["status"] for event in job.events() if event["event"] == "exited"] == [-9, 0, 0]
+    assert job.stderr.count("this rank is to go, but stays until another has healed the state that it alone holds") == 1
+
+
 def test_what_follows_the_loop_is_for_those_who_stay_and_for_those_who_left_of_themselves(tmp_path: Path) -> None:
     body = """
                 time.sleep(0.01)

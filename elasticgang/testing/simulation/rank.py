@@ -349,9 +349,9 @@ class Rank:
             ledger.prepare(attempt)
         self.phase = VOTING
         if not self.poisoned:
-            noticed = self.joining == generation.record.generation or self.goes
+            noticed = self.joining == generation.record.generation
             self.says_so = self.goes
-            generation.vote(self.round).parts[self.name] = (attempt, ledger.ballot(attempt, noticed))
+            generation.vote(self.round).parts[self.name] = (attempt, ledger.ballot(attempt, noticed, self.goes))
 
     def _count(self, world: World) -> None:
         generation, ledger = self.generation, self.ledger
@@ -361,11 +361,11 @@ class Rank:
         only_heals = ledger.only_heals
         sums = [sum(column) for column in zip(*(ballot for _, ballot in votes), strict=True)]
         try:
-            count = ledger.count(attempt, sums)
+            count = ledger.count(attempt, sums, self.says_so)
         except InternalError as error:
             raise Violation(f"R4: {error}") from error
-        self.regroup = self.regroup or count.joins
-        self.told_all = self.says_so
+        self.regroup = self.regroup or count.regroups
+        self.told_all = count.leaves
         self.phase = BETWEEN
         if not count.passed:
             world.num_only_healed += only_heals
