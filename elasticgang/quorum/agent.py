@@ -49,6 +49,7 @@ from elasticgang.quorum.roster import (
     Committed,
     Deliver,
     Dismiss,
+    End,
     Event,
     Exited,
     Fail,
@@ -56,10 +57,12 @@ from elasticgang.quorum.roster import (
     Instruction,
     Left,
     NoticeJoin,
+    NotStarted,
     Restart,
     Roster,
     Started,
     StartExpired,
+    Warn,
     describe_exit,
     infeasible,
 )
@@ -72,6 +75,7 @@ _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
 _DISMISS_TIMEOUT_S = 10.0
 _END_POLL_S = 0.005
+_COORDINATOR_RETRY_S = 1.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -87,6 +91,7 @@ class _RankProcess:
     status: int | None = None
     failure: dict[str, Any] | None = None
     has_asked: bool = False
+    has_finished: bool = False
     is_dismissed: bool = False
 
 
@@ -215,7 +220,15 @@ class Agent:
         self._nursery.reap()
         if not self._stopping.is_set():
             self._events.write("coordinator died")
-            self._background(self._start_coordinator(self._roster.record))
+            self._background(self._restart_coordinator())
+
+    async def _restart_coordinator(self) -> None:
+        while True:
+            try:
+                return await self._start_coordinator(self._roster.record)
+            except OSError as exc:  # of this process: no descriptor is left, say
+                self._perform(Warn(f"the coordinator could not be started, and is tried again: {exc}"))
+                await asyncio.sleep(_COORDINATOR_RETRY_S)
 
     def _end_coordinator(self) -> None:
         if self._coordinator_pid:
@@ -323,6 +336,13 @@ class Agent:
             case Dismiss(members, reason):
                 for rank in [self._ranks[member] for member in members if member in self._ranks]:
                     self._dismiss(rank, reason)
+            case Warn(text):
+                self._events.write("warned", text=text)
+                log.warning("%s", text)
+            case End(reason):
+                self._events.write("ended", reason=reason)
+                self._output.say(f"elasticgang: {reason}")
+                self._finish(0)
             case Fail(code, reason):
                 self._fail(code, reason)
 
@@ -379,11 +399,20 @@ class Agent:
             await asyncio.wait_for(self._entered.wait(), _SETTLE_TIMEOUT_S)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._over.wait(), delay_s)
-        await self._spawn(local_rank, life)
+        await self._try_to_spawn(local_rank, life)
+
+    async def _try_to_spawn(self, local_rank: int, life: int) -> None:
+        try:
+            await self._spawn(local_rank, life)
+        except OperationalError as exc:
+            self._num_starting -= 1
+            if life == self._life:
+                self._handle(NotStarted(local_rank, str(exc)))
+            self._finish_when_empty()
 
     async def _spawn(self, local_rank: int, life: int) -> None:
         """Start one of those that `_num_starting` counts, unless the job is being ended or has finished, or this
-        agent's `life` has ended."""
+        agent's `life` has ended. Raises OperationalError: it could not be started."""
         if self._over.is_set() or life != self._life:
             self._num_starting -= 1
             self._finish_when_empty()
@@ -472,9 +501,11 @@ class Agent:
                     reason=message["reason"],
                 )
             case "left":
-                if message["in_order"] and not message["finished"]:
+                finished, in_order = message["finished"], message["in_order"]
+                rank.has_finished = finished
+                if in_order and not finished:
                     self._changes.caused(f"rank {rank.local_rank} leaves", time.monotonic())
-                self._handle(Left(rank.member, message["finished"], message["in_order"]))
+                self._handle(Left(rank.member, finished, in_order, message["by_script"], message["num_steps"]))
             case "failed":
                 rank.failure = message
             case kind:
@@ -512,7 +543,9 @@ class Agent:
             self._output.say(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
         record = self._roster.record
         if record is not None and record.seat(rank.member) is not None:
-            self._changes.caused(f"rank {rank.local_rank} {describe_exit(status)}", died_at, is_root=True)
+            is_early = not (rank.has_finished or rank.is_dismissed or rank.page.goes)
+            how = describe_exit(status, is_early=is_early and status == 0)
+            self._changes.caused(f"rank {rank.local_rank} {how}", died_at, is_root=True)
         self._handle(Exited(rank.member, status, bool(failure and failure["blameless"]), rank.page.goes))
         self._finish_when_empty()
 
@@ -587,7 +620,7 @@ class Agent:
         self._fenced = False
         self._events.write("started", agent=self._id, coordinator=endpoint.address, ranks=self._job.num_processes)
         for local_rank in range(self._job.num_processes):
-            await self._spawn(local_rank, self._life)
+            await self._try_to_spawn(local_rank, self._life)
         self._loop.call_later(_START_TIMEOUT_S, lambda: self._handle(StartExpired()))
 
 

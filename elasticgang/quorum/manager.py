@@ -313,7 +313,7 @@ class QuorumManager:
         finally:
             finished = self.committed_steps >= num_steps and self.tip is not None
             self._drain.in_loop = False
-            self._leave(finished)
+            self._leave(finished, num_steps)
         if self._drain.by_signal and not finished:
             raise SystemExit(0)
 
@@ -326,10 +326,10 @@ class QuorumManager:
     def _goes(self) -> bool:
         return self._drain.asked and (self._drain.told or not self.generation)
 
-    def _leave(self, finished: bool) -> None:
+    def _leave(self, finished: bool, num_steps: int) -> None:
         if not self._left:
             self._left = True
-            self._membership.leave(finished, in_order=self._drain.told)
+            self._membership.leave(finished, self._drain.told, num_steps)
             self._keeper.close()
 
     # -- what the train room uses

@@ -169,9 +169,9 @@ class Membership(Protocol):
     def healed(self) -> None:
         """This rank has loaded the committed state."""
 
-    def leave(self, finished: bool, in_order: bool) -> None:
+    def leave(self, finished: bool, in_order: bool, num_steps: int) -> None:
         """Say that this rank takes part no more, then end its comm processes. `in_order`: at a boundary that the others
-        come to as well."""
+        come to as well; `num_steps`: that it was to do."""
 
 
 class ElasticMembership:
@@ -291,9 +291,10 @@ class ElasticMembership:
                 self._link.tell("entered", phases={"generation": record.generation, **phases})
                 return
 
-    def leave(self, finished: bool, in_order: bool) -> None:
+    def leave(self, finished: bool, in_order: bool, num_steps: int) -> None:
         if not self._link.is_over:
-            self._link.tell("left", finished=finished, in_order=in_order)
+            by_script = self.drain.asked and not self.drain.by_signal
+            self._link.tell("left", finished=finished, in_order=in_order, by_script=by_script, num_steps=num_steps)
         self.page.do(Doing.LEFT)
         comm = self._leave_generation()
         for gang in self._elastic.values():
@@ -510,5 +511,5 @@ class AloneMembership:
     def healed(self) -> None:
         pass
 
-    def leave(self, finished: bool, in_order: bool) -> None:
+    def leave(self, finished: bool, in_order: bool, num_steps: int) -> None:
         pass

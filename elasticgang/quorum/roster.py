@@ -33,6 +33,7 @@ _MAX_VOIDS_AT_END = 40  # about half a minute
 _MAX_BACKOFF_S = 10.0
 _FREE_DEATHS = 5
 _MAX_SAID = 16
+_MAX_NOT_STARTED = 12  # about a minute and a half
 
 # The signals by which a process is ended from outside; any other signal is the script's own crash.
 _KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -65,11 +66,14 @@ class Committed:
 @dataclass(frozen=True)
 class Left:
     """The member takes part no more. `finished`: it has done all steps. `in_order`: it has taken part in a vote
-    by which the others of its generation know, and are on their way to the next one."""
+    by which the others of its generation know, and are on their way to the next one. `by_script`: by `manager.leave()`,
+    in a job of `num_steps`."""
 
     member: str
     finished: bool
     in_order: bool = False
+    by_script: bool = False
+    num_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,14 @@ class Exited:
     status: int
     blameless: bool = False
     goes: bool = False
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """No process could be started for the rank: `reason`."""
+
+    local_rank: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,9 @@ class Finished:
     """A member of another agent has done all steps."""
 
 
-Event = Started | Asked | Committed | Left | Exited | StartExpired | Noticed | HostLost | Finished | Answered
+Event = (
+    Started | NotStarted | Asked | Committed | Left | Exited | StartExpired | Noticed | HostLost | Finished | Answered
+)
 
 
 @dataclass(frozen=True)
@@ -174,7 +188,21 @@ class Fail:
     reason: str
 
 
-Instruction = Abort | NoticeJoin | Ask | Deliver | Restart | Dismiss | Fail
+@dataclass(frozen=True)
+class Warn:
+    """Of what ends nothing, and may not be meant."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over here as was asked for: `reason`. The exit code is 0."""
+
+    reason: str
+
+
+Instruction = Abort | NoticeJoin | Ask | Deliver | Restart | Dismiss | Fail | Warn | End
 
 
 class _Phase(enum.Enum):
@@ -191,6 +219,7 @@ class _Rank:
     report: MemberReport | None = None
     entered_any: bool = False
     finished: bool = False
+    by_script: bool = False
 
 
 @dataclass
@@ -221,6 +250,9 @@ class Roster:
     _num_restarting: int = 0
     _waits_for_start: bool = True
     _early_deaths: dict[int, int] = field(default_factory=dict)
+    _num_not_started: int = 0  # in a row
+    _num_steps: int = 0
+    _all_by_script: bool = True  # of those that have gone
 
     def handle(self, event: Event) -> list[Instruction]:
         match event:
@@ -228,13 +260,18 @@ class Roster:
                 self._ranks[member] = _Rank(local_rank)
                 self._num_started += 1
                 self._num_restarting = max(0, self._num_restarting - 1)
+                self._num_not_started = 0
                 return []
+            case NotStarted(local_rank, reason):
+                return self._not_started(local_rank, reason)
             case Asked():
                 return self._asked(event)
             case Committed(_, attempt):
                 self._hear(attempt)
                 return []
-            case Left(member, finished, in_order):
+            case Left(member, finished, in_order, by_script, num_steps):
+                if member in self._ranks:
+                    self._ranks[member].by_script, self._num_steps = by_script, num_steps
                 return self._left(member, finished, in_order)
             case Exited():
                 return self._exited(event)
@@ -366,7 +403,9 @@ class Roster:
         is_missed = rank.phase is _Phase.SEATED and not in_order  # one that asks, or is a spare, is in no generation
         rank.phase, rank.finished = _Phase.LEFT, finished
         self.finished = self.finished or finished
-        instructions = self._abort(f"rank {rank.local_rank} left") if is_missed and not finished else []
+        instructions = (
+            self._abort(f"rank {rank.local_rank} left before the last step") if is_missed and not finished else []
+        )
         if self.finished:
             instructions += self._dismiss_the_rest()
         return instructions + self._ask_if_ready()
@@ -391,14 +430,18 @@ class Roster:
         if rank is None:
             return []
         instructions: list[Instruction] = []
+        is_early = event.status == 0 and not event.goes
         if rank.phase is _Phase.SEATED:
-            instructions += self._abort(f"rank {rank.local_rank} {describe_exit(event.status)}")
+            instructions += self._abort(f"rank {rank.local_rank} {describe_exit(event.status, is_early=is_early)}")
         if rank.phase is not _Phase.LEFT and (self.record is None or rank.phase is not _Phase.STARTING):
             instructions += self._ask_if_ready()
         by_kill = event.blameless or -event.status in _KILLS
+        self._all_by_script = self._all_by_script and (rank.by_script or not event.goes)
         if event.goes and (event.status == 0 or by_kill):
             return instructions + self._end_if_too_few()
-        if event.status == 0 or (self.finished and by_kill):
+        if event.status == 0:
+            return instructions + self._warn_if_early(rank)
+        if self.finished and by_kill:
             return instructions
         if not by_kill:
             self.failures += 1
@@ -413,12 +456,38 @@ class Roster:
         self._num_restarting += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
 
+    def _warn_if_early(self, rank: _Rank) -> list[Instruction]:
+        """Its script has ended well, as if the job were done."""
+        takes_part = rank.phase is not _Phase.STARTING or self.record is not None
+        if rank.finished or self.finished or not takes_part:
+            return []
+        return [
+            Warn(
+                f"rank {rank.local_rank} {describe_exit(0, is_early=True)}: it is not started again, and the "
+                "others lost a step (`manager.leave()` costs them none)"
+            )
+        ]
+
+    def _not_started(self, local_rank: int, reason: str) -> list[Instruction]:
+        self._num_not_started += 1
+        if not self._ranks and self._num_not_started > _MAX_NOT_STARTED:
+            return [Fail(1, f"rank {local_rank} cannot be started: {reason}")]
+        delay_s = float(min(2 ** (self._num_not_started - 1), _MAX_BACKOFF_S))
+        warning = f"rank {local_rank} could not be started, and is tried again in {delay_s:g} s: {reason}"
+        return [Warn(warning), Restart(local_rank, delay_s)]
+
     def _end_if_too_few(self) -> list[Instruction]:
         """Ranks have left before the job was done, and those that stay cannot go on; nor do other agents."""
         num_staying = len(self._live()) + self._num_restarting
-        if self.finished or self._is_awaited() or (num_staying == 0 and self._ranks):
+        if self.finished or (num_staying == 0 and self._ranks):
             return []
         step = 0 if self.known is None else self.known.step
+        if num_staying == 0 and (self._all_by_script or self._is_awaited()):
+            where = " of this host" if self._is_awaited() else ""
+            done = f"{step} of {self._num_steps}" if self._num_steps else f"{step}"
+            return [End(f"all ranks{where} have left: {done} steps are committed")]
+        if self._is_awaited():
+            return []
         if num_staying == 0:
             return [Fail(1, f"all ranks have left; the last committed step is {step}")]
         lack = None if self._layout is None or self.max_agents != 1 else infeasible(self._layout, num_staying)
@@ -474,10 +543,10 @@ class Roster:
         return instructions + self._ask_if_ready()
 
 
-def describe_exit(status: int) -> str:
-    """In words: "was killed by SIGKILL", "exited with code 3"."""
+def describe_exit(status: int, *, is_early: bool = False) -> str:
+    """In words: "was killed by SIGKILL", "exited with code 3". `is_early`: before its loop had ended."""
     if status >= 0:
-        return f"exited with code {status}"
+        return f"exited with code {status}" + (" before its loop had ended" if is_early else "")
     try:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:

@@ -120,6 +120,27 @@ def test_when_all_go_the_job_ends_and_says_so(tmp_path: Path) -> None:
     assert "elasticgang: error: all ranks have left; the last committed step is" in job.stderr
 
 
+def test_when_all_leave_of_themselves_the_job_has_ended_well(tmp_path: Path) -> None:
+    job = run(tmp_path, [soon("body", rank, "leave", free=True, step=4) for rank in range(3)])
+    assert job.process.returncode == 0, job.stderr
+    assert f"elasticgang: all ranks have left: 5 of {NUM_STEPS} steps are committed\n" in job.stderr
+    assert {event["status"] for event in job.events() if event["event"] == "exited"} == {0}
+
+
+def test_one_whose_script_ends_early_is_named(tmp_path: Path) -> None:
+    body = """
+                time.sleep(0.01)
+                if step.index == 5 and rank == 1:
+                    sys.exit(0)
+    """
+    with Job(tmp_path, training(tmp_path, steps=40, body=body), ranks=3) as job:
+        assert job.wait() == 0, job.stderr
+    early = "rank 1 exited with code 0 before its loop had ended"
+    assert job.stderr.count(f"elasticgang: {early}: it is not started again") == 1
+    (cause,) = [event["cause"] for event in job.events() if event.get("cause") and event["generation"] == 2]
+    assert cause in (early, "rank 1 left before the last step")  # the others agree before it is gone, or after
+
+
 def test_the_only_one_with_state_goes_once_another_has_it(tmp_path: Path, alone: str) -> None:
     faults = [at("body", 1, step=3), soon("serving", 0, "drain")]
     job = run(tmp_path, faults, ranks=2)

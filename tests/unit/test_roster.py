@@ -21,6 +21,7 @@ from elasticgang.quorum.roster import (
     Committed,
     Deliver,
     Dismiss,
+    End,
     Exited,
     Fail,
     Finished,
@@ -29,10 +30,12 @@ from elasticgang.quorum.roster import (
     Left,
     Noticed,
     NoticeJoin,
+    NotStarted,
     Restart,
     Roster,
     Started,
     StartExpired,
+    Warn,
     describe_exit,
     infeasible,
 )
@@ -87,8 +90,9 @@ class Host:
     ) -> list[Instruction]:
         return self.roster.handle(Exited(member, status, blameless, goes))
 
-    def leaves(self, member: str, *, finished: bool, in_order: bool = False) -> list[Instruction]:
-        return self.roster.handle(Left(member, finished, in_order))
+    def leaves(self, member: str, *, finished: bool, in_order: bool = False, num_steps: int = 0) -> list[Instruction]:
+        """`num_steps`: by `manager.leave()`, of so many."""
+        return self.roster.handle(Left(member, finished, in_order, num_steps > 0, num_steps))
 
     def is_answered(self, answer: Record | Void | Lost, is_newest: bool = True) -> list[Instruction]:
         return self.roster.handle(Answered(answer, is_newest))
@@ -248,7 +252,7 @@ def test_of_one_that_waited_too_long_nobody_is_said_to_be_lost() -> None:
 
 def test_one_that_leaves_unfinished_ends_the_generation_for_the_others() -> None:
     host = running()
-    assert host.leaves("a1", finished=False) == [Abort(("a0", "a2"), 1, "rank 1 left")]
+    assert host.leaves("a1", finished=False) == [Abort(("a0", "a2"), 1, "rank 1 left before the last step")]
     assert "a1" in host.roster.report().gone
     host.asks("a0", broken=True)
     assert host.asks("a2", broken=True) == [Ask()]
@@ -257,7 +261,25 @@ def test_one_that_leaves_unfinished_ends_the_generation_for_the_others() -> None
 def test_an_exit_in_order_restarts_nobody_and_the_others_go_on() -> None:
     host = running()
     host.leaves("a1", finished=False)
+    (warning,) = host.exits("a1", 0)
+    assert isinstance(warning, Warn)
+    assert warning.text.startswith("rank 1 exited with code 0 before its loop had ended: it is not started again")
+
+
+def test_nobody_is_warned_of_a_script_without_a_loop_nor_once_the_job_is_done() -> None:
+    host = Host(2)
+    host.start("a0", "a1")
+    assert host.exits("a0", 0) == host.exits("a1", 0) == []
+    host = running(2)
+    host.leaves("a0", finished=True)
+    assert host.exits("a0", 0) == []
     assert host.exits("a1", 0) == []
+
+
+def test_who_never_comes_to_its_loop_while_the_others_train_is_named() -> None:
+    host = running(1)
+    host.start("a1")
+    assert [type(done) for done in host.exits("a1", 0)] == [Warn]
 
 
 def test_one_that_leaves_in_order_ends_no_generation_and_is_waited_for_no_more() -> None:
@@ -292,7 +314,7 @@ def test_one_that_goes_as_it_is_seated_ends_the_generation_that_waits_for_it() -
     host.asks("a1")
     host.asks("a0")
     host.is_answered(record_of(["a0", "a1"], 2))
-    assert host.leaves("a1", finished=False) == [Abort(("a0",), 2, "rank 1 left")]
+    assert host.leaves("a1", finished=False) == [Abort(("a0",), 2, "rank 1 left before the last step")]
 
 
 def test_a_spare_that_goes_ends_no_generation() -> None:
@@ -326,6 +348,50 @@ def test_the_last_one_to_go_ends_the_job() -> None:
         host.leaves(member, finished=False, in_order=True)
     assert host.exits("a0", 0, goes=True) == []
     assert host.exits("a1", 0, goes=True) == [Fail(1, "all ranks have left; the last committed step is 7")]
+
+
+def test_when_all_leave_of_themselves_the_job_has_ended_well() -> None:
+    host = running(2)
+    host.roster.handle(Committed("a0", Attempt(7, 1)))
+    for member in ("a0", "a1"):
+        host.leaves(member, finished=False, in_order=True, num_steps=9)
+    assert host.exits("a0", 0, goes=True) == []
+    assert host.exits("a1", 0, goes=True) == [End("all ranks have left: 7 of 9 steps are committed")]
+
+
+def test_when_one_of_those_that_left_was_told_to_by_a_signal_it_has_not() -> None:
+    host = running(2)
+    host.leaves("a0", finished=False, in_order=True)
+    host.leaves("a1", finished=False, in_order=True, num_steps=9)
+    assert host.exits("a0", 0, goes=True) == []
+    assert host.exits("a1", 0, goes=True) == [Fail(1, "all ranks have left; the last committed step is 0")]
+
+
+def test_when_all_ranks_of_one_host_leave_the_others_go_on() -> None:
+    host = running(1)
+    host.asks("a0")
+    host.is_answered(record_of(["a0", "b0"], 2))
+    host.leaves("a0", finished=False, in_order=True)
+    assert host.exits("a0", 0, goes=True)[-1] == End("all ranks of this host have left: 0 steps are committed")
+
+
+def test_a_rank_that_cannot_be_started_is_tried_again_ever_later() -> None:
+    host = running(2)
+    assert host.exits("a1")[-1] == Restart(1, 0.0)
+    tries = [host.roster.handle(NotStarted(1, "no memory")) for _ in range(20)]
+    assert all(isinstance(warning, Warn) for warning, _ in tries)
+    assert [delay for _, delay in tries[:6]] == [Restart(1, delay) for delay in (1.0, 2.0, 4.0, 8.0, 10.0, 10.0)]
+    host.start("a1'")
+    assert host.exits("a1'")[-1] == Restart(1, 0.0)
+    assert host.roster.handle(NotStarted(1, "no memory"))[-1] == Restart(1, 1.0)
+
+
+def test_when_none_can_be_started_and_none_is_left_the_job_ends() -> None:
+    host = running(1)
+    host.exits("a0")
+    tries = [host.roster.handle(NotStarted(0, "no memory"))[-1] for _ in range(13)]
+    assert all(isinstance(done, Restart) for done in tries[:-1])
+    assert tries[-1] == Fail(1, "rank 0 cannot be started: no memory")
 
 
 def test_when_those_that_stay_cannot_fill_the_layout_the_job_ends() -> None:
