@@ -264,12 +264,13 @@ class _Server:
         except OSError:
             data, fds = b"", []
         if not data:
-            self._poll.unregister(client.fileno())
-            del self._clients[client.fileno()]
-            client.close()
+            self._drop(client)
             return None
         request = json.loads(data)
         if "connect" in request:
+            if not fds:  # no descriptor is left here
+                self._drop(client)
+                return None
             accepted = socket.socket(fileno=fds[0])
             self._clients[accepted.fileno()] = accepted
             self._poll.register(accepted.fileno(), select.POLLIN)
@@ -282,11 +283,19 @@ class _Server:
                 with contextlib.suppress(OSError):
                     os.close(fd)
 
+    def _drop(self, client: socket.socket) -> None:
+        self._poll.unregister(client.fileno())
+        del self._clients[client.fileno()]
+        client.close()
+
     def _start(self, client: socket.socket, request: dict[str, Any], fds: list[int]) -> Callable[[], int] | None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pair: tuple[socket.socket, ...] = ()
         try:
+            ours, theirs = pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             middle = os.fork()
         except OSError as exc:
+            for sock in pair:
+                sock.close()
             client.send(json.dumps({"error": str(exc)}).encode())
             return None
         if middle == 0:

@@ -30,7 +30,12 @@ class PrefixedOutput:
         self._stderr = _Stream("stderr", stderr or sys.stderr.buffer, self._steps)
 
     def open(self, local_rank: int) -> tuple[int, int]:
-        return self._stdout.open(local_rank), self._stderr.open(local_rank)
+        stdout = self._stdout.open(local_rank)
+        try:
+            return stdout, self._stderr.open(local_rank)
+        except OSError:
+            os.close(stdout)
+            raise
 
     def follow(self, local_rank: int, step: Callable[[], int]) -> None:
         """Ask `step`, on a thread of its own, for the one that stands in front of a line."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from elasticgang.comm.forkserver import ForkServer, Spawned
 from elasticgang.comm.page import Page
+from elasticgang.errors import OperationalError
 from elasticgang.quorum.job import Output
 
 
@@ -38,7 +39,14 @@ class Birth:
     lease: int
 
     def start(self, server: ForkServer, output: Output) -> Newborn:
-        """Raises OperationalError: the fork server is gone, or could not fork."""
+        """Raises OperationalError: the fork server is gone, or could not fork, or there is no memory or descriptor left
+        here."""
+        try:
+            return self._start(server, output)
+        except OSError as exc:
+            raise OperationalError(str(exc)) from exc
+
+    def _start(self, server: ForkServer, output: Output) -> Newborn:
         member = f"{self.agent}/{self.local_rank}/{uuid.uuid4().hex[:8]}"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
@@ -58,6 +66,7 @@ class Birth:
                 name=f"eg-rank-{self.local_rank}",
                 env={**self.env, "LOCAL_RANK": str(self.local_rank)},
             )
+            failed.callback(os.close, spawned.pidfd)
             newborn = Newborn(spawned.pid, spawned.pidfd, member, ours, Page(page))
             failed.pop_all()
         return newborn

@@ -72,9 +72,10 @@ class Nursery:
         with contextlib.suppress(ChildProcessError):
             while time.monotonic() < deadline:
                 if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is None:
-                    for child in psutil.Process().children():  # orphans too: this process is their subreaper
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            child.kill()
+                    with contextlib.suppress(OSError, psutil.Error):  # no descriptor is left to look with: once more
+                        for child in psutil.Process().children():  # orphans too: this process is their subreaper
+                            with contextlib.suppress(psutil.NoSuchProcess):
+                                child.kill()
                     await asyncio.sleep(_END_POLL_S)
 
     async def fork(self, fork: Callable[[ForkServer], _S], *, is_own: bool) -> _S:
