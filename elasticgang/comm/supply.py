@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -20,6 +21,7 @@ from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalErr
 
 PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
 _MAX_STARTS = 20
+_CLOSE_TIMEOUT_S = 5.0
 
 
 class CommSupply:
@@ -37,12 +39,13 @@ class CommSupply:
             CollectiveTimeoutError: it was not ready within `timeout` seconds. It is still being started.
             OperationalError: none could be started, or all died while they started.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         for _ in range(_MAX_STARTS):
             is_new = self._standby is None
             self.prepare()
             assert self._standby is not None
             try:
-                comm = self._standby.result(timeout)
+                comm = self._standby.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
             except GangError:  # also one that was not ready in its own time
                 self._standby = None
                 continue
@@ -66,9 +69,19 @@ class CommSupply:
 
     def close(self) -> None:
         standby, self._standby = self._standby, None
-        if standby is not None and not standby.cancel():
-            with contextlib.suppress(GangError, OperationalError):  # it never came up
-                standby.result().close()
+        if standby is None or standby.cancel():
+            return
+        try:
+            standby.result(_CLOSE_TIMEOUT_S).close()
+        except FutureTimeoutError:  # it ends when it has come up
+            standby.add_done_callback(_close)
+        except (GangError, OperationalError):  # it never came up
+            pass
+
+
+def _close(started: Future[CommProcess]) -> None:
+    with contextlib.suppress(GangError, OperationalError):
+        started.result().close()
 
 
 MakeProcess = Callable[[ForkServerClient, Arena], CommProcess]

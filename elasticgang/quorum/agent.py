@@ -363,6 +363,8 @@ class Agent:
     def _fail(self, code: int, reason: str) -> None:
         if self._exit is not None and self._exit.done():
             return  # what comes after the first failure comes from it
+        self._tell(self._changes.ended())
+        self._stopping.set()  # nothing is told after this
         self._events.write("failed", code=code, reason=reason)
         self._output.say(f"elasticgang: error: {reason}")
         self._finish(code)

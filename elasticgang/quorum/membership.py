@@ -57,6 +57,7 @@ _RUNTIME_FAMILIES = {CONTROL: "root", REDUCE: "dp", REDUCE_RDP: "rdp"}
 log = logging.getLogger("elasticgang")
 
 _CLOSE_TIMEOUT_S = 2.0
+_COMM_TIMEOUT_S = 200.0  # with a fork server of this rank's own, and each start's own limit, it may take that long
 
 
 @dataclass
@@ -283,7 +284,7 @@ class ElasticMembership:
             phases["agreed"] = time.monotonic()
             act(record, seat)
             phases["resolved"] = time.monotonic()
-            comm = comm or self._comms.take()
+            comm = comm or self._comms.take(_COMM_TIMEOUT_S)
             if not self._configure(record, seat, comm):
                 self._comms.prepare()
             else:

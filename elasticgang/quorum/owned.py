@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
+import time
 
 from elasticgang.comm.forkserver import ForkServerClient, Spawned
 from elasticgang.errors import OperationalError
@@ -12,6 +15,8 @@ from elasticgang.quorum.coordinator import GRACE_S, Reserved
 from elasticgang.quorum.decide import Record
 
 _HOST = "127.0.0.1"
+_START_TIMEOUT_S = 60.0
+_ENDED = b'{"error": "the coordinator ended while it was starting"}'
 
 
 class OwnCoordinator:
@@ -46,12 +51,31 @@ class OwnCoordinator:
         finally:
             os.close(writer)
             os.close(owner)
-        with os.fdopen(reader) as announced:
-            told = json.loads(announced.read() or '{"error": "the coordinator ended while it was starting"}')
-        if "error" in told:
+        try:
+            told = json.loads(_read_all(reader, _START_TIMEOUT_S) or _ENDED)
+            if "error" in told:
+                raise OperationalError(told["error"])
+        except BaseException:
+            signal.pidfd_send_signal(spawned.pidfd, signal.SIGKILL)
             os.close(spawned.pidfd)
-            raise OperationalError(told["error"])
+            raise
         return spawned
 
     def close(self) -> None:
         self._reserved.close()
+
+
+def _read_all(reader: int, timeout: float) -> bytes:
+    """What is written to `reader`, which is closed here. Raises OperationalError: it has no end within `timeout`."""
+    deadline, told = time.monotonic() + timeout, b""
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    try:
+        while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            data = os.read(reader, 1 << 16)
+            if not data:
+                return told
+            told += data
+    finally:
+        os.close(reader)
+    raise OperationalError(f"the coordinator did not start within {timeout:g} s")

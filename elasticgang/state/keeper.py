@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elasticgang.errors import WireError
+from elasticgang.errors import OperationalError, WireError
 from elasticgang.quorum.commit import Attempt
 from elasticgang.state import channel, pull
 from elasticgang.state.local import like, local, locally
@@ -35,6 +35,7 @@ log = logging.getLogger("elasticgang")
 
 HOLD_TIMEOUT_S = 10.0
 _READY_TIMEOUT_S = 10.0
+_ACCEPT_RETRY_S = 0.1
 _BY_RANGE_FROM_BYTES = 16 << 20  # below that, to ask several takes longer than to take all from one
 
 _T = TypeVar("_T")
@@ -79,6 +80,7 @@ class Keeper:
         self._digests = pull.Digests()
         self._arrived: pull.Arrived | None = None  # of a heal that has not ended
         self._listener: socket.socket | None = None
+        self._closed = threading.Event()
         self.address = ""
         if host is not None:
             self._listener = socket.create_server((host, 0))
@@ -130,6 +132,7 @@ class Keeper:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
+        """Raises OperationalError: a reader that was dropped does not end. The state must not be changed."""
         deadline = time.monotonic() + HOLD_TIMEOUT_S
         with self._changed:
             self._serving = None
@@ -137,8 +140,9 @@ class Keeper:
                 self._changed.wait(left)
             for reader in self._readers:
                 channel.shut(reader.sock)
-            while self._readers:  # a reader whose connection is shut leaves at its next byte
-                self._changed.wait()
+            # A reader whose connection is shut leaves at its next byte.
+            if not self._changed.wait_for(lambda: not self._readers, HOLD_TIMEOUT_S):
+                raise OperationalError(f"a healer still reads the state {HOLD_TIMEOUT_S:g} s after it was dropped")
         self._digests.forget()
         yield
 
@@ -146,6 +150,7 @@ class Keeper:
         self._forget_arrived()
         with self._changed:
             self._serving = None
+        self._closed.set()
         if self._listener is not None:
             channel.shut(self._listener)
             self._listener.close()
@@ -195,11 +200,17 @@ class Keeper:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                channel.at_once(sock)
-                threading.Thread(target=self._serve, args=(sock,), name="state-reader", daemon=True).start()
+        while not self._closed.is_set():
+            with contextlib.ExitStack() as failed:
+                try:
+                    sock, _ = self._listener.accept()
+                    failed.enter_context(sock)
+                    channel.at_once(sock)
+                    threading.Thread(target=self._serve, args=(sock,), name="state-reader", daemon=True).start()
+                    failed.pop_all()
+                except (OSError, RuntimeError) as exc:  # it has gone already; no descriptor or thread is left
+                    log.debug("a healer could not be served: %r", exc)
+                    self._closed.wait(_ACCEPT_RETRY_S)
 
     def _serve(self, sock: socket.socket) -> None:
         reader = _Reader(sock)

@@ -185,6 +185,20 @@ def test_an_exception_on_every_rank_is_shown_once_and_whole(tmp_path: Path) -> N
         assert re.search(r"elasticgang: error: rank \d exited with code 1$", job.stderr, re.MULTILINE)
 
 
+def test_nothing_is_told_after_why_the_job_has_failed(tmp_path: Path) -> None:
+    body = """
+                if rank == 1:
+                    raise ValueError("no")
+    """
+    with Job(tmp_path, training(tmp_path, body=body), ranks=2) as job:
+        assert job.wait() == 1
+    own = [line for line in job.stderr.splitlines() if line.startswith("elasticgang: ")]
+    assert any(line.startswith("elasticgang: generation 1") for line in own)
+    assert own[-1].startswith("elasticgang: error: ")
+    told = [event["event"] for event in job.events() if event["event"] in ("generation_change", "failed")]
+    assert told[-1] == "failed"
+
+
 def test_an_exception_before_joining_is_shown_too(tmp_path: Path) -> None:
     with Job(tmp_path, script(tmp_path, "raise ValueError('before')")) as job:
         assert job.wait() == 1

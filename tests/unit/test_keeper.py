@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
+import os
 import pickle
+import resource
 import socket
 import struct
 import threading
@@ -16,10 +19,12 @@ import pytest
 import torch
 from torch import nn
 
+from elasticgang.errors import OperationalError
 from elasticgang.quorum.commit import Attempt
 from elasticgang.state import channel
 from elasticgang.state import keeper as keeper_module
 from elasticgang.state.keeper import Keeper
+from tests.support import wait_until
 
 DEADLINE_S = 20.0
 HERE = "127.0.0.1"
@@ -492,6 +497,57 @@ def test_nobody_is_let_in_between_an_apply_and_the_next_step(ranks: Ranks, monke
     assert not healer.keeper.heal([source.keeper.address], AT)
     source.keeper.begin(Attempt(4, 2))
     assert healer.keeper.heal([source.keeper.address], Attempt(4, 2))
+
+
+def test_a_reader_that_does_not_end_when_it_is_dropped_keeps_the_apply_from_happening(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "HOLD_TIMEOUT_S", 0.05)
+    source, healer = ranks(1), ranks(0)
+    reads, ends = threading.Event(), threading.Event()
+
+    def read(*_: object) -> None:
+        reads.set()
+        assert ends.wait(DEADLINE_S)
+
+    monkeypatch.setattr(source.keeper, "_send_state", read)
+    source.keeper.begin(AT)
+    healing = Background(lambda: healer.keeper.heal([source.keeper.address], AT))
+    try:
+        assert reads.wait(DEADLINE_S)
+        applying = Background(lambda: _raised(OperationalError, source.keeper))
+        assert applying.result()
+    finally:
+        ends.set()
+    assert healing.result() is False
+
+
+def _raised(kind: type[Exception], keeper: Keeper) -> bool:
+    try:
+        with keeper.hold():
+            return False
+    except kind:
+        return True
+
+
+def test_a_source_out_of_descriptors_serves_again_once_there_are_some(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, healer = ranks(1), ranks(0)
+    source.keeper.begin(AT)
+    host, port = source.keeper.address.split(":")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as early, caplog.at_level(logging.DEBUG, "elasticgang"):
+        lowest = os.dup(early.fileno())
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            early.connect((host, int(port)))
+            wait_until(lambda: "could not be served" in caplog.text, "an accept that fails", DEADLINE_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert healer.keeper.heal([source.keeper.address], AT)
+    assert same(healer.large(), source.large())
 
 
 def test_after_close_nobody_is_served(ranks: Ranks) -> None:
