@@ -31,6 +31,7 @@ from elasticgang.quorum.commit import Attempt
 from elasticgang.quorum.coordinator import Endpoint, reach
 from elasticgang.quorum.decide import (
     Record,
+    infeasible,
     layout_from_json,
     member_from_json,
 )
@@ -64,7 +65,6 @@ from elasticgang.quorum.roster import (
     StartExpired,
     Warn,
     describe_exit,
-    infeasible,
 )
 from elasticgang.quorum.watch import Watch, kill_comm
 
@@ -475,8 +475,8 @@ class Agent:
         match message["kind"]:
             case "ask":
                 layout = layout_from_json(message["layout"])
-                most = self._job.max_agents * self._job.num_ranks
-                if most and (reason := infeasible(layout, most)) is not None:
+                is_alone = self._job.max_agents == 1  # else other hosts may have as many as it takes
+                if is_alone and (reason := infeasible(layout, self._job.num_ranks)) is not None:
                     self._fail(2, reason)
                     return
                 rank.has_asked = True

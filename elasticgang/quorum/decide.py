@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elasticgang.errors import LayoutError
-from elasticgang.layout import Member, ModelCoordinates, plan
+from elasticgang.layout import Member, ModelCoordinates, ParallelLayout, plan
 from elasticgang.quorum.record import (
     ACTIVE,
     LEARNER,
@@ -51,6 +51,7 @@ __all__ = [
     "Void",
     "canonical",
     "follow",
+    "infeasible",
     "is_for",
     "layout_from_json",
     "layout_to_json",
@@ -195,11 +196,20 @@ def _outdated(record: Record | None, reports: Sequence[Report]) -> Void | None:
 
 
 def _too_few(record: Record | None, reports: Sequence[Report]) -> Void | None:
-    """The first generation waits for as many agents as were asked for; later ones go on with whom there is."""
-    needed = max(report.min_agents for report in reports)
-    if record is not None or len(reports) >= needed:
+    """The first generation waits for as many agents as were asked for; later ones go on with whom there is. When all
+    that may come are here, they must be able to fill the layout."""
+    if record is not None:
         return None
-    return Void(f"{len(reports)} of at least {needed} agents are here")
+    needed = max(report.min_agents for report in reports)
+    if len(reports) < needed:
+        return Void(f"{len(reports)} of at least {needed} agents are here")
+    most = max(report.max_agents for report in reports)
+    counts = [report.num_ranks for report in reports]
+    lack = infeasible(reports[0].layout, sum(counts)) if 0 < most <= len(reports) and all(counts) else None
+    if lack is None:
+        return None
+    why = f"{lack}, {' + '.join(map(str, counts))} on its {len(counts)} hosts"
+    return _refuse(tuple((report.agent, why) for report in reports))
 
 
 def _beyond_max(
@@ -224,3 +234,14 @@ def _beyond_max(
 
 def _refuse(agents: tuple[tuple[str, str], ...]) -> Void:
     return Void("refused " + "; ".join(f"{agent}: {why}" for agent, why in agents), agents)
+
+
+def infeasible(layout: ParallelLayout, num_ranks: int) -> str | None:
+    """Why `num_ranks` ranks can never fill `layout`; None when they can."""
+    needed = layout.unit * layout.min_replicas
+    if num_ranks >= needed:
+        return None
+    return (
+        f"the layout needs {needed} ranks (min_replicas {layout.min_replicas} x pp {layout.pp} x sdp {layout.sdp} "
+        f"x tp {layout.tp}), but the job has {num_ranks}"
+    )

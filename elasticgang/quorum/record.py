@@ -62,7 +62,8 @@ class Report:
     `seen`: the newest record it knows; `known`: the highest attempt it has heard committed; `gone`: its own members of
     the recorded generation that have died or left; `lost`: agents that it has found dead with all of their members,
     for good (see `roster.HostLost`); `checkpoint`: the newest durable checkpoint that its members can load;
-    `num_seats`: for how many of its members it asks a seat, all if None; those beyond are spares.
+    `num_seats`: for how many of its members it asks a seat, all if None; those beyond are spares;
+    `num_ranks`: how many it is to have, spares apart, 0 if unknown.
     `address`: where the other agents reach it, "host:port". `min_agents`: how many the first generation waits for;
     `max_agents`: how many may have active or learning seats, 0 for any number.
     """
@@ -79,6 +80,7 @@ class Report:
     lost: tuple[str, ...] = ()
     checkpoint: Attempt | None = None
     num_seats: int | None = None
+    num_ranks: int = 0
     address: str = ""
     min_agents: int = 1
     max_agents: int = 0

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.commit import Attempt
-from elasticgang.quorum.decide import NOTHING_SEEN, SPARE, Lost, MemberReport, Record, Report, Void
+from elasticgang.quorum.decide import NOTHING_SEEN, SPARE, Lost, MemberReport, Record, Report, Void, infeasible
 
 _RETRY_VOID_S = 0.05
 _FREE_VOIDS = 10
@@ -304,6 +304,7 @@ class Roster:
             known=self.known,
             gone=tuple(seat.member for seat in seats if seat.agent == self.agent and seat.member not in live),
             lost=tuple(sorted(self._lost)),
+            num_ranks=self.num_ranks,
             num_seats=self.num_ranks if self.num_spares else None,
             address=self.address,
             min_agents=self.min_agents,
@@ -551,14 +552,3 @@ def describe_exit(status: int, *, is_early: bool = False) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
-
-
-def infeasible(layout: ParallelLayout, num_ranks: int) -> str | None:
-    """Why `num_ranks` ranks can never fill `layout`; None when they can."""
-    needed = layout.unit * layout.min_replicas
-    if num_ranks >= needed:
-        return None
-    return (
-        f"the layout needs {needed} ranks (min_replicas {layout.min_replicas} x pp {layout.pp} x sdp {layout.sdp} "
-        f"x tp {layout.tp}), but the job has {num_ranks}"
-    )

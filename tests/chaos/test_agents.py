@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -115,6 +116,22 @@ def test_the_first_generation_waits_for_as_many_agents_as_asked_for(tmp_path: Pa
         agents.append(cluster.start(nnodes="3:4", ranks=1))
         cluster.check(alone, agents)
         assert all(generation_of(agent, 1)["ranks"] == [0, 0, 0] for agent in agents)
+
+
+def test_hosts_need_not_have_as_many_ranks_each(tmp_path: Path, alone: str) -> None:
+    with Cluster(tmp_path) as cluster:
+        agents = [cluster.start(nnodes="2:2", ranks=ranks, layout={"min_replicas": 3}) for ranks in (1, 2)]
+        cluster.check(alone, agents)
+        assert generation_of(agents[0], 1)["ranks"] == [0, 0, 1]
+
+
+def test_hosts_that_are_too_small_together_are_told_of_all_ranks(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        agents = [cluster.start(nnodes="2:2", ranks=ranks, layout={"min_replicas": 4}) for ranks in (1, 2)]
+        for agent in agents:
+            assert agent.wait() == 2
+            numbers = r"needs 4 ranks .*, but the job has 3, (1 \+ 2|2 \+ 1) on its 2 hosts"
+            assert re.search(numbers, agent.stderr)
 
 
 OTHER_PROTOCOL = """\

@@ -637,6 +637,26 @@ FIXED = Record(
 )
 
 
+def test_hosts_need_not_have_as_many_ranks_each() -> None:
+    layout = ParallelLayout(min_replicas=3)
+    hosts = [report("a", member("a0")), report("b", member("b0"), member("b1"))]
+    told = [replace(host, layout=layout, max_agents=2, num_ranks=len(host.members)) for host in hosts]
+    assert len(agreed(None, *told).seats) == 3
+
+
+def test_when_all_hosts_are_here_and_too_small_each_is_told_all_numbers() -> None:
+    layout = ParallelLayout(tp=2, min_replicas=2)
+    hosts = [report("a", member("a0")), report("b", member("b0"), member("b1"))]
+    told = [replace(host, layout=layout, max_agents=2, num_ranks=len(host.members)) for host in hosts]
+    void = next_record(None, told)
+    assert isinstance(void, Void)
+    why = "the layout needs 4 ranks (min_replicas 2 x pp 1 x sdp 1 x tp 2), but the job has 3, 1 + 2 on its 2 hosts"
+    assert void.refused == (("a", why), ("b", why))
+    waiting = next_record(None, [replace(host, max_agents=3) for host in told])
+    assert isinstance(waiting, Void)
+    assert waiting.refused == ()
+
+
 def test_digest_is_the_same_everywhere() -> None:
     """It is part of the rendezvous prefix: when this changes, so must PROTOCOL."""
     assert (PROTOCOL, FIXED.digest) == (5, "47e6944a72d8db90")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elasticgang.layout import Member, ParallelLayout, plan
 from elasticgang.quorum.commit import Attempt
-from elasticgang.quorum.decide import ACTIVE, SPARE, Lost, MemberReport, Record, Seat, Void
+from elasticgang.quorum.decide import ACTIVE, SPARE, Lost, MemberReport, Record, Seat, Void, infeasible
 from elasticgang.quorum.roster import (
     Abort,
     Answered,
@@ -37,7 +37,6 @@ from elasticgang.quorum.roster import (
     StartExpired,
     Warn,
     describe_exit,
-    infeasible,
 )
 
 LAYOUT = ParallelLayout()
