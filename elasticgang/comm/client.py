@@ -110,6 +110,7 @@ class CommProcess:
                             self.target,
                             {**arguments, **self._start_arguments()},
                             fds=[theirs.fileno(), watch, *self._page_fds()],
+                            stdio=_stdio(),
                             group=group,
                             name=name,
                         )
@@ -448,3 +449,12 @@ def _exited(pidfd: int, timeout: float) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout * 1000))
+
+
+def _stdio() -> list[int]:
+    """What torch says in the comm process is said where this process says what it does."""
+    try:
+        os.fstat(1), os.fstat(2)
+    except OSError:  # closed
+        return []
+    return [1, 2]

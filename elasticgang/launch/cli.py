@@ -249,6 +249,7 @@ def _run(args: argparse.Namespace) -> int:
     _check_run(args)
     if args.coordinator is not None:
         _check_reachable(args.coordinator, args.connect_timeout)
+    args.torch_log_level = os.environ.get("TORCH_CPP_LOG_LEVEL")  # of the ranks, which say whose line it is
     from elasticgang.launch.run import run_job
 
     code = run_job(args)

@@ -10,7 +10,7 @@ import uuid
 
 # Before torch and torchft are imported: one line of ours, not ten of the lighthouse or of the store's clients.
 os.environ.setdefault("RUST_LOG", "error")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are raised too
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # errors are raised too
 
 from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
@@ -23,7 +23,7 @@ _LOOKUPS = "RES_OPTIONS"
 
 
 def run_job(args: argparse.Namespace) -> int:
-    env = {}
+    env = {} if args.torch_log_level is None else {"TORCH_CPP_LOG_LEVEL": args.torch_log_level}
     if args.nproc_per_node + args.spares > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
     # torch's store client looks up the name of each address it connects to, within its timeout: a resolver that does

@@ -518,3 +518,16 @@ assert not me.net_connections()
     ]
     assert len(digests) == 3
     assert len(set(digests)) == 1
+
+
+def test_what_torch_says_of_a_lost_coordinator_is_said_by_ranks_alone(tmp_path: Path) -> None:
+    body = 'time.sleep(0.01); (here / f"at-{rank}").write_text(os.environ["TORCH_CPP_LOG_LEVEL"] + chr(10))'
+    path = training(tmp_path, steps=100_000, body=body)
+    with Job(tmp_path, path, ranks=2, env={"TORCH_CPP_LOG_LEVEL": "WARNING"}) as job:
+        assert job.expect_file(tmp_path / "at-1") == "WARNING\n"  # as the user has set it
+        (coordinator,) = [process for process in job.processes() if process.name() == "eg-coordinator"]
+        coordinator.kill()
+        job.expect("coordinator back")
+        job.process.terminate()
+        assert job.wait() == 128 + signal.SIGTERM
+    assert [line for line in job.stderr.splitlines() if not line.startswith(("elasticgang: ", "[rank "))] == []
