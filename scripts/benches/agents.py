@@ -129,7 +129,7 @@ class SimulatedAgent:
 
     def _enter(self, members: tuple[str, ...], record: Record) -> None:
         """A newcomer has healed by the time of the next change."""
-        self._told("record", generation=record.generation, members=len(record.seats))
+        self._told("record", generation=record.generation, members=len(record.seats_of(self.roster.agent)))
         self.outside.follow(record)
         for member in members:
             mine = self._ranks[member]
@@ -241,15 +241,15 @@ class Fleet:
     def all_have(self, members: int) -> list[dict[str, Any]]:
         """Wait until all agents have the record of one generation that has so many members; what was told meanwhile."""
         heard: list[dict[str, Any]] = []
-        having: dict[int, set[int]] = {}
+        having: dict[int, dict[int, int]] = {}
         for message in self._told:
             heard.append(message)
             if message["what"] in ("failed", "said"):
                 print(message, file=sys.stderr)
-            if message["what"] == "record" and message["members"] == members:
-                agents = having.setdefault(message["generation"], set())
-                agents.add(message["agent"])
-                if len(agents) == len(self._pids):
+            if message["what"] == "record":
+                own = having.setdefault(message["generation"], {})
+                own[message["agent"]] = message["members"]
+                if len(own) == len(self._pids) and sum(own.values()) == members:
                     return heard
         raise AssertionError
 
