@@ -65,6 +65,7 @@ class SimulatedAgent:
         self._num_started = 0
         self._dead: list[int] = []
         self._ranks: dict[str, MemberReport] = {}
+        self._seated: set[str] = set()
         self.roster = Roster(
             agent=f"agent-{number:03}",
             host=f"host-{number:03}",
@@ -101,7 +102,14 @@ class SimulatedAgent:
             self._told("joins")
         self._ask(member, broken=False)
 
+    def _leave(self, members: tuple[str, ...], broken: bool) -> None:
+        """The generation: a rank asks once."""
+        for member in members:
+            if member in self._seated:
+                self._ask(member, broken)
+
     def _ask(self, member: str, broken: bool) -> None:
+        self._seated.discard(member)
         self.handle(Asked(member, self._ranks[member], _LAYOUT, broken))
 
     def handle(self, event: Event) -> None:
@@ -110,12 +118,10 @@ class SimulatedAgent:
                 case Abort(members, generation, reason):
                     self._told("noticed", generation=generation)
                     self.outside.tell_over(generation, reason)
-                    for member in members:
-                        self._ask(member, broken=True)
+                    self._leave(members, broken=True)
                 case NoticeJoin(members, generation):
                     self.outside.tell_join(generation)
-                    for member in members:  # at their step boundary
-                        self._ask(member, broken=False)
+                    self._leave(members, broken=False)  # at their step boundary
                 case Ask(delay_s):
                     self.outside.ask(delay_s)
                 case Deliver(members, record):
@@ -131,6 +137,7 @@ class SimulatedAgent:
         """A newcomer has healed by the time of the next change."""
         self._told("record", generation=record.generation, members=len(record.seats_of(self.roster.agent)))
         self.outside.follow(record)
+        self._seated.update(members)
         for member in members:
             mine = self._ranks[member]
             self._ranks[member] = MemberReport(
