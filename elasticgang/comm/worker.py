@@ -130,6 +130,11 @@ def _alltoall(group: Any, tensors: list[Tensor], timeout_s: float | None = None)
     return _Unpacked(work.get_future().then(unpack))
 
 
+def _alltoall_single(group: Any, tensors: list[Tensor], timeout_s: float | None = None) -> Any:
+    output, source = tensors
+    return group.alltoall_base(output, source, [], [], _with(AllToAllOptions, timeout_s))
+
+
 class _Unpacked:
     """A work with a last step."""
 
@@ -168,6 +173,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "allgather": _allgather,
     "allgather_single": _allgather_single,
     "alltoall": _alltoall,
+    "alltoall_single": _alltoall_single,
     "broadcast": _broadcast,
     "gather": _gather,
     "recv": _recv,

@@ -210,20 +210,6 @@ class ElasticGang(Gang):
             world.enter(self._process_group, binding.ranks)
         return self._process_group
 
-    def all_reduce_future(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
-        """SUM of `tensor` over all ranks, in place, as DDP's communication hooks want it: the future never fails.
-
-        Of a poisoned gang it resolves at once to `tensor` as it is.
-        """
-        binding = self._speaking()
-        ended: torch.futures.Future[Tensor] = torch.futures.Future()
-        if binding.group is None:
-            ended.set_result(tensor)
-            return ended
-        work = binding.group.submit("allreduce", [tensor], [tensor], op="sum")
-        work.future.add_done_callback(lambda _: ended.set_result(tensor))
-        return ended
-
     def _start(self, collective: Collective) -> Work:
         binding = self._speaking()
         if binding.group is None:

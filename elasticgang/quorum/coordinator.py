@@ -52,7 +52,7 @@ _ANYWHERE = ("192.0.2.1", 9)  # an address for examples, beyond the default rout
 # join timeout splits jobs and speeds nothing up.
 MIN_REPLICAS = 1
 JOIN_TIMEOUT_MS = 60_000
-TICK_MS = 10
+TICK_MS = 50
 HEARTBEAT_TIMEOUT_MS = 1_000
 _KEEP_INTERVAL_S = 0.05
 

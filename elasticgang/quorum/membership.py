@@ -249,10 +249,10 @@ class ElasticMembership:
         group = self._group(generation, ranks, gang)
         if group is None:
             return lambda: list(values)
-        mine = torch.tensor(values, dtype=torch.float64)
-        # Half as many messages, one after the other, as a ring's reduction takes; and all sum in the same order.
-        of_all = torch.empty(len(ranks), len(values), dtype=torch.float64)
-        work = group.submit("allgather_single", [of_all], [mine])
+        # All messages cross at once, where those of a ring wait for each other; and all sum in the same order.
+        mine = torch.tensor([values] * len(ranks), dtype=torch.float64)
+        of_all = torch.empty_like(mine)
+        work = group.submit("alltoall_single", [of_all], [mine])
 
         def wait() -> list[float]:
             try:

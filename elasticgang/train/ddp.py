@@ -1,9 +1,11 @@
 """Data-parallel gradients: torch's own DistributedDataParallel, reduced over the gang.
 
 R1' Building communicates nothing, so that a newcomer builds while the others train.
-R2' The buckets are fixed when built (`find_unused_parameters=True` keeps torch from rebuilding them after the first
-    backward), so that a newcomer's are the same as a veteran's.
+R2' The buckets are fixed when built, in the order in which backward is likely to fill them: torch rebuilds them after
+    the first backward, so that a newcomer's would differ from a veteran's.
 R3' The communication hook never raises and its future never fails: an exception inside backward breaks DDP's next step.
+R4' The hook waits for nothing: its future is done at once, with the bucket, and `finish` waits for what it has started.
+    Until then a gradient is this rank's, or on its way.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -19,10 +21,27 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torchft.process_group import ProcessGroupDummy
 
-from elasticgang.gang import ElasticGang
+from elasticgang.errors import InvalidOperationError
+from elasticgang.gang import ReduceOperation
+from elasticgang.gang.base import Work
 from elasticgang.quorum.manager import QuorumManager
 
 _Reduced = tuple[list[Tensor], list[Tensor]]
+
+
+class _FixedBuckets(nn.parallel.DistributedDataParallel):
+    """R2'. Torch cuts the buckets of where it looks for unused parameters when it is built; else with the first
+    backward, which is done here instead."""
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
+
+    def fix(self) -> int:
+        """The number of buckets."""
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+        return len(self.reducer._get_zeros_like_grad_buckets())
 
 
 class DistributedDataParallel(nn.Module):
@@ -30,13 +49,25 @@ class DistributedDataParallel(nn.Module):
     a module of which each rank of an `sdp` gang holds a part.
 
     Gradients are sums, not means: `Optimizer.step(weight=)` divides them by the total weight. Backward must run inside
-    `accumulate`; the one with `last=True` reduces. Its `state_dict` is the module's.
+    `accumulate`; the one with `last=True` starts to reduce, and `Optimizer.step` waits for it: between the two nobody
+    may read the gradients. Its `state_dict` is the module's.
     """
 
     def __init__(
-        self, manager: QuorumManager, module: nn.Module, *, over: str = "dp", bucket_cap_mb: float = 25.0
+        self,
+        manager: QuorumManager,
+        module: nn.Module,
+        *,
+        over: str = "dp",
+        bucket_cap_mb: float = 25.0,
+        find_unused_parameters: bool = False,
     ) -> None:
-        """Raises ValueError when `over` is neither "dp" nor "rdp"."""
+        """`find_unused_parameters`: the last backward may leave parameters out; to find those takes time in each
+        forward. Without it, `Optimizer.step` raises InvalidOperationError then.
+
+        Raises:
+            ValueError: `over` is neither "dp" nor "rdp".
+        """
         super().__init__()
         if over not in ("dp", "rdp"):
             raise ValueError(f'`over` must be "dp" or "rdp", but is {over!r} instead.')
@@ -44,7 +75,8 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self._manager = manager
         self._bucket_cap_mb = bucket_cap_mb
-        self._pending: list[Future[Tensor]] = []
+        self._finds_unused = find_unused_parameters
+        self._pending: list[Work] = []
         self._reduced: list[_Reduced] = []
         self._build()
         manager.add_reducer(self)
@@ -53,16 +85,17 @@ class DistributedDataParallel(nn.Module):
         # DDP itself sees a group of one, which never changes; what crosses ranks goes through the hook.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ddp = nn.parallel.DistributedDataParallel(
+            ddp = _FixedBuckets(
                 self.module,
                 process_group=ProcessGroupDummy(0, 1),
                 init_sync=False,
                 forward_sync_buffers=False,
-                find_unused_parameters=True,
+                find_unused_parameters=self._finds_unused,
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=self._bucket_cap_mb,
             )
         ddp.register_comm_hook(None, self._hook)
+        self._num_buckets = ddp.fix()
         self._ddp = [ddp]  # in a list: not a submodule, whose parameters would be named twice
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,18 +110,23 @@ class DistributedDataParallel(nn.Module):
 
     def _hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         self._reduced.append((bucket.parameters(), bucket.gradients()))
-        return self._reduce(bucket.buffer())
+        self._reduce(bucket.buffer())
+        done: Future[Tensor] = Future()
+        done.set_result(bucket.buffer())
+        return done
 
-    def _reduce(self, buffer: Tensor) -> Future[Tensor]:
-        gang = self._manager.reduction(self._over)
-        if isinstance(gang, ElasticGang):
-            return gang.all_reduce_future(buffer)
-        alone: Future[Tensor] = Future()
-        alone.set_result(buffer)
-        return alone
+    def _reduce(self, buffer: Tensor) -> None:
+        work = self._manager.reduction(self._over).all_reduce(buffer, ReduceOperation.SUM, async_op=True)
+        assert work is not None
+        self._pending.append(work)
 
     def contribute(self) -> None:
         if self._reduced:
+            if len(self._reduced) < self._num_buckets:
+                raise InvalidOperationError(
+                    "the last backward of this step has not reached all parameters; build the module with "
+                    "`DistributedDataParallel(..., find_unused_parameters=True)` if that is meant"
+                )
             return
         for bucket in self._ddp[0].reducer._get_zeros_like_grad_buckets():
             gradients = bucket.gradients()
@@ -97,19 +135,19 @@ class DistributedDataParallel(nn.Module):
                     if parameter.grad is not None:
                         gradient.copy_(parameter.grad)
             self._reduced.append((bucket.parameters(), gradients))
-            self._pending.append(self._reduce(bucket.buffer()))
+            self._reduce(bucket.buffer())
 
     def finish(self) -> None:
-        for future in self._pending:
-            future.wait()
+        for work in self._pending:
+            work.wait()
         for parameters, gradients in self._reduced:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
         self._pending, self._reduced = [], []
 
     def drop(self, *, rebuild: bool) -> None:
-        for future in self._pending:
-            future.wait()
+        for work in self._pending:
+            work.wait()
         self._pending, self._reduced = [], []
         for parameter in self.module.parameters():
             parameter.grad = None

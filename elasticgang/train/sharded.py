@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.futures import Future
 
-from elasticgang.gang import ElasticGang
+from elasticgang.gang import ReduceOperation
+from elasticgang.gang.base import Work
 from elasticgang.quorum.manager import QuorumManager
 from elasticgang.state.local import like, local
 
@@ -33,7 +33,7 @@ class ShardedDataParallel(nn.Module):
         self.module = module
         self._manager = manager
         self._parameters_in_order = list(module.parameters())
-        self._sums: list[tuple[Tensor, list[nn.Parameter], Future[Tensor] | None]] = []
+        self._sums: list[tuple[Tensor, list[nn.Parameter], Work]] = []
         for part in self._fsdp_modules():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -57,29 +57,25 @@ class ShardedDataParallel(nn.Module):
                 by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for parameters in by_dtype.values():
             flat = torch.cat([self._gradient(parameter).flatten() for parameter in parameters])
-            self._sums.append((flat, parameters, self._reduce(flat)))
+            work = self._manager.reduction("rdp").all_reduce(flat, ReduceOperation.SUM, async_op=True)
+            assert work is not None
+            self._sums.append((flat, parameters, work))
 
     @staticmethod
     def _gradient(parameter: nn.Parameter) -> Tensor:
         return torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
 
-    def _reduce(self, flat: Tensor) -> Future[Tensor] | None:
-        gang = self._manager.reduction("rdp")
-        return gang.all_reduce_future(flat) if isinstance(gang, ElasticGang) else None
-
     def finish(self) -> None:
-        for flat, parameters, future in self._sums:
-            if future is not None:
-                future.wait()
+        for flat, parameters, work in self._sums:
+            work.wait()
             parts = torch.split(flat, [local(parameter).numel() for parameter in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = like(part.view(local(parameter).shape), parameter)
         self._sums = []
 
     def drop(self, *, rebuild: bool) -> None:
-        for _, _, future in self._sums:
-            if future is not None:
-                future.wait()
+        for _, _, work in self._sums:
+            work.wait()
         self._sums = []
         for parameter in self._parameters_in_order:
             parameter.grad = None

@@ -215,7 +215,6 @@ def test_a_gang_in_no_generation_and_a_closed_one_refuse(trio: World) -> None:
         lambda: gang.all_reduce(torch.zeros(1), SUM),
         lambda: gang.broadcast_objects([1]),
         gang.barrier,
-        lambda: gang.all_reduce_future(torch.zeros(1)),
     ]
     for call in calls:
         with pytest.raises(InvalidOperationError, match="is in no generation; use it inside `with step:`"):
@@ -330,19 +329,17 @@ def test_the_first_error_poisons_all_gangs_of_the_rank(worlds: Worlds) -> None:
         root.barrier()
 
 
-def test_a_gradient_hooks_future_never_fails(worlds: Worlds) -> None:
+def test_a_work_whose_peer_ends_is_over_and_says_so(worlds: Worlds) -> None:
     world = worlds(2)
     gangs = bound(world)
-    buffers = [torch.ones(3), torch.ones(3)]
-    futures = [gang.all_reduce_future(buffer) for gang, buffer in zip(gangs, buffers, strict=True)]
-    for future, buffer in zip(futures, buffers, strict=True):
-        assert future.wait() is buffer
-        assert buffer.tolist() == [2.0] * 3
-    pending = gangs[0].all_reduce_future(buffer := torch.ones(3))
+    pending = gangs[0].all_reduce(tensor := torch.ones(3), SUM, async_op=True)
+    assert pending is not None
     end_peer(world)
-    assert pending.wait() is buffer
-    assert buffer.tolist() == [1.0] * 3
-    assert gangs[0].all_reduce_future(buffer).wait() is buffer
+    assert not pending.wait()
+    assert tensor.tolist() == [1.0] * 3
+    late = gangs[0].all_reduce(tensor, SUM, async_op=True)
+    assert late is not None
+    assert not late.wait()
 
 
 def test_a_gang_bound_to_the_next_generation_is_sound_again(worlds: Worlds) -> None:

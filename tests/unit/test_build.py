@@ -133,7 +133,6 @@ def test_while_it_builds_a_gang_has_rank_and_size_and_says_nothing() -> None:
         "barrier": gang.barrier,
         "broadcast_objects": lambda: gang.broadcast_objects(objects),
         "create_gang": lambda: gang.create_gang([0]),
-        "all_reduce_future": lambda: gang.all_reduce_future(tensor),
     }
     for call in calls.values():
         with pytest.raises(eg.InvalidOperationError, match="cannot be used to communicate while the training state"):
