@@ -156,6 +156,13 @@ def test_parameters_and_views_are_written_in_place(trio: World) -> None:
     assert all(tensor.tolist() == [[3.0] * 3] * 2 for tensor in strided)
 
 
+def test_a_comm_process_lets_ranks_compute(trio: World) -> None:
+    for comm in trio.comms:
+        policies = {os.sched_getscheduler(int(task)) for task in os.listdir(f"/proc/{comm.pid}/task")}
+        assert policies == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def test_works_of_different_groups_overlap(trio: World) -> None:
     """W2: the order in which groups are used may differ from rank to rank."""
 
