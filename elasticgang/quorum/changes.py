@@ -73,7 +73,7 @@ class Changes:
         unknown = _START if self._record is None else "a change elsewhere"
         cause, caused_at, _ = self._cause or (unknown, None, False)
         in_doubt = tuple(sorted(set(self._pending.values())))
-        here = frozenset(seat.member for seat in record.seats if seat.agent == agent and seat.status != SPARE)
+        here = frozenset(seat.member for seat in record.seats_of(agent) if seat.status != SPARE)
         self._change = _Change(self._record, record, cause, caused_at, in_doubt, here)
         self._record, self._cause = record, None
         self._pending.clear()

@@ -8,14 +8,13 @@ K2  An agent lives as others see it while its count in the store grows. It is co
 K3  Notices are a log in the store, written by compare-and-set: no gap can be left by an agent that dies. To hear one
     twice does no harm.
 K4  Of those that got the same answer one works out the record; the others wait for it, for a while, and then do so
-    themselves. Which of them writes it is of no account.
+    themselves, one after the other. Which of them writes it is of no account.
 K5  Nothing that blocks is called on the agent's loop; what is heard is called back from threads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import queue
 import threading
@@ -27,11 +26,12 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
-from torchft.coordination import LighthouseClient
+from torchft.coordination import LighthouseClient, QuorumMember
 
 from elasticgang.errors import OperationalError
 from elasticgang.quorum.coordinator import CURRENT_KEY, JOBS_KEY, OPEN_KEY, Endpoint, connect, record_key
 from elasticgang.quorum.decide import (
+    NOTHING_SEEN,
     PROTOCOL,
     Lost,
     Record,
@@ -46,10 +46,12 @@ from elasticgang.quorum.decide import (
 
 _QUORUM_TIMEOUT_S = 5.0
 _BEAT_INTERVAL_S = 0.1
-_BEATS_A_COUNT = 4
+_COUNT_INTERVAL_S = 0.4
+_MANY = 16  # agents: beyond, they beat half as often, for the sake of the coordinator's cores
 _BEAT_TIMEOUT_S = 1.0
 _WAIT_S = 60.0
-_WAIT_FOR_RECORD_S = 0.25
+_WAIT_FOR_RECORD_S = 0.25  # for each of those whose turn comes first
+_MAX_TURNS = 4
 _OPEN_POLL_S = 0.02
 _OLD_NOTICES = 100  # read again by a new contact
 
@@ -82,7 +84,8 @@ class Contact:
         self._newest: dict[str, int] = {}
         self._announced = ("", 0)
         self._is_open = False
-        self._read: tuple[str, Record | None] = ("", None)
+        self._read: tuple[str, Record | None] = ("", None)  # last, of the store's record
+        self._asked = NOTHING_SEEN
         try:
             self._lighthouse = LighthouseClient(endpoint.lighthouse, timedelta(seconds=timeout))
             self._beating = LighthouseClient(endpoint.lighthouse, timedelta(seconds=timeout))
@@ -129,27 +132,38 @@ class Contact:
         """
         try:
             self._wait_until_open()
-            text, agreed = self._present(report.job)
+            is_first = self._is_first(report)
+            text, agreed = self._read if is_first else self._present(report.job)
             if agreed is not None and is_for(agreed, report):
                 return agreed  # by a call that had timed out here
             is_member = agreed is not None and report.agent in agreed.agents
-            if self.endpoint.store.check([_finished_key(report.job)]):
+            if not is_first and self.endpoint.store.check([_finished_key(report.job)]):
                 self._heard.notice({"kind": "finished"})
                 if not is_member:
                     return Void("the job has finished")
             if text and not is_member and (why := self._strange(agreed, report)) is not None:
                 return self._refuse_oneself(why)
             told = self._propose(report)
-            if told is None or (void := other_versions(told, report.protocol if is_member else None)) is not None:
-                return None if told is None else void
-            if (record := self._by_another(report, agreed, told)) is not None:
+            if told is None:
+                return None
+            protocols = {each.replica_id: each.step for each in told}
+            if (void := other_versions(protocols, report.protocol if is_member else None)) is not None:
+                return void
+            if (record := self._by_another(report, agreed, protocols)) is not None:
                 return record
-            proposal = [report_from_json(json.loads(data["report"])) for data in told.values()]
-            return publish(self.endpoint.store, report, proposal, self._present)
+            proposal = [report_from_json(json.loads(each.store_address)) for each in told]
+            return self._publish(report, proposal)
         except _AWAY as exc:
             raise OperationalError(first_line(exc)) from exc
         except (KeyError, TypeError, ValueError) as exc:
             return Void(f"a participant's report is not one: {exc!r}")
+
+    def _is_first(self, report: Report) -> bool:
+        """Whether it is the first question after the record that was read last, which was agreed with this agent:
+        nothing has been agreed with it since."""
+        record, before = self._read[1], self._asked
+        self._asked = report.seen
+        return record is not None and record.name == report.seen != before and report.agent in record.agents
 
     def _strange(self, record: Record | None, report: Report) -> str | None:
         """What about `report` is not as the job is."""
@@ -173,42 +187,67 @@ class Contact:
                 raise TimeoutError("the contact has ended")
         self._is_open = True
 
-    def _propose(self, report: Report) -> dict[str, dict[str, Any]] | None:
-        """What each of the proposal's agents told."""
+    def _propose(self, report: Report) -> list[QuorumMember] | None:
+        """The proposal's agents. What they tell is where it costs those nothing that do not read it: every agent gets
+        the reports of all, and `data` is parsed for everyone."""
         try:
             quorum = self._lighthouse.quorum(
                 replica_id=report.agent,
                 timeout=timedelta(seconds=_QUORUM_TIMEOUT_S),
                 address="",
-                store_address="",
-                step=0,
+                store_address=canonical(report_to_json(report)),
+                step=report.protocol,
                 world_size=1,
                 shrink_only=False,
-                data={"protocol": report.protocol, "report": canonical(report_to_json(report))},
             )
         except TimeoutError:
             self.endpoint.store.check([record_key(report.job)])  # raises when the coordinator is gone
             return None
-        return {participant.replica_id: participant.data for participant in quorum.participants}
+        participants: list[QuorumMember] = quorum.participants
+        return participants
 
     def _by_another(self, report: Report, present: Record | None, told: Iterable[str]) -> Record | None:
-        """K4. The record that the first of the proposal's agents has written; None: it is for this one to do."""
+        """K4. The record that one of the proposal's agents before this one has written; None: this one is to do it."""
         members = () if present is None else present.agents
-        first = min(told, key=lambda agent: (agent not in members, agent))
-        if first == report.agent:
+
+        def turn(agent: str) -> tuple[bool, str]:
+            return agent not in members, agent
+
+        before = sum(turn(agent) < turn(report.agent) for agent in told)
+        if not before:
             return None
+        store, generation = self.endpoint.store, 1 if present is None else present.generation + 1
+        wait_s = min(before, _MAX_TURNS) * _WAIT_FOR_RECORD_S
         try:
-            generation = 1 if present is None else present.generation + 1
-            self.endpoint.store.wait([_written_key(report.job, generation)], timedelta(seconds=_WAIT_FOR_RECORD_S))
+            store.wait([_written_key(report.job, generation)], timedelta(seconds=wait_s))
         except DistStoreError:
             return None
-        _, record = self._present(report.job)
+        _, record = self._keep(store.get(record_key(report.job)).decode())
         return record if record is not None and is_for(record, report) else None
+
+    def _publish(self, report: Report, proposal: Sequence[Report]) -> Record | Void | Lost:
+        """Write the record that follows, unless another one has been written by now."""
+        present, parent = self._read
+        answer = follow(parent, report, proposal)
+        if not isinstance(answer, Record) or answer is parent:
+            return answer
+        store = self.endpoint.store
+        written = store.compare_set(record_key(report.job), present, answer.text).decode()
+        if written == answer.text:
+            self._read = (written, answer)
+            _tell_of_record(store, answer)
+            return answer
+        _, winner = self._keep(written)
+        if winner is not None and is_for(winner, report):
+            return winner
+        return Void("a generation was agreed without this agent")
 
     def _present(self, job: str) -> tuple[str, Record | None]:
         """As `present_record`, without reading the same text twice."""
         store, key = self.endpoint.store, record_key(job)
-        text = store.get(key).decode() if store.check([key]) else ""
+        return self._keep(store.get(key).decode() if store.check([key]) else "")
+
+    def _keep(self, text: str) -> tuple[str, Record | None]:
         read = self._read
         if text != read[0]:
             read = self._read = (text, read_record(text))
@@ -225,7 +264,7 @@ class Contact:
             _, record = self._present(job) if job == self._job else present_record(store, job)
             if record is None or (job, record.generation) == self._announced:
                 return
-            if job != report.job or any(record.seat(member.id) is None for member in report.members):
+            if job != report.job or has_newcomer(record, report):
                 self._announced = (job, record.generation)
                 self.post({"kind": "join", "generation": record.generation}, job)
 
@@ -261,17 +300,19 @@ class Contact:
     # -- life
 
     def _beat(self) -> None:
-        for beat in itertools.count():
-            if self._closed.is_set():
-                return
-            if beat % _BEATS_A_COUNT == 0:
-                began = time.monotonic()
+        counted_at = 0.0
+        while not self._closed.is_set():
+            record, now = self._read[1], time.monotonic()
+            many = record is not None and len(record.agents) > _MANY
+            interval = _BEAT_INTERVAL_S * 2 if many else _BEAT_INTERVAL_S
+            if now - counted_at > _COUNT_INTERVAL_S - interval / 2:
+                counted_at = now
                 self._counting.add(_count_key(self._job, self.agent), 1)
-                self._heard.beat(began)
+                self._heard.beat(now)
             if self.beats:
                 with contextlib.suppress(*_AWAY):  # the store says whether the coordinator is away
                     self._beating.heartbeat(self.agent, timedelta(seconds=_BEAT_TIMEOUT_S))
-            self._closed.wait(_BEAT_INTERVAL_S)
+            self._closed.wait(interval)
 
     def counts(self, agents: Iterable[str]) -> dict[str, int]:
         """How often each has shown itself to this incarnation. Raises OperationalError when that is away."""
@@ -285,21 +326,9 @@ class Contact:
             raise OperationalError(first_line(exc)) from exc
 
 
-def publish(
-    store: Store, mine: Report, proposal: Sequence[Report], read: Callable[[str], tuple[str, Record | None]]
-) -> Record | Void | Lost:
-    """Compare-and-set the record that follows from `proposal`; an agent that comes second finds itself in the first
-    one's and takes that. `read`: as `present_record`, of a job."""
-    present, parent = read(mine.job)
-    answer = follow(parent, mine, proposal)
-    if not isinstance(answer, Record) or answer is parent:
-        return answer
-    written = store.compare_set(record_key(mine.job), present, answer.text).decode()
-    if written == answer.text:
-        _tell_of_record(store, answer)
-        return answer
-    winner = Record.from_text(written)
-    return winner if is_for(winner, mine) else Void(f"generation {winner.generation} was agreed without this agent")
+def has_newcomer(record: Record, report: Report) -> bool:
+    seated = {seat.member for seat in record.seats_of(report.agent)}
+    return any(member.id not in seated for member in report.members)
 
 
 def bring(store: Store, record: Record) -> None:
@@ -334,10 +363,9 @@ def read_record(text: str) -> Record | None:
         return None
 
 
-def other_versions(told: Mapping[str, dict[str, Any]], right: int | None) -> Void | None:
+def other_versions(protocols: Mapping[str, int], right: int | None) -> Void | None:
     """Reports of another protocol than PROTOCOL cannot be read. Who has not the `right` one is refused; None: that of
     most of them."""
-    protocols = {agent: data.get("protocol") for agent, data in told.items()}
     if set(protocols.values()) == {PROTOCOL}:
         return None
     votes = list(protocols.values())

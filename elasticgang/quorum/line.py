@@ -111,7 +111,9 @@ class Line:
     async def watch(self) -> None:
         """See that the coordinator answers, and that the lease is not over; for ever."""
         while True:
-            await asyncio.sleep(_TICK_S)
+            until_stuck = self._answered_at + _STUCK_S - time.monotonic()
+            until_over = until_stuck if self._lease is None else self._lease.remaining_s
+            await asyncio.sleep(max(_TICK_S, min(until_stuck, until_over, _CALM_S)))
             if self._lease is not None and self._lease.is_over:
                 self._hooks.lease_over()
             if self.contact is not None and time.monotonic() - self._answered_at > _STUCK_S:

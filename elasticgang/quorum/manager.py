@@ -6,6 +6,7 @@ Q1  A step is committed only through a vote in which every active member took pa
 Q2  Between a vote that failed and the next record this rank holds a prepared attempt and nothing else happens to it.
 Q3  Applying communicates nothing; `torn` brackets it; a torn state is no state (R10).
 Q4  What forward changes is kept aside when a step begins and put back when it is dropped.
+Q5  The gradients of a prepared attempt are made ready to apply before this rank learns what became of its vote.
 
 What is known and held of the truth is decided in `ledger.py`.
 """
@@ -344,11 +345,20 @@ class QuorumManager:
     def add_reducer(self, reducer: Reducer) -> None:
         self._reducers.append(reducer)
 
-    def commit(self, weight: float, apply: Callable[..., None], measure: Callable[[], float] | None = None) -> bool:
+    def commit(
+        self,
+        weight: float,
+        apply: Callable[..., None],
+        measure: Callable[[], float] | None = None,
+        *,
+        prepare: Callable[..., None] | None = None,
+    ) -> bool:
         """Vote on the step under way and, when it is committed, call `apply(total weight)` on the reduced gradients.
 
         `measure`: what to sum of the reduced gradients over the ranks of a replica group; `apply` gets the sum as its
         second argument. Given on every rank or on none.
+        `prepare`: called with what `apply` is, once and before it, while the votes are on their way. It may change the
+        gradients, and nothing else: the step may yet be dropped.
 
         Returns when the step's fate is known, through a generation change if need be: True when this rank's state
         holds the step.
@@ -357,7 +367,7 @@ class QuorumManager:
         if step.voted:
             raise InvalidOperationError(f"step {step.index} was voted on before; there is one `optim.step` in a step")
         step.voted = True
-        step.committed = self._commit(step, weight, apply, measure)
+        step.committed = self._commit(step, weight, apply, measure, prepare)
         return step.committed
 
     # -- one step
@@ -390,7 +400,12 @@ class QuorumManager:
         return dropped
 
     def _commit(
-        self, step: Step, weight: float, apply: Callable[..., None], measure: Callable[[], float] | None
+        self,
+        step: Step,
+        weight: float,
+        apply: Callable[..., None],
+        measure: Callable[[], float] | None,
+        prepare: Callable[..., None] | None,
     ) -> bool:
         self._keeper.forward_done()
         self._contribute()
@@ -417,7 +432,10 @@ class QuorumManager:
             if self.tip is not None and after is not None:
                 self._to_apply = (lambda: apply(total, *sums), after)
                 self._ledger.prepare(attempt)
-            passed = self._vote(attempt)
+            voting = self._start_vote(attempt)
+            if prepare is not None and self._ledger.pending is not None:  # Q5: before anything can go wrong
+                prepare(total, *sums)
+            passed = voting()
         except GangError:
             if self._ledger.pending is None:
                 return False  # not prepared: it did not vote, so nobody committed
@@ -428,7 +446,7 @@ class QuorumManager:
     def _make_active(self, attempt: Attempt) -> bool:
         """L5 of `ledger.py`. Nothing is prepared, so nothing can be in doubt."""
         with contextlib.suppress(GangError):
-            self._vote(attempt)
+            self._start_vote(attempt)()
         return False
 
     def _contribute(self) -> None:
@@ -460,18 +478,23 @@ class QuorumManager:
         ranks_of_sample = self.layout.tp * self.layout.pp
         return [total / ranks_of_sample, num_failed, *(each / num_groups for each in sums)]
 
-    def _vote(self, attempt: Attempt) -> bool:
-        """One round over all seats."""
+    def _start_vote(self, attempt: Attempt) -> Callable[[], bool]:
+        """One round over all seats. What is returned waits for it, and tells whether it passed."""
         goes = self._drain.asked
         ballot = self._ledger.ballot(attempt, self._membership.join_noticed, goes)
-        try:
-            count = self._ledger.count(attempt, self._membership.start_sum(CONTROL, ballot)(), goes)
-        except InternalError as error:
-            self._membership.poison(PeerLostError(str(error)))
-            raise
-        self._regroup = self._regroup or count.regroups
-        self._drain.answered(goes=goes, leaves=count.leaves)
-        return count.passed
+        voting = self._membership.start_sum(CONTROL, ballot)
+
+        def wait() -> bool:
+            try:
+                count = self._ledger.count(attempt, voting(), goes)
+            except InternalError as error:
+                self._membership.poison(PeerLostError(str(error)))
+                raise
+            self._regroup = self._regroup or count.regroups
+            self._drain.answered(goes=goes, leaves=count.leaves)
+            return count.passed
+
+        return wait
 
     def _apply(self) -> None:
         attempt = self._ledger.begin_apply()

@@ -2,7 +2,9 @@
 
 O1  A question is asked anew whenever the contact in which it was asked is lost, until somebody answers or the
     coordinator has been away for too long. Nothing goes on without an answer.
-O2  What ends a generation is told once by each agent, by both ways: connections between agents, and the store.
+O2  What ends a generation is told once by each agent, by two ways: connections between agents, and the store. All of
+    them hear the store, at a time when they have better to do: while all connections are up it is told only if the next
+    generation does not come soon.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elasticgang.errors import OperationalError
-from elasticgang.quorum.contact import Contact
+from elasticgang.quorum.contact import Contact, has_newcomer
 from elasticgang.quorum.coordinator import Endpoint
 from elasticgang.quorum.decide import Lost, Record, Report, Void
 from elasticgang.quorum.lease import Lease
@@ -29,6 +31,7 @@ _LEFT_BEHIND_S = 1.0
 _LATE_S = 0.5
 _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is ended
 _RETRY_S = 0.05
+_POST_S = 0.2
 
 
 class Inside(Protocol):
@@ -155,8 +158,16 @@ class Outside:
         if self._tripwires is None or not (to_all or (record is not None and len(record.agents) > 1)):
             return
         self._tripwires.tell(kind, **fields)
-        if self._line.contact is not None:
-            self._line.contact.post({"kind": kind, **fields})
+        others = () if to_all or record is None else [agent for agent in record.agents if agent != self.agent]
+        if others and all(map(self._tripwires.is_up, others)):
+            asyncio.get_running_loop().call_later(_POST_S, self._post, {"kind": kind, **fields}, record)
+        else:
+            self._post({"kind": kind, **fields}, record)
+
+    def _post(self, notice: dict[str, Any], record: Record | None) -> None:
+        """Tell the store, unless another record has followed."""
+        if self._line.contact is not None and self._inside.roster.record is record:
+            self._line.contact.post(notice)
 
     def follow(self, record: Record) -> None:
         if self._tripwires is not None:
@@ -315,7 +326,7 @@ class Outside:
 
     def _has_newcomer(self, report: Report) -> bool:
         record = self._inside.roster.record
-        return record is None or any(record.seat(member.id) is None for member in report.members)
+        return record is None or has_newcomer(record, report)
 
     def _tell_of_void(self, answer: Record | Void | Lost) -> None:
         """Say once why no generation is agreed, when that goes on; and at once who is refused."""

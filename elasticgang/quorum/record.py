@@ -3,24 +3,27 @@
 Pure, and only data: `decide.py` says which record follows.
 
 D0  Equal records have equal digests, on every host and in every Python version; the digest covers all but itself.
+D6  An agent reads of a record only what it needs: of the seats, those of its own members.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.quorum.commit import Attempt
 
-PROTOCOL = 5
+PROTOCOL = 6
 
-ACTIVE, LEARNER, SPARE = "active", "learner", "spare"
+ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
+_STATUS_OF = dict(enumerate(_STATUSES))
 _NUM_ANCESTORS = 16
 
 Model: TypeAlias = "tuple[int, int, int]"  # coordinates along pp, sdp and tp
@@ -103,6 +106,8 @@ class Record:
     """One agreed generation. `parent` is the digest of the record before, "" for the first; `ancestors` are those of
     some before that, newest first.
 
+    `seats`: grouped by agent, in the order of `agents`. Whoever is in `plan` has one.
+
     `addresses`: of `agents`, in their order.
     `lost`: agents of the generation before that are held to be dead, each with the agent by whose word; `away`: those
     that have taken part, are not here, and may live.
@@ -130,10 +135,27 @@ class Record:
         if not self.digest:
             object.__setattr__(self, "digest", digest_of(self.text))
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """D6. The seats and the plan of a record that was read."""
+            if name not in ("seats", "plan") or "_lines" not in vars(self):
+                raise AttributeError(name)
+            vars(self).update(_seats_and_plan(self))
+            return vars(self)[name]
+
     @cached_property
     def text(self) -> str:
-        """Its canonical JSON."""
-        return canonical(self.to_json())
+        """Its one spelling: a line of JSON with all but the seats, and one for each agent, with its host and its
+        members' seats."""
+        places = {member: place for place, member in enumerate((*self.plan.ranks, *self.plan.spares))}
+        lines: dict[str, list[Any]] = {agent: [""] for agent in self.agents}
+        for seat in self.seats:
+            line = lines[seat.agent]
+            line[0] = seat.host
+            status, place = _STATUSES.index(seat.status), places.get(seat.member)
+            line.append((seat.member, seat.local_rank, seat.address, status, place))
+        return "\n".join(map(canonical, (self._head(), *lines.values())))
 
     def seat(self, member: str) -> Seat | None:
         return self._seats_by_member.get(member)
@@ -141,6 +163,13 @@ class Record:
     @cached_property
     def _seats_by_member(self) -> dict[str, Seat]:
         return {seat.member: seat for seat in self.seats}
+
+    def seats_of(self, agent: str) -> tuple[Seat, ...]:
+        """Those of its members (D6)."""
+        if "seats" in vars(self):
+            return tuple([seat for seat in self.seats if seat.agent == agent])
+        line = vars(self)["_lines"].get(agent)
+        return () if line is None else _seats(agent, line)[0]
 
     @property
     def name(self) -> Seen:
@@ -168,51 +197,82 @@ class Record:
     def model_coordinates(self, member: str) -> Model:
         return model_coordinates(self.plan, member)
 
-    def to_json(self) -> dict[str, Any]:
+    def _head(self) -> dict[str, Any]:
         return {
             "job": self.job,
             "generation": self.generation,
             "parent": self.parent,
             "layout": layout_to_json(self.layout),
-            "plan": self.plan.to_json(),
-            "seats": [list(seat) for seat in self.seats],
-            "agents": list(self.agents),
-            "committed": list(self.committed),
+            "shape": self.plan.shape,
+            "agents": self.agents,
+            "committed": self.committed,
             "rolled_forward": self.rolled_forward,
             "lowered": self.lowered,
-            "ancestors": list(self.ancestors),
-            "lost": [list(pair) for pair in self.lost],
-            "away": list(self.away),
-            "addresses": list(self.addresses),
+            "ancestors": self.ancestors,
+            "lost": self.lost,
+            "away": self.away,
+            "addresses": self.addresses,
         }
 
     @staticmethod
     def from_text(text: str) -> Record:
-        """`text`: canonical JSON of a record. Raises as `from_json`."""
-        record = Record.from_json(json.loads(text), digest_of(text))
-        vars(record)["text"] = text
+        """Raises KeyError, TypeError or ValueError when `text` is none of a record; for what is wrong with the seats,
+        when they are first asked for."""
+        head, *lines = text.split("\n")
+        data = json.loads(head)
+        agents = tuple(map(str, data["agents"]))
+        fields = {
+            "job": str(data["job"]),
+            "generation": int(data["generation"]),
+            "parent": str(data["parent"]),
+            "layout": layout_from_json(data["layout"]),
+            "agents": agents,
+            "committed": Attempt(*data["committed"]),
+            "rolled_forward": bool(data["rolled_forward"]),
+            "lowered": bool(data["lowered"]),
+            "ancestors": tuple(map(str, data["ancestors"])),
+            "lost": tuple((str(agent), str(by)) for agent, by in data["lost"]),
+            "away": tuple(map(str, data["away"])),
+            "addresses": tuple(map(str, data["addresses"])),
+            "digest": digest_of(text),
+            "text": text,
+            "_shape": data["shape"],
+            "_lines": dict(zip(agents, lines, strict=True)),
+        }
+        record = object.__new__(Record)
+        vars(record).update(fields)
         return record
 
-    @staticmethod
-    def from_json(data: dict[str, Any], digest: str = "") -> Record:
-        """`digest`: that of `data`, if it is known. Raises KeyError, TypeError or ValueError when it is no record."""
-        return Record(
-            job=str(data["job"]),
-            generation=int(data["generation"]),
-            parent=str(data["parent"]),
-            layout=layout_from_json(data["layout"]),
-            plan=Plan.from_json(data["plan"]),
-            seats=tuple(map(Seat._make, data["seats"])),
-            agents=tuple(data["agents"]),
-            committed=Attempt(*data["committed"]),
-            rolled_forward=bool(data["rolled_forward"]),
-            lowered=bool(data["lowered"]),
-            ancestors=tuple(map(str, data["ancestors"])),
-            lost=tuple((str(agent), str(by)) for agent, by in data["lost"]),
-            away=tuple(map(str, data["away"])),
-            addresses=tuple(map(str, data["addresses"])),
-            digest=digest,
-        )
+
+def _seats_and_plan(record: Record) -> dict[str, Any]:
+    """Raises KeyError, TypeError or ValueError when they are not those of a record."""
+    read = vars(record)
+    seats: list[Seat] = []
+    placed: dict[int, Seat] = {}
+    for agent, line in read["_lines"].items():
+        its, places = _seats(agent, line)
+        seats += its
+        placed.update((place, seat) for seat, place in zip(its, places, strict=True) if place is not None)
+    in_order = [placed[place] for place in range(len(placed))]
+    size = math.prod(read["_shape"])
+    plan = {
+        "shape": read["_shape"],
+        "seats": [(seat.member, seat.host) for seat in in_order[:size]],
+        "spares": [seat.member for seat in in_order[size:]],
+    }
+    planned = Plan.from_json(plan)
+    return {"seats": tuple(seats), "plan": replace(planned, views=record.layout.views)}
+
+
+def _seats(agent: str, line: str) -> tuple[tuple[Seat, ...], tuple[int | None, ...]]:
+    """The seats of an agent's line, and their places: their ranks, and beyond those the turns of the spares; None for
+    who is not in the plan."""
+    host, *rows = json.loads(line)
+    seats = [
+        Seat(member, agent, host, local_rank, address, _STATUS_OF[status])
+        for member, local_rank, address, status, _ in rows
+    ]
+    return tuple(seats), tuple(row[4] for row in rows)
 
 
 @dataclass(frozen=True)
@@ -261,17 +321,34 @@ def layout_from_json(data: dict[str, Any]) -> ParallelLayout:
 
 
 def report_to_json(report: Report) -> dict[str, Any]:
-    return {**asdict(report), "layout": layout_to_json(report.layout)}
+    """Members are alike in most: that is told once."""
+    states = list(dict.fromkeys(map(_state, report.members)))
+    members = [(m.id, m.local_rank, m.address, m.holds, states.index(_state(m))) for m in report.members]
+    return {**vars(report), "layout": layout_to_json(report.layout), "members": members, "states": states}
+
+
+def _state(member: MemberReport) -> tuple[Attempt | None, Attempt | None, int, bool]:
+    return member.tip, member.pending, member.entered, member.active
 
 
 def report_from_json(data: dict[str, Any]) -> Report:
     """Raises KeyError, TypeError or ValueError when `data` is not a report."""
-    members = tuple(member_from_json(member) for member in data["members"])
+    rest = {name: value for name, value in data.items() if name != "states"}
+    states = {
+        number: (attempt_from_json(tip), attempt_from_json(pending), int(entered), bool(active))
+        for number, (tip, pending, entered, active) in enumerate(data["states"])
+    }
+    members = []
+    for id, local_rank, address, holds, state in data["members"]:
+        tip, pending, entered, active = states[state]
+        members.append(
+            MemberReport(str(id), int(local_rank), str(address), tip, pending, _model(holds), entered, active)
+        )
     return Report(
         **{
-            **data,
+            **rest,
             "layout": layout_from_json(data["layout"]),
-            "members": members,
+            "members": tuple(members),
             "known": attempt_from_json(data["known"]),
             "seen": Seen(int(data["seen"][0]), str(data["seen"][1])),
             "gone": tuple(data["gone"]),
@@ -282,18 +359,21 @@ def report_from_json(data: dict[str, Any]) -> Report:
 
 
 def member_from_json(data: dict[str, Any]) -> MemberReport:
-    holds = data["holds"]
-    if holds is not None:
-        pp, sdp, tp = holds
-        holds = int(pp), int(sdp), int(tp)
     return MemberReport(
         **{
             **data,
             "tip": attempt_from_json(data["tip"]),
             "pending": attempt_from_json(data["pending"]),
-            "holds": holds,
+            "holds": _model(data["holds"]),
         }
     )
+
+
+def _model(data: Sequence[int] | None) -> Model | None:
+    if data is None:
+        return None
+    pp, sdp, tp = data
+    return int(pp), int(sdp), int(tp)
 
 
 def attempt_from_json(data: Sequence[int] | None) -> Attempt | None:

@@ -291,7 +291,7 @@ class Roster:
     def report(self) -> Report:
         """What to bring to the lighthouse now."""
         assert self._layout is not None
-        seats = () if self.record is None else self.record.seats
+        own = () if self.record is None else self.record.seats_of(self.agent)
         live = self._live()
         return Report(
             agent=self.agent,
@@ -302,7 +302,7 @@ class Roster:
             seen=NOTHING_SEEN if self.record is None else self.record.name,
             members=tuple(rank.report for rank in self._in(_Phase.ASKING).values() if rank.report is not None),
             known=self.known,
-            gone=tuple(seat.member for seat in seats if seat.agent == self.agent and seat.member not in live),
+            gone=tuple(seat.member for seat in own if seat.member not in live),
             lost=tuple(sorted(self._lost)),
             num_ranks=self.num_ranks,
             num_seats=self.num_ranks if self.num_spares else None,
@@ -343,7 +343,7 @@ class Roster:
 
     def _lose_host(self, agent: str) -> list[Instruction]:
         self._lost.add(agent)
-        is_seated = self.record is not None and any(seat.agent == agent for seat in self.record.seats)
+        is_seated = self.record is not None and bool(self.record.seats_of(agent))
         return (self._abort(f"the host of agent {agent} is lost") if is_seated else []) + self._ask_if_ready()
 
     def _noticed(self, event: Noticed) -> list[Instruction]:
@@ -523,23 +523,22 @@ class Roster:
         return self._ask_if_ready(min(_RETRY_VOID_S * 2 ** max(0, self._num_void - _FREE_VOIDS), _MAX_RETRY_S))
 
     def _deliver(self, record: Record) -> list[Instruction]:
+        own = {seat.member: seat for seat in record.seats_of(self.agent)}
         seated = []
         for member, rank in self._in(_Phase.ASKING).items():
-            seat = record.seat(member)
-            if seat is not None:
+            if (seat := own.get(member)) is not None:
                 # A spare runs nothing: it goes on asking, in the name of its last report.
                 rank.phase = _Phase.ASKING if seat.status == SPARE else _Phase.SEATED
                 rank.entered_any = True
                 seated.append(member)
         instructions: list[Instruction] = [Deliver(tuple(seated), record)]
         live = self._live()
-        own = [seat for seat in record.seats if seat.agent == self.agent and seat.status != SPARE]
-        dead = [str(seat.local_rank) for seat in own if seat.member not in live]
+        dead = [str(seat.local_rank) for seat in own.values() if seat.status != SPARE and seat.member not in live]
         if dead:
             instructions += self._abort(f"rank {', '.join(dead)} died before the generation began")
         elif self._is_over(record.generation):
             instructions += self._abort_seated("it was over before it began")
-        elif any(record.seat(member) is None for member in self._in(_Phase.ASKING)):
+        elif any(member not in own for member in self._in(_Phase.ASKING)):
             instructions += self._notice_join()
         return instructions + self._ask_if_ready()
 

@@ -117,6 +117,9 @@ class Tripwires:
         except (WireError, OSError, EOFError, asyncio.TimeoutError):
             writer.close()
             return False
+        except asyncio.CancelledError:
+            writer.close()
+            raise
         if (answer["kind"], answer.get("agent"), answer.get("job")) != ("hello", agent, self._job):
             self.gone.add(agent)  # T2
             writer.close()

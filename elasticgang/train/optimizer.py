@@ -61,18 +61,25 @@ class Optimizer:
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"`weight` must be finite and at least 0, but is {weight} instead.")
         if max_norm is None or self._manager.layout.unit == 1:
-            return self._manager.commit(float(weight), lambda total: self._apply(total, max_norm))
+            return self._manager.commit(
+                float(weight), lambda total: self._apply(), prepare=lambda total: self._make_ready(total, max_norm)
+            )
         return self._manager.commit(
-            float(weight), lambda total, square: self._apply(total, max_norm, math.sqrt(square) / total), self._square
+            float(weight),
+            lambda total, square: self._apply(),
+            self._square,
+            prepare=lambda total, square: self._make_ready(total, max_norm, math.sqrt(square) / total),
         )
 
-    def _apply(self, total: float, max_norm: float | None, norm: float | None = None) -> None:
+    def _make_ready(self, total: float, max_norm: float | None, norm: float | None = None) -> None:
         """`norm`: of the whole model's gradient; None: of what is here."""
         torch._foreach_div_(self._gradients(), total)
         if max_norm is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters(), max_norm, torch.tensor(norm, dtype=torch.float64))
         elif max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm)
+
+    def _apply(self) -> None:
         self.optim.step()
         self.optim.zero_grad(set_to_none=True)
 

@@ -65,6 +65,7 @@ class SimulatedAgent:
         self._num_started = 0
         self._dead: list[int] = []
         self._ranks: dict[str, MemberReport] = {}
+        self._seated: set[str] = set()
         self.roster = Roster(
             agent=f"agent-{number:03}",
             host=f"host-{number:03}",
@@ -101,7 +102,14 @@ class SimulatedAgent:
             self._told("joins")
         self._ask(member, broken=False)
 
+    def _leave(self, members: tuple[str, ...], broken: bool) -> None:
+        """The generation: a rank asks once."""
+        for member in members:
+            if member in self._seated:
+                self._ask(member, broken)
+
     def _ask(self, member: str, broken: bool) -> None:
+        self._seated.discard(member)
         self.handle(Asked(member, self._ranks[member], _LAYOUT, broken))
 
     def handle(self, event: Event) -> None:
@@ -110,12 +118,10 @@ class SimulatedAgent:
                 case Abort(members, generation, reason):
                     self._told("noticed", generation=generation)
                     self.outside.tell_over(generation, reason)
-                    for member in members:
-                        self._ask(member, broken=True)
+                    self._leave(members, broken=True)
                 case NoticeJoin(members, generation):
                     self.outside.tell_join(generation)
-                    for member in members:  # at their step boundary
-                        self._ask(member, broken=False)
+                    self._leave(members, broken=False)  # at their step boundary
                 case Ask(delay_s):
                     self.outside.ask(delay_s)
                 case Deliver(members, record):
@@ -129,8 +135,9 @@ class SimulatedAgent:
 
     def _enter(self, members: tuple[str, ...], record: Record) -> None:
         """A newcomer has healed by the time of the next change."""
-        self._told("record", generation=record.generation, members=len(record.seats))
+        self._told("record", generation=record.generation, members=len(record.seats_of(self.roster.agent)))
         self.outside.follow(record)
+        self._seated.update(members)
         for member in members:
             mine = self._ranks[member]
             self._ranks[member] = MemberReport(
@@ -241,15 +248,15 @@ class Fleet:
     def all_have(self, members: int) -> list[dict[str, Any]]:
         """Wait until all agents have the record of one generation that has so many members; what was told meanwhile."""
         heard: list[dict[str, Any]] = []
-        having: dict[int, set[int]] = {}
+        having: dict[int, dict[int, int]] = {}
         for message in self._told:
             heard.append(message)
             if message["what"] in ("failed", "said"):
                 print(message, file=sys.stderr)
-            if message["what"] == "record" and message["members"] == members:
-                agents = having.setdefault(message["generation"], set())
-                agents.add(message["agent"])
-                if len(agents) == len(self._pids):
+            if message["what"] == "record":
+                own = having.setdefault(message["generation"], {})
+                own[message["agent"]] = message["members"]
+                if len(own) == len(self._pids) and sum(own.values()) == members:
                     return heard
         raise AssertionError
 

@@ -124,7 +124,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=120, help="of each run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
-    parser.add_argument("--dim", type=int, default=208, help="of the model: how long a step is (default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=336, help="of the model: how long a step is (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     args = parser.parse_args()
     if args.ranks < 2 or args.rounds < 1 or args.steps < 2 * _WARM_UP:

@@ -78,3 +78,27 @@ def test_what_is_left_out_stays_as_it_is() -> None:
     train(manager, ddp, 2)
     changed = {name for name, parameter in ddp.module.named_parameters() if not torch.equal(before[name], parameter)}
     assert changed == {name for name in before if not name.startswith("layers.2.")}
+
+
+def test_gradients_are_made_ready_before_they_are_applied_and_not_in_a_step_that_fails() -> None:
+    manager = eg.join(layout=eg.ParallelLayout())
+    manager.register_state(module=nn.Linear(1, 1))
+    calls: list[str] = []
+
+    def commit() -> bool:
+        return manager.commit(
+            3.0,
+            lambda total, square: calls.append(f"apply {total:g} {square:g}"),
+            lambda: 4.0,
+            prepare=lambda total, square: calls.append(f"prepare {total:g} {square:g}"),
+        )
+
+    for step in manager.steps(1):
+        with step:
+            if not calls:
+                calls.append("report")
+                manager.report_error(ValueError("not finite"))
+                assert not commit()
+            else:
+                assert commit()
+    assert calls == ["report", "prepare 3 4", "apply 3 4"]

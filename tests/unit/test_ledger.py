@@ -21,7 +21,7 @@ def ledgers(
     planned = plan([Member(name, name[0]) for name in (*members, *spares)], layout)
     status = {**members, **dict.fromkeys(spares, SPARE)}
     seats = tuple(Seat(name, name[0], name[0], 0, "", status[name]) for name in status)
-    record = Record("job", 1, "", layout, planned, seats, ("a",), Attempt(3, 1))
+    record = Record("job", 1, "", layout, planned, seats, ("a", "b"), Attempt(3, 1))
     made = {name: Ledger(name) for name in members}
     for seat in seats:
         if seat.member in made:
