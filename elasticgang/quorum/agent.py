@@ -243,7 +243,9 @@ class Agent:
         if self._stopping.is_set() or self._fenced:
             return
         self._hear_commits()
-        for instruction in self._roster.handle(event):
+        instructions = self._roster.handle(event)
+        self._stamp_heirs()  # before anybody votes in a generation that is begun now
+        for instruction in instructions:
             self._perform(instruction)
         if self._roster.finished:
             self._over.set()
@@ -259,6 +261,13 @@ class Agent:
         if attempt != rank.committed and not self._fenced:
             rank.committed = attempt
             self._roster.handle(Committed(rank.member, attempt))
+
+    def _stamp_heirs(self) -> None:
+        """Those that could follow a rank that goes."""
+        ranks = self._ranks.all()
+        num = self._roster.num_heirs([rank.member for rank in ranks if rank.page.goes])
+        for rank in ranks:
+            rank.page.await_heirs(num)
 
     @property
     def _world(self) -> Outside:
@@ -461,6 +470,7 @@ class Agent:
         while True:
             await asyncio.sleep(self._watch.interval_s)
             now = time.monotonic()
+            self._stamp_heirs()
             for verdict in self._watch.look(now, self._ranks.pages(), finished=self._roster.finished):
                 self._end_hung(self._ranks[verdict.member], verdict)
             if (waits := self._watch.news(now)) is not None:

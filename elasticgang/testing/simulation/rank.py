@@ -351,7 +351,10 @@ class Rank:
         if not self.poisoned:
             noticed = self.joining == generation.record.generation
             self.says_so = self.goes
-            generation.vote(self.round).parts[self.name] = (attempt, ledger.ballot(attempt, noticed, self.goes))
+            generation.vote(self.round).parts[self.name] = (
+                attempt,
+                ledger.ballot(attempt, noticed, self.goes, world.hosts[self.host].num_heirs),
+            )
 
     def _count(self, world: World) -> None:
         generation, ledger = self.generation, self.ledger
