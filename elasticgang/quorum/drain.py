@@ -48,7 +48,7 @@ class Drain:
             self._has_stayed = True
             log.warning(
                 "this rank is to go, but stays until another has healed the state that it alone holds: one that "
-                "waits, or starts; a second SIGTERM ends it at once, and the state with it"
+                "starts, or spares once they fill a replica group; a second SIGTERM ends it now, and the state with it"
             )
 
     # -- SIGTERM

@@ -40,7 +40,7 @@ class Share:
 @dataclass(frozen=True)
 class Count:
     """What a round of votes has led to. `regroups`: all come to the next generation at the next boundary, for somebody
-    waits to join, or leaves; `leaves`: this rank does."""
+    waits to join, or leaves, or is to be followed by a spare; `leaves`: this rank does."""
 
     passed: bool
     regroups: bool
@@ -69,8 +69,8 @@ class Ledger:
         """Whether this rank votes in the present generation."""
         return self.member in self.active
 
-    def report(self, local_rank: int, address: str) -> MemberReport:
-        """What to ask with."""
+    def report(self, local_rank: int, address: str, goes: bool) -> MemberReport:
+        """What to ask with. `goes`: this rank is asked to."""
         return MemberReport(
             id=self.member,
             local_rank=local_rank,
@@ -80,6 +80,7 @@ class Ledger:
             holds=self.holds,
             entered=self.entered,
             active=self.is_active,
+            goes=goes,
         )
 
     # -- one step
@@ -138,7 +139,8 @@ class Ledger:
         is_wanted = joins > 0.0 or num_heirs > 0.0
         leaving = [part for part in parts if going[part] and self._may_leave(part, int(going[part]), is_wanted)]
         leaves = goes and (not self.is_active or self.holds in leaving)
-        return Count(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving), leaves)
+        awaited = any(part not in leaving and self._waits_unheard(part, int(going[part])) for part in parts)
+        return Count(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving) or awaited, leaves)
 
     def _may_leave(self, part: tuple[int, int, int], num_going: int, is_wanted: bool) -> bool:
         """L6, of the active members of `part` that go. `is_wanted`: by somebody without a seat."""
@@ -146,6 +148,12 @@ class Ledger:
         there = [seat.member for seat in self.record.seats if self._part_of(seat) == part]
         num_active = sum(member in self.active for member in there)
         return num_going < num_active or not (is_wanted or num_active < len(there))
+
+    def _waits_unheard(self, part: tuple[int, int, int], num_going: int) -> bool:
+        """Whether some of the `num_going` that cannot leave `part` have not told so since a spare might follow."""
+        assert self.record is not None
+        told = [seat for seat in self.record.seats if seat.member in self.record.going and self._part_of(seat) == part]
+        return num_going > len(told) and any(seat.status == SPARE for seat in self.record.seats)
 
     def _part_of(self, seat: Seat) -> tuple[int, int, int] | None:
         assert self.record is not None

@@ -571,7 +571,7 @@ class QuorumManager:
         self._keeper.register(**objects)
 
     def _report(self) -> MemberReport:
-        return self._ledger.report(self._membership.local_rank, self._keeper.address)
+        return self._ledger.report(self._membership.local_rank, self._keeper.address, self._drain.asked)
 
     def _act(self, record: Record, seat: Seat) -> None:
         """Bring this rank's state to what `record` says is committed."""

@@ -194,6 +194,21 @@ def test_the_only_one_with_state_stays_for_one_that_is_started_again(tmp_path: P
     assert job.stderr.count(STAYS) == 1
 
 
+def test_a_spare_follows_the_only_one_with_state(tmp_path: Path) -> None:
+    after = '(here / f"after-{rank}").write_text(f"{manager.committed_steps}\\n")'
+    path = training(tmp_path, steps=2000, body=UNHURRIED, after=after)
+    with Job(tmp_path, path, ranks=1, options=("--spares", "1")) as job:
+        (spare,) = {0, 1} - {job.expect("entered")["local_rank"]}
+        job.expect("spare", local_rank=spare)
+        os.kill(job.rank_pid(1 - spare), signal.SIGTERM)
+        assert job.expect("exited", local_rank=1 - spare)["status"] == 0
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.stderr
+        assert (tmp_path / f"after-{spare}").read_text() == "2000\n"
+        assert f"rank {1 - spare} is to go, and a spare may follow" in job.stderr
+        assert not [event for event in job.events() if event["event"] == "warned"]
+
+
 def test_it_does_not_stay_for_one_that_does_not_come(tmp_path: Path) -> None:
     """The only other rank is told to go while it is started again."""
     with Job(tmp_path, training(tmp_path, steps=30_000, setup=SLOW, body=UNHURRIED), ranks=2) as job:

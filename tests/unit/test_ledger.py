@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -117,6 +118,17 @@ def test_it_stays_for_heirs_whoever_has_heard_of_them_and_no_longer() -> None:
     counts = vote(job, going=["a1"], heirs={"a0": 1})
     assert not leaving(counts)
     assert leaving(vote(job, going=["a1"])) == {"a1"}
+
+
+def test_while_a_spare_waits_all_come_to_the_next_generation_once() -> None:
+    """There it is known who goes, so that the spare may have a seat."""
+    job = ledgers({"a0": ACTIVE, "a1": ACTIVE}, PAIRS, spares=["b0"])
+    assert vote(job, going=["a1"], heirs={"a0": 1})["a0"] == Count(passed=True, regroups=True, leaves=False)
+    for ledger in job.values():
+        assert ledger.record is not None
+        ledger.record = replace(ledger.record, going=("a1",))
+    assert vote(job, going=["a1"], heirs={"a0": 1})["a0"] == Count(passed=True, regroups=False, leaves=False)
+    assert vote(job, going=["a0", "a1"], heirs={"a0": 1})["a0"] == Count(passed=True, regroups=True, leaves=False)
 
 
 def test_heirs_keep_nobody_whose_state_another_has_who_stays() -> None:
