@@ -19,13 +19,11 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable
+from dataclasses import astuple
 from typing import Any
 
-from elasticgang.comm.page import Page
 from elasticgang.errors import OperationalError, WireError
-from elasticgang.quorum import wire
 from elasticgang.quorum.changes import Changes, sentence
 from elasticgang.quorum.commit import Attempt
 from elasticgang.quorum.coordinator import Endpoint, reach
@@ -35,15 +33,7 @@ from elasticgang.quorum.decide import (
     layout_from_json,
     member_from_json,
 )
-from elasticgang.quorum.job import Events, Job, Output
-from elasticgang.quorum.lease import Lease
-from elasticgang.quorum.line import in_daemon
-from elasticgang.quorum.newborn import Birth
-from elasticgang.quorum.nursery import Nursery
-from elasticgang.quorum.outside import Limits, Outside
-from elasticgang.quorum.owned import OwnCoordinator
-from elasticgang.quorum.progress import CommHung, Verdict
-from elasticgang.quorum.roster import (
+from elasticgang.quorum.happenings import (
     Abort,
     Ask,
     Asked,
@@ -60,39 +50,29 @@ from elasticgang.quorum.roster import (
     NoticeJoin,
     NotStarted,
     Restart,
-    Roster,
     Started,
     StartExpired,
     Warn,
-    describe_exit,
 )
+from elasticgang.quorum.job import Events, Job, Output
+from elasticgang.quorum.lease import Lease
+from elasticgang.quorum.line import in_daemon
+from elasticgang.quorum.newborn import Birth
+from elasticgang.quorum.nursery import Nursery
+from elasticgang.quorum.outside import Limits, Outside
+from elasticgang.quorum.owned import KeptCoordinator
+from elasticgang.quorum.progress import CommHung, Verdict
+from elasticgang.quorum.ranks import RankProcess, Ranks
+from elasticgang.quorum.roster import Roster, describe_exit
 from elasticgang.quorum.watch import Watch, kill_comm
 
 log = logging.getLogger("elasticgang")
 
-_NOTHING = Attempt(0, 0)
 _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
 _DISMISS_TIMEOUT_S = 10.0
 _END_POLL_S = 0.005
-_COORDINATOR_RETRY_S = 1.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-@dataclass
-class _RankProcess:
-    member: str
-    local_rank: int
-    pid: int
-    pidfd: int
-    writer: asyncio.StreamWriter
-    page: Page
-    committed: Attempt = _NOTHING
-    status: int | None = None
-    failure: dict[str, Any] | None = None
-    has_asked: bool = False
-    has_finished: bool = False
-    is_dismissed: bool = False
 
 
 class Agent:
@@ -105,22 +85,19 @@ class Agent:
         self._id = _new_id()
         self._life = 1  # of this agent under one id
         self._fenced = False
-        self._ranks: dict[str, _RankProcess] = {}
         self._exit: asyncio.Future[int] | None = None
         self._stopping = threading.Event()
         self._nursery = Nursery(job.env, self._stopping, self._background)
+        self._ranks = Ranks(self._nursery, output, _Inside(self))
         self._tasks: set[asyncio.Task[None]] = set()
-        self._shown: dict[str, int] = {}
-        self._coordinator_pid = 0
         self._num_starting = 0
         self._signal = 0
-        self._own_coordinator: OwnCoordinator | None = None
+        self._coordinator: KeptCoordinator | None = None  # of the job's own
         self._lease = Lease.create()
         self._outside: Outside | None = None
         self._entered = asyncio.Event()
         self._over = asyncio.Event()  # nobody is started any more
         self._code_when_empty = 0
-        self._shown_whole: set[str] = set()
         self._watch = Watch(job.hang_timeout)
         self._changes = Changes()
         self._counts: dict[str, int] = {}
@@ -174,12 +151,11 @@ class Agent:
     async def _start(self) -> None:
         await self._nursery.ready()
         if self._job.coordinator is None:
-            self._own_coordinator = OwnCoordinator()
-            await self._start_coordinator(None)
-            address = self._own_coordinator.address
-            self._endpoint = await in_daemon(reach, address, self._job.connect_timeout)
+            self._coordinator = KeptCoordinator(self._nursery, self._stopping, _Inside(self))
+            await self._coordinator.start(None)
+            self._endpoint = await in_daemon(reach, self._coordinator.address, self._job.connect_timeout)
         self._roster = self._new_roster(self._endpoint)
-        lease = None if self._own_coordinator is not None else self._lease
+        lease = None if self._coordinator is not None else self._lease
         limits = Limits(self._job.connect_timeout, self._job.coordinator_timeout)
         self._outside = Outside(_Inside(self), self._endpoint, self._job.job_id, limits, lease)
         await self._outside.open()
@@ -205,34 +181,9 @@ class Agent:
             max_agents=self._job.max_agents,
         )
 
-    async def _start_coordinator(self, record: Record | None) -> None:
-        """The job's own, on the same address every time."""
-        own = self._own_coordinator
-        assert own is not None
-        spawned = await self._nursery.fork(lambda server: own.start(server, self._id, record), is_own=False)
-        self._coordinator_pid = spawned.pid
-        self._loop.add_reader(spawned.pidfd, self._on_coordinator_death, spawned.pidfd)
-
-    def _on_coordinator_death(self, pidfd: int) -> None:
-        self._loop.remove_reader(pidfd)
-        os.close(pidfd)
-        self._coordinator_pid = 0
-        self._nursery.reap()
-        if not self._stopping.is_set():
-            self._events.write("coordinator died")
-            self._background(self._restart_coordinator())
-
-    async def _restart_coordinator(self) -> None:
-        while True:
-            try:
-                return await self._start_coordinator(self._roster.record)
-            except OSError as exc:  # of this process: no descriptor is left, say
-                self._perform(Warn(f"the coordinator could not be started, and is tried again: {exc}"))
-                await asyncio.sleep(_COORDINATOR_RETRY_S)
-
     def _end_coordinator(self) -> None:
-        if self._coordinator_pid:
-            _kill_group(self._coordinator_pid)
+        if self._coordinator is not None:
+            self._coordinator.kill()
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that nobody handles ends the job: half an agent is worse than none."""
@@ -243,9 +194,9 @@ class Agent:
         self._fail(1, f"internal error in the agent: {context['message']}: {error!r}")
 
     def _on_signal(self, number: int) -> None:
-        for rank in self._ranks.values():
+        for rank in self._ranks.all():
             rank.page.end()
-            _kill(rank.pid, number)
+            rank.send(number)
         if self._exit is not None and not self._exit.done():
             self._events.write("signal", signal=signal.Signals(number).name)
             self._stopping.set()  # no restarts from here on
@@ -268,20 +219,18 @@ class Agent:
         self._tell(self._changes.ended())
         for task in self._tasks:
             task.cancel()
-        for rank in self._ranks.values():
-            _kill_group(rank.pid)
-        if self._coordinator_pid:
-            _kill_group(self._coordinator_pid)
-        if self._own_coordinator is not None:
-            self._own_coordinator.close()
+        self._ranks.kill()
+        if self._coordinator is not None:
+            self._coordinator.close()
         await self._nursery.close()
         if self._outside is not None:
             self._outside.leave()
 
-    def _background(self, coroutine: Any) -> None:
-        task = asyncio.ensure_future(coroutine)
+    def _background(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._background_done)
+        return task
 
     def _background_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -302,11 +251,14 @@ class Agent:
 
     def _hear_commits(self) -> None:
         """Before any decision: what a rank has told was stamped before."""
-        for rank in self._ranks.values():
-            attempt = Attempt(*rank.page.committed)
-            if attempt != rank.committed and not self._fenced:
-                rank.committed = attempt
-                self._roster.handle(Committed(rank.member, attempt))
+        for rank in self._ranks.all():
+            self._hear_commit(rank)
+
+    def _hear_commit(self, rank: RankProcess) -> None:
+        attempt = Attempt(*rank.page.committed)
+        if attempt != rank.committed and not self._fenced:
+            rank.committed = attempt
+            self._roster.handle(Committed(rank.member, attempt))
 
     @property
     def _world(self) -> Outside:
@@ -318,14 +270,14 @@ class Agent:
             case Abort(members, generation, reason):
                 self._changes.caused(reason, time.monotonic())
                 self._entered.clear()
-                self._send(members, "abort", generation=generation, reason=reason)
+                self._ranks.send(members, "abort", generation=generation, reason=reason)
                 self._world.tell_over(generation, reason)
             case NoticeJoin(members, generation):
                 self._changes.caused("a rank waits to join", time.monotonic())
-                self._send(members, "join", generation=generation)
+                self._ranks.send(members, "join", generation=generation)
                 self._world.tell_join(generation)
             case Deliver(members, record):
-                self._send(members, "record", text=record.text)
+                self._ranks.send(members, "record", text=record.text)
                 self._world.follow(record)
                 self._announce(record)
             case Ask(delay_s):
@@ -334,11 +286,10 @@ class Agent:
                 self._num_starting += 1  # an empty host is not the end while somebody comes
                 self._background(self._restart(local_rank, delay_s, self._life))
             case Dismiss(members, reason):
-                for rank in [self._ranks[member] for member in members if member in self._ranks]:
+                for rank in self._ranks.of(members):
                     self._dismiss(rank, reason)
             case Warn(text):
-                self._events.write("warned", text=text)
-                log.warning("%s", text)
+                self._warn(text)
             case End(reason):
                 self._events.write("ended", reason=reason)
                 self._output.say(f"elasticgang: {reason}")
@@ -346,19 +297,23 @@ class Agent:
             case Fail(code, reason):
                 self._fail(code, reason)
 
-    def _dismiss(self, rank: _RankProcess, reason: str) -> None:
+    def _dismiss(self, rank: RankProcess, reason: str) -> None:
         """One that waits for a seat ends itself, in order; one that does not get there in time is ended."""
         if rank.is_dismissed:
             return
         rank.is_dismissed = True
         self._events.write("dismissed", member=rank.member, reason=reason)
         if rank.has_asked:
-            self._send((rank.member,), "over")
+            self._ranks.send((rank.member,), "over")
         self._loop.call_later(_DISMISS_TIMEOUT_S if rank.has_asked else 0.0, self._end_dismissed, rank.member)
 
     def _end_dismissed(self, member: str) -> None:
-        if member in self._ranks:
-            _kill_group(self._ranks[member].pid)
+        for rank in self._ranks.of((member,)):
+            rank.kill()
+
+    def _warn(self, text: str) -> None:
+        self._events.write("warned", text=text)
+        log.warning("%s", text)
 
     def _fail(self, code: int, reason: str) -> None:
         if self._exit is not None and self._exit.done():
@@ -387,12 +342,6 @@ class Agent:
             self._events.write("generation_change", **change)
             log.info("%s", sentence(change, self._counts))
 
-    def _send(self, members: Sequence[str], kind: str, **fields: Any) -> None:
-        message = wire.pack(kind, **fields)
-        for member in members:
-            if member in self._ranks:
-                self._ranks[member].writer.write(message)
-
     # -- ranks
 
     async def _restart(self, local_rank: int, delay_s: float, life: int) -> None:
@@ -419,26 +368,16 @@ class Agent:
             self._num_starting -= 1
             self._finish_when_empty()
             return
-        birth = self._birth(local_rank)
-        born = await self._nursery.fork(lambda server: birth.start(server, self._output), is_own=True)
-        member, mapped = born.member, born.page
-        reader, writer = await asyncio.open_unix_connection(sock=born.link)
-        rank = _RankProcess(member, local_rank, born.pid, born.pidfd, writer, mapped)
-        self._ranks[member] = rank
-        self._output.follow(local_rank, lambda: mapped.committed[0])
+        rank = await self._ranks.fork(self._birth(local_rank))
         self._num_starting -= 1
         if self._signal:  # it came while this one was forked
-            mapped.end()
-            _kill(rank.pid, self._signal)
-        self._events.write("spawned", member=member, local_rank=local_rank, pid=rank.pid)
+            rank.page.end()
+            rank.send(self._signal)
+        self._events.write("spawned", member=rank.member, local_rank=local_rank, pid=rank.pid)
         if life != self._life:  # it was fenced meanwhile
-            _kill_group(rank.pid)
-        self._handle(Started(member, local_rank))
-        rank_done = self._loop.create_task(self._listen(rank, reader))
-        self._tasks.add(rank_done)
-        rank_done.add_done_callback(self._background_done)
-        self._loop.add_reader(born.pidfd, self._on_death, rank, rank_done)
-        self._nursery.reap()
+            rank.kill()
+        self._handle(Started(rank.member, local_rank))
+        self._ranks.follow(rank)
 
     def _birth(self, local_rank: int) -> Birth:
         return Birth(
@@ -457,21 +396,7 @@ class Agent:
             lease=self._lease.fd,
         )
 
-    async def _listen(self, rank: _RankProcess, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                header = await reader.readexactly(wire.HEADER_BYTES)
-                message = wire.unpack(await reader.readexactly(wire.body_size(header)))
-                self._on_message(rank, message)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        except (WireError, KeyError, TypeError, ValueError) as exc:
-            self._output.say(
-                f"elasticgang: rank {rank.local_rank} sent what is no message of ours ({exc}); it is ended"
-            )
-            _kill_group(rank.pid)
-
-    def _on_message(self, rank: _RankProcess, message: dict[str, Any]) -> None:
+    def _on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "ask":
                 layout = layout_from_json(message["layout"])
@@ -513,60 +438,30 @@ class Agent:
             case kind:
                 raise WireError(f"unknown kind {kind!r}")
 
-    def _on_death(self, rank: _RankProcess, listener: asyncio.Task[None]) -> None:
-        """The pidfd is readable. The process group is killed before the reaping frees its id for others."""
-        self._loop.remove_reader(rank.pidfd)
-        _kill_group(rank.pid)
-        with contextlib.suppress(ChildProcessError):
-            found = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED)
-            if found is not None:
-                rank.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-        os.close(rank.pidfd)
-        self._nursery.release(rank.pid)
-        died_at = time.monotonic()
-        self._nursery.reap()
-        self._background(self._bury(rank, listener, died_at))
-
-    async def _bury(self, rank: _RankProcess, listener: asyncio.Task[None], died_at: float) -> None:
-        """Tell of the death, after the last messages of the dead one have been read (they are in the socket)."""
-        await asyncio.wait([listener], timeout=0.5)
-        listener.cancel()
-        rank.writer.close()
-        self._hear_commits()
-        del self._ranks[rank.member]
-        status = 1 if rank.status is None else rank.status
-        failure = rank.failure
+    def _bury(self, rank: RankProcess, died_at: float) -> None:
+        assert rank.status is not None
+        status, failure = rank.status, rank.failure
+        self._hear_commit(rank)
         self._events.write(
             "exited", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, status=status, monotonic=died_at
         )
         if failure is not None:
-            self._show(rank.local_rank, failure["traceback"])
+            self._ranks.show_failure(rank)
         elif status and not self._stopping.is_set() and not rank.is_dismissed:
             self._output.say(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
         record = self._roster.record
         if record is not None and record.seat(rank.member) is not None:
-            is_early = not (rank.has_finished or rank.is_dismissed or rank.page.goes)
-            how = describe_exit(status, is_early=is_early and status == 0)
+            how = describe_exit(status, is_early=rank.is_early and status == 0)
             self._changes.caused(f"rank {rank.local_rank} {how}", died_at, is_root=True)
         self._handle(Exited(rank.member, status, bool(failure and failure["blameless"]), rank.page.goes))
         self._finish_when_empty()
-
-    def _show(self, local_rank: int, traceback: str) -> None:
-        """A traceback whole, once; a repetition in one line."""
-        first = self._shown.setdefault(traceback, local_rank)
-        if first == local_rank and traceback not in self._shown_whole:
-            self._shown_whole.add(traceback)
-            self._output.say(f"elasticgang: rank {local_rank} failed:\n{traceback.rstrip()}")
-        else:
-            self._output.say(f"elasticgang: rank {local_rank} failed as rank {first} did")
 
     async def _watch_ranks(self) -> None:
         """R8. A rank that is ended here comes back like any that was killed."""
         while True:
             await asyncio.sleep(self._watch.interval_s)
-            pages = {member: rank.page for member, rank in self._ranks.items() if rank.status is None}
             now = time.monotonic()
-            for verdict in self._watch.look(now, pages, finished=self._roster.finished):
+            for verdict in self._watch.look(now, self._ranks.pages(), finished=self._roster.finished):
                 self._end_hung(self._ranks[verdict.member], verdict)
             if (waits := self._watch.news(now)) is not None:
                 self._world.tell_waits([list(astuple(wait)) for wait in waits])
@@ -576,12 +471,12 @@ class Agent:
         self._watch.forget(() if record is None else record.agents)
         self._watch.hear(agent, waits)
 
-    def _end_hung(self, rank: _RankProcess, verdict: Verdict) -> None:
+    def _end_hung(self, rank: RankProcess, verdict: Verdict) -> None:
         what = f"rank {rank.local_rank} (pid {rank.pid})"
         comm = verdict.pid if isinstance(verdict, CommHung) else None
         self._events.write("hung", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, comm=comm)
         if comm is None:
-            _kill_group(rank.pid)
+            rank.kill()
         else:
             what = f"the comm process (pid {comm}) of {what}"
             kill_comm(comm, rank.pid)
@@ -601,8 +496,7 @@ class Agent:
         self._events.write("fenced", agent=self._id)
         where = f"the coordinator at {self._endpoint.address} cannot be reached"
         self._output.say(f"elasticgang: {where}: the ranks here are ended, and started again when it can")
-        for rank in self._ranks.values():
-            _kill_group(rank.pid)
+        self._ranks.kill()
         self._background(self._come_back(self._id))
 
     async def _come_back(self, old: str) -> None:
@@ -627,7 +521,7 @@ class Agent:
 
 
 class _Inside:
-    """The agent, as `outside.py` sees it."""
+    """The agent, as `outside.py`, `ranks.py` and `owned.py` see it."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -639,21 +533,22 @@ class _Inside:
         self.end_coordinator = agent._end_coordinator
         self.say = agent._output.say
         self.log = agent._events.write
+        self.warn = agent._warn
+        self.hear = agent._on_message
+        self.bury = agent._bury
 
     @property
     def roster(self) -> Roster:
         return self._agent._roster
 
+    @property
+    def id(self) -> str:
+        return self._agent._id
+
+    @property
+    def record(self) -> Record | None:
+        return self._agent._roster.record
+
 
 def _new_id() -> str:
     return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-
-
-def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)

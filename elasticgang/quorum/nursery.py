@@ -35,7 +35,7 @@ class Nursery:
     `run_aside`: as a task with which the agent fails."""
 
     def __init__(
-        self, env: Mapping[str, str], stopping: threading.Event, run_aside: Callable[[asyncio.Future[Any]], None]
+        self, env: Mapping[str, str], stopping: threading.Event, run_aside: Callable[[asyncio.Future[Any]], object]
     ) -> None:
         self._env = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", **env}
         self._stopping, self._run_aside = stopping, run_aside

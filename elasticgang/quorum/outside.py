@@ -19,9 +19,10 @@ from elasticgang.errors import OperationalError
 from elasticgang.quorum.contact import Contact, has_newcomer
 from elasticgang.quorum.coordinator import Endpoint
 from elasticgang.quorum.decide import Lost, Record, Report, Void
+from elasticgang.quorum.happenings import Answered, Event, Finished, HostLost, Noticed
 from elasticgang.quorum.lease import Lease
 from elasticgang.quorum.line import Hooks, Line, Others, in_daemon
-from elasticgang.quorum.roster import Answered, Event, Finished, HostLost, Noticed, Roster
+from elasticgang.quorum.roster import Roster
 from elasticgang.quorum.tripwires import Tripwires
 
 _VOID_PATIENCE_S = 3.0
@@ -42,7 +43,7 @@ class Inside(Protocol):
 
     def handle(self, event: Event) -> None: ...
 
-    def run_aside(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def run_aside(self, coroutine: Coroutine[Any, Any, None]) -> object:
         """As a task that ends with the agent, and with which the agent fails."""
 
     def hear_waits(self, agent: str, waits: list[list[Any]]) -> None:

@@ -3,19 +3,26 @@ has died."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
 import signal
+import threading
 import time
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 from elasticgang.comm.forkserver import ForkServerClient, Spawned
 from elasticgang.errors import OperationalError
 from elasticgang.quorum.coordinator import GRACE_S, Reserved
 from elasticgang.quorum.decide import Record
+from elasticgang.quorum.nursery import Nursery
+from elasticgang.quorum.ranks import kill_group
 
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 60.0
+_RETRY_S = 1.0
 _ENDED = b'{"error": "the coordinator ended while it was starting"}'
 
 
@@ -63,6 +70,66 @@ class OwnCoordinator:
 
     def close(self) -> None:
         self._reserved.close()
+
+
+class Owner(Protocol):
+    """The agent."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def record(self) -> Record | None: ...
+
+    def log(self, event: str, **fields: Any) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def run_aside(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """As a task that ends with the agent, and with which the agent fails."""
+
+
+class KeptCoordinator:
+    """An `OwnCoordinator` that is started again whenever it has died, with the newest record. For the agent's loop."""
+
+    def __init__(self, nursery: Nursery, stopping: threading.Event, owner: Owner) -> None:
+        """Raises as OwnCoordinator."""
+        self._nursery, self._stopping, self._owner = nursery, stopping, owner
+        self._own = OwnCoordinator()
+        self._pid = 0
+        self.address = self._own.address
+
+    async def start(self, record: Record | None) -> None:
+        """Raises OperationalError: it could not be started."""
+        agent = self._owner.id
+        spawned = await self._nursery.fork(lambda server: self._own.start(server, agent, record), is_own=False)
+        self._pid = spawned.pid
+        asyncio.get_running_loop().add_reader(spawned.pidfd, self._on_death, spawned.pidfd)
+
+    def kill(self) -> None:
+        if self._pid:
+            kill_group(self._pid)
+
+    def close(self) -> None:
+        self.kill()
+        self._own.close()
+
+    def _on_death(self, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        self._pid = 0
+        self._nursery.reap()
+        if not self._stopping.is_set():
+            self._owner.log("coordinator died")
+            self._owner.run_aside(self._restart())
+
+    async def _restart(self) -> None:
+        while True:
+            try:
+                return await self.start(self._owner.record)
+            except OSError as exc:  # of this process: no descriptor is left, say
+                self._owner.warn(f"the coordinator could not be started, and is tried again: {exc}")
+                await asyncio.sleep(_RETRY_S)
 
 
 def _read_all(reader: int, timeout: float) -> bytes:

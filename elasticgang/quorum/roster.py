@@ -24,7 +24,31 @@ from dataclasses import dataclass, field
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.commit import Attempt
-from elasticgang.quorum.decide import NOTHING_SEEN, SPARE, Lost, MemberReport, Record, Report, Void, infeasible
+from elasticgang.quorum.decide import NOTHING_SEEN, SPARE, Lost, MemberReport, Record, Report, infeasible
+from elasticgang.quorum.happenings import (
+    Abort,
+    Answered,
+    Ask,
+    Asked,
+    Committed,
+    Deliver,
+    Dismiss,
+    End,
+    Event,
+    Exited,
+    Fail,
+    Finished,
+    HostLost,
+    Instruction,
+    Left,
+    Noticed,
+    NoticeJoin,
+    NotStarted,
+    Restart,
+    Started,
+    StartExpired,
+    Warn,
+)
 
 _RETRY_VOID_S = 0.05
 _FREE_VOIDS = 10
@@ -37,172 +61,6 @@ _MAX_NOT_STARTED = 12  # about a minute and a half
 
 # The signals by which a process is ended from outside; any other signal is the script's own crash.
 _KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-
-
-@dataclass(frozen=True)
-class Started:
-    member: str
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class Asked:
-    """`broken`: because a collective failed, not because the generation ended in order; `timed_out`: it took too long,
-    and nobody is known to be gone."""
-
-    member: str
-    report: MemberReport
-    layout: ParallelLayout
-    broken: bool
-    timed_out: bool = False
-
-
-@dataclass(frozen=True)
-class Committed:
-    member: str
-    attempt: Attempt
-
-
-@dataclass(frozen=True)
-class Left:
-    """The member takes part no more. `finished`: it has done all steps. `in_order`: it has taken part in a vote
-    by which the others of its generation know, and are on their way to the next one. `by_script`: by `manager.leave()`,
-    in a job of `num_steps`."""
-
-    member: str
-    finished: bool
-    in_order: bool = False
-    by_script: bool = False
-    num_steps: int = 0
-
-
-@dataclass(frozen=True)
-class Exited:
-    """The process is gone. `status`: as of `subprocess`, negative for a signal. `blameless`: it ended with an error
-    that a lost peer caused. `goes`: it was asked to leave for good."""
-
-    member: str
-    status: int
-    blameless: bool = False
-    goes: bool = False
-
-
-@dataclass(frozen=True)
-class NotStarted:
-    """No process could be started for the rank: `reason`."""
-
-    local_rank: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class StartExpired:
-    pass
-
-
-@dataclass(frozen=True)
-class Noticed:
-    """Another agent says that `generation` is over, or (`over` false) that somebody waits to join it."""
-
-    generation: int
-    over: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class HostLost:
-    """`agent` is dead, or has ended all of its members for want of contact, and does not come back under this id: the
-    coordinator has not heard of it for longer than an agent lives without."""
-
-    agent: str
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The outcome of an `Ask`. `is_newest`: no other was made since."""
-
-    answer: Record | Void | Lost
-    is_newest: bool = True
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A member of another agent has done all steps."""
-
-
-Event = (
-    Started | NotStarted | Asked | Committed | Left | Exited | StartExpired | Noticed | HostLost | Finished | Answered
-)
-
-
-@dataclass(frozen=True)
-class Abort:
-    """End `generation` for `members`, and tell the other agents."""
-
-    members: tuple[str, ...]
-    generation: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class NoticeJoin:
-    """Tell `members` of `generation`, and the other agents, that somebody waits to join."""
-
-    members: tuple[str, ...]
-    generation: int
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Ask the lighthouse with the `report()` of then, after `delay_s`, unless another `Ask` has come or it must not be
-    any more (`may_ask`). An open question stays open: whichever is answered first counts."""
-
-    delay_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Deliver:
-    members: tuple[str, ...]
-    record: Record
-
-
-@dataclass(frozen=True)
-class Restart:
-    local_rank: int
-    delay_s: float
-
-
-@dataclass(frozen=True)
-class Dismiss:
-    """The job is over for `members`, which hold no state: end them."""
-
-    members: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Fail:
-    """The job has failed: end everything and exit with `code`."""
-
-    code: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Warn:
-    """Of what ends nothing, and may not be meant."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class End:
-    """The job is over here as was asked for: `reason`. The exit code is 0."""
-
-    reason: str
-
-
-Instruction = Abort | NoticeJoin | Ask | Deliver | Restart | Dismiss | Fail | Warn | End
 
 
 class _Phase(enum.Enum):

@@ -34,20 +34,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # as `elasticgang 
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.coordinator import Endpoint, reach
 from elasticgang.quorum.decide import MemberReport, Record
+from elasticgang.quorum.happenings import Abort, Ask, Asked, Deliver, Event, Exited, Fail, NoticeJoin, Restart, Started
 from elasticgang.quorum.outside import Limits, Outside
-from elasticgang.quorum.roster import (
-    Abort,
-    Ask,
-    Asked,
-    Deliver,
-    Event,
-    Exited,
-    Fail,
-    NoticeJoin,
-    Restart,
-    Roster,
-    Started,
-)
+from elasticgang.quorum.roster import Roster
 
 _JOB = "bench"
 _LIMIT_S = 60.0

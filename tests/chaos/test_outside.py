@@ -13,8 +13,9 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.quorum import outside
 from elasticgang.quorum.coordinator import Coordinator, Endpoint, reach
 from elasticgang.quorum.decide import MemberReport, Record
+from elasticgang.quorum.happenings import Abort, Ask, Asked, Deliver, Event, Exited, NoticeJoin, Started
 from elasticgang.quorum.outside import Limits, Outside
-from elasticgang.quorum.roster import Abort, Ask, Asked, Deliver, Event, Exited, NoticeJoin, Roster, Started
+from elasticgang.quorum.roster import Roster
 
 TIMEOUT_S = 20.0
 JOB = "job"

@@ -11,6 +11,7 @@ from elasticgang.layout import Plan, plan
 from elasticgang.quorum import decide, ledger, roster, settle
 from elasticgang.quorum.commit import Action, Attempt, Fate, Standing, action, resolve
 from elasticgang.quorum.decide import MemberReport, Record, Report, Seat
+from elasticgang.quorum.happenings import Instruction
 from elasticgang.testing.simulation import host, world
 
 Patch = tuple[object, str, Any]
@@ -86,7 +87,7 @@ def _may_always_ask(self: roster.Roster) -> bool:
     )
 
 
-def _left_in_order(self: roster.Roster, member: str, finished: bool, _: bool) -> list[roster.Instruction]:
+def _left_in_order(self: roster.Roster, member: str, finished: bool, _: bool) -> list[Instruction]:
     return _left(self, member, finished, True)
 
 

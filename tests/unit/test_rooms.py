@@ -34,6 +34,7 @@ PURE_MODULES = (
     "elasticgang.quorum.ledger",
     "elasticgang.quorum.progress",
     "elasticgang.quorum.record",
+    "elasticgang.quorum.happenings",
     "elasticgang.quorum.roster",
     "elasticgang.quorum.settle",
     "elasticgang.train.slots",

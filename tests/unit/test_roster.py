@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elasticgang.layout import Member, ParallelLayout, plan
 from elasticgang.quorum.commit import Attempt
 from elasticgang.quorum.decide import ACTIVE, SPARE, Lost, MemberReport, Record, Seat, Void, infeasible
-from elasticgang.quorum.roster import (
+from elasticgang.quorum.happenings import (
     Abort,
     Answered,
     Ask,
@@ -32,12 +32,11 @@ from elasticgang.quorum.roster import (
     NoticeJoin,
     NotStarted,
     Restart,
-    Roster,
     Started,
     StartExpired,
     Warn,
-    describe_exit,
 )
+from elasticgang.quorum.roster import Roster, describe_exit
 
 LAYOUT = ParallelLayout()
 KILLED = -signal.SIGKILL

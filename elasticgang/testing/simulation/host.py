@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticgang.quorum import decide
 from elasticgang.quorum.decide import PROTOCOL, Lost, Record, Report, Void
-from elasticgang.quorum.roster import (
+from elasticgang.quorum.happenings import (
     Abort,
     Answered,
     Ask,
@@ -30,9 +30,9 @@ from elasticgang.quorum.roster import (
     Noticed,
     NoticeJoin,
     Restart,
-    Roster,
     Started,
 )
+from elasticgang.quorum.roster import Roster
 from elasticgang.testing.simulation.rank import KILLED, Rank
 from elasticgang.testing.simulation.truth import Violation
 
