@@ -162,6 +162,7 @@ STAYS = "this rank is to go, but stays until another has healed the state that i
 # Whoever takes the place of a rank 1 that died takes its time to build.
 SLOW = """
         if rank == 1 and (here / "first").exists():
+            (here / "builds").write_text("1\\n")
             while not (here / "go").exists(): time.sleep(0.005)
         if rank == 1: (here / "first").touch()
 """
@@ -213,6 +214,7 @@ def test_it_does_not_stay_for_one_that_does_not_come(tmp_path: Path) -> None:
     """The only other rank is told to go while it is started again."""
     with Job(tmp_path, training(tmp_path, steps=30_000, setup=SLOW, body=UNHURRIED), ranks=2) as job:
         lose_and_tell_to_go(job)
+        job.expect_file(tmp_path / "builds")  # from there on it heeds the signal
         os.kill(job.rank_pid(1), signal.SIGTERM)
         assert job.expect("exited", local_rank=0)["status"] == 0
         assert job.wait() == 1

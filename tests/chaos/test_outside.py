@@ -168,6 +168,24 @@ def test_it_is_told_at_once_of_what_they_cannot_tell(coordinator: Coordinator, m
     play(coordinator, story)
 
 
+def test_heirs_of_another_agent_count_as_long_as_there_is_a_connection(coordinator: Coordinator) -> None:
+    async def story(one: Host, other: Host) -> None:
+        await connected(one, "b")
+        await connected(other, "a")
+        one.outside.tell_heirs(2, again=False)
+        await other.until(lambda: other.outside.num_heirs == 2)
+        one.outside.tell_heirs(0, again=False)
+        await other.until(lambda: other.outside.num_heirs == 0)
+        one.outside.tell_heirs(1, again=False)
+        await other.until(lambda: other.outside.num_heirs == 1)
+        assert one.outside._tripwires is not None
+        one.outside._tripwires.close()
+        await connected(other, "a", is_up=False)
+        assert other.outside.num_heirs == 0
+
+    play(coordinator, story)
+
+
 def test_it_is_told_soon_when_no_generation_follows(coordinator: Coordinator) -> None:
     async def story(one: Host, other: Host) -> None:
         await connected(one, "b")

@@ -702,6 +702,7 @@ def test_digest_is_the_same_everywhere() -> None:
     "changed",
     [
         {"generation": 3},
+        {"going": ("a0",)},
         {"parent": ""},
         {"committed": Attempt(7, 2)},
         {"lowered": True},
@@ -732,6 +733,7 @@ def test_report_survives_json() -> None:
         "a",
         member("a0", Attempt(3, 2), Attempt(4, 2), entered=2, active=True),
         member("a1"),
+        member("a2", Attempt(3, 2), Attempt(4, 2), entered=2, active=True, goes=True),
         seen=Seen(2, "0123456789abcdef"),
         known=Attempt(4, 2),
         gone=("a9",),
