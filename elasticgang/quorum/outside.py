@@ -33,6 +33,7 @@ _LATE_S = 0.5
 _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is ended
 _RETRY_S = 0.05
 _POST_S = 0.2
+_PART_S = 0.5
 
 
 class Inside(Protocol):
@@ -124,12 +125,24 @@ class Outside:
         self._line.begin_lease()
         return contact.endpoint
 
+    async def part(self, report: Report | None) -> None:
+        """`leave`, in the midst of the job. The lighthouse waits for an agent as long as its last heartbeat counts, but
+        for one that has asked, with `report`: it is let know whom to go on without."""
+        if report is not None and self._line.contact is not None:
+            await asyncio.wait([in_daemon(self._line.contact.agree, report)], timeout=_PART_S)
+        self.leave()
+
     def leave(self) -> None:
         """All members of the agent have ended, and it does not come back under this id."""
         if self._tripwires is not None:
             self._tripwires.tell("gone")
             self._tripwires.close()
             self._tripwires = None
+
+    @property
+    def gone(self) -> set[str]:
+        """Agents of the present generation whose process is known not to be there."""
+        return set() if self._tripwires is None else self._tripwires.gone | self._found_lost
 
     # -- what is told
 
