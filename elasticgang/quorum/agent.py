@@ -413,6 +413,8 @@ class Agent:
 
     def _on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
         match message["kind"]:
+            case "joined":
+                rank.has_joined = True
             case "ask":
                 layout = layout_from_json(message["layout"])
                 is_alone = self._job.max_agents == 1  # else other hosts may have as many as it takes
@@ -468,7 +470,8 @@ class Agent:
         if record is not None and record.seat(rank.member) is not None:
             how = describe_exit(status, is_early=rank.is_early and status == 0)
             self._changes.caused(f"rank {rank.local_rank} {how}", died_at, is_root=True)
-        self._handle(Exited(rank.member, status, bool(failure and failure["blameless"]), rank.page.goes))
+        blameless = bool(failure and failure["blameless"])
+        self._handle(Exited(rank.member, status, blameless, rank.page.goes, rank.has_joined))
         self._finish_when_empty()
 
     async def _watch_ranks(self) -> None:

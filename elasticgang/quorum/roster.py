@@ -314,7 +314,7 @@ class Roster:
         if event.goes and (event.status == 0 or by_kill):
             return instructions + self._end_if_too_few()
         if event.status == 0:
-            return instructions + self._warn_if_early(rank)
+            return instructions + self._warn_if_early(rank, event.joined)
         if self.finished and by_kill:
             return instructions
         if not by_kill:
@@ -330,17 +330,14 @@ class Roster:
         self._num_restarting += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
 
-    def _warn_if_early(self, rank: _Rank) -> list[Instruction]:
+    def _warn_if_early(self, rank: _Rank, joined: bool) -> list[Instruction]:
         """Its script has ended well, as if the job were done."""
-        takes_part = rank.phase is not _Phase.STARTING or self.record is not None
-        if rank.finished or self.finished or not takes_part:
+        has_seat = rank.phase is not _Phase.STARTING
+        if rank.finished or self.finished or not (has_seat or joined or self.record is not None):
             return []
-        return [
-            Warn(
-                f"rank {rank.local_rank} {describe_exit(0, is_early=True)}: it is not started again, and the "
-                "others lost a step (`manager.leave()` costs them none)"
-            )
-        ]
+        others = has_seat and (self._live() or self.is_awaited())
+        cost = ", and those that go on lose the step under way (`manager.leave()` costs them none)" if others else ""
+        return [Warn(f"rank {rank.local_rank} {describe_exit(0, is_early=True)}: it is not started again{cost}")]
 
     def _not_started(self, local_rank: int, reason: str) -> list[Instruction]:
         self._num_not_started += 1
