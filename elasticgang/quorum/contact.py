@@ -60,10 +60,11 @@ _AWAY = (RuntimeError, TimeoutError)
 
 @dataclass(frozen=True)
 class Heard:
-    """What a contact calls back, from its own threads. `beat`: with the time at which an answered beat was begun."""
+    """What a contact calls back, from its own threads. `beat`: with the time at which an answered beat was begun;
+    `notice`: with whether it was there before the contact."""
 
     beat: Callable[[float], None]
-    notice: Callable[[dict[str, Any]], None]
+    notice: Callable[[dict[str, Any], bool], None]
     lost: Callable[[str], None]
 
 
@@ -138,7 +139,7 @@ class Contact:
                 return agreed  # by a call that had timed out here
             is_member = agreed is not None and report.agent in agreed.agents
             if not is_first and self.endpoint.store.check([_finished_key(report.job)]):
-                self._heard.notice({"kind": "finished"})
+                self._heard.notice({"kind": "finished"}, False)
                 if not is_member:
                     return Void("the job has finished")
             if text and not is_member and (why := self._strange(agreed, report)) is not None:
@@ -287,14 +288,15 @@ class Contact:
 
     def _watch(self) -> None:
         store = self._watching
-        number = max(1, _newest_notice(store, self._job) - _OLD_NOTICES)
+        newest_old = _newest_notice(store, self._job)
+        number = max(1, newest_old - _OLD_NOTICES)
         while not self._closed.is_set():
             key = _notice_key(self._job, number)
             try:
                 store.wait([key], timedelta(seconds=_WAIT_S))
             except DistStoreError:
                 continue  # it has waited so long
-            self._heard.notice(json.loads(store.get(key)))
+            self._heard.notice(json.loads(store.get(key)), number <= newest_old)
             number += 1
 
     # -- life

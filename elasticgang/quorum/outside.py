@@ -86,6 +86,8 @@ class Outside:
         self._told_over = self._told_join = 0
         self._told_finished = False
         self._found_lost: set[str] = set()
+        self._refused: set[tuple[str, str]] = set()
+        self._was_away = False
         self._awaited: tuple[str, ...] = ()  # that must come, or be found lost
 
     @property
@@ -198,13 +200,13 @@ class Outside:
         else:
             self._hear(message)
 
-    def _heard(self, notice: dict[str, Any]) -> None:
+    def _heard(self, notice: dict[str, Any], is_old: bool) -> None:
         try:
-            self._hear(notice)
+            self._hear(notice, is_old)
         except (KeyError, TypeError, ValueError) as exc:
             self._inside.log("bad notice", notice=repr(notice), error=repr(exc))
 
-    def _hear(self, notice: dict[str, Any]) -> None:
+    def _hear(self, notice: dict[str, Any], is_old: bool = False) -> None:
         match notice["kind"]:
             case "over":
                 generation = int(notice["generation"])
@@ -223,10 +225,16 @@ class Outside:
                 self._told_finished = True
                 self._inside.handle(Finished())
             case "refused":
-                if notice["agent"] != self.agent:
-                    self._inside.say(f"elasticgang: agent {notice['agent']} is refused: {notice['reason']}")
+                self._hear_refused(str(notice["agent"]), str(notice["reason"]), is_old)
             case kind:
                 raise ValueError(f"unknown kind {kind!r}")
+
+    def _hear_refused(self, agent: str, reason: str, is_old: bool) -> None:
+        """Said once, though each contact reads it; not of the time before this agent's."""
+        is_known = (agent, reason) in self._refused or (is_old and not self._was_away)
+        self._refused.add((agent, reason))
+        if not is_known and agent != self.agent:
+            self._inside.say(f"elasticgang: agent {agent} is refused: {reason}")
 
     def _is_near(self, generation: int) -> bool:
         """At most the next one: of one further on it is not believed that all the others know (A7 of the roster)."""
@@ -234,6 +242,7 @@ class Outside:
         return record is not None and generation <= record.generation + 1
 
     def _away(self, reason: str) -> None:
+        self._was_away = True
         self._inside.log("coordinator away", reason=reason)
         self._inside.run_aside(self._end_stuck())
 

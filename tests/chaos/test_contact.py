@@ -37,7 +37,7 @@ class Host:
     def __init__(self, agent: str, endpoint: Endpoint) -> None:
         self.store = cast(Any, CountedStore(endpoint.store))
         self.contact = Contact(replace(endpoint, store=self.store), JOB, agent, None, TIMEOUT_S)
-        self.contact.start(Heard(beat=lambda _: None, notice=lambda _: None, lost=lambda _: None))
+        self.contact.start(Heard(beat=lambda _: None, notice=lambda *_: None, lost=lambda _: None))
         self._member = MemberReport(f"{agent}0", 0, "127.0.0.1:1")
         self.record: Record | None = None
 
