@@ -11,6 +11,7 @@ R4' The hook waits for nothing: its future is done at once, with the bucket, and
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -21,10 +22,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torchft.process_group import ProcessGroupDummy
 
-from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import ReduceOperation
 from elasticgang.gang.base import Work
 from elasticgang.quorum.manager import QuorumManager
+
+log = logging.getLogger("elasticgang")
 
 _Reduced = tuple[list[Tensor], list[Tensor]]
 
@@ -62,8 +64,8 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
-        """`find_unused_parameters`: the last backward may leave parameters out; to find those takes time in each
-        forward. Without it, `Optimizer.step` raises InvalidOperationError then.
+        """`find_unused_parameters`: look, in each forward, for parameters that the last backward leaves out. Without
+        it, a step in which there are some takes longer instead: torch's wrapper is built anew.
 
         Raises:
             ValueError: `over` is neither "dp" nor "rdp".
@@ -77,7 +79,9 @@ class DistributedDataParallel(nn.Module):
         self._bucket_cap_mb = bucket_cap_mb
         self._finds_unused = find_unused_parameters
         self._pending: list[Work] = []
-        self._reduced: list[_Reduced] = []
+        self._reduced: list[_Reduced] = []  # bucket by bucket
+        self._is_under_way = False  # torch's wrapper counts on a backward that reaches all
+        self._has_warned = False
         self._build()
         manager.add_reducer(self)
 
@@ -99,7 +103,9 @@ class DistributedDataParallel(nn.Module):
         self._ddp = [ddp]  # in a list: not a submodule, whose parameters would be named twice
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ddp[0](*args, **kwargs)
+        ddp = self._ddp[0]
+        self._is_under_way = self._is_under_way or (torch.is_grad_enabled() and ddp.require_backward_grad_sync)
+        return ddp(*args, **kwargs)
 
     @contextlib.contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -121,14 +127,9 @@ class DistributedDataParallel(nn.Module):
         self._pending.append(work)
 
     def contribute(self) -> None:
-        if self._reduced:
-            if len(self._reduced) < self._num_buckets:
-                raise InvalidOperationError(
-                    "the last backward of this step has not reached all parameters; build the module with "
-                    "`DistributedDataParallel(..., find_unused_parameters=True)` if that is meant"
-                )
+        if len(self._reduced) == self._num_buckets:
             return
-        for bucket in self._ddp[0].reducer._get_zeros_like_grad_buckets():
+        for bucket in self._ddp[0].reducer._get_zeros_like_grad_buckets()[len(self._reduced) :]:
             gradients = bucket.gradients()
             with torch.no_grad():
                 for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
@@ -136,6 +137,18 @@ class DistributedDataParallel(nn.Module):
                         gradient.copy_(parameter.grad)
             self._reduced.append((bucket.parameters(), gradients))
             self._reduce(bucket.buffer())
+        if self._is_under_way:
+            self._warn_of_unused()
+            self._rebuild()
+
+    def _warn_of_unused(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the last backward of step %d has not reached all parameters of the module; if that is usual, "
+                "`DistributedDataParallel(..., find_unused_parameters=True)` takes less time",
+                self._manager.step.index,
+            )
 
     def finish(self) -> None:
         for work in self._pending:
@@ -143,20 +156,26 @@ class DistributedDataParallel(nn.Module):
         for parameters, gradients in self._reduced:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-        self._pending, self._reduced = [], []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pending, self._reduced, self._is_under_way = [], [], False
 
     def drop(self, *, rebuild: bool) -> None:
         for work in self._pending:
             work.wait()
-        self._pending, self._reduced = [], []
+        self._forget()
         for parameter in self.module.parameters():
             parameter.grad = None
         if rebuild:
-            self._ddp.clear()
-            self._build()
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._ddp.clear()
+        self._build()
 
     def close(self) -> None:
-        self._pending, self._reduced = [], []
+        self._forget()
         self._ddp.clear()  # its hook is what keeps this object and the module alive
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

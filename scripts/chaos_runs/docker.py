@@ -92,7 +92,7 @@ class Story:
 
         for name in AGENTS:
             docker("exec", self.project.container(name), "touch", "/job/hurry")
-        self._wait("all agents end", lambda: not any(self._is_running(name) for name in AGENTS), may_end=True)
+        self._wait("all agents end", lambda: not self._any_runs(), may_end=True)
 
     def faults(self) -> list[str]:
         """Everything that was not as promised, in sentences."""
@@ -151,8 +151,8 @@ class Story:
         assert self.journal.newest is not None
         return self.journal.newest
 
-    def _is_running(self, name: str) -> bool:
-        return bool(self.project.state(name)["Running"])
+    def _any_runs(self) -> bool:
+        return any(self.project.state(name)["Running"] for name in AGENTS)
 
     def _look(self) -> None:
         self.hosts = {name: host_of(self.project.files(name)) for name in AGENTS}
@@ -165,7 +165,7 @@ class Story:
             if seen():
                 self._say(what)
                 return
-            if self.journal.finished and not may_end:
+            if not may_end and (self.journal.finished or not self._any_runs()):
                 raise NotSeenError(f"the job was done before this was seen: {what}")
             if time.monotonic() > deadline:
                 raise NotSeenError(f"not seen within {_LIMIT_S:g} s: {what}")

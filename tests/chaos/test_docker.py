@@ -12,8 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -72,6 +74,37 @@ def test_when_it_is_interrupted_nothing_is_left(number: signal.Signals) -> None:
         finally:
             process.terminate()
     assert left() == ""
+
+
+AGENTS_THAT_END = r"""
+FROM {image}
+ENTRYPOINT ["sh", "-c", "[ \"$1\" != run ] || exec echo nothing to do; exec elasticgang \"$@\"", "sh"]
+"""
+
+
+@pytest.fixture
+def image_whose_agents_end() -> Iterator[str]:
+    tag = f"elasticgang-test-{uuid.uuid4().hex[:8]}"
+    dockerfile = AGENTS_THAT_END.format(image=os.environ["ELASTICGANG_IMAGE"])
+    building = ["docker", "build", "--quiet", "--tag", tag, "-"]
+    subprocess.run(building, input=dockerfile, check=True, capture_output=True, text=True, timeout=120)
+    yield tag
+    docker("image", "rm", "--force", tag)
+    assert left() == ""
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.skipif("ELASTICGANG_IMAGE" not in os.environ, reason="needs ELASTICGANG_IMAGE, an image built before")
+def test_agents_that_end_at_once_are_told(image_whose_agents_end: str) -> None:
+    command = [str(SCRIPT), "--image", image_whose_agents_end]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE, text=True) as process:
+        try:
+            told, logs = process.communicate(timeout=90)
+        finally:
+            process.terminate()
+    assert process.returncode == 1, logs
+    assert json.loads(told)["faults"] == ["the job was done before this was seen: 6 ranks train"]
+    assert logs.count("nothing to do") == 3
 
 
 def left() -> str:

@@ -60,24 +60,35 @@ def test_the_buckets_of_a_veteran_are_those_of_a_newcomer(finds_unused: bool) ->
     assert at_first[0][0].startswith("layers.5.")  # what is registered last is likely to be ready first
 
 
-def test_what_backward_leaves_out_is_an_error_unless_it_is_looked_for() -> None:
+@pytest.mark.parametrize("bucket_cap_mb", [0.001, 1.0, 25.0])
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_what_the_last_backward_leaves_out_is_reduced_all_the_same(
+    bucket_cap_mb: float, finds_unused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    module, reference = Crossed(), Crossed()
+    reference.load_state_dict(module.state_dict())
     manager = eg.join(layout=eg.ParallelLayout())
-    ddp = eg.DistributedDataParallel(manager, Crossed(uses_all=False), bucket_cap_mb=1.0)
-    before = [parameter.detach().clone() for parameter in ddp.parameters()]
-    with pytest.raises(
-        eg.InvalidOperationError, match=r"has not reached all parameters; .*find_unused_parameters=True"
-    ):
-        train(manager, ddp, 1)
-    assert all(map(torch.equal, before, ddp.parameters()))
-
-
-def test_what_is_left_out_stays_as_it_is() -> None:
-    manager = eg.join(layout=eg.ParallelLayout())
-    ddp = eg.DistributedDataParallel(manager, Crossed(uses_all=False), bucket_cap_mb=1.0, find_unused_parameters=True)
-    before = {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
-    train(manager, ddp, 2)
-    changed = {name for name, parameter in ddp.module.named_parameters() if not torch.equal(before[name], parameter)}
-    assert changed == {name for name in before if not name.startswith("layers.2.")}
+    ddp = eg.DistributedDataParallel(manager, module, bucket_cap_mb=bucket_cap_mb, find_unused_parameters=finds_unused)
+    optim = eg.Optimizer(manager, torch.optim.SGD(ddp.parameters(), lr=0.01))
+    manager.register_state(model=ddp, optim=optim)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.01)
+    for step in manager.steps(6):
+        # All; all but one, which the first slot has used; all but one that nobody has used.
+        uses = ((True, True), (True, False), (False, False))[step.index % 3]
+        with step:
+            for last, uses_all in enumerate(uses):
+                module.uses_all = reference.uses_all = uses_all
+                with ddp.accumulate(last=bool(last)):
+                    ddp(torch.full((2, 300), 0.1)).square().sum().backward()
+                (reference(torch.full((2, 300), 0.1)).square().sum() / 2).backward()
+            assert optim.step(weight=2.0)
+        plain.step()
+        plain.zero_grad()
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    told = [record.message for record in caplog.records if "has not reached all parameters" in record.message]
+    assert len(told) == (0 if finds_unused else 1)
 
 
 def test_gradients_are_made_ready_before_they_are_applied_and_not_in_a_step_that_fails() -> None:

@@ -107,7 +107,10 @@ class Project:
 
     def container(self, service: str) -> str:
         if service not in self._containers:
-            self._containers[service] = self._compose("ps", "--quiet", service).decode().split()[0]
+            found = self._compose("ps", "--all", "--quiet", service).decode().split()  # all: it may have ended
+            if not found:
+                raise EngineError(f"there is no container of {service}")
+            self._containers[service] = found[0]
         return self._containers[service]
 
     def logs(self) -> str:
