@@ -146,8 +146,8 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=1.0,
         metavar="SECONDS",
-        help="between SIGINT or SIGTERM to this command, which ends the job and is passed on to the ranks, and their "
-        "end. SIGTERM to one rank process lets it finish its step and leave for good (default: %(default)g)",
+        help="between SIGINT or SIGTERM to this command, which is passed on to the ranks, and their end. By SIGTERM a "
+        "rank finishes its step and leaves for good, if there are other hosts that go on (default: %(default)g)",
     )
     run.add_argument(
         "--collective-timeout",

@@ -194,16 +194,26 @@ class Agent:
         self._fail(1, f"internal error in the agent: {context['message']}: {error!r}")
 
     def _on_signal(self, number: int) -> None:
+        """The first SIGTERM lets the ranks go in order, if others go on."""
+        goes_on = self._outside is not None and not self._fenced and self._roster.is_awaited()
+        is_drain = number == signal.SIGTERM and not self._signal and goes_on
+        if not is_drain:
+            self._tell_end(f"is ended by {signal.Signals(number).name}")
+            self._stopping.set()
         for rank in self._ranks.all():
-            rank.page.end()
+            rank.page.go() if is_drain else rank.page.end()
             rank.send(number)
         if self._exit is not None and not self._exit.done():
             self._events.write("signal", signal=signal.Signals(number).name)
-            self._stopping.set()  # no restarts from here on
             self._over.set()
             self._signal, self._code_when_empty = number, 128 + number
             self._loop.call_later(self._job.grace_period, self._finish, 128 + number)
             self._finish_when_empty()
+
+    def _tell_end(self, how: str) -> None:
+        """To the other agents, before their connections to the ranks here break."""
+        if self._outside is not None and not self._fenced and (generation := self._roster.ends()) is not None:
+            self._outside.tell_over(generation, f"agent {self._id} {how}")
 
     def _finish(self, code: int) -> None:
         assert self._exit is not None
@@ -217,6 +227,7 @@ class Agent:
     async def _end_everything(self) -> None:
         self._stopping.set()
         self._tell(self._changes.ended())
+        self._tell_end(f"is ended by {signal.Signals(self._signal).name}" if self._signal else "ends")
         for task in self._tasks:
             task.cancel()
         self._ranks.kill()
@@ -224,7 +235,8 @@ class Agent:
             self._coordinator.close()
         await self._nursery.close()
         if self._outside is not None:
-            self._outside.leave()
+            self._hear_commits()
+            await self._outside.part(None if self._fenced else self._roster.last_report())
 
     def _background(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
@@ -288,8 +300,8 @@ class Agent:
                 self._world.tell_join(generation)
             case Deliver(members, record):
                 self._ranks.send(members, "record", text=record.text)
-                self._world.follow(record)
                 self._announce(record)
+                self._world.follow(record)
             case Ask(delay_s):
                 self._world.ask(delay_s)
             case Restart(local_rank, delay_s):
@@ -303,7 +315,7 @@ class Agent:
             case End(reason):
                 self._events.write("ended", reason=reason)
                 self._output.say(f"elasticgang: {reason}")
-                self._finish(0)
+                self._finish(self._code_when_empty)
             case Fail(code, reason):
                 self._fail(code, reason)
 
@@ -332,9 +344,11 @@ class Agent:
         self._stopping.set()  # nothing is told after this
         self._events.write("failed", code=code, reason=reason)
         self._output.say(f"elasticgang: error: {reason}")
-        self._finish(code)
+        self._finish(self._code_when_empty or code)
 
     def _announce(self, record: Record) -> None:
+        for agent in self._world.gone - set(record.agents):
+            self._changes.lost(agent, time.monotonic())
         self._tell(self._changes.agreed(record, self._id))
         self._counts = {status: len(record.members(status)) for status in ("active", "learner", "spare")}
         self._events.write(
@@ -357,7 +371,8 @@ class Agent:
     async def _restart(self, local_rank: int, delay_s: float, life: int) -> None:
         """Start the rank again, once those that are left are on their way: starting takes the cores they need."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._entered.wait(), _SETTLE_TIMEOUT_S)
+            if not self._over.is_set():
+                await asyncio.wait_for(self._entered.wait(), _SETTLE_TIMEOUT_S)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._over.wait(), delay_s)
         await self._try_to_spawn(local_rank, life)
@@ -408,6 +423,8 @@ class Agent:
 
     def _on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
         match message["kind"]:
+            case "joined":
+                rank.has_joined = True
             case "ask":
                 layout = layout_from_json(message["layout"])
                 is_alone = self._job.max_agents == 1  # else other hosts may have as many as it takes
@@ -465,7 +482,8 @@ class Agent:
         if record is not None and record.seat(rank.member) is not None:
             how = describe_exit(status, is_early=rank.is_early and status == 0)
             self._changes.caused(f"rank {rank.local_rank} {how}", died_at, is_root=True)
-        self._handle(Exited(rank.member, status, bool(failure and failure["blameless"]), rank.page.goes))
+        blameless = bool(failure and failure["blameless"])
+        self._handle(Exited(rank.member, status, blameless, rank.page.goes, rank.has_joined))
         self._finish_when_empty()
 
     async def _watch_ranks(self) -> None:

@@ -61,6 +61,12 @@ class Changes:
         elif is_root and not self._cause[2]:
             self._cause = cause, min(at, self._cause[1]), True
 
+    def lost(self, agent: str, at: float) -> None:
+        """The agent is not there any more: the root of what its peers see, unless the cause names it already."""
+        is_named = self._cause is not None and f"agent {agent} " in self._cause[0]
+        if self._record is not None and self._record.seats_of(agent) and not is_named:
+            self.caused(f"agent {agent} is lost", at, is_root=True)
+
     def asked(self, member: str, pending: Attempt | None) -> None:
         """`member` has left its generation; `pending` is what is in doubt for it."""
         self._pending.pop(member, None)

@@ -60,10 +60,11 @@ _AWAY = (RuntimeError, TimeoutError)
 
 @dataclass(frozen=True)
 class Heard:
-    """What a contact calls back, from its own threads. `beat`: with the time at which an answered beat was begun."""
+    """What a contact calls back, from its own threads. `beat`: with the time at which an answered beat was begun;
+    `notice`: with whether it was there before the contact."""
 
     beat: Callable[[float], None]
-    notice: Callable[[dict[str, Any]], None]
+    notice: Callable[[dict[str, Any], bool], None]
     lost: Callable[[str], None]
 
 
@@ -85,6 +86,7 @@ class Contact:
         self._announced = ("", 0)
         self._is_open = False
         self._read: tuple[str, Record | None] = ("", None)  # last, of the store's record
+        self._held = record  # the newest that is known to have been agreed
         self._asked = NOTHING_SEEN
         try:
             self._lighthouse = LighthouseClient(endpoint.lighthouse, timedelta(seconds=timeout))
@@ -133,12 +135,12 @@ class Contact:
         try:
             self._wait_until_open()
             is_first = self._is_first(report)
-            text, agreed = self._read if is_first else self._present(report.job)
+            text, agreed = self._read if is_first else self._restored(report.job)
             if agreed is not None and is_for(agreed, report):
                 return agreed  # by a call that had timed out here
             is_member = agreed is not None and report.agent in agreed.agents
             if not is_first and self.endpoint.store.check([_finished_key(report.job)]):
-                self._heard.notice({"kind": "finished"})
+                self._heard.notice({"kind": "finished"}, False)
                 if not is_member:
                     return Void("the job has finished")
             if text and not is_member and (why := self._strange(agreed, report)) is not None:
@@ -167,10 +169,11 @@ class Contact:
 
     def _strange(self, record: Record | None, report: Report) -> str | None:
         """What about `report` is not as the job is."""
-        key = _protocol_key(report.job)
-        protocol = int(self.endpoint.store.get(key)) if self.endpoint.store.check([key]) else PROTOCOL
-        if protocol != report.protocol or record is None:
-            return f"its protocol is {report.protocol!r}, but the job's is {protocol!r}"
+        protocol = _protocol_of(self.endpoint.store, report.job) or str(report.protocol)
+        if protocol != str(report.protocol):
+            return f"its protocol is {report.protocol}, but the job's is {protocol}"
+        if record is None:
+            return "the job's record in the store cannot be read"
         if record.layout != report.layout:
             return f"its layout is {report.layout!r}, but the job's is {record.layout!r}"
         return None
@@ -228,13 +231,15 @@ class Contact:
     def _publish(self, report: Report, proposal: Sequence[Report]) -> Record | Void | Lost:
         """Write the record that follows, unless another one has been written by now."""
         present, parent = self._read
+        if present and parent is None:
+            return Void("the job's record in the store cannot be read")
         answer = follow(parent, report, proposal)
         if not isinstance(answer, Record) or answer is parent:
             return answer
         store = self.endpoint.store
         written = store.compare_set(record_key(report.job), present, answer.text).decode()
         if written == answer.text:
-            self._read = (written, answer)
+            self._keep(written, answer)
             _tell_of_record(store, answer)
             return answer
         _, winner = self._keep(written)
@@ -247,10 +252,24 @@ class Contact:
         store, key = self.endpoint.store, record_key(job)
         return self._keep(store.get(key).decode() if store.check([key]) else "")
 
-    def _keep(self, text: str) -> tuple[str, Record | None]:
-        read = self._read
+    def _restored(self, job: str) -> tuple[str, Record | None]:
+        """As `_present`, once the store has a record no older than the one that is held here: somebody may have written
+        over it."""
+        text, record = self._present(job)
+        held = self._held
+        if held is None or (record is not None and record.generation >= held.generation):
+            return text, record
+        bring(self.endpoint.store, held)
+        return self._present(job)
+
+    def _keep(self, text: str, record: Record | None = None) -> tuple[str, Record | None]:
+        """`record`: as which `text` reads, if that is known."""
+        read, held = self._read, self._held
         if text != read[0]:
-            read = self._read = (text, read_record(text))
+            record = record or read_record(text)
+            read = self._read = (text, record)
+            if record is not None and (held is None or record.generation > held.generation):
+                self._held = record
         return read
 
     # -- notices
@@ -287,14 +306,15 @@ class Contact:
 
     def _watch(self) -> None:
         store = self._watching
-        number = max(1, _newest_notice(store, self._job) - _OLD_NOTICES)
+        newest_old = _newest_notice(store, self._job)
+        number = max(1, newest_old - _OLD_NOTICES)
         while not self._closed.is_set():
             key = _notice_key(self._job, number)
             try:
                 store.wait([key], timedelta(seconds=_WAIT_S))
             except DistStoreError:
                 continue  # it has waited so long
-            self._heard.notice(json.loads(store.get(key)))
+            self._heard.notice(json.loads(store.get(key)), number <= newest_old)
             number += 1
 
     # -- life
@@ -332,14 +352,23 @@ def has_newcomer(record: Record, report: Report) -> bool:
 
 
 def bring(store: Store, record: Record) -> None:
-    """Let the store have `record`, unless it has one that does not come before it on one chain."""
+    """Let the store have `record`, unless it has one that does not come before it on one chain, or is of another
+    protocol."""
     while True:
         present, there = present_record(store, record.job)
-        if present and (there is None or there.generation >= record.generation or not record.builds_on(there.name)):
+        if there is not None and (there.generation >= record.generation or not record.builds_on(there.name)):
+            return
+        if present and there is None and _protocol_of(store, record.job) not in ("", str(PROTOCOL)):
             return
         if store.compare_set(record_key(record.job), present, record.text).decode() == record.text:
             _tell_of_record(store, record)
             return
+
+
+def _protocol_of(store: Store, job: str) -> str:
+    """ "": nothing was agreed since the coordinator's start."""
+    key = _protocol_key(job)
+    return str(store.get(key).decode()) if store.check([key]) else ""
 
 
 def _tell_of_record(store: Store, record: Record) -> None:

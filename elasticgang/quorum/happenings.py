@@ -50,12 +50,13 @@ class Left:
 @dataclass(frozen=True)
 class Exited:
     """The process is gone. `status`: as of `subprocess`, negative for a signal. `blameless`: it ended with an error
-    that a lost peer caused. `goes`: it was asked to leave for good."""
+    that a lost peer caused. `goes`: it was asked to leave for good; `joined`: it has called `elasticgang.join`."""
 
     member: str
     status: int
     blameless: bool = False
     goes: bool = False
+    joined: bool = False
 
 
 @dataclass(frozen=True)

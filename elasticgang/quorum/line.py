@@ -34,7 +34,7 @@ _CALM_S = 1.0
 class Hooks:
     """What the line tells its agent. `lease_over`: the members must be ended before anything else happens."""
 
-    notice: Callable[[dict[str, Any]], None]
+    notice: Callable[[dict[str, Any], bool], None]
     away: Callable[[str], None]
     back: Callable[[Contact], None]
     lease_over: Callable[[], None]
@@ -149,7 +149,7 @@ class Line:
         contact.start(
             Heard(
                 beat=lambda began: self._call(self._answer, contact, began),
-                notice=lambda notice: self._call(self._hooks.notice, notice),
+                notice=lambda notice, is_old: self._call(self._hooks.notice, notice, is_old),
                 lost=lambda reason: self._call(on_lost, reason),
             )
         )

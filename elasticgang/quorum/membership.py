@@ -194,6 +194,7 @@ class ElasticMembership:
         self._comms = CommSupply(self._forks.start)
         self._told = 0  # the generation of which the agent has heard a commit
         self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
+        self._link.tell("joined")
         self.drain.wake = lambda: self._link.records.put(None)
         os.register_at_fork(after_in_child=self._close_in_child)
 

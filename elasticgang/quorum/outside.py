@@ -33,6 +33,7 @@ _LATE_S = 0.5
 _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is ended
 _RETRY_S = 0.05
 _POST_S = 0.2
+_PART_S = 0.5
 _HEIRS_S = 0.5
 
 
@@ -89,6 +90,8 @@ class Outside:
         self._told_over = self._told_join = 0
         self._told_finished = False
         self._found_lost: set[str] = set()
+        self._refused: set[tuple[str, str]] = set()
+        self._was_away = False
         self._awaited: tuple[str, ...] = ()  # that must come, or be found lost
         self._heirs: dict[str, int] = {}  # by agent
         self._told_heirs, self._told_heirs_at = 0, 0.0
@@ -130,12 +133,24 @@ class Outside:
         self._line.begin_lease()
         return contact.endpoint
 
+    async def part(self, report: Report | None) -> None:
+        """`leave`, in the midst of the job. The lighthouse waits for an agent as long as its last heartbeat counts, but
+        for one that has asked, with `report`: it is let know whom to go on without."""
+        if report is not None and self._line.contact is not None:
+            await asyncio.wait([in_daemon(self._line.contact.agree, report)], timeout=_PART_S)
+        self.leave()
+
     def leave(self) -> None:
         """All members of the agent have ended, and it does not come back under this id."""
         if self._tripwires is not None:
             self._tripwires.tell("gone")
             self._tripwires.close()
             self._tripwires = None
+
+    @property
+    def gone(self) -> set[str]:
+        """Agents of the present generation whose process is known not to be there."""
+        return set() if self._tripwires is None else self._tripwires.gone | self._found_lost
 
     # -- what is told
 
@@ -209,13 +224,13 @@ class Outside:
         else:
             self._hear(message)
 
-    def _heard(self, notice: dict[str, Any]) -> None:
+    def _heard(self, notice: dict[str, Any], is_old: bool) -> None:
         try:
-            self._hear(notice)
+            self._hear(notice, is_old)
         except (KeyError, TypeError, ValueError) as exc:
             self._inside.log("bad notice", notice=repr(notice), error=repr(exc))
 
-    def _hear(self, notice: dict[str, Any]) -> None:
+    def _hear(self, notice: dict[str, Any], is_old: bool = False) -> None:
         match notice["kind"]:
             case "over":
                 generation = int(notice["generation"])
@@ -234,10 +249,16 @@ class Outside:
                 self._told_finished = True
                 self._inside.handle(Finished())
             case "refused":
-                if notice["agent"] != self.agent:
-                    self._inside.say(f"elasticgang: agent {notice['agent']} is refused: {notice['reason']}")
+                self._hear_refused(str(notice["agent"]), str(notice["reason"]), is_old)
             case kind:
                 raise ValueError(f"unknown kind {kind!r}")
+
+    def _hear_refused(self, agent: str, reason: str, is_old: bool) -> None:
+        """Said once, though each contact reads it; not of the time before this agent's."""
+        is_known = (agent, reason) in self._refused or (is_old and not self._was_away)
+        self._refused.add((agent, reason))
+        if not is_known and agent != self.agent:
+            self._inside.say(f"elasticgang: agent {agent} is refused: {reason}")
 
     def _is_near(self, generation: int) -> bool:
         """At most the next one: of one further on it is not believed that all the others know (A7 of the roster)."""
@@ -245,6 +266,7 @@ class Outside:
         return record is not None and generation <= record.generation + 1
 
     def _away(self, reason: str) -> None:
+        self._was_away = True
         self._inside.log("coordinator away", reason=reason)
         self._inside.run_aside(self._end_stuck())
 

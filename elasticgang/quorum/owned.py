@@ -124,11 +124,15 @@ class KeptCoordinator:
             self._owner.run_aside(self._restart())
 
     async def _restart(self) -> None:
+        """Again and again: the job goes on without it, and has a limit of its own for when it cannot."""
+        told = ""
         while True:
             try:
                 return await self.start(self._owner.record)
-            except OSError as exc:  # of this process: no descriptor is left, say
-                self._owner.warn(f"the coordinator could not be started, and is tried again: {exc}")
+            except (OperationalError, OSError) as exc:  # an OSError of this process: no descriptor is left, say
+                if told != str(exc):
+                    told = str(exc)
+                    self._owner.warn(f"the coordinator could not be started, and is tried again: {exc}")
                 await asyncio.sleep(_RETRY_S)
 
 

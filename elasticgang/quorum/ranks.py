@@ -41,6 +41,7 @@ class RankProcess:
     committed: Attempt = _NOTHING
     status: int | None = None
     failure: dict[str, Any] | None = None
+    has_joined: bool = False
     has_asked: bool = False
     has_finished: bool = False
     is_dismissed: bool = False

@@ -21,7 +21,7 @@ import enum
 import signal
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.commit import Attempt
@@ -171,6 +171,21 @@ class Roster:
             max_agents=self.max_agents,
         )
 
+    def last_report(self) -> Report | None:
+        """What an agent brings that has ended all of its members in the midst of the job (A6). None: nobody waits for
+        it."""
+        if self.finished or self._layout is None or self.record is None or not self.is_awaited():
+            return None
+        own = tuple(seat.member for seat in self.record.seats_of(self.agent))
+        return replace(self.report(), members=(), gone=own) if own else None
+
+    def ends(self) -> int | None:
+        """The generation that ends for the other agents when all members here are ended now; None: none does."""
+        record = self.record
+        if self.finished or record is None or not self.is_awaited() or not self._in(_Phase.SEATED):
+            return None
+        return None if self._is_over(record.generation) else record.generation
+
     def num_heirs(self, going: Collection[str]) -> int:
         """Who has no seat and may come to one: ranks that are started, or started again, and those that wait. Not
         those of `going`, which were told to go."""
@@ -237,7 +252,7 @@ class Roster:
     def _abort(self, reason: str) -> list[Instruction]:
         """The generation has ended: for the members here, and, once, for the other agents."""
         record = self.record
-        if record is None or self._is_over(record.generation) or not self._is_awaited():
+        if record is None or self._is_over(record.generation) or not self.is_awaited():
             return self._abort_seated(reason)
         self._over = record.generation
         return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason)]
@@ -253,13 +268,13 @@ class Roster:
     def may_ask(self) -> bool:
         """A1. To be looked at again when an `Ask` is carried out: an answer may have come in between."""
         asking = self._in(_Phase.ASKING)
-        if self._in(_Phase.SEATED) or not (asking or self._is_awaited()):
+        if self._in(_Phase.SEATED) or not (asking or self.is_awaited()):
             return False
         if self.record is None and self._waits_for_start and self._is_starting():
             return False
         return not self.finished or any(map(self._can_finish, asking.values()))
 
-    def _is_awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         """Other agents take part, which cannot go on before this one asks."""
         return self.record is not None and len(self.record.agents) > 1
 
@@ -310,7 +325,7 @@ class Roster:
         if event.goes and (event.status == 0 or by_kill):
             return instructions + self._end_if_too_few()
         if event.status == 0:
-            return instructions + self._warn_if_early(rank)
+            return instructions + self._warn_if_early(rank, event.joined)
         if self.finished and by_kill:
             return instructions
         if not by_kill:
@@ -327,17 +342,14 @@ class Roster:
         self._num_restarts += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
 
-    def _warn_if_early(self, rank: _Rank) -> list[Instruction]:
+    def _warn_if_early(self, rank: _Rank, joined: bool) -> list[Instruction]:
         """Its script has ended well, as if the job were done."""
-        takes_part = rank.phase is not _Phase.STARTING or self.record is not None
-        if rank.finished or self.finished or not takes_part:
+        has_seat = rank.phase is not _Phase.STARTING
+        if rank.finished or self.finished or not (has_seat or joined or self.record is not None):
             return []
-        return [
-            Warn(
-                f"rank {rank.local_rank} {describe_exit(0, is_early=True)}: it is not started again, and the "
-                "others lost a step (`manager.leave()` costs them none)"
-            )
-        ]
+        others = has_seat and (self._live() or self.is_awaited())
+        cost = ", and those that go on lose the step under way (`manager.leave()` costs them none)" if others else ""
+        return [Warn(f"rank {rank.local_rank} {describe_exit(0, is_early=True)}: it is not started again{cost}")]
 
     def _not_started(self, local_rank: int, reason: str) -> list[Instruction]:
         self._num_not_started += 1
@@ -353,11 +365,11 @@ class Roster:
         if self.finished or (num_staying == 0 and self._ranks):
             return []
         step = 0 if self.known is None else self.known.step
-        if num_staying == 0 and (self._all_by_script or self._is_awaited()):
-            where = " of this host" if self._is_awaited() else ""
+        if num_staying == 0 and (self._all_by_script or self.is_awaited()):
+            where = " of this host" if self.is_awaited() else ""
             done = f"{step} of {self._num_steps}" if self._num_steps else f"{step}"
             return [End(f"all ranks{where} have left: {done} steps are committed")]
-        if self._is_awaited():
+        if self.is_awaited():
             return []
         if num_staying == 0:
             return [Fail(1, f"all ranks have left; the last committed step is {step}")]

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticgang.quorum.coordinator import connect, record_key
 from tests.chaos.several import Cluster, generation_of
 from tests.chaos.test_kills import JOB, NUM_STEPS, check_samples, histories
 from tests.support import Job, kill, wait_until
@@ -139,3 +140,14 @@ def test_when_it_stays_away_the_job_ends_with_an_error(tmp_path: Path) -> None:
             assert f"error: no generation can be agreed without the coordinator at {address}" in agent.stderr
             assert "Traceback" not in agent.stderr
         assert not list(cluster.output.glob("history/*finished*"))
+
+
+def test_a_job_whose_record_somebody_has_written_over_goes_on(tmp_path: Path, alone: str) -> None:
+    with Cluster(tmp_path, holds=[5]) as cluster:
+        first, second = cluster.start(nnodes="2:9"), cluster.start(nnodes="2:9", ranks=1)
+        cluster.reached(5, 3)
+        connect(cluster.coordinator.address, NOTICED_S).set(record_key("job"), "garbage")
+        kill(first.rank_pid(0))
+        generation_of(second, 2)
+        cluster.release(5)
+        cluster.check(alone, [first, second])

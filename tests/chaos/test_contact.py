@@ -11,8 +11,8 @@ import pytest
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.contact import Contact, Heard, present_record
-from elasticgang.quorum.coordinator import Coordinator, Endpoint, reach
-from elasticgang.quorum.decide import NOTHING_SEEN, Lost, MemberReport, Record, Report, Void
+from elasticgang.quorum.coordinator import Coordinator, Endpoint, reach, record_key
+from elasticgang.quorum.decide import NOTHING_SEEN, PROTOCOL, Lost, MemberReport, Record, Report, Void
 
 TIMEOUT_S = 20.0
 JOB = "job"
@@ -37,7 +37,7 @@ class Host:
     def __init__(self, agent: str, endpoint: Endpoint) -> None:
         self.store = cast(Any, CountedStore(endpoint.store))
         self.contact = Contact(replace(endpoint, store=self.store), JOB, agent, None, TIMEOUT_S)
-        self.contact.start(Heard(beat=lambda _: None, notice=lambda _: None, lost=lambda _: None))
+        self.contact.start(Heard(beat=lambda _: None, notice=lambda *_: None, lost=lambda _: None))
         self._member = MemberReport(f"{agent}0", 0, "127.0.0.1:1")
         self.record: Record | None = None
 
@@ -68,6 +68,7 @@ class Host:
         answer: Record | Void | Lost | None = None
         while not isinstance(answer, Record):
             answer = self.asks(lost)
+            assert not (isinstance(answer, Void) and answer.refused), answer.reason
         return answer
 
 
@@ -134,3 +135,37 @@ def test_those_that_wait_for_a_record_that_does_not_come_take_turns(hosts: list[
     assert answers[1] == answers[2]
     assert second.store.calls == ["wait", "compare_set", "set", "set", "set"]
     assert third.store.calls == ["wait", "get"]
+
+
+def test_a_record_that_somebody_has_written_over_is_written_again(hosts: list[Host]) -> None:
+    left_out, *others = hosts
+    left_out.contact.beats = False
+    newest = all_agree(others, lost=["a"])
+    for host in hosts:
+        host.contact.beats = host is left_out
+    hosts[0].store.set(record_key(JOB), "garbage")
+    assert isinstance(left_out.asks(), Void)  # it brings the one that it knows, which is older
+    left_out.contact.beats = False
+    followed = all_agree(others, lost=["a"])
+    assert (followed.generation, followed.parent) == (3, newest.digest)
+
+
+def test_who_holds_none_is_refused_where_the_record_cannot_be_read(hosts: list[Host], endpoint: Endpoint) -> None:
+    hosts[0].store.set(record_key(JOB), "garbage")
+    stranger = Host("d", endpoint)
+    answer = stranger.asks()
+    stranger.contact.close()
+    assert isinstance(answer, Void)
+    assert answer.refused == (("d", "the job's record in the store cannot be read"),)
+
+
+def test_a_record_of_another_protocol_is_left_alone(hosts: list[Host]) -> None:
+    store = hosts[0].store
+    store.set(record_key(JOB), "of another version")
+    store.set(f"elasticgang/protocol/{JOB}", f"{PROTOCOL}1")
+    host = hosts[0]
+    host.asks()  # without a look at the store, since it is the first question after a record
+    answer = host.asks()
+    assert isinstance(answer, Void)
+    assert answer.refused == (("a", f"its protocol is {PROTOCOL}, but the job's is {PROTOCOL}1"),)
+    assert store.get(record_key(JOB)) == b"of another version"

@@ -52,7 +52,7 @@ class Ears:
     def __init__(self, contact: Contact) -> None:
         self.notices: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        contact.start(Heard(beat=lambda _: None, notice=self.notices.put, lost=self.lost.put))
+        contact.start(Heard(beat=lambda _: None, notice=lambda notice, _: self.notices.put(notice), lost=self.lost.put))
 
 
 @pytest.mark.parametrize(

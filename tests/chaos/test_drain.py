@@ -141,6 +141,29 @@ def test_one_whose_script_ends_early_is_named(tmp_path: Path) -> None:
     assert cause in (early, "rank 1 left before the last step")  # the others agree before it is gone, or after
 
 
+def test_one_that_joins_and_never_comes_to_its_loop_is_named(tmp_path: Path) -> None:
+    path = training(tmp_path, setup="sys.exit(0) if rank == 1 else None")
+    with Job(tmp_path, path, ranks=2) as job:
+        assert job.wait() == 0, job.stderr
+    named = "elasticgang: rank 1 exited with code 0 before its loop had ended: it is not started again\n"
+    assert job.stderr.count(named) == 1
+
+
+def test_when_all_break_out_of_the_loop_nobody_is_said_to_have_lost_a_step(tmp_path: Path) -> None:
+    body = """
+                if step.index == 5:
+                    optim.step(weight=slots.num_samples)
+                    break
+    """
+    after = """
+        (here / f"out-{rank}").touch()
+        while not all((here / f"out-{other}").exists() for other in range(3)): time.sleep(0.001)
+    """
+    with Job(tmp_path, training(tmp_path, steps=40, body=body, after=after), ranks=3) as job:
+        assert job.wait() == 0, job.stderr
+    assert job.stderr.count("before its loop had ended: it is not started again\n") == 3
+
+
 def test_the_only_one_with_state_goes_once_another_has_it(tmp_path: Path, alone: str) -> None:
     faults = [at("body", 1, step=3), soon("serving", 0, "drain")]
     job = run(tmp_path, faults, ranks=2)

@@ -28,6 +28,7 @@ class Host:
         self.roster = Roster(agent, endpoint.host, JOB, endpoint.incarnation, max_restarts=0, num_ranks=2, min_agents=2)
         self.outside = Outside(self, endpoint, JOB, Limits(TIMEOUT_S, TIMEOUT_S), None)
         self.hangs = False
+        self.said: list[str] = []
         self.changed = asyncio.Event()
         self._reports: dict[str, MemberReport] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,7 +88,9 @@ class Host:
 
     def end_coordinator(self) -> None: ...
 
-    def say(self, line: str) -> None: ...
+    def say(self, line: str) -> None:
+        self.said.append(line)
+        self.changed.set()
 
     def log(self, event: str, **fields: Any) -> None:
         self.changed.set()
@@ -192,5 +195,33 @@ def test_it_is_told_soon_when_no_generation_follows(coordinator: Coordinator) ->
         other.hangs = True
         one.loses_a_rank()
         assert b"over" in await asyncio.to_thread(told, coordinator, 1)
+
+    play(coordinator, story)
+
+
+def test_a_refusal_is_said_once_and_not_of_the_time_before_the_agent(coordinator: Coordinator) -> None:
+    def refuse(host: Host, agent: str) -> None:
+        contact = host.outside._line.contact
+        assert contact is not None
+        contact.post({"kind": "refused", "agent": agent, "reason": "why"})
+
+    async def says(host: Host, *agents: str) -> None:
+        lines = [f"elasticgang: agent {agent} is refused: why" for agent in agents]
+        await host.until(lambda: lines[-1] in host.said)
+        assert host.said == lines
+
+    async def story(one: Host, other: Host) -> None:
+        refuse(one, "x")
+        await says(other, "x")
+        before = other.outside._line.contact
+        other.outside._line.hang_up("a test")
+        await other.until(lambda: other.outside._line.contact not in (None, before))
+        refuse(one, "y")
+        await says(other, "x", "y")
+        late = Host("c", reach(coordinator.address, TIMEOUT_S))
+        await late.outside.open()
+        refuse(one, "z")
+        await says(late, "z")
+        late.outside.leave()
 
     play(coordinator, story)

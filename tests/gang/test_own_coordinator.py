@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from elasticgang.comm.forkserver import ForkServer, Spawned
 from elasticgang.errors import OperationalError
 from elasticgang.quorum import owned
 from elasticgang.quorum.owned import OwnCoordinator
-from tests.support import is_alive, wait_until
+from tests.chaos.test_run import training
+from tests.support import Job, is_alive, wait_until
 
 
 class StandsStill(ForkServer):
@@ -39,3 +43,27 @@ def test_one_that_stands_still_while_it_starts_is_ended(monkeypatch: pytest.Monk
     finally:
         own.close()
         server.close()
+
+
+@pytest.mark.timeout(240)
+def test_a_job_goes_on_while_its_coordinator_cannot_be_started_again(tmp_path: Path) -> None:
+    """Somebody else listens on its port."""
+    path = training(tmp_path, steps=100_000, body='time.sleep(0.01); (here / f"at-{rank}").write_text("1\\n")')
+    with Job(tmp_path, path) as job:
+        job.expect_file(tmp_path / "at-0")
+        port = int(job.expect("started")["coordinator"].rpartition(":")[2])
+
+        def takes_its_port() -> socket.socket | None:
+            """As soon as it is dead, and before the next one does."""
+            for process in job.processes():
+                if process.name() == "eg-coordinator":
+                    process.kill()
+            with contextlib.suppress(OSError):
+                return socket.create_server(("127.0.0.1", port))
+            return None
+
+        with wait_until(takes_its_port, "a port that is free"):
+            job.expect_line("the coordinator could not be started, and is tried again: cannot listen on")
+        job.expect("coordinator back")
+        job.process.terminate()
+        assert job.wait() == 143, job.stderr

@@ -107,3 +107,18 @@ def test_what_is_told_of_another_generation_counts_for_none() -> None:
     (change,) = changes.ended()
     none: dict[str, Any] = dict.fromkeys(PHASES)
     assert change["phases_ms"] == none
+
+
+def test_an_agent_that_is_lost_is_the_root_of_what_its_peers_see() -> None:
+    changes = started()
+    changes.caused("rank 1 lost a peer", 10.01)
+    changes.lost("b", 10.02)  # it has no seats
+    changes.lost("a", 10.03)
+    list(changes.agreed(record_of(["a0"], 2), "a"))
+    (change,) = changes.ended()
+    assert change["cause"] == "agent a is lost"
+    changes.caused("agent a is ended by SIGTERM", 11.0)
+    changes.lost("a", 11.01)
+    list(changes.agreed(record_of(["a0"], 3), "a"))
+    (change,) = changes.ended()
+    assert change["cause"] == "agent a is ended by SIGTERM"

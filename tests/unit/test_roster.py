@@ -280,6 +280,25 @@ def test_who_never_comes_to_its_loop_while_the_others_train_is_named() -> None:
     assert [type(done) for done in host.exits("a1", 0)] == [Warn]
 
 
+def test_one_that_has_joined_and_never_asks_is_named_and_nobody_has_lost_a_step() -> None:
+    host = Host(2)
+    host.start("a0", "a1")
+    (warning,) = host.roster.handle(Exited("a1", 0, joined=True))
+    assert warning == Warn("rank 1 exited with code 0 before its loop had ended: it is not started again")
+
+
+def test_what_an_early_exit_costs_is_said_only_while_somebody_goes_on() -> None:
+    host = running(2)
+    host.leaves("a0", finished=False)
+    (first,) = host.exits("a0", 0)
+    host.leaves("a1", finished=False)
+    (second,) = host.exits("a1", 0)
+    assert isinstance(first, Warn)
+    assert isinstance(second, Warn)
+    assert first.text.endswith(", and those that go on lose the step under way (`manager.leave()` costs them none)")
+    assert second.text.endswith("it is not started again")
+
+
 def test_one_that_leaves_in_order_ends_no_generation_and_is_waited_for_no_more() -> None:
     host = running()
     host.asks("a0")

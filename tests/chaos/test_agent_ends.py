@@ -1,0 +1,82 @@
+"""One of several agents is ended from outside: what that costs the others, and what they say of it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.several import Cluster, kill_agent
+from tests.chaos.test_kills import histories
+from tests.support import Job
+
+pytestmark = pytest.mark.timeout(600)
+
+SOON_MS = 600.0  # less than a heartbeat lasts at the lighthouse
+
+
+def statuses(job: Job) -> set[int]:
+    return {event["status"] for event in job.events() if event["event"] == "exited"}
+
+
+def change_to(job: Job, generation: int) -> dict[str, Any]:
+    return job.expect("generation_change", generation=generation)
+
+
+def id_of(job: Job) -> str:
+    return str(job.expect("started")["agent"])
+
+
+def test_an_agent_that_gets_sigterm_lets_its_ranks_go_in_order(tmp_path: Path, alone: str) -> None:
+    """As `docker stop` and Kubernetes send it."""
+    with Cluster(tmp_path, holds=[5, 12]) as cluster:
+        first = cluster.start(nnodes="2:9")
+        second = cluster.start(nnodes="2:9", ranks=1, options=["--grace-period", "60"])
+        cluster.reached(5, 3)
+        second.process.terminate()
+        second.expect("signal")
+        cluster.release(5)
+        assert second.wait() == 128 + signal.SIGTERM, second.stderr
+        second.assert_nothing_left()
+        cluster.release(12)
+        cluster.check(alone, [first])
+        assert statuses(second) == {0}
+        prepared = {
+            (line["step"], line["generation"])
+            for history in histories(cluster.output)
+            for line in history
+            if line["kind"] == "prepared"
+        }
+        assert len(prepared) == len({step for step, _ in prepared}), "a step was tried again"
+        assert change_to(first, 2)["phases_ms"]["quorum"] < SOON_MS
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_others_do_not_wait_for_an_agent_that_ends_in_the_midst_of_a_step(
+    tmp_path: Path, alone: str, number: signal.Signals
+) -> None:
+    with Cluster(tmp_path, holds=[5, 12]) as cluster:
+        first = cluster.start(nnodes="2:9")
+        second = cluster.start(nnodes="2:9", ranks=1, options=["--grace-period", "0.2"])
+        cluster.reached(5, 3)
+        second.process.send_signal(number)
+        assert second.wait() == 128 + number, second.stderr
+        second.assert_nothing_left()
+        cluster.release(5)
+        cluster.release(12)
+        cluster.check(alone, [first])
+        change = change_to(first, 2)
+        assert change["cause"] == f"agent {id_of(second)} is ended by {number.name}"
+        assert change["phases_ms"]["quorum"] < SOON_MS
+
+
+def test_an_agent_that_was_killed_is_named(tmp_path: Path, alone: str) -> None:
+    with Cluster(tmp_path, holds=[12]) as cluster:
+        first, second = cluster.start(nnodes="2:9"), cluster.start(nnodes="2:9", ranks=1)
+        cluster.reached(12, 3)
+        kill_agent(second)
+        cluster.release(12)
+        cluster.check(alone, [first])
+        assert change_to(first, 2)["cause"] == f"agent {id_of(second)} is lost"
