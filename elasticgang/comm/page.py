@@ -43,7 +43,7 @@ class Doing(enum.IntEnum):
     LEFT = 5
 
 
-_BEATS, _PULSE, _STEPS, _DOING, _PAUSED, _GENERATION, _COMM, _ENDING, _GOES, _COMMITTED = range(10)
+_BEATS, _PULSE, _STEPS, _DOING, _PAUSED, _GENERATION, _COMM, _ENDING, _GOES, _COMMITTED, _HEIRS = range(11)
 _STEP_BITS = 40  # of the word that names a committed attempt; the rest is the generation
 
 
@@ -254,6 +254,15 @@ class Page:
     def end(self) -> None:
         """The job is being ended: a signal that comes now is for that."""
         self._words[_ENDING] = 1
+
+    def await_heirs(self, num: int) -> None:
+        """So many others of this job have no seat yet, and may get the state: they start, or wait."""
+        self._words[_HEIRS] = num
+
+    @property
+    def heirs(self) -> int:
+        """What the agent has stamped last."""
+        return self._words[_HEIRS]
 
     @property
     def ending(self) -> bool:

@@ -255,7 +255,9 @@ class Agent:
         if self._stopping.is_set() or self._fenced:
             return
         self._hear_commits()
-        for instruction in self._roster.handle(event):
+        instructions = self._roster.handle(event)
+        self._stamp_heirs()  # before anybody votes in a generation that is begun now
+        for instruction in instructions:
             self._perform(instruction)
         if self._roster.finished:
             self._over.set()
@@ -271,6 +273,14 @@ class Agent:
         if attempt != rank.committed and not self._fenced:
             rank.committed = attempt
             self._roster.handle(Committed(rank.member, attempt))
+
+    def _stamp_heirs(self, *, again: bool = False) -> None:
+        """Those that could follow a rank that goes. `again`: tell the other agents once more."""
+        ranks = self._ranks.all()
+        num = self._roster.num_heirs([rank.member for rank in ranks if rank.page.goes])
+        self._world.tell_heirs(num, again=again)
+        for rank in ranks:
+            rank.page.await_heirs(num + self._world.num_heirs)
 
     @property
     def _world(self) -> Outside:
@@ -424,6 +434,8 @@ class Agent:
                 rank.has_asked = True
                 report = member_from_json(message["report"])
                 self._changes.asked(rank.member, report.pending)
+                if report.goes and not message["broken"]:
+                    self._changes.caused(f"rank {rank.local_rank} is to go, and a spare may follow", time.monotonic())
                 self._handle(Asked(rank.member, report, layout, message["broken"], message["timed_out"]))
             case "committed":
                 attempt = Attempt(message["step"], message["generation"])
@@ -479,6 +491,7 @@ class Agent:
         while True:
             await asyncio.sleep(self._watch.interval_s)
             now = time.monotonic()
+            self._stamp_heirs(again=True)
             for verdict in self._watch.look(now, self._ranks.pages(), finished=self._roster.finished):
                 self._end_hung(self._ranks[verdict.member], verdict)
             if (waits := self._watch.news(now)) is not None:
@@ -548,6 +561,7 @@ class _Inside:
         self.fence = agent._fence
         self.fail = agent._fail
         self.hear_waits = agent._hear_waits
+        self.hear_heirs = agent._stamp_heirs
         self.end_coordinator = agent._end_coordinator
         self.say = agent._output.say
         self.log = agent._events.write

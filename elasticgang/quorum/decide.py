@@ -5,6 +5,7 @@ is decided in `settle.py`; the forms are in `record.py`.
 
 D1  A record is derived from its parent and one proposal; generations are numbered by this chain alone (R2).
 D2  A proposal that may miss somebody who knows more is void, and everyone asks again.
+D7  A member that goes takes nobody's seat: so far as there are spares, one has its part of the state healed beside it.
 """
 
 from __future__ import annotations
@@ -124,13 +125,22 @@ def next_record(record: Record | None, proposal: Sequence[Report]) -> Record | V
         lost=() if record is None else tuple((agent, lost[agent]) for agent in record.agents if agent in lost),
         away=away(record, reports),
         addresses=tuple(report.address for report in reports),
+        going=_going(reports),
     )
 
 
+def _going(reports: Sequence[Report]) -> tuple[str, ...]:
+    return tuple(member.id for report in reports for member in report.members if member.goes)
+
+
 def _max_replicas(record: Record | None, reports: Sequence[Report]) -> int:
-    """As many as the agents ask seats for, and no fewer than there were: spares take the place of a lost host's."""
+    """As many as the agents ask seats for, and no fewer than there were: spares take the place of a lost host's. Those
+    with somebody who goes do not count (D7)."""
     asked = sum(len(report.members) if report.num_seats is None else report.num_seats for report in reports)
-    return max(asked // reports[0].layout.unit, 0 if record is None else record.plan.shape[1])
+    if record is None:
+        return asked // reports[0].layout.unit
+    were = record.plan.shape[1] - record.groups_of(record.going)
+    return max(asked // reports[0].layout.unit, were) + record.groups_of(_going(reports))
 
 
 def _mismatched(record: Record | None, reports: Sequence[Report]) -> Void | None:
@@ -215,11 +225,12 @@ def _too_few(record: Record | None, reports: Sequence[Report]) -> Void | None:
 def _beyond_max(
     record: Record | None, reports: Sequence[Report], holds: Mapping[str, ModelCoordinates]
 ) -> list[Report]:
-    """Agents that are one too many: their members wait as spares. Who has seats keeps them, and who alone holds a part
-    of the state is never one too many."""
+    """Agents that are one too many: their members wait as spares. Who has seats keeps them, who alone holds a part of
+    the state is never one too many, and those whose members all go do not count (D7)."""
     most = max(report.max_agents for report in reports)
     if not most:
         return []
+    most += sum(bool(report.members) and all(member.goes for member in report.members) for report in reports)
     seated = set() if record is None else {seat.agent for seat in record.seats if seat.status != SPARE}
     in_turn = sorted(reports, key=lambda report: (not report.members, report.agent not in seated, report.agent))
     held = {holds.get(member.id) for report in in_turn[:most] for member in report.members}

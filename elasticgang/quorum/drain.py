@@ -46,7 +46,10 @@ class Drain:
         self.told = leaves
         if goes and not leaves and not self._has_stayed:
             self._has_stayed = True
-            log.warning("this rank is to go, but stays until another has healed the state that it alone holds")
+            log.warning(
+                "this rank is to go, but stays until another has healed the state that it alone holds: one that "
+                "starts, or spares once they fill a replica group; a second SIGTERM ends it now, and the state with it"
+            )
 
     # -- SIGTERM
 

@@ -8,7 +8,8 @@ L3  A gradient of a state that is not whole is not used (R5).
 L4  Whoever counts the same round of votes has the same active members afterwards.
 L5  A step of which nobody has slots commits nothing: learners heal in it, and it is tried again (R5).
 L6  Who is asked to go stays while all active members of its model coordinates go and somebody could still get the state
-    from them: a learner there, or who waits to join. A learner that goes does not become active.
+    from them: a learner there, who waits to join, or an *heir*: a spare, or a rank that is started. A learner that goes
+    does not become active.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Share:
 @dataclass(frozen=True)
 class Count:
     """What a round of votes has led to. `regroups`: all come to the next generation at the next boundary, for somebody
-    waits to join, or leaves; `leaves`: this rank does."""
+    waits to join, or leaves, or is to be followed by a spare; `leaves`: this rank does."""
 
     passed: bool
     regroups: bool
@@ -68,8 +69,8 @@ class Ledger:
         """Whether this rank votes in the present generation."""
         return self.member in self.active
 
-    def report(self, local_rank: int, address: str) -> MemberReport:
-        """What to ask with."""
+    def report(self, local_rank: int, address: str, goes: bool) -> MemberReport:
+        """What to ask with. `goes`: this rank is asked to."""
         return MemberReport(
             id=self.member,
             local_rank=local_rank,
@@ -79,6 +80,7 @@ class Ledger:
             holds=self.holds,
             entered=self.entered,
             active=self.is_active,
+            goes=goes,
         )
 
     # -- one step
@@ -104,16 +106,16 @@ class Ledger:
         """The gradients of `attempt` are whole, and can be applied without anybody else. Only with a state."""
         self.pending = attempt
 
-    def ballot(self, attempt: Attempt, join_noticed: bool, goes: bool) -> list[float]:
+    def ballot(self, attempt: Attempt, join_noticed: bool, goes: bool, num_heirs: int = 0) -> list[float]:
         """This rank's part of the vote on `attempt`, to be summed over all seats. Learners take part, so that all know
-        when they become active, but do not vote. `goes`: this rank is asked to."""
+        when they become active, but do not vote. `goes`: this rank is asked to; `num_heirs`: those it knows of."""
         is_whole = self.pending is not None or (self.only_heals and self.tip is not None)
         failed = float(self.is_active and not is_whole)
         learners_going = float(goes and not self.is_active)
         active_going = [float(goes and self.is_active and part == self.holds) for part in self._parts()]
         whole = [float(member == self.member and is_whole and not goes) for member in self._learners()]
         named = [1.0, float(attempt.step), float(attempt.generation)]
-        return [failed, float(join_noticed), *named, learners_going, *active_going, *whole]
+        return [failed, float(join_noticed), float(num_heirs), *named, learners_going, *active_going, *whole]
 
     def count(self, attempt: Attempt, sums: Sequence[float], goes: bool) -> Count:
         """The outcome of the vote on `attempt`. One that failed drops what was prepared. `goes`: as in this rank's
@@ -122,7 +124,7 @@ class Ledger:
         Raises:
             InternalError: the ranks voted on different attempts. Nothing has changed.
         """
-        num_failed, joins, size, steps, generations, learners_going, *rest = sums
+        num_failed, joins, num_heirs, size, steps, generations, learners_going, *rest = sums
         if [steps, generations] != [size * attempt.step, size * attempt.generation]:
             raise InternalError(f"the ranks voted on different attempts: mine is {attempt}, the sums are {list(sums)}")
         parts = self._parts()
@@ -134,16 +136,24 @@ class Ledger:
             passed = not self.only_heals
             whole = zip(self._learners(), rest[len(parts) :], strict=True)
             self.active.update(member for member, flag in whole if flag)
-        leaving = [part for part in parts if going[part] and self._may_leave(part, int(going[part]), joins > 0.0)]
+        is_wanted = joins > 0.0 or num_heirs > 0.0
+        leaving = [part for part in parts if going[part] and self._may_leave(part, int(going[part]), is_wanted)]
         leaves = goes and (not self.is_active or self.holds in leaving)
-        return Count(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving), leaves)
+        awaited = any(part not in leaving and self._waits_unheard(part, int(going[part])) for part in parts)
+        return Count(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving) or awaited, leaves)
 
-    def _may_leave(self, part: tuple[int, int, int], num_going: int, joins: bool) -> bool:
-        """L6, of the active members of `part` that go."""
+    def _may_leave(self, part: tuple[int, int, int], num_going: int, is_wanted: bool) -> bool:
+        """L6, of the active members of `part` that go. `is_wanted`: by somebody without a seat."""
         assert self.record is not None
         there = [seat.member for seat in self.record.seats if self._part_of(seat) == part]
         num_active = sum(member in self.active for member in there)
-        return num_going < num_active or not (joins or num_active < len(there))
+        return num_going < num_active or not (is_wanted or num_active < len(there))
+
+    def _waits_unheard(self, part: tuple[int, int, int], num_going: int) -> bool:
+        """Whether some of the `num_going` that cannot leave `part` have not told so since a spare might follow."""
+        assert self.record is not None
+        told = [seat for seat in self.record.seats if seat.member in self.record.going and self._part_of(seat) == part]
+        return num_going > len(told) and any(seat.status == SPARE for seat in self.record.seats)
 
     def _part_of(self, seat: Seat) -> tuple[int, int, int] | None:
         assert self.record is not None

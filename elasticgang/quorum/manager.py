@@ -321,7 +321,8 @@ class QuorumManager:
     def leave(self) -> None:
         """Go, and do not come back: the loop over `steps` ends once the step under way, or the next, is done, and the
         others go on without this rank and without losing a step. It stays while it alone holds its part of the state
-        and others have yet to heal it. May be called from a signal handler and from any thread."""
+        and others have yet to heal it: learners, spares, and ranks that are being started. May be called from a signal
+        handler and from any thread."""
         self._drain.ask()
 
     def _goes(self) -> bool:
@@ -481,7 +482,7 @@ class QuorumManager:
     def _start_vote(self, attempt: Attempt) -> Callable[[], bool]:
         """One round over all seats. What is returned waits for it, and tells whether it passed."""
         goes = self._drain.asked
-        ballot = self._ledger.ballot(attempt, self._membership.join_noticed, goes)
+        ballot = self._ledger.ballot(attempt, self._membership.join_noticed, goes, self._page.heirs)
         voting = self._membership.start_sum(CONTROL, ballot)
 
         def wait() -> bool:
@@ -570,7 +571,7 @@ class QuorumManager:
         self._keeper.register(**objects)
 
     def _report(self) -> MemberReport:
-        return self._ledger.report(self._membership.local_rank, self._keeper.address)
+        return self._ledger.report(self._membership.local_rank, self._keeper.address, self._drain.asked)
 
     def _act(self, record: Record, seat: Seat) -> None:
         """Bring this rank's state to what `record` says is committed."""

@@ -34,6 +34,7 @@ _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, be
 _RETRY_S = 0.05
 _POST_S = 0.2
 _PART_S = 0.5
+_HEIRS_S = 0.5
 
 
 class Inside(Protocol):
@@ -49,6 +50,9 @@ class Inside(Protocol):
 
     def hear_waits(self, agent: str, waits: list[list[Any]]) -> None:
         """Of the members of another agent. Raises TypeError or ValueError when that is not what it is."""
+
+    def hear_heirs(self) -> None:
+        """`Outside.num_heirs` may have changed."""
 
     def fence(self) -> None:
         """End all members here, and come back as another agent."""
@@ -89,6 +93,8 @@ class Outside:
         self._refused: set[tuple[str, str]] = set()
         self._was_away = False
         self._awaited: tuple[str, ...] = ()  # that must come, or be found lost
+        self._heirs: dict[str, int] = {}  # by agent
+        self._told_heirs, self._told_heirs_at = 0, 0.0
 
     @property
     def agent(self) -> str:
@@ -169,6 +175,15 @@ class Outside:
         if self._tripwires is not None and record is not None and len(record.agents) > 1:
             self._tripwires.tell("waits", waits=waits)
 
+    def tell_heirs(self, num: int, *, again: bool) -> None:
+        """How many are here, when that has changed; `again`: or, now and then, if there are any, for connections that
+        are new."""
+        now = time.monotonic()
+        is_due = again and num > 0 and now - self._told_heirs_at > _HEIRS_S
+        if self._tripwires is not None and (num != self._told_heirs or is_due):
+            self._told_heirs, self._told_heirs_at = num, now
+            self._tripwires.tell("heirs", num=num)
+
     def _tell(self, kind: str, to_all: bool = False, **fields: Any) -> None:
         record = self._inside.roster.record
         if self._tripwires is None or not (to_all or (record is not None and len(record.agents) > 1)):
@@ -191,12 +206,21 @@ class Outside:
 
     # -- what is heard
 
+    @property
+    def num_heirs(self) -> int:
+        """Of the other agents that there is a connection to."""
+        wires = self._tripwires
+        return 0 if wires is None else sum(num for agent, num in self._heirs.items() if wires.is_up(agent))
+
     def _told(self, agent: str, message: dict[str, Any]) -> None:
         """By another agent itself."""
         if message["kind"] == "gone":
             self._lose([agent], "agent gone")
         elif message["kind"] == "waits":
             self._inside.hear_waits(agent, message["waits"])
+        elif message["kind"] == "heirs":
+            self._heirs[agent] = max(0, int(message["num"]))
+            self._inside.hear_heirs()
         else:
             self._hear(message)
 

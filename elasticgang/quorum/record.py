@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.quorum.commit import Attempt
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
@@ -45,7 +45,7 @@ class MemberReport:
 
     `holds`: the model coordinates (pp, sdp, tp) of the state in `tip` and `pending`; None when it holds none.
     `entered`: the last generation it acted on; 0 before the first. `active`: it votes in that generation.
-    `address`: where its peers fetch state, "host:port".
+    `address`: where its peers fetch state, "host:port". `goes`: it was told to go, and stays only as long as it must.
     """
 
     id: str
@@ -56,6 +56,7 @@ class MemberReport:
     holds: Model | None = None
     entered: int = 0
     active: bool = False
+    goes: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Record:
 
     `addresses`: of `agents`, in their order.
     `lost`: agents of the generation before that are held to be dead, each with the agent by whose word; `away`: those
-    that have taken part, are not here, and may live.
+    that have taken part, are not here, and may live. `going`: members that are to go.
     `rolled_forward`: `committed` was in doubt until this record. `lowered`: something after it was committed, or may
     have been, of which no whole copy is left.
     """
@@ -129,6 +130,7 @@ class Record:
     lost: tuple[tuple[str, str], ...] = ()
     away: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
+    going: tuple[str, ...] = ()
     digest: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -194,6 +196,10 @@ class Record:
     def members(self, status: str) -> tuple[str, ...]:
         return tuple(seat.member for seat in self.seats if seat.status == status)
 
+    def groups_of(self, members: Collection[str]) -> int:
+        """How many replica groups have one of `members`."""
+        return len({self.plan.coordinates(member)["rdp"] for member in members if member in self.plan.ranks})
+
     def model_coordinates(self, member: str) -> Model:
         return model_coordinates(self.plan, member)
 
@@ -212,6 +218,7 @@ class Record:
             "lost": self.lost,
             "away": self.away,
             "addresses": self.addresses,
+            "going": self.going,
         }
 
     @staticmethod
@@ -234,6 +241,7 @@ class Record:
             "lost": tuple((str(agent), str(by)) for agent, by in data["lost"]),
             "away": tuple(map(str, data["away"])),
             "addresses": tuple(map(str, data["addresses"])),
+            "going": tuple(map(str, data["going"])),
             "digest": digest_of(text),
             "text": text,
             "_shape": data["shape"],
@@ -327,22 +335,22 @@ def report_to_json(report: Report) -> dict[str, Any]:
     return {**vars(report), "layout": layout_to_json(report.layout), "members": members, "states": states}
 
 
-def _state(member: MemberReport) -> tuple[Attempt | None, Attempt | None, int, bool]:
-    return member.tip, member.pending, member.entered, member.active
+def _state(member: MemberReport) -> tuple[Attempt | None, Attempt | None, int, bool, bool]:
+    return member.tip, member.pending, member.entered, member.active, member.goes
 
 
 def report_from_json(data: dict[str, Any]) -> Report:
     """Raises KeyError, TypeError or ValueError when `data` is not a report."""
     rest = {name: value for name, value in data.items() if name != "states"}
     states = {
-        number: (attempt_from_json(tip), attempt_from_json(pending), int(entered), bool(active))
-        for number, (tip, pending, entered, active) in enumerate(data["states"])
+        number: (attempt_from_json(tip), attempt_from_json(pending), int(entered), bool(active), bool(goes))
+        for number, (tip, pending, entered, active, goes) in enumerate(data["states"])
     }
     members = []
     for id, local_rank, address, holds, state in data["members"]:
-        tip, pending, entered, active = states[state]
+        tip, pending, entered, active, goes = states[state]
         members.append(
-            MemberReport(str(id), int(local_rank), str(address), tip, pending, _model(holds), entered, active)
+            MemberReport(str(id), int(local_rank), str(address), tip, pending, _model(holds), entered, active, goes)
         )
     return Report(
         **{

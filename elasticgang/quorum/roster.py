@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import signal
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from elasticgang.layout import ParallelLayout
@@ -106,6 +107,7 @@ class Roster:
     _said_over: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_SAID))  # far beyond the present one
     _num_started: int = 0
     _num_restarting: int = 0
+    _num_restarts: int = 0
     _waits_for_start: bool = True
     _early_deaths: dict[int, int] = field(default_factory=dict)
     _num_not_started: int = 0  # in a row
@@ -183,6 +185,15 @@ class Roster:
         if self.finished or record is None or not self.is_awaited() or not self._in(_Phase.SEATED):
             return None
         return None if self._is_over(record.generation) else record.generation
+
+    def num_heirs(self, going: Collection[str]) -> int:
+        """Who has no seat and may come to one: ranks that are started, or started again, and those that wait. Not
+        those of `going`, which were told to go."""
+        if self.finished:
+            return 0
+        num_to_start = max(0, self.num_ranks + self.num_spares + self._num_restarts - self._num_started)
+        waiting = self._in(_Phase.STARTING).keys() | self._in(_Phase.ASKING).keys()
+        return num_to_start + len(waiting.difference(going))
 
     def live(self) -> tuple[str, ...]:
         return tuple(self._ranks)
@@ -328,6 +339,7 @@ class Roster:
         if event.goes:
             return instructions + self._end_if_too_few()
         self._num_restarting += 1
+        self._num_restarts += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
 
     def _warn_if_early(self, rank: _Rank, joined: bool) -> list[Instruction]:

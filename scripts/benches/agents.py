@@ -155,6 +155,8 @@ class SimulatedAgent:
     def hear_waits(self, agent: str, waits: list[list[Any]]) -> None:
         pass
 
+    def hear_heirs(self) -> None: ...
+
     def log(self, event: str, **fields: Any) -> None:
         if event in ("host lost", "coordinator away"):
             self._told("said", line=f"{event} {fields}")

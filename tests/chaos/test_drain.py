@@ -177,7 +177,69 @@ def test_the_only_one_with_state_stays_for_one_that_waits_to_join(tmp_path: Path
     job = run(tmp_path, faults, ranks=2)
     check(job, faults, alone)
     assert [event["status"] for event in job.events() if event["event"] == "exited"] == [-9, 0, 0]
-    assert job.stderr.count("this rank is to go, but stays until another has healed the state that it alone holds") == 1
+    assert job.stderr.count(STAYS) == 1
+
+
+STAYS = "this rank is to go, but stays until another has healed the state that it alone holds"
+
+# Whoever takes the place of a rank 1 that died takes its time to build.
+SLOW = """
+        if rank == 1 and (here / "first").exists():
+            while not (here / "go").exists(): time.sleep(0.005)
+        if rank == 1: (here / "first").touch()
+"""
+
+
+UNHURRIED = """
+                if not (here / "go").exists(): time.sleep(0.005)
+"""
+
+
+def lose_and_tell_to_go(job: Job) -> None:
+    """Rank 1 dies, and rank 0 is told to go while it is started again."""
+    job.expect("entered", local_rank=1)
+    os.kill(job.rank_pid(1), signal.SIGKILL)
+    job.expect("spawned", local_rank=1, count=2)
+    job.expect("generation", generation=2)
+    os.kill(job.rank_pid(0), signal.SIGTERM)
+    job.expect_line(STAYS)
+
+
+def test_the_only_one_with_state_stays_for_one_that_is_started_again(tmp_path: Path) -> None:
+    after = '(here / f"after-{rank}").write_text(f"{manager.committed_steps}\\n")'
+    path = training(tmp_path, steps=3000, setup=SLOW, body=UNHURRIED, after=after)
+    with Job(tmp_path, path, ranks=2) as job:
+        lose_and_tell_to_go(job)
+        (tmp_path / "go").touch()
+        assert job.expect("exited", local_rank=0)["status"] == 0
+        assert job.wait() == 0, job.stderr
+    assert (tmp_path / "after-1").read_text() == "3000\n"
+    assert job.stderr.count(STAYS) == 1
+
+
+def test_a_spare_follows_the_only_one_with_state(tmp_path: Path) -> None:
+    after = '(here / f"after-{rank}").write_text(f"{manager.committed_steps}\\n")'
+    path = training(tmp_path, steps=2000, body=UNHURRIED, after=after)
+    with Job(tmp_path, path, ranks=1, options=("--spares", "1")) as job:
+        (spare,) = {0, 1} - {job.expect("entered")["local_rank"]}
+        job.expect("spare", local_rank=spare)
+        os.kill(job.rank_pid(1 - spare), signal.SIGTERM)
+        assert job.expect("exited", local_rank=1 - spare)["status"] == 0
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.stderr
+        assert (tmp_path / f"after-{spare}").read_text() == "2000\n"
+        assert f"rank {1 - spare} is to go, and a spare may follow" in job.stderr
+        assert not [event for event in job.events() if event["event"] == "warned"]
+
+
+def test_it_does_not_stay_for_one_that_does_not_come(tmp_path: Path) -> None:
+    """The only other rank is told to go while it is started again."""
+    with Job(tmp_path, training(tmp_path, steps=30_000, setup=SLOW, body=UNHURRIED), ranks=2) as job:
+        lose_and_tell_to_go(job)
+        os.kill(job.rank_pid(1), signal.SIGTERM)
+        assert job.expect("exited", local_rank=0)["status"] == 0
+        assert job.wait() == 1
+    assert "elasticgang: error: all ranks have left; the last committed step is" in job.stderr
 
 
 def test_what_follows_the_loop_is_for_those_who_stay_and_for_those_who_left_of_themselves(tmp_path: Path) -> None:

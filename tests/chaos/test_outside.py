@@ -77,6 +77,9 @@ class Host:
 
     def hear_waits(self, agent: str, waits: list[list[Any]]) -> None: ...
 
+    def hear_heirs(self) -> None:
+        self.changed.set()
+
     def fence(self) -> None:
         raise AssertionError("there is no lease")
 

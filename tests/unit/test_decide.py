@@ -129,6 +129,42 @@ def test_spares_take_the_seats_of_a_lost_host() -> None:
     assert after.plan.shape[1] == 4
 
 
+def test_who_goes_takes_no_seat_from_a_spare_that_may_follow_it() -> None:
+    a0, a1, a2 = (member(f"a{index}") for index in range(3))
+    start = agreed(None, report("a", a0, a1, a2, num_seats=1))
+    assert (start.members(ACTIVE), start.members(SPARE)) == (("a0",), ("a1", "a2"))
+    goer = replace(a0, tip=Attempt(3, 1), holds=WHOLE, entered=1, active=True, goes=True)
+    both = agreed(start, report("a", goer, a1, a2, seen=start, num_seats=1))
+    assert (both.members(ACTIVE), both.members(LEARNER), both.members(SPARE)) == (("a0",), ("a1",), ("a2",))
+    assert both.going == ("a0",)
+    goer = replace(goer, tip=Attempt(4, 2), entered=2)
+    assert agreed(both, report("a", goer, a1, a2, seen=both, num_seats=1)).plan.shape[1] == 2
+    healed = replace(a1, tip=Attempt(4, 2), holds=WHOLE, entered=2, active=True)
+    after = agreed(both, report("a", healed, a2, seen=both, num_seats=1, gone=("a0",)))
+    assert (after.members(ACTIVE), after.members(SPARE), after.going) == (("a1",), ("a2",), ())
+
+
+def test_who_goes_takes_no_seat_from_a_whole_replica_group_of_spares() -> None:
+    members = [member(f"a{index}") for index in range(4)]
+    start = agreed(None, report("a", *members, layout=PAIRS, num_seats=2))
+    tips = [
+        replace(mine, tip=Attempt(3, 1), holds=start.model_coordinates(mine.id), entered=1, active=True)
+        for mine in members[:2]
+    ]
+    told = [replace(tips[0], goes=True), tips[1], *members[2:]]
+    after = agreed(start, report("a", *told, seen=start, layout=PAIRS, num_seats=2))
+    assert (after.members(ACTIVE), after.members(LEARNER)) == (("a0", "a1"), ("a2", "a3"))
+
+
+def test_an_agent_whose_members_all_go_is_not_one_of_the_most() -> None:
+    start = agreed(None, *(report(agent, member(f"{agent}0"), max_agents=1) for agent in "ab"))
+    assert start.members(SPARE) == ("b0",)
+    goer = member("a0", Attempt(3, 1), entered=1, active=True, goes=True)
+    told = [report("a", goer, seen=start, max_agents=1), report("b", member("b0"), seen=start, max_agents=1)]
+    after = agreed(start, *told)
+    assert (after.members(ACTIVE), after.members(LEARNER)) == (("a0",), ("b0",))
+
+
 def test_too_few_members_are_waited_for() -> None:
     with pytest.raises(LayoutError) as error:
         plan([Member("a0", "a")], PAIRS)
@@ -659,7 +695,7 @@ def test_when_all_hosts_are_here_and_too_small_each_is_told_all_numbers() -> Non
 
 def test_digest_is_the_same_everywhere() -> None:
     """It is part of the rendezvous prefix: when this changes, so must PROTOCOL."""
-    assert (PROTOCOL, FIXED.digest) == (6, "a3f44a5d79fcf17d")
+    assert (PROTOCOL, FIXED.digest) == (7, "2d54b1c26724bb53")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 
@@ -38,6 +40,7 @@ def vote(
     healed: Collection[str] = (),
     noticed: Collection[str] = (),
     failing: Collection[str] = (),
+    heirs: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Count]:
     ballots = []
     for name, ledger in ledgers.items():
@@ -47,7 +50,7 @@ def vote(
             ledger.healed()
         if ledger.tip is not None and name not in failing:
             ledger.prepare(attempt)
-        ballots.append(ledger.ballot(attempt, name in noticed, name in going))
+        ballots.append(ledger.ballot(attempt, name in noticed, name in going, heirs.get(name, 0)))
     sums = [sum(column) for column in zip(*ballots, strict=True)]
     counts = {name: ledger.count(ledger.attempt(), sums, name in going) for name, ledger in ledgers.items()}
     assert len({(count.passed, count.regroups) for count in counts.values()}) == 1
@@ -110,5 +113,23 @@ def test_a_part_of_the_model_is_waited_for_by_those_who_hold_it_alone() -> None:
     assert leaving(vote(job, going=["a1"], healed=["b1"])) == {"a1"}
 
 
-def test_a_spare_is_no_heir_as_it_has_no_seat_before_one_is_free() -> None:
-    assert leaving(vote(ledgers({"a0": ACTIVE, "a1": ACTIVE}, PAIRS, spares=["b0"]), going=["a1"])) == {"a1"}
+def test_it_stays_for_heirs_whoever_has_heard_of_them_and_no_longer() -> None:
+    job = ledgers({"a0": ACTIVE, "a1": ACTIVE}, PAIRS, spares=["b0"])
+    counts = vote(job, going=["a1"], heirs={"a0": 1})
+    assert not leaving(counts)
+    assert leaving(vote(job, going=["a1"])) == {"a1"}
+
+
+def test_while_a_spare_waits_all_come_to_the_next_generation_once() -> None:
+    """There it is known who goes, so that the spare may have a seat."""
+    job = ledgers({"a0": ACTIVE, "a1": ACTIVE}, PAIRS, spares=["b0"])
+    assert vote(job, going=["a1"], heirs={"a0": 1})["a0"] == Count(passed=True, regroups=True, leaves=False)
+    for ledger in job.values():
+        assert ledger.record is not None
+        ledger.record = replace(ledger.record, going=("a1",))
+    assert vote(job, going=["a1"], heirs={"a0": 1})["a0"] == Count(passed=True, regroups=False, leaves=False)
+    assert vote(job, going=["a0", "a1"], heirs={"a0": 1})["a0"] == Count(passed=True, regroups=True, leaves=False)
+
+
+def test_heirs_keep_nobody_whose_state_another_has_who_stays() -> None:
+    assert leaving(vote(ledgers({"a0": ACTIVE, "a1": ACTIVE}), going=["a1"], heirs={"a0": 1, "a1": 1})) == {"a1"}

@@ -54,6 +54,11 @@ def test_what_a_rank_and_its_comm_process_have_stamped_is_read_as_one(page: Page
     assert read("a", agents) == Reading("a", 3, page.beats, 1, 1, comm=Comm(os.getpid(), 1, groups))
 
 
+def test_a_rank_reads_how_many_could_follow_it(page: Page, agents: Page) -> None:
+    agents.await_heirs(2)
+    assert page.heirs == 2
+
+
 def test_a_committed_attempt_is_read_whole(page: Page, agents: Page) -> None:
     assert agents.committed == (0, 0)
     page.commit(3_000_000_000, 70_000)

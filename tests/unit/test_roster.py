@@ -1009,3 +1009,29 @@ def test_in_any_order_a_question_is_open_and_nobody_is_left_seated_behind_it(
     # Nobody waits for ever: when all that live have asked, there is a question.
     if generation and "asking" in state.values() and "seated" not in state.values():
         assert is_open
+
+
+def test_heirs_are_those_that_start_or_wait_and_were_not_told_to_go() -> None:
+    host = Host(2)
+    assert host.roster.num_heirs(()) == 2  # nobody is started yet
+    host.start("a0", "a1")
+    assert host.roster.num_heirs(()) == 2
+    host.asks("a0")
+    host.asks("a1")
+    host.is_answered(record_of(["a0"], spares=["a1"]))
+    assert host.roster.num_heirs(()) == 1
+    assert host.roster.num_heirs(["a0", "a1"]) == 0
+    host.exits("a1")
+    assert host.roster.num_heirs(()) == 1  # it is started again
+    host.start("a1'")
+    assert host.roster.num_heirs(()) == 1
+    host.exits("a1'", goes=True)
+    assert host.roster.num_heirs(()) == 0
+
+
+def test_once_the_job_has_finished_there_are_no_heirs() -> None:
+    host = running(2)
+    host.exits("a1")
+    assert host.roster.num_heirs(()) == 1
+    host.leaves("a0", finished=True)
+    assert host.roster.num_heirs(()) == 0

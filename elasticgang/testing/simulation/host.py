@@ -100,6 +100,10 @@ class Host:
     def is_connected(self) -> bool:
         return self.alive and not self.is_cut
 
+    @property
+    def num_heirs(self) -> int:
+        return self.roster.num_heirs([rank.name for rank in self.ranks if rank.goes])
+
     # -- what it can do
 
     def moves(self, world: World) -> list[str]:

@@ -236,7 +236,7 @@ class Rank:
         broken, self.poisoned, self.regroup = self.poisoned, False, False
         self.had_part = self.generation is not None
         self.leave_generation()
-        report = self.ledger.report(self.local_rank, f"{self.name}:1")
+        report = self.ledger.report(self.local_rank, f"{self.name}:1", self.goes)
         self.told.append(("ask", (report, world.hosts[self.host].layout, broken)))
         self.phase = ASKING
 
@@ -351,7 +351,10 @@ class Rank:
         if not self.poisoned:
             noticed = self.joining == generation.record.generation
             self.says_so = self.goes
-            generation.vote(self.round).parts[self.name] = (attempt, ledger.ballot(attempt, noticed, self.goes))
+            generation.vote(self.round).parts[self.name] = (
+                attempt,
+                ledger.ballot(attempt, noticed, self.goes, world.num_heirs(self.host)),
+            )
 
     def _count(self, world: World) -> None:
         generation, ledger = self.generation, self.ledger

@@ -197,6 +197,10 @@ class World:
     def reaches(self, one: str, other: str) -> bool:
         return one == other or (self.hosts[one].is_connected and self.hosts[other].is_connected)
 
+    def num_heirs(self, at: str) -> int:
+        """Those that the host `at` has heard of."""
+        return sum(host.num_heirs for host in self.hosts.values() if host.alive and self.reaches(at, host.name))
+
     def generation(self, record: Record) -> Generation:
         if record.digest not in self.generations:
             generation = Generation(record, {name: rank.host for name, rank in self.ranks.items()})
@@ -229,14 +233,21 @@ class World:
         self.written.add(record.digest)
 
     def _check_size(self, record: Record, proposal: Sequence[Report]) -> None:
-        """N2: as many replica groups as can be, but no more than seats are asked for, or than there were."""
+        """N2: as many replica groups as can be, but no more than seats are asked for, or than there were; those with
+        somebody who goes do not count."""
         layout, setting = self.layout, self.setting
         lost = {agent for report in proposal for agent in report.lost}
         num_members = {report.agent: len(report.members) for report in proposal if report.agent not in lost}
         asked = {agent: self.hosts[agent].num_seats for agent in num_members}
         num_asked = sum(num_members[agent] if num is None else num for agent, num in asked.items())
-        before = self.record.plan.shape[1] if self.record is not None else 0
-        most = max(num_asked // layout.unit, before, layout.min_replicas)
+        before = num_going = 0
+        if self.record is not None:
+            goes = [
+                member.id for report in proposal if report.agent not in lost for member in report.members if member.goes
+            ]
+            before = self.record.plan.shape[1] - self.record.groups_of(self.record.going)
+            num_going = self.record.groups_of(goes)
+        most = max(max(num_asked // layout.unit, before) + num_going, layout.min_replicas)
         block = math.prod(getattr(layout, axis) for axis in layout.within_host)
         possible = sum(num // block for num in num_members.values()) * block // layout.unit
         num_groups = record.plan.shape[1]
