@@ -95,6 +95,7 @@ class Contact:
             self._enlist()
             if record is not None:
                 bring(endpoint.store, record)
+            self._newest_old = _newest_notice(endpoint.store, job)
         except _AWAY as exc:
             raise OperationalError(f"cannot reach the coordinator at {endpoint.address}: {first_line(exc)}") from exc
 
@@ -306,15 +307,14 @@ class Contact:
 
     def _watch(self) -> None:
         store = self._watching
-        newest_old = _newest_notice(store, self._job)
-        number = max(1, newest_old - _OLD_NOTICES)
+        number = max(1, self._newest_old - _OLD_NOTICES)
         while not self._closed.is_set():
             key = _notice_key(self._job, number)
             try:
                 store.wait([key], timedelta(seconds=_WAIT_S))
             except DistStoreError:
                 continue  # it has waited so long
-            self._heard.notice(json.loads(store.get(key)), number <= newest_old)
+            self._heard.notice(json.loads(store.get(key)), number <= self._newest_old)
             number += 1
 
     # -- life
