@@ -129,7 +129,7 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a record is for whose members it seats": ((decide, "is_for", _is_for_all_its_members),),
     "all leave in order": ((roster.Roster, "_left", _left_in_order),),
     "an agent asks while its ranks run": ((roster.Roster, "may_ask", _may_always_ask),),
-    "an agent without ranks is silent": ((roster.Roster, "_is_awaited", _always(False)),),
+    "an agent without ranks is silent": ((roster.Roster, "is_awaited", _always(False)),),
     "whoever holds the state sits anywhere": ((decide, "plan", _plan_whoever_holds),),
     "a step without shares counts": ((ledger.Ledger, "only_heals", False),),
     "a seat is asked for each member": ((roster.Roster, "report", _report_without_spares),),
