@@ -250,8 +250,7 @@ class Contact:
 
     def _present(self, job: str) -> tuple[str, Record | None]:
         """As `present_record`, without reading the same text twice."""
-        store, key = self.endpoint.store, record_key(job)
-        return self._keep(store.get(key).decode() if store.check([key]) else "")
+        return self._keep(_text_of(self.endpoint.store, record_key(job)))
 
     def _restored(self, job: str) -> tuple[str, Record | None]:
         """As `_present`, once the store has a record no older than the one that is held here: somebody may have written
@@ -280,7 +279,7 @@ class Contact:
         another name is told too: it refuses whom it finds, when it next asks."""
         with contextlib.suppress(*_AWAY, ValueError, KeyError, TypeError):
             store = self.endpoint.store
-            job = store.get(CURRENT_KEY).decode() if store.check([CURRENT_KEY]) else report.job
+            job = _text_of(store, CURRENT_KEY) or report.job
             _, record = self._present(job) if job == self._job else present_record(store, job)
             if record is None or (job, record.generation) == self._announced:
                 return
@@ -367,8 +366,7 @@ def bring(store: Store, record: Record) -> None:
 
 def _protocol_of(store: Store, job: str) -> str:
     """ "": nothing was agreed since the coordinator's start."""
-    key = _protocol_key(job)
-    return str(store.get(key).decode()) if store.check([key]) else ""
+    return _text_of(store, _protocol_key(job))
 
 
 def _tell_of_record(store: Store, record: Record) -> None:
@@ -379,9 +377,13 @@ def _tell_of_record(store: Store, record: Record) -> None:
 
 def present_record(store: Store, job: str) -> tuple[str, Record | None]:
     """The record in the store, as it stands there, "" when there is none, and as it reads; None when it does not."""
-    key = record_key(job)
-    text = store.get(key).decode() if store.check([key]) else ""
+    text = _text_of(store, record_key(job))
     return text, read_record(text)
+
+
+def _text_of(store: Store, key: str) -> str:
+    """What stands there; "" when nothing does. Never waits for it."""
+    return str(store.get(key).decode()) if store.check([key]) else ""
 
 
 def read_record(text: str) -> Record | None:
@@ -413,8 +415,7 @@ def first_line(error: BaseException) -> str:
 
 def _newest_notice(store: Store, job: str) -> int:
     """All notices up to this one are there; further ones may be."""
-    key = _newest_key(job)
-    return int(store.get(key)) if store.check([key]) else 0
+    return int(_text_of(store, _newest_key(job)) or 0)
 
 
 def _written_key(job: str, generation: int) -> str:
