@@ -107,6 +107,12 @@ class Gang(ABC):
     def supports_process_group(self) -> bool:
         """Whether `as_process_group` gives one."""
 
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether tensor collectives return without their result (B3), so that no value of theirs may decide what a
+        program does. False for every kind of gang but an `ElasticGang`. Beyond fairseq2."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """End the gang. Later calls raise `InvalidOperationError`."""

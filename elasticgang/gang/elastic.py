@@ -1,6 +1,7 @@
 """A gang whose rank, size and process group change from generation to generation beneath its users.
 
-E1  The object keeps its identity; `bind` is called between generations only, by the manager's thread.
+E1  The object keeps its identity; `bind` is called between generations only, by the manager's thread. Between two
+    generations, and after the last one, rank and size are those of the generation before, and collectives raise.
 E2  The first error poisons every gang of the rank (the binding's owner does that); from then on until the next `bind`
     tensor collectives return at once, and object and barrier calls raise `StepAborted`.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -47,6 +48,10 @@ class Group(Protocol):
 
     @property
     def timeout(self) -> float: ...
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether the generation is over for this rank."""
 
     def submit(
         self, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
@@ -116,7 +121,8 @@ class ElasticGang(Gang):
         self._name = name
         self._is_made = is_made
         self._device = device
-        self._binding: Binding | None = None
+        self._binding: Binding | None = None  # the last one
+        self._is_bound = False
         self._process_group: GangProcessGroup | None = None
         self._made: list[ElasticGang] = []
         self._num_made = 0
@@ -129,20 +135,25 @@ class ElasticGang(Gang):
             gang.bind(None)
             gang.close()
         self._made, self._num_made = [], 0
+        self._is_bound = binding is not None
+        if binding is None:
+            if self._binding is not None:
+                self._binding = replace(self._binding, group=None)  # it keeps the whole generation
+            return
         self._binding = binding
-        if binding is not None and self._process_group is not None:
+        if self._process_group is not None:
             world.enter(self._process_group, binding.ranks)
 
     def __repr__(self) -> str:
-        where = "in no generation" if self._binding is None else f"rank {self._binding.rank} of {self._binding.size}"
-        return f"ElasticGang({self._name!r}, {where})"
+        seat = "" if self._binding is None else f", rank {self._binding.rank} of {self._binding.size}"
+        return f"ElasticGang({self._name!r}{seat}{'' if self._is_bound else ', in no generation'})"
 
-    def _bound(self) -> Binding:
-        if self._closed:
-            ended = "is over: it ended with its generation; make it anew in this one" if self._is_made else "is closed"
-            raise InvalidOperationError(f"The gang {self._name} {ended}.")
+    def _last(self) -> Binding:
+        """The present binding, or the last one."""
         if self._binding is None:
-            raise InvalidOperationError(f"The gang {self._name} is in no generation; use it inside `with step:`.")
+            raise InvalidOperationError(
+                f"The gang {self._name} is in no generation yet, so that it has no rank; use it inside `with step:`."
+            )
         return self._binding
 
     def _speaking(self) -> Binding:
@@ -152,15 +163,25 @@ class ElasticGang(Gang):
                 f"The gang {self._name} cannot be used to communicate while the training state is built: the others "
                 "train meanwhile. Build with `init_sync=False` or `src_data_rank=None`; values come from the peers."
             )
-        return self._bound()
+        if self._closed:
+            ended = "ended with its generation; make it anew in this one" if self._is_made else "is closed"
+            raise InvalidOperationError(f"The gang {self._name} {ended}.")
+        if not self._is_bound:
+            raise InvalidOperationError(f"The gang {self._name} is in no generation; use it inside `with step:`.")
+        return self._last()
 
     @property
     def rank(self) -> int:
-        return self._bound().rank
+        return self._last().rank
 
     @property
     def size(self) -> int:
-        return self._bound().size
+        return self._last().size
+
+    @property
+    def is_poisoned(self) -> bool:
+        group = None if self._binding is None else self._binding.group
+        return group is not None and group.is_poisoned
 
     @property
     def device(self) -> torch.device:
@@ -173,11 +194,11 @@ class ElasticGang(Gang):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The gang's ranks, as ranks of the generation (which are those of `manager.gangs.root`)."""
-        return self._bound().ranks
+        return self._last().ranks
 
     def close(self) -> None:
         self._closed = True
-        if self._process_group is not None:
+        if self._is_made and self._process_group is not None:
             world.leave(self._process_group)
 
     def create_gang(self, ranks: Sequence[int]) -> ElasticGang | None:
@@ -204,7 +225,7 @@ class ElasticGang(Gang):
         return gang
 
     def as_process_group(self) -> GangProcessGroup:
-        binding = self._bound()
+        binding = self._last()
         if self._process_group is None:
             self._process_group = GangProcessGroup(self)
             world.enter(self._process_group, binding.ranks)

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from elasticgang.errors import GangError, InternalError, InvalidOperationError, OperationalError
+from elasticgang.environment import JOIN, elastic_job
+from elasticgang.errors import GangError, InternalError, InvalidOperationError, OperationalError, StepAborted
 from elasticgang.gang.base import Gang, ReduceOperation
 from elasticgang.gang.fake import FakeGang
 from elasticgang.gang.mesh import axes_of_mesh, device_mesh, gang_of_mesh, refuse_foreign_default
@@ -303,11 +304,16 @@ def get_default_device() -> torch.device:
 
 
 def get_world_size() -> int:
-    """`WORLD_SIZE` of the environment, as torchrun sets it; 1 without it.
+    """`WORLD_SIZE` of the environment, as torchrun sets it; 1 without it. In an elastic job it is the size of
+    `manager.gangs.root`, from the first step on.
 
     Raises:
-        OperationalError: it is set and no number above 0.
+        OperationalError: it is set and no number above 0; or this is a rank of an elastic job before its first step.
     """
+    if "WORLD_SIZE" not in os.environ and (job := elastic_job()) is not None:
+        raise OperationalError(
+            f"this process is a rank of the elastic job {job}, which has no world size before its first step: {JOIN}."
+        )
     value = os.environ.get("WORLD_SIZE", "1")
     if not value.isdigit() or int(value) < 1:
         raise OperationalError(
@@ -317,17 +323,33 @@ def get_world_size() -> int:
 
 
 def all_sum(gang: Gang, value: float | int | torch.Tensor) -> torch.Tensor:
-    """The sum of `value` over all ranks of `gang`, as a tensor of shape `[]` (of `value`'s shape, for a tensor)."""
+    """The sum of `value` over all ranks of `gang`, as a tensor of shape `[]` (of `value`'s shape, for a tensor).
+
+    Raises:
+        StepAborted: the generation of an elastic gang has ended, so that there is no sum.
+    """
     total = value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(value, device=gang.device)
     gang.all_reduce(total, ReduceOperation.SUM)
+    _refuse_poisoned(gang, "all_sum")
     return total
 
 
 def broadcast_flag(gang: Gang, flag: bool, source_rank: int = 0) -> bool:
-    """`flag` of rank `source_rank`, on every rank of `gang`."""
+    """`flag` of rank `source_rank`, on every rank of `gang`.
+
+    Raises:
+        StepAborted: the generation of an elastic gang has ended, so that the flag may not have arrived.
+    """
     value = torch.tensor(float(flag), device=gang.device)
     gang.broadcast(value, source_rank)
+    _refuse_poisoned(gang, "broadcast_flag")
     return bool(value)
+
+
+def _refuse_poisoned(gang: Gang, call: str) -> None:
+    """The value may be this rank's alone, and a program would branch on it."""
+    if gang.is_poisoned:
+        raise StepAborted(f"the generation ended before `{call}` was complete: there is no value that all ranks share")
 
 
 def raise_operational_gang_error(cause: GangError) -> NoReturn:

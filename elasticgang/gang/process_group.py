@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.futures import Future
 
+from elasticgang.environment import JOIN, elastic_job
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
 from elasticgang.gang.base import (
     REDUCING,
@@ -74,8 +75,15 @@ class ProcessGroupGang(Gang):
         device = _device(device)
         if not dist.is_available():
             raise NotSupportedError("torch.distributed is not available.")
+        job = elastic_job()
         if dist.is_initialized():
-            raise InvalidOperationError("The default process group is initialized already.")
+            root = f"; in the elastic job {job} it is that of `manager.gangs.root`" if job is not None else ""
+            raise InvalidOperationError(f"The default process group is initialized already{root}.")
+        if job is not None:
+            raise InvalidOperationError(
+                f"This process is a rank of the elastic job {job}, whose default process group is made in the first "
+                f"step: {JOIN}."
+            )
         options: dict[str, Any] = {}
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
@@ -114,6 +122,13 @@ class ProcessGroupGang(Gang):
     @property
     def supports_process_group(self) -> bool:
         return True
+
+    @property
+    def is_poisoned(self) -> bool:
+        if isinstance(self._pg, GangProcessGroup):
+            return self._pg.gang.is_poisoned
+        errored = getattr(self._pg, "errored", None)  # of torchft's groups
+        return errored is not None and errored() is not None
 
     def close(self) -> None:
         if not self._closed:

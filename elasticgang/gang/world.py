@@ -1,19 +1,21 @@
 """Gangs' process groups in torch's registry: what lets `torch.distributed`, DeviceMesh and DTensor find them.
 
 V1  The default group is set here only when there is none, or when it is a gang's: a group of the user's stays.
+    So does an elastic gang's that the user chose.
 V2  A gang's group is registered once, under a name of its own; which ranks it has is written anew with each generation.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, _unregister_process_group
 from torch.distributed import distributed_c10d
 
 from elasticgang.errors import InvalidOperationError
+from elasticgang.gang.base import Gang
 from elasticgang.gang.torch_group import BACKEND_NAME, GangProcessGroup
 
 _numbers = itertools.count()
@@ -50,6 +52,20 @@ def leave(pg: GangProcessGroup) -> None:
     for registered in (_world.pg_map, _world.pg_group_ranks, _world.pg_backend_config):
         del registered[pg]
     _unregister_process_group(_world.pg_names.pop(pg))
+
+
+def follow_root(root: GangProcessGroup, gangs: Collection[Gang]) -> bool:
+    """When a generation begins: make `root`, of one of these `gangs`, the default group, and tell torch its rank.
+
+    Another one of `gangs` stays the default group, since the user made it so. Returns False where a group that is no
+    gang's is the default one: it stays, and follows nothing.
+    """
+    present = _world.default_pg
+    if present is not None and not isinstance(present, GangProcessGroup):
+        return False
+    is_chosen = present is not None and present in _world.pg_map and present.gang in gangs
+    distributed_c10d._update_default_pg(present if is_chosen else root)
+    return True
 
 
 def set_default(pg: dist.ProcessGroup) -> None:

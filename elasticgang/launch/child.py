@@ -13,6 +13,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
+from elasticgang import environment
 from elasticgang.comm.page import PULSE_MS, Page
 from elasticgang.errors import GangError
 from elasticgang.quorum import wire
@@ -25,6 +26,8 @@ _MAX_TRACEBACK = 1 << 16
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
     link, forks, page_fd, lease = fds
+    for name in environment.OF_A_RANK:  # what the agent was started with says nothing of this job
+        os.environ.pop(name, None)
     page = Page(page_fd)
     drain = Drain(page)
     told = socket.socket(fileno=os.dup(link))  # the script's ending is told here, joined or not

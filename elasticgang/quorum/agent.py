@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import astuple
 from typing import Any
 
+from elasticgang import environment
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.quorum.changes import Changes, sentence
 from elasticgang.quorum.commit import Attempt
@@ -417,7 +418,11 @@ class Agent:
                 "job": self._job.job_id,
                 "collective_timeout": self._job.collective_timeout,
             },
-            env={**self._job.rank_env, "LOCAL_WORLD_SIZE": str(self._job.num_processes)},
+            env={
+                **self._job.rank_env,
+                environment.JOB_ID: self._job.job_id,
+                "LOCAL_WORLD_SIZE": str(self._job.num_processes),
+            },
             lease=self._lease.fd,
         )
 

@@ -49,6 +49,7 @@ from elasticgang.quorum.decide import ACTIVE, SPARE, MemberReport, Record, Seat,
 from elasticgang.quorum.drain import Drain, Drained
 from elasticgang.quorum.lease import Lease
 from elasticgang.quorum.link import AgentLink, RankContext
+from elasticgang.quorum.torch_environment import TorchEnvironment
 
 FAMILIES = ("root", "dp", "rdp", "sdp", "tp", "pp")
 CONTROL, REDUCE, REDUCE_RDP = RUNTIME_GANGS  # for gradients alone; a user's collectives in a step keep their own order
@@ -101,6 +102,10 @@ class BoundGroup:
         assert self.generation.comm is not None
         return self.generation.comm.submit(self.name, call, outputs, inputs, **options)
 
+    @property
+    def is_poisoned(self) -> bool:
+        return self.generation.error is not None
+
     def poison(self, error: GangError) -> None:
         self.generation.poison(error)
 
@@ -115,6 +120,14 @@ class BoundGroup:
             generation.poison(error)
             raise
         return BoundGroup(name, generation, self.timeout)
+
+
+def master_host(record: Record) -> str:
+    """Where the rank 0 of a record's generation can be reached."""
+    leader = next(member for member, rank in record.plan.ranks.items() if rank == 0)
+    seat = record.seat(leader)
+    assert seat is not None
+    return seat.address.rpartition(":")[0].strip("[]") or "localhost"
 
 
 def why_spare(record: Record, member: str) -> str:
@@ -185,6 +198,8 @@ class ElasticMembership:
         self._families = (*FAMILIES, *layout.further_axes)
         self._reductions = (REDUCE, REDUCE_RDP) if layout.sdp > 1 else (REDUCE,)  # else dp and rdp are the same
         self._elastic = {name: ElasticGang(name, device) for name in (*self._families, *self._reductions)}
+        self._gangs: Gangs | None = None  # of the generation entered last
+        self._torch_environment = TorchEnvironment()
         self._generation: Generation | None = None
         self._aborted = (0, "")  # written by the link's thread: the newest generation that is over, and why
         self._joining = 0
@@ -200,6 +215,14 @@ class ElasticMembership:
 
     @property
     def gangs(self) -> Gangs:
+        """One object for each generation; between two, and after the last, that of the generation before.
+
+        Raises:
+            InvalidOperationError: no generation was entered yet.
+        """
+        return self._gangs or self._snapshot()
+
+    def _snapshot(self) -> Gangs:
         root, dp, rdp, sdp, tp, pp = (self._elastic[name] for name in FAMILIES)
         further = {name: self._elastic[name] for name in self._layout.further_axes}
         return Gangs(root=root, dp=dp, rdp=rdp, sdp=sdp, tp=tp, pp=pp, further=further)
@@ -378,6 +401,8 @@ class ElasticMembership:
         for name, gang in self._elastic.items():
             ranks = self._ranks_of(generation, name)
             gang.bind(Binding(ranks.index(generation.rank), ranks, self._group(generation, ranks, name)))
+        self._gangs = self._snapshot()
+        self._torch_environment.follow(self._gangs, master_host(record))
         return True
 
     def _ranks_of(self, generation: Generation, name: str) -> tuple[int, ...]:
@@ -487,6 +512,7 @@ class AloneMembership:
         self.join_noticed = False
         self.page = Page()
         self.drain = Drain(self.page)
+        self._torch_environment = TorchEnvironment()
 
     def enter(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
         seat = Seat(self.member, self.member, "localhost", 0, "", ACTIVE)
@@ -494,6 +520,7 @@ class AloneMembership:
         self.record = Record("alone", 1, "", self._layout, self._planned, (seat,), (self.member,), tip)
         self.error = None
         act(self.record, seat)
+        self._torch_environment.follow(self.gangs, "localhost")
 
     def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
         return lambda: list(values)

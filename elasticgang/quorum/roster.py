@@ -113,6 +113,7 @@ class Roster:
     _num_not_started: int = 0  # in a row
     _num_steps: int = 0
     _all_by_script: bool = True  # of those that have gone
+    _has_warned_unjoined: bool = False
 
     def handle(self, event: Event) -> list[Instruction]:
         match event:
@@ -345,11 +346,26 @@ class Roster:
     def _warn_if_early(self, rank: _Rank, joined: bool) -> list[Instruction]:
         """Its script has ended well, as if the job were done."""
         has_seat = rank.phase is not _Phase.STARTING
-        if rank.finished or self.finished or not (has_seat or joined or self.record is not None):
+        if not (joined or has_seat):
+            return self._warn_unjoined(rank)
+        if rank.finished or self.finished:
             return []
         others = has_seat and (self._live() or self.is_awaited())
         cost = ", and those that go on lose the step under way (`manager.leave()` costs them none)" if others else ""
         return [Warn(f"rank {rank.local_rank} {describe_exit(0, is_early=True)}: it is not started again{cost}")]
+
+    def _warn_unjoined(self, rank: _Rank) -> list[Instruction]:
+        """Once: the others run the same script."""
+        if self._has_warned_unjoined or self.finished:
+            return []
+        self._has_warned_unjoined = True
+        return [
+            Warn(
+                f"rank {rank.local_rank} exited with code 0 and never called `elasticgang.join`: it took no part in "
+                "this job, and is not started again. A script for `elasticgang run` calls `manager = "
+                "elasticgang.join()`, loops over `manager.steps(...)`, and uses `manager.gangs`"
+            )
+        ]
 
     def _not_started(self, local_rank: int, reason: str) -> list[Instruction]:
         self._num_not_started += 1

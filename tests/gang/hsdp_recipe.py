@@ -124,7 +124,6 @@ def under_elasticgang(forms: list[str]) -> dict[str, list[float]]:
         with step:
             gangs = manager.gangs
             if form not in trainings:
-                eg.set_default_process_group(gangs.root)  # for `new_group`; a mesh sees to that itself
                 module = wrap(form, gangs.device_mesh("rdp", "sdp"))
                 trainings[form] = Training(module, gangs.dp.rank, gangs.dp.size)
             loss = mean_over(gangs.dp, trainings[form].backward(step.index % STEPS))

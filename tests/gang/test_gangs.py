@@ -5,9 +5,11 @@ What all kinds of gang have in common is in `contract.py`.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,8 @@ from elasticgang.gang import (
     Gangs,
     ProcessGroupGang,
     ReduceOperation,
+    all_sum,
+    broadcast_flag,
     create_fake_gangs,
     get_current_gangs,
     get_default_gangs,
@@ -58,6 +62,10 @@ class Group:
         spec = GroupSpec(name, list(ranks).index(self.rank), len(ranks))
         self.world.comms[self.rank].add_group(self.world.prefix, spec)
         return Group(self.world, self.rank, self.timeout, name)
+
+    @property
+    def is_poisoned(self) -> bool:
+        return self.world.comms[self.rank].ended
 
     def poison(self, error: GangError) -> None:
         self.world.comms[self.rank].abort(error)
@@ -209,22 +217,43 @@ def test_lists_of_objects_of_another_length_are_refused_and_unchanged(trio: Worl
 
 def test_a_gang_in_no_generation_and_a_closed_one_refuse(trio: World) -> None:
     gang = ElasticGang("dp", CPU)
+    places: list[Callable[[], object]] = [lambda: gang.rank, lambda: gang.size, lambda: gang.ranks]
+    places.append(gang.as_process_group)
     calls: list[Callable[[], object]] = [
-        lambda: gang.rank,
-        lambda: gang.size,
         lambda: gang.all_reduce(torch.zeros(1), SUM),
         lambda: gang.broadcast_objects([1]),
+        lambda: gang.create_gang([0]),
+        lambda: gang.as_process_group().barrier(),
         gang.barrier,
     ]
-    for call in calls:
-        with pytest.raises(InvalidOperationError, match="is in no generation; use it inside `with step:`"):
+    for call in [*places, *calls]:
+        with pytest.raises(InvalidOperationError, match=r"is in no generation.*; use it inside `with step:`"):
             call()
-    gang.bind(Binding(0, (0, 1, 2), Group(trio, 0)))
-    gang.close()
-    for call in calls:
-        with pytest.raises(InvalidOperationError, match="is closed"):
-            call()
+    gang.bind(Binding(1, (0, 1, 2), Group(trio, 1)))
+    ends: list[tuple[Callable[[], None], str]] = [
+        (lambda: gang.bind(None), "is in no generation"),
+        (gang.close, "is closed"),
+    ]
+    for end, message in ends:
+        end()
+        pg = gang.as_process_group()
+        assert (gang.rank, gang.size, gang.ranks, pg.rank(), pg.size()) == (1, 3, (0, 1, 2), 1, 3)
+        for call in calls:
+            with pytest.raises(InvalidOperationError, match=message):
+                call()
     assert gang.device == CPU
+
+
+def test_a_gang_between_generations_keeps_nothing_of_the_last_one(trio: World) -> None:
+    gang = ElasticGang("dp", CPU)
+    group = Group(trio, 0)
+    alive = weakref.ref(group)
+    gang.bind(Binding(0, (0, 1, 2), group))
+    gang.bind(None)
+    del group
+    gc.collect()
+    assert alive() is None
+    assert not gang.is_poisoned
 
 
 # -- poisoned
@@ -241,6 +270,25 @@ def end_dead(world: World) -> None:
 
 def end_peer(world: World) -> None:
     os.kill(world.comms[1].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [end_sound, end_dead, end_peer])
+def test_scalar_helpers_of_a_poisoned_gang_raise(worlds: Worlds, end: Callable[[World], None]) -> None:
+    """Whoever branches on a flag that nobody agreed on leaves the others."""
+    world = worlds(2)
+    gang = bound(world)[0]
+    assert not gang.is_poisoned
+    end(world)
+    of_group = ProcessGroupGang(gang.as_process_group(), CPU)
+    for asked in (gang, of_group):
+        with pytest.raises(StepAborted, match="broadcast_flag"):
+            broadcast_flag(asked, True, 1)
+        with pytest.raises(StepAborted, match="all_sum"):
+            all_sum(asked, 1)
+        with pytest.raises(StepAborted, match="all_sum"):
+            all_sum(asked, torch.ones(2))
+    assert gang.is_poisoned
+    assert of_group.is_poisoned
 
 
 @pytest.mark.parametrize("end", [end_sound, end_dead, end_peer])

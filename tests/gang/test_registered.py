@@ -125,3 +125,19 @@ def test_hsdp_over_an_extended_mesh_trains_as_one_process_does(store: str) -> No
             assert each[f"sum{attempt}"] == [2.0] * 3
             assert each[f"gathered{attempt}"] == [0.0, 1.0]
             assert each[f"dtensor{attempt}"] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_scalar_helpers_over_a_swallowing_group_that_has_failed_raise(store: str, default_group: None) -> None:
+    pg: Any = KINDS["swallowing"]()
+    pg.register("steering")
+    pg.configure(f"{store}/steering", "replica", 0, 1)
+    gang = eg.ProcessGroupGang(pg, "cpu")
+    assert (eg.all_sum(gang, 1).item(), eg.broadcast_flag(gang, True)) == (1, True)
+    pg.abort()
+    gang.all_reduce(torch.ones(1), eg.ReduceOperation.SUM)
+    with pytest.raises(eg.StepAborted, match="all_sum"):
+        eg.all_sum(gang, 1)
+    with pytest.raises(eg.StepAborted, match="broadcast_flag"):
+        eg.broadcast_flag(gang, True)
+    pg.unregister()
+    pg.shutdown()

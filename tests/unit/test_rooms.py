@@ -15,10 +15,11 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "elasticgang"
 
 ROOT = "elasticgang"
-ROOMS = ("errors", "layout", "gang", "comm", "quorum", "state", "train", "launch", "observe", "testing")
+ROOMS = ("errors", "environment", "layout", "gang", "comm", "quorum", "state", "train", "launch", "observe", "testing")
 
 DOES_NOT_KNOW: dict[str, tuple[str, ...]] = {
     "errors": (ROOT, *ROOMS),
+    "environment": (ROOT, *ROOMS),
     "layout": (ROOT, *(room for room in ROOMS if room != "errors")),
     "gang": (ROOT, "quorum", "state", "train", "launch"),
     "comm": (ROOT, "quorum", "state", "train", "launch"),

@@ -264,10 +264,22 @@ def test_an_exit_in_order_restarts_nobody_and_the_others_go_on() -> None:
     assert warning.text.startswith("rank 1 exited with code 0 before its loop had ended: it is not started again")
 
 
-def test_nobody_is_warned_of_a_script_without_a_loop_nor_once_the_job_is_done() -> None:
-    host = Host(2)
-    host.start("a0", "a1")
-    assert host.exits("a0", 0) == host.exits("a1", 0) == []
+def test_one_warning_names_join_when_scripts_never_call_it() -> None:
+    host = Host(3)
+    host.start("a0", "a1", "a2")
+    (warning,) = host.exits("a1", 0)
+    assert isinstance(warning, Warn)
+    assert warning.text.startswith("rank 1 exited with code 0 and never called `elasticgang.join`")
+    assert host.exits("a0", 0) == host.exits("a2", 0) == []
+
+
+def test_a_failed_script_that_never_joined_is_named_by_its_failure_alone() -> None:
+    host = Host(1)
+    host.start("a0")
+    assert [type(done) for done in host.exits("a0", 3)] == [Fail]
+
+
+def test_nobody_is_warned_once_the_job_is_done() -> None:
     host = running(2)
     host.leaves("a0", finished=True)
     assert host.exits("a0", 0) == []
@@ -277,7 +289,9 @@ def test_nobody_is_warned_of_a_script_without_a_loop_nor_once_the_job_is_done() 
 def test_who_never_comes_to_its_loop_while_the_others_train_is_named() -> None:
     host = running(1)
     host.start("a1")
-    assert [type(done) for done in host.exits("a1", 0)] == [Warn]
+    (warning,) = host.exits("a1", 0)
+    assert isinstance(warning, Warn)
+    assert "never called `elasticgang.join`" in warning.text
 
 
 def test_one_that_has_joined_and_never_asks_is_named_and_nobody_has_lost_a_step() -> None:
