@@ -50,8 +50,8 @@ def device_mesh(root: Gang, gangs: Mapping[str, Gang]) -> DeviceMesh:
 
 def set_default_process_group(gang: Gang) -> None:
     """Make `gang`'s process group torch's default one: what `torch.distributed` uses where no group is given, what
-    `torch.distributed.new_group` splits, and whose ranks a mesh counts in. In an elastic job that is
-    `manager.gangs.root`.
+In an elastic job that is
+    `manager.gangs.root` from the first step on, unless another of its gangs is chosen by this.
 
     Raises:
         InvalidOperationError: there is a default process group already, which is no gang's.
