@@ -50,11 +50,11 @@ def device_mesh(root: Gang, gangs: Mapping[str, Gang]) -> DeviceMesh:
 
 def set_default_process_group(gang: Gang) -> None:
     """Make `gang`'s process group torch's default one: what `torch.distributed` uses where no group is given, what
-In an elastic job that is
-    `manager.gangs.root` from the first step on, unless another of its gangs is chosen by this.
+    In an elastic job that is
+        `manager.gangs.root` from the first step on, unless another of its gangs is chosen by this.
 
-    Raises:
-        InvalidOperationError: there is a default process group already, which is no gang's.
+        Raises:
+            InvalidOperationError: there is a default process group already, which is no gang's.
     """
     world.set_default(gang.as_process_group())
 
