@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elasticgang.errors import NotSupportedError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.quorum.manager import QuorumManager
 from elasticgang.state.local import local, num_replicas
+
+_COMMUNICATING = frozenset({"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer"})
 
 
 class Optimizer:
@@ -29,7 +32,10 @@ class Optimizer:
 
         Raises:
             ValueError: `replicated` names another gang.
+            NotSupportedError: a step of `optimizer` communicates, so that a death could leave it applied on some ranks
+                only.
         """
+        _refuse_communicating(optimizer)
         self.optim = optimizer
         self._manager = manager
         self._num_alike: dict[Tensor, int] = {}
@@ -106,3 +112,14 @@ class Optimizer:
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+
+
+def _refuse_communicating(optimizer: torch.optim.Optimizer) -> None:
+    """R10: applying a step is atomic."""
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _COMMUNICATING and kind.__module__.startswith("torch.distributed."):
+            raise NotSupportedError(
+                f"`optimizer` must not communicate in its step, but {kind.__name__} does: a rank that dies there would "
+                "leave the step applied on some ranks only. Give an optimizer of torch.optim; to shard its state, "
+                "declare `ParallelLayout(sdp=...)` and use `fully_shard`."
+            )

@@ -1,0 +1,33 @@
+"""What an optimizer must not do: applying a step is atomic (R10)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import elasticgang as eg
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by the import
+def test_an_optimizer_that_communicates_in_its_step_is_refused() -> None:
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+    manager = eg.join()
+    weight = torch.nn.Parameter(torch.ones(2))
+    plain = torch.optim.SGD([weight], lr=0.1)
+    optim = eg.Optimizer(manager, plain)
+    manager.register_state(optim=optim)
+    refused = 0
+    for step in manager.steps(1):
+        with step:
+            sharded = ZeroRedundancyOptimizer([weight], optimizer_class=torch.optim.SGD, lr=0.1)
+            averaging = PostLocalSGDOptimizer(plain, averager=None)  # type: ignore[arg-type]
+            for communicating in (sharded, averaging):
+                name = type(communicating).__name__
+                with pytest.raises(eg.NotSupportedError, match=f"must not communicate in its step, but {name} does"):
+                    eg.Optimizer(manager, communicating)
+                refused += 1
+            weight.grad = torch.ones(2)
+            optim.step(weight=1.0)
+    assert refused == 2
+    torch.distributed.destroy_process_group()
