@@ -29,7 +29,7 @@ Exit code: 0 when the job finished, 1 (or the script's own) when it failed, 2 wh
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         code: int = args.function(args)
     except _UsageError as exc:
@@ -44,7 +44,7 @@ class _UsageError(Exception):
     pass
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="elasticgang", description="Run training jobs that go on while ranks die, hang, leave and come back."
     )
