@@ -59,6 +59,17 @@ class ParallelLayout:
         return self.pp * self.sdp * self.tp
 
     @property
+    def num_needed(self) -> int:
+        """The fewest ranks that it can be trained with."""
+        return self.min_replicas * self.unit
+
+    @property
+    def sizes(self) -> str:
+        """Which of the sizes are not 1, for messages."""
+        named = {name: getattr(self, name) for name in (*MODEL_AXES, "min_replicas")}
+        return ", ".join(f"{name}={size}" for name, size in named.items() if size > 1) or "all sizes 1"
+
+    @property
     def further_axes(self) -> tuple[str, ...]:
         """The names that `views` add to the model axes, in the order in which they are given."""
         return tuple(name for axes in self.views for name in axes.dim_names if name not in MODEL_AXES)

@@ -69,7 +69,7 @@ class DistributedDataParallel(nn.Module):
         it, a step in which there are some takes longer instead: torch's wrapper is built anew.
 
         Raises:
-            ValueError: `over` is neither "dp" nor "rdp", or a parameter is a DTensor, which torch's reducer cannot take.
+            ValueError: `over` is neither "dp" nor "rdp", or a parameter is a DTensor, which its reducer cannot take.
         """
         super().__init__()
         if over not in ("dp", "rdp"):
