@@ -2,8 +2,10 @@
 
     ElasticGangError
       LayoutError (ValueError)        fix the configuration
+        GridTooLargeError (RuntimeError)  a grid has more ranks than the world
       NotSupportedError               fairseq2's names for misuse: this object cannot do that,
       InvalidOperationError             not now,
+        NoWorldError (RuntimeError)         before there is a default process group,
         ClosedError (OSError)             not any more: the process group was shut down,
       OperationalError                  the environment failed,
       InternalError                     a bug of ours
@@ -31,6 +33,10 @@ class LayoutError(ElasticGangError, ValueError):
     """The declared layout cannot be met. Nothing was started."""
 
 
+class GridTooLargeError(LayoutError, RuntimeError):
+    """A grid has more ranks than the world. HyperCommGrid's callers look for a RuntimeError."""
+
+
 class NotSupportedError(ElasticGangError):
     """The object cannot do this, now or later."""
 
@@ -45,6 +51,11 @@ class OperationalError(ElasticGangError):
 
 class InternalError(ElasticGangError):
     """An invariant of elasticgang is broken. Please report it."""
+
+
+class NoWorldError(InvalidOperationError, RuntimeError):
+    """There is no default process group, and nothing else that says how many ranks there are. HyperCommGrid's callers
+    look for a RuntimeError."""
 
 
 class ClosedError(InvalidOperationError, OSError):

@@ -14,6 +14,7 @@ B3  A poisoned gang (an `ElasticGang` whose generation has ended) returns from t
 from __future__ import annotations
 
 import enum
+import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 
 from elasticgang.gang.dtypes import reduced_dtype
+from elasticgang.layout import integer
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
@@ -59,6 +61,10 @@ class Collective:
     tag: int = 0
     timeout_s: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("peer", "tag"):  # numpy's integers do not travel
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+
     @property
     def is_in_place(self) -> bool:
         return self.call in ("all_reduce", "reduce", "broadcast")
@@ -89,6 +95,9 @@ class Gang(ABC):
         InvalidOperationError: the gang is closed.
         GangError: a peer left, or the deadline passed. Outputs are undefined. (An `ElasticGang` is poisoned instead.)
     """
+
+    description: str = ""
+    """What the gang is for, in a word: the `group_desc` of its process group. Beyond fairseq2."""
 
     @property
     @abstractmethod
@@ -338,21 +347,26 @@ class Gang(ABC):
         return tensors or []
 
 
-def check_ranks(ranks: Sequence[int], size: int) -> None:
-    """Raise ValueError unless `ranks` are at least one, distinct, and ranks of a gang of `size`."""
+def check_ranks(ranks: Sequence[int], size: int) -> list[int]:
+    """`ranks` in ascending order. Raise ValueError unless they are at least one, distinct, and ranks of a gang of
+    `size`."""
     given: object = ranks
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+    if isinstance(given, str | bytes) or not (isinstance(given, Sequence) or hasattr(given, "__array__")):
         raise ValueError(f"`ranks` must be a list of ranks, but is {ranks!r} instead.")
-    if not ranks:
+    if len(ranks) == 0:
         raise ValueError("`ranks` must have at least one rank, but is empty.")
+    checked = []
     for index, rank in enumerate(ranks):
-        if not _is_integer(rank) or not 0 <= rank < size:
+        number = integer(rank)
+        if number is None or not 0 <= number < size:
             raise ValueError(
                 f"`ranks[{index}]` must be an integer of at least 0 and less than the gang's size ({size}), but is "
                 f"{rank!r} instead."
             )
-    if len(set(ranks)) != len(ranks):
-        raise ValueError(f"`ranks` must be distinct, but are {list(ranks)} instead.")
+        checked.append(number)
+    if len(set(checked)) != len(checked):
+        raise ValueError(f"`ranks` must be distinct, but are {checked} instead.")
+    return sorted(checked)
 
 
 def check_objects(objects: list[object]) -> None:
@@ -362,7 +376,17 @@ def check_objects(objects: list[object]) -> None:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return integer(value) is not None
+
+
+def create_one_of(parent: Gang, groups: Sequence[Sequence[int]], description: str) -> Gang | None:
+    """The gang of the one of `groups`, disjoint sets of ranks of `parent`, that this rank is in; None if it is in none.
+    `description`: for people, as its process group's `group_desc`. Called on every rank of `parent`."""
+    made = [parent.create_gang(group) for group in groups]
+    gang = next((gang for gang in made if gang is not None), None)
+    if gang is not None:
+        gang.description = description
+    return gang
 
 
 def start_mean(start: Callable[[Collective], Work], collective: Collective, size: int) -> Work:

@@ -146,7 +146,8 @@ class ElasticGang(Gang):
 
     def __repr__(self) -> str:
         seat = "" if self._binding is None else f", rank {self._binding.rank} of {self._binding.size}"
-        return f"ElasticGang({self._name!r}{seat}{'' if self._is_bound else ', in no generation'})"
+        name = f"{self._name}: {self.description}" if self.description else self._name
+        return f"ElasticGang({name!r}{seat}{'' if self._is_bound else ', in no generation'})"
 
     def _last(self) -> Binding:
         """The present binding, or the last one."""
@@ -209,9 +210,8 @@ class ElasticGang(Gang):
             StepAborted: the generation has ended.
         """
         binding = self._speaking()
-        check_ranks(ranks, binding.size)
+        ranks = check_ranks(ranks, binding.size)
         self._num_made += 1  # on every rank of the gang, so that all give it the same name
-        ranks = sorted(ranks)
         if binding.rank not in ranks:
             return None
         chosen = tuple(binding.ranks[rank] for rank in ranks)

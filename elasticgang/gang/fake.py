@@ -17,6 +17,7 @@ from elasticgang.gang.base import Collective, EndedWork, Gang, ReduceOperation, 
 from elasticgang.gang.calls import BitwiseOperation
 from elasticgang.gang.dtypes import WIDENED
 from elasticgang.gang.torch_group import GangProcessGroup
+from elasticgang.layout import integer_from
 
 
 class FakeGang(Gang):
@@ -27,17 +28,33 @@ class FakeGang(Gang):
     """
 
     def __init__(self, device: torch.device | str, *, rank: int = 0, size: int = 1) -> None:
-        if size < 1:
-            raise ValueError(f"`size` must be at least 1, but is {size} instead.")
-        if not 0 <= rank < size:
-            raise ValueError(f"`rank` must be at least 0 and less than `size` ({size}), but is {rank} instead.")
+        num_ranks, own = integer_from(1, size), integer_from(0, rank)
+        if num_ranks is None:
+            raise ValueError(f"`size` must be an integer of at least 1, but is {size!r} instead.")
+        if own is None or own >= num_ranks:
+            raise ValueError(
+                f"`rank` must be an integer of at least 0 and less than `size` ({size}), but is {rank!r} instead."
+            )
         device = torch.device(device)
         if device.type == "meta":
             raise ValueError("`device` must not be of type `meta`.")
-        self._device, self._rank, self._size = device, rank, size
+        self._device, self._rank, self._size = device, own, num_ranks
+        self._origin, self._ranks = self, tuple(range(num_ranks))  # the gang it was made out of first, its ranks there
         self._closed = False
         self._process_group: GangProcessGroup | None = None
         self._sent: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+
+    def __repr__(self) -> str:
+        described = f"{self.description!r}, " if self.description else ""
+        return f"FakeGang({described}rank {self._rank} of {self._size})"
+
+    def ranks_in(self, root: Gang) -> list[int] | None:
+        """The gang's ranks, as ranks of `root`. None: it was not made out of `root`, nor both out of another one."""
+        if self._size == 1:
+            return [root.rank]
+        if isinstance(root, FakeGang) and self._origin is root._origin and set(self._ranks) <= set(root._ranks):
+            return [root._ranks.index(rank) for rank in self._ranks]
+        return list(range(root.size)) if self._size == root.size else None
 
     @property
     def rank(self) -> int:
@@ -62,17 +79,20 @@ class FakeGang(Gang):
 
     def create_gang(self, ranks: Sequence[int]) -> FakeGang | None:
         self._check_open()
-        check_ranks(ranks, self._size)
+        ranks = check_ranks(ranks, self._size)
         if self._rank not in ranks:
             return None
-        return FakeGang(self._device, rank=sorted(ranks).index(self._rank), size=len(ranks))
+        gang = FakeGang(self._device, rank=ranks.index(self._rank), size=len(ranks))
+        gang._origin, gang._ranks = self._origin, tuple(self._ranks[rank] for rank in ranks)
+        return gang
 
     def as_process_group(self) -> ProcessGroup:
         self._check_open()
         if self._process_group is None:
             self._process_group = GangProcessGroup(self)
+            is_alone = self._size == 1 and self._origin is self
             alone = [dist.get_rank() if dist.is_initialized() else 0]
-            world.enter(self._process_group, alone if self._size == 1 else range(self._size))
+            world.enter(self._process_group, alone if is_alone else self._ranks)
         return self._process_group
 
     def barrier(self) -> None:

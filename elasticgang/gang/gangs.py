@@ -7,6 +7,7 @@ G2  Sub-gangs are made in the same order on every rank: by axis, then by the low
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elasticgang.environment import JOIN, elastic_job
 from elasticgang.errors import GangError, InternalError, InvalidOperationError, OperationalError, StepAborted
-from elasticgang.gang.base import Gang, ReduceOperation
+from elasticgang.gang.base import Gang, ReduceOperation, create_one_of
 from elasticgang.gang.fake import FakeGang
 from elasticgang.gang.mesh import axes_of_mesh, device_mesh, gang_of_mesh, refuse_foreign_default
 from elasticgang.gang.process_group import ProcessGroupGang
-from elasticgang.layout import FAMILIES, groups_over
+from elasticgang.layout import AXES, FAMILIES, groups_over, integer_from
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _NAMES = ("root", "dp", "rdp", "sdp", "tp", "pp")
@@ -130,23 +131,27 @@ class Gangs:
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, device: torch.device | str | None = None, **dims: str) -> Gangs:
         """The gangs along the dimensions of `mesh`. `dims` says which of them is `rdp`, `sdp`, `tp` or `pp`, where it
-        is not named so: `Gangs.from_device_mesh(mesh, rdp="replicate", sdp="shard")`. Called on every rank, since
-        groups over several dimensions (`root`, `dp`) are made where torch has none.
+        is not named so: `Gangs.from_device_mesh(mesh, rdp="replicate", sdp="shard")`. The others are further gangs
+        under their names. Called on every rank, since groups over several dimensions (`root`, `dp`) are made where
+        torch has none.
 
         Raises:
-            ValueError: a dimension of `mesh` stands for none of the gangs, or `dims` names one that it lacks.
+            ValueError: `dims` names a dimension that `mesh` lacks or names one twice; or a dimension that it does not
+                name is called as `Gangs` calls another gang, or as torch's own examples call one for data parallelism.
             InvalidOperationError: there is no default process group.
         """
         refuse_foreign_default()
         of_axis = axes_of_mesh(mesh, dims)
+        further = [name for name in of_axis if name not in AXES]
         device = torch.device(device or ("cpu" if mesh.device_type == "cpu" else get_default_device()))
         along = {
             family: [of_axis[axis] for axis in axes if axis in of_axis]
             for family, axes in FAMILIES.items()
             if family != "replica"
         }
+        along["root"] += further
         made: dict[str, Any] = {family: gang_of_mesh(mesh, names, family, device) for family, names in along.items()}
-        return cls(**made)
+        return cls(**made, further={name: gang_of_mesh(mesh, [name], name, device) for name in further})
 
     def close(self) -> None:
         """Close every gang, the root last; one that stands under several names, once."""
@@ -175,9 +180,9 @@ def create_parallel_gangs(root_gang: Gang, *, tp_size: int = 1, pp_size: int = 1
         GangError: a gang could not be made.
     """
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
-        given: object = size
-        if not isinstance(given, int) or given < 1:
+        if integer_from(1, size) is None:
             raise ValueError(f"`{name}` must be an integer of at least 1, but is {size!r} instead.")
+    tp_size, pp_size = operator.index(tp_size), operator.index(pp_size)
     if root_gang.size % (tp_size * pp_size):
         raise ValueError(
             f"`root_gang.size` must be a multiple of `tp_size` x `pp_size` ({tp_size * pp_size}), but is "
@@ -200,8 +205,9 @@ def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs
     """
     if intra_node_size is None:
         return replace(gangs, rdp=FakeGang(gangs.device), sdp=gangs.dp)
-    if intra_node_size <= 1:
-        raise ValueError(f"`intra_node_size` must be greater than 1, but is {intra_node_size} instead.")
+    if integer_from(2, intra_node_size) is None:
+        raise ValueError(f"`intra_node_size` must be an integer greater than 1, but is {intra_node_size!r} instead.")
+    intra_node_size = operator.index(intra_node_size)
     if gangs.dp.size % intra_node_size:
         raise ValueError(
             f"`gangs.dp.size` must be a multiple of `intra_node_size` ({intra_node_size}), but is {gangs.dp.size}."
@@ -221,8 +227,7 @@ def _split(parent: Gang, shape: tuple[int, int, int, int], family: str) -> Gang:
     if isinstance(parent, ProcessGroupGang):
         gang: Gang | None = parent.split(groups, family)
     else:
-        made = [parent.create_gang(group) for group in groups]
-        gang = next((gang for gang in made if gang is not None), None)
+        gang = create_one_of(parent, groups, family)
     if gang is None:
         raise InternalError(f"rank {parent.rank} is in no gang of {family}")
     return gang

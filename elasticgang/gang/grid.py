@@ -2,21 +2,24 @@
 
 H1  `create_gang` is collective over the grid, and makes the gangs of all its ranks in one order.
 H2  A gang is made once; `create_gang` and `get_gang` are two calls because only making one takes options.
+H3  Megatron-LM's names (`create_pg`, `get_pg`, `get_rank_enum`, ...) are the same gangs, as process groups.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from elasticgang.errors import InvalidOperationError, LayoutError
-from elasticgang.gang.base import Gang
+from elasticgang.errors import InvalidOperationError, LayoutError, NoWorldError
+from elasticgang.gang.base import Gang, create_one_of
 from elasticgang.gang.fake import FakeGang
-from elasticgang.gang.gangs import Gangs, get_default_device
+from elasticgang.gang.gangs import Gangs, get_default_device, get_world_size
 from elasticgang.gang.process_group import ProcessGroupGang
+from elasticgang.gang.torch_group import GangProcessGroup
 from elasticgang.layout import Axes, Grid
 
 Dims = str | Sequence[str]
@@ -32,27 +35,36 @@ class GangGrid:
         shape: Sequence[int],
         dim_names: Sequence[str],
         rank_offset: int = 0,
-        *,
         backend: str | None = None,
+        *,
         root: Gang | None = None,
     ) -> None:
-        """`root`: the gang whose ranks the grid is of; None is torch's default process group. `backend`: of the gangs
-        that are made, "gloo" or "nccl"; None is the root's.
+        """`root`: the gang whose ranks the grid is of; None is torch's default process group, which may also be made
+        later, when WORLD_SIZE says its size. `backend`: of the gangs that are made, "gloo" or "nccl"; None is the
+        root's.
 
         Raises:
-            LayoutError: lengths that differ, names that are repeated, sizes below 1, or a grid that is larger than the
-                world minus its offset.
-            InvalidOperationError: there is neither a `root` nor a default process group.
+            LayoutError: lengths that differ, names that are repeated, or sizes below 1.
+            GridTooLargeError: the grid is larger than the world minus its offset.
+            NoWorldError: there is neither a `root` nor a default process group nor WORLD_SIZE.
         """
-        self._root = root if root is not None else _default_root()
-        if backend is not None and not isinstance(self._root, ProcessGroupGang):
-            raise LayoutError(f"`backend` must be None for a root of {type(self._root).__name__}, but is {backend!r}.")
+        self._given_root = root if root is not None or not dist.is_initialized() else _default_root()
+        world = self._given_root
+        if backend is not None and not isinstance(world, ProcessGroupGang | None):
+            raise LayoutError(f"`backend` must be None for a root of {type(world).__name__}, but is {backend!r}.")
         if backend is not None and backend not in dist.Backend.backend_list:
             known = ", ".join(dist.Backend.backend_list)
             raise LayoutError(f"`backend` must be one of {known}, but is {backend!r} instead.")
-        self._grid = Grid(Axes(tuple(shape), tuple(dim_names), rank_offset), self._root.size)
+        world_size = _world_size_to_be() if world is None else world.size
+        self._grid = Grid(Axes(tuple(shape), tuple(dim_names), rank_offset), world_size)
         self._backend = backend
         self._gangs: dict[str, Gang | None] = {}
+
+    @property
+    def _root(self) -> Gang:
+        if self._given_root is None:
+            self._given_root = _default_root()
+        return self._given_root
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +91,7 @@ class GangGrid:
         return self._grid.rank_groups(dims, view=view, ordered_as_given=ordered_as_given)
 
     def register_view(
-        self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] = ()
+        self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] | None = None
     ) -> None:
         """A further factorisation of the same ranks. Gangs along `shared_dims` are those of the grid itself.
 
@@ -87,7 +99,7 @@ class GangGrid:
             LayoutError: the sizes do not multiply to the grid's, or a shared dim enumerates to other groups; it says
                 which. Nothing was registered.
         """
-        self._grid.register_view(name, shape, dim_names, shared_dims)
+        self._grid.register_view(name, shape, dim_names, shared_dims or ())
 
     def create_gang(
         self,
@@ -99,7 +111,7 @@ class GangGrid:
         view: str | None = None,
     ) -> Gang | None:
         """Make the gangs along `dims`, and return this rank's; None on a rank outside the grid. Called on every rank of
-        the root.
+        the root. `group_desc`: of the gang, and of its process group.
 
         Raises:
             LayoutError: `dims` are no dims of the grid.
@@ -121,8 +133,7 @@ class GangGrid:
                     f"`timeout` and `pg_options` must be None for a root of {type(self._root).__name__}, whose gangs "
                     f"take after it, but are {timeout!r} and {pg_options!r} instead."
                 )
-            made = [self._root.create_gang(group) for group in groups]
-            gang = next((gang for gang in made if gang is not None), None)
+            gang = create_one_of(self._root, groups, group_desc or key)
         self._gangs[key] = gang
         return gang
 
@@ -173,6 +184,72 @@ class GangGrid:
             further=gangs,
         )
 
+    def create_pg(
+        self,
+        dims: Dims,
+        *,
+        view: str | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+    ) -> dist.ProcessGroup | None:
+        """`create_gang`, as a process group: this rank's; None on a rank outside the grid.
+
+        Raises:
+            KeyError: they were made before, or there is no such view.
+
+        Source: HyperCommGrid (Megatron-LM).
+        """
+        view = self._known_view(view)
+        if self._grid.key(dims, view=view) in self._gangs:
+            raise KeyError(
+                f"Process group {dims} has already been created, maybe with other options; get_pg({dims!r}) gives it"
+            )
+        gang = self.create_gang(dims, timeout=timeout, pg_options=pg_options, group_desc=group_desc, view=view)
+        return None if gang is None else gang.as_process_group()
+
+    def get_pg(self, dims: Dims, *, view: str | None = None) -> dist.ProcessGroup | None:
+        """What `create_pg` returned, or the process group of what `create_gang` did.
+
+        Raises:
+            KeyError: neither was called for `dims`, or there is no such view.
+
+        Source: HyperCommGrid (Megatron-LM).
+        """
+        view = self._known_view(view)
+        key = self._grid.key(dims, view=view)
+        if key not in self._gangs:
+            raise KeyError(f"Process group for {key} hasn't been created. Call create_pg({dims!r}) first")
+        gang = self._gangs[key]
+        return None if gang is None else gang.as_process_group()
+
+    def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
+        """The ranks of the process groups that `create_pg` makes for `dims`: `rank_groups`.
+
+        Raises:
+            KeyError: there is no such view.
+
+        Source: HyperCommGrid (Megatron-LM).
+        """
+        return self._grid.rank_groups(dims, view=self._known_view(view))
+
+    def is_current_rank_in_grid(self) -> bool:
+        """Whether this rank is one of the grid's. Source: HyperCommGrid (Megatron-LM)."""
+        return 0 <= self._root.rank - self.rank_offset < self.size
+
+    def destroy(self) -> None:
+        """`close`, as HyperCommGrid calls it."""
+        self.close()
+
+    def _known_view(self, view: str | None) -> str | None:
+        """HyperCommGrid calls the grid itself the view "base", and raises KeyError for one that it lacks."""
+        if view == "base" and view not in self._grid.views:
+            return None
+        if view is not None and view not in self._grid.views:
+            known = sorted({"base", *self._grid.views})
+            raise KeyError(f"View {view!r} is not registered. Registered views: {known}")
+        return view
+
     def close(self) -> None:
         """Close every gang that was made here."""
         for gang in reversed(list(self._gangs.values())):
@@ -186,11 +263,22 @@ class GangGrid:
         return self.create_gang(dims, view=view)
 
 
-def _default_root() -> ProcessGroupGang:
+def _default_root() -> Gang:
+    """The default process group as a gang; the gang itself, where it is one's."""
     if not dist.is_available() or not dist.is_initialized():
         raise InvalidOperationError(
             "There is no default process group; use ProcessGroupGang.create_default_process_group, or give a `root`."
         )
     world = dist.group.WORLD
     assert world is not None
-    return ProcessGroupGang(world, get_default_device())
+    return world.gang if isinstance(world, GangProcessGroup) else ProcessGroupGang(world, get_default_device())
+
+
+def _world_size_to_be() -> int:
+    """Of the default process group that is yet to be made."""
+    if "WORLD_SIZE" not in os.environ:
+        raise NoWorldError(
+            "There is no default process group, and WORLD_SIZE is not set; use "
+            "ProcessGroupGang.create_default_process_group, or give a `root`."
+        )
+    return get_world_size()

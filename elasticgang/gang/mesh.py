@@ -20,7 +20,11 @@ from elasticgang.gang.elastic import ElasticGang
 from elasticgang.gang.fake import FakeGang
 from elasticgang.gang.process_group import ProcessGroupGang
 from elasticgang.gang.torch_group import GangProcessGroup
-from elasticgang.layout import AXES
+from elasticgang.layout import AXES, FAMILIES
+
+_OF_DATA_PARALLELISM = frozenset(
+    {"ddp", "dp_replicate", "dp_shard", "dp_shard_cp", "fsdp", "hsdp", "replicate", "shard"}
+)  # what torch's documentation and torchtitan call such a dimension: a gang of that name would reduce no gradient
 
 
 def device_mesh(root: Gang, gangs: Mapping[str, Gang]) -> DeviceMesh:
@@ -50,11 +54,12 @@ def device_mesh(root: Gang, gangs: Mapping[str, Gang]) -> DeviceMesh:
 
 def set_default_process_group(gang: Gang) -> None:
     """Make `gang`'s process group torch's default one: what `torch.distributed` uses where no group is given, what
-    In an elastic job that is
-        `manager.gangs.root` from the first step on, unless another of its gangs is chosen by this.
+    `torch.distributed.new_group` splits, and whose ranks a mesh counts in. In an elastic job that is
+    `manager.gangs.root` from the first step on, unless another of its gangs is chosen by this.
 
-        Raises:
-            InvalidOperationError: there is a default process group already, which is no gang's.
+    Raises:
+        InvalidOperationError: there is a default process group already, which is no gang's; or which is, and `gang` is
+            a fake one.
     """
     world.set_default(gang.as_process_group())
 
@@ -62,6 +67,7 @@ def set_default_process_group(gang: Gang) -> None:
 def gang_of_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, device: torch.device) -> Gang:
     """The gang along `dims` of `mesh`; along several, torch makes (once) a dimension `name` of them. Called on every
     rank."""
+    dims = [dim for dim in mesh.mesh_dim_names or () if dim in dims]  # torch takes them in this order alone
     sizes = [mesh[dim].size() for dim in dims]
     if math.prod(sizes) == 1:
         return FakeGang(device)
@@ -74,7 +80,8 @@ def gang_of_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, device: torch
 
 
 def axes_of_mesh(mesh: DeviceMesh, dims: Mapping[str, str]) -> dict[str, str]:
-    """Which dimension of `mesh` each of `AXES` is: as `dims` says, or the one of the same name."""
+    """Which dimension of `mesh` each of `AXES` is: as `dims` says, or the one of the same name. Further axes are the
+    other dimensions, by their names and in their order."""
     names = mesh.mesh_dim_names
     if not names:
         raise ValueError(
@@ -89,12 +96,17 @@ def axes_of_mesh(mesh: DeviceMesh, dims: Mapping[str, str]) -> dict[str, str]:
         if dim not in names:
             raise ValueError(f"`{axis}` must be one of the mesh's dimensions {list(names)}, but is {dim!r} instead.")
     of_axis = {**{axis: axis for axis in AXES if axis in names}, **dims}
-    if sorted(of_axis.values()) != sorted(names):
+    further = [name for name in names if name not in of_axis.values()]
+    unclear = [name for name in further if name in FAMILIES or name in _OF_DATA_PARALLELISM]
+    if len(set(of_axis.values())) < len(of_axis):
+        raise ValueError(f"each dimension of the mesh must be one gang, but {of_axis} names one of them twice.")
+    if unclear:
         raise ValueError(
-            f"each dimension of the mesh must stand for one of {', '.join(AXES)}, but {list(names)} and {dict(dims)} "
-            "do not say so; name them: `from_device_mesh(mesh, rdp=..., sdp=...)`."
+            f"the mesh's dimensions {list(names)} must say which gangs they are, but {unclear[0]!r} does not; name it: "
+            f"`from_device_mesh(mesh, rdp={unclear[0]!r})` if its ranks hold the same parameters, sdp= if they hold "
+            "parts of them."
         )
-    return of_axis
+    return {**of_axis, **{name: name for name in further}}
 
 
 def _ranks(gang: Gang, root: Gang) -> list[int]:
@@ -103,8 +115,8 @@ def _ranks(gang: Gang, root: Gang) -> list[int]:
         return list(gang.ranks)
     if isinstance(gang, ProcessGroupGang):
         return dist.get_process_group_ranks(gang.as_process_group())
-    if isinstance(gang, FakeGang) and (gang.size == 1 or gang.size == root.size):
-        return [root.rank] if gang.size == 1 else list(range(root.size))
+    if isinstance(gang, FakeGang) and (ranks := gang.ranks_in(root)) is not None:
+        return ranks
     raise NotSupportedError(f"The ranks of {type(gang).__name__} of size {gang.size} in its root are not known.")
 
 

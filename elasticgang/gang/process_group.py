@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from elasticgang.environment import JOIN, elastic_job
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
+from elasticgang.gang import world
 from elasticgang.gang.base import (
     REDUCING,
     Collective,
@@ -32,6 +33,7 @@ from elasticgang.gang.base import (
     Work,
     check_objects,
     check_ranks,
+    create_one_of,
     writing,
 )
 from elasticgang.gang.dtypes import NATIVE, WIDENED
@@ -76,6 +78,7 @@ class ProcessGroupGang(Gang):
         if not dist.is_available():
             raise NotSupportedError("torch.distributed is not available.")
         job = elastic_job()
+        world.drop_fake_default()
         if dist.is_initialized():
             root = f"; in the elastic job {job} it is that of `manager.gangs.root`" if job is not None else ""
             raise InvalidOperationError(f"The default process group is initialized already{root}.")
@@ -103,9 +106,9 @@ class ProcessGroupGang(Gang):
                 dist.init_process_group(backend, timeout=timeout, **options)
         except (RuntimeError, ValueError) as exc:
             raise GangError(f"the default process group could not be initialized: {exc}") from exc
-        world = dist.group.WORLD
-        assert world is not None
-        return cls(world, device, timeout=timeout)
+        pg = dist.group.WORLD
+        assert pg is not None
+        return cls(pg, device, timeout=timeout)
 
     @property
     def rank(self) -> int:
@@ -141,8 +144,7 @@ class ProcessGroupGang(Gang):
 
     def create_gang(self, ranks: Sequence[int]) -> Gang | None:
         self._check_open()
-        check_ranks(ranks, self.size)
-        return self.split([ranks], "gang")
+        return self.split([check_ranks(ranks, self.size)], "gang")
 
     def split(
         self,
@@ -165,15 +167,14 @@ class ProcessGroupGang(Gang):
         """
         self._check_open()
         if isinstance(self._pg, GangProcessGroup):
-            made = [self._pg.gang.create_gang(group) for group in groups]
-            return next((gang for gang in made if gang is not None), None)
+            return create_one_of(self._pg.gang, groups, name)
         timeout = _checked(timeout) or self._timeout
         groups = [sorted(group) for group in groups]
         own = dist.get_backend(self._pg)
         backend = backend or own
         try:
-            world = dist.group.WORLD
-            if backend == own == "nccl" and world is not None and world.bound_device_id is not None:
+            default = dist.group.WORLD
+            if backend == own == "nccl" and default is not None and default.bound_device_id is not None:
                 # NCCL that was initialized eagerly splits communicators, together with all the parent's ranks.
                 pg = dist.distributed_c10d.split_group(
                     self._pg, groups, timeout=timeout, pg_options=pg_options, group_desc=name

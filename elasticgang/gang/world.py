@@ -1,14 +1,17 @@
 """Gangs' process groups in torch's registry: what lets `torch.distributed`, DeviceMesh and DTensor find them.
 
 V1  The default group is set here only when there is none, or when it is a gang's: a group of the user's stays.
-    So does an elastic gang's that the user chose.
+    So does an elastic gang's that the user chose. A fake gang's gives way to any other, torch's own too, and takes
+    the place of none.
 V2  A gang's group is registered once, under a name of its own; which ranks it has is written anew with each generation.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, _unregister_process_group
@@ -30,7 +33,7 @@ def enter(pg: GangProcessGroup, ranks: Sequence[int]) -> None:
         return
     name = distributed_c10d.GroupName(f"{BACKEND_NAME}-{next(_numbers)}")
     pg._set_group_name(name)
-    pg._set_group_desc(BACKEND_NAME)
+    pg._set_group_desc(pg.gang.description or BACKEND_NAME)
     distributed_c10d._register_pg_in_world(
         pg,
         backend_name=BACKEND_NAME,
@@ -46,7 +49,7 @@ def leave(pg: GangProcessGroup) -> None:
     if pg not in _world.pg_map:
         return
     if _world.default_pg is pg:
-        distributed_c10d._update_default_pg(None)
+        _make_default(None)
     tag = _world.pg_to_tag.pop(pg)
     _world.tags_to_pg.pop(tag, None)
     for registered in (_world.pg_map, _world.pg_group_ranks, _world.pg_backend_config):
@@ -64,7 +67,7 @@ def follow_root(root: GangProcessGroup, gangs: Collection[Gang]) -> bool:
     if present is not None and not isinstance(present, GangProcessGroup):
         return False
     is_chosen = present is not None and present in _world.pg_map and present.gang in gangs
-    distributed_c10d._update_default_pg(present if is_chosen else root)
+    _make_default(present if is_chosen else root)
     return True
 
 
@@ -72,14 +75,44 @@ def set_default(pg: dist.ProcessGroup) -> None:
     """Make `pg`, whose ranks every mesh counts in, the default group.
 
     Raises:
-        InvalidOperationError: there is another one that is not a gang's.
+        InvalidOperationError: there is another one that is not a gang's; or one that is no fake gang's, and `pg` is.
     """
     present = _world.default_pg
     if present is pg:
         return
-    if present is not None and not isinstance(present, GangProcessGroup):
+    stays = not isinstance(present, GangProcessGroup) or (_is_fake(pg) and not _is_fake(present))
+    if present is not None and stays:
         raise InvalidOperationError(
             f"torch's default process group is another one, of {present.size()} ranks (the gang has {pg.size()}); "
             "destroy it first, or make the gangs from it."
         )
+    _make_default(pg)
+
+
+def drop_fake_default() -> None:
+    """Let torch have no default group, where that is a fake gang's."""
+    if _is_fake(_world.default_pg):
+        _make_default(None)
+
+
+def _is_fake(pg: dist.ProcessGroup | None) -> bool:
+    from elasticgang.gang.fake import FakeGang  # which needs what is here
+
+    return isinstance(pg, GangProcessGroup) and isinstance(pg.gang, FakeGang)
+
+
+def _make_default(pg: dist.ProcessGroup | None) -> None:
+    """While a fake gang's group is the default one, torch's `init_process_group`, which refuses to begin when there is
+    any, drops it first."""
     distributed_c10d._update_default_pg(pg)
+    replacement = _init_process_group if _is_fake(pg) else _torch_init_process_group
+    dist.init_process_group = distributed_c10d.init_process_group = replacement
+
+
+_torch_init_process_group = distributed_c10d.init_process_group
+
+
+@functools.wraps(_torch_init_process_group)
+def _init_process_group(*args: Any, **kwargs: Any) -> None:
+    drop_fake_default()
+    _torch_init_process_group(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from elasticgang.layout.axes import AXES, FAMILIES, MODEL_AXES, RUNTIME_GANGS, Axes, groups_over, groups_within
 from elasticgang.layout.grid import Grid, View
+from elasticgang.layout.integers import integer, integer_from
 from elasticgang.layout.layout import ParallelLayout
 from elasticgang.layout.planner import Member, Plan, plan
 from elasticgang.layout.seats import ModelCoordinates
@@ -20,5 +21,7 @@ __all__ = [
     "View",
     "groups_over",
     "groups_within",
+    "integer",
+    "integer_from",
     "plan",
 ]

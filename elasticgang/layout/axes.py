@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticgang.errors import LayoutError
+from elasticgang.layout.integers import integer_from
 
 AXES = ("pp", "rdp", "sdp", "tp")  # slowest-varying first
 MODEL_AXES = ("pp", "sdp", "tp")  # a seat's coordinates along these say which part of the model it holds
@@ -77,17 +78,20 @@ class Axes:
     rank_offset: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
+        shape, offset = tuple(self.shape), integer_from(0, self.rank_offset)
         object.__setattr__(self, "dim_names", tuple(self.dim_names))
-        if len(self.shape) != len(self.dim_names):
+        if len(shape) != len(self.dim_names):
             raise LayoutError(
-                f"`shape` must have one size for each of `dim_names`, but {list(self.shape)} has {len(self.shape)} "
+                f"`shape` must have one size for each of `dim_names`, but {list(shape)} has {len(shape)} "
                 f"and {list(self.dim_names)} has {len(self.dim_names)} instead."
             )
-        if not all(_is_at_least(1, size) for size in self.shape):
-            raise LayoutError(f"`shape` must hold integers of at least 1, but is {list(self.shape)} instead.")
-        if not _is_at_least(0, self.rank_offset):
+        sizes = [number for number in (integer_from(1, size) for size in shape) if number is not None]
+        if len(sizes) < len(shape):
+            raise LayoutError(f"`shape` must hold integers of at least 1, but is {list(shape)} instead.")
+        if offset is None:
             raise LayoutError(f"`rank_offset` must be an integer of at least 0, but is {self.rank_offset!r} instead.")
+        object.__setattr__(self, "shape", tuple(sizes))
+        object.__setattr__(self, "rank_offset", offset)
         for name in self.dim_names:
             if not name or KEY_SEPARATOR in name or VIEW_SEPARATOR in name:
                 raise LayoutError(f'A name in `dim_names` must not be empty or contain "-" or "/", but {name!r} does.')
@@ -140,10 +144,6 @@ class Axes:
     def _offsets(self, names: Sequence[str]) -> list[int]:
         indices = [self.dim_names.index(name) for name in names]
         return _sums([(self.shape[index], math.prod(self.shape[:index])) for index in indices])
-
-
-def _is_at_least(minimum: int, value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def as_list(dims: str | Sequence[str]) -> list[str]:

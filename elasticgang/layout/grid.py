@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elasticgang.errors import LayoutError
+from elasticgang.errors import GridTooLargeError, LayoutError
 from elasticgang.layout.axes import VIEW_SEPARATOR, Axes, as_list, refuse_repeated
 
 
@@ -27,7 +27,8 @@ class Grid:
     `world_size`: if given, the grid must lie within it.
 
     Raises:
-        LayoutError: see `Axes`; or the grid is larger than the world minus its offset.
+        LayoutError: see `Axes`.
+        GridTooLargeError: the grid is larger than the world minus its offset.
     """
 
     base: Axes
@@ -37,7 +38,7 @@ class Grid:
     def __post_init__(self) -> None:
         room = self.base.size if self.world_size is None else self.world_size - self.base.rank_offset
         if self.base.size > room:
-            raise LayoutError(
+            raise GridTooLargeError(
                 f"A grid of shape {list(self.base.shape)} at rank {self.base.rank_offset} must fit into the world, but "
                 f"has {self.base.size} ranks, and a world of {self.world_size} has {max(room, 0)} from there."
             )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from elasticgang.errors import LayoutError
 from elasticgang.layout.axes import FAMILIES, MODEL_AXES, RUNTIME_GANGS, Axes, refuse_repeated
 from elasticgang.layout.grid import Grid
+from elasticgang.layout.integers import integer_from
 
 _SEATS = tuple(reversed(MODEL_AXES))  # as seats are numbered within a replica group: fastest-varying first
 
@@ -47,9 +48,10 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         for name in (*MODEL_AXES, "min_replicas"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise LayoutError(f"`{name}` must be an integer of at least 1, but is {size!r} instead.")
+            size = integer_from(1, getattr(self, name))
+            if size is None:
+                raise LayoutError(f"`{name}` must be an integer of at least 1, but is {getattr(self, name)!r} instead.")
+            object.__setattr__(self, name, size)
         object.__setattr__(self, "within_host", _model_axes(self.within_host))
         object.__setattr__(self, "views", _factorisations(self.views, Axes((self.tp, self.sdp, self.pp), _SEATS)))
 
@@ -57,6 +59,17 @@ class ParallelLayout:
     def unit(self) -> int:
         """Seats in a replica group."""
         return self.pp * self.sdp * self.tp
+
+    @property
+    def num_needed(self) -> int:
+        """The fewest ranks that it can be trained with."""
+        return self.min_replicas * self.unit
+
+    @property
+    def sizes(self) -> str:
+        """Which of the sizes are not 1, for messages."""
+        named = {name: getattr(self, name) for name in (*MODEL_AXES, "min_replicas")}
+        return ", ".join(f"{name}={size}" for name, size in named.items() if size > 1) or "all sizes 1"
 
     @property
     def further_axes(self) -> tuple[str, ...]:

@@ -124,9 +124,10 @@ def _shortage(
         where.append(f"{elsewhere} on any host" + (f", in blocks of {size} to a host" if size > 1 else ""))
     lost = Counter(member.host for member in previous.seats if member.id not in present) if previous else {}
     return (
-        f"`min_replicas` of {layout.min_replicas} takes {layout.min_replicas * layout.unit} members"
-        + (f" (blocks of {size}, each on one host)" if size > 1 else "")
-        + f", but of {len(present)} present not enough fit: {missing} missing: {', '.join(where)}."
+        f"the layout ({layout.sizes}) needs {layout.num_needed} rank{'' if layout.num_needed == 1 else 's'}"
+        + (f", in blocks of {size} on one host each" if size > 1 else "")
+        + f"; {len(present)} {'is' if len(present) == 1 else 'are'} present, and {missing} more "
+        + f"{'is' if missing == 1 else 'are'} needed: {', '.join(where)}."
         + (f" Lost since the previous plan: {_on_hosts(lost)}." if lost else "")
     )
 

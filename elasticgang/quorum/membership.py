@@ -37,6 +37,7 @@ from elasticgang.errors import (
     CollectiveTimeoutError,
     EvictedError,
     GangError,
+    LayoutError,
     OperationalError,
     PeerLostError,
     StepAborted,
@@ -503,6 +504,11 @@ class AloneMembership:
     local_rank = 0
 
     def __init__(self, layout: ParallelLayout, device: torch.device) -> None:
+        if layout.num_needed > 1:
+            raise LayoutError(
+                f"the layout ({layout.sizes}) needs {layout.num_needed} ranks, but this process is alone; start it "
+                f"with `elasticgang run --nproc-per-node {layout.num_needed} ...`."
+            )
         self._layout = layout
         self._planned = plan([Member(self.member, "localhost")], layout)
         fakes = {name: FakeGang(device) for name in layout.further_axes}

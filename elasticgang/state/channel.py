@@ -18,6 +18,7 @@ from elasticgang.errors import WireError
 from elasticgang.state.tree import as_bytes
 
 HEAL_TIMEOUT_S = 30.0
+FORWARD_TIMEOUT_S = 600.0  # a guard: a forward that hangs is ended by the hang detector, its generation by a timeout
 CHUNK_BYTES = 4 << 20
 DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 64 << 20
@@ -64,17 +65,17 @@ def at_once(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def await_answer(sock: socket.socket, cancelled: Callable[[], bool]) -> None:
+def await_answer(sock: socket.socket, cancelled: Callable[[], bool], timeout_s: float = HEAL_TIMEOUT_S) -> None:
     """Until the source begins its step, and no longer than the generation lives: the source may have left it, and wait
     for this rank to do the same."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
-    deadline = time.monotonic() + HEAL_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not poll.poll(_CANCEL_POLL_MS):
         if cancelled():
             raise WireError("the generation ended before the source answered")
         if time.monotonic() > deadline:
-            raise WireError(f"the source did not answer within {HEAL_TIMEOUT_S:g} s")
+            raise WireError(f"the source did not answer within {timeout_s:g} s")
 
 
 def shut(sock: socket.socket) -> None:

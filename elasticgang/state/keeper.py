@@ -136,6 +136,7 @@ class Keeper:
         deadline = time.monotonic() + HOLD_TIMEOUT_S
         with self._changed:
             self._serving = None
+            self._changed.notify_all()
             while self._readers and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             for reader in self._readers:
@@ -150,6 +151,7 @@ class Keeper:
         self._forget_arrived()
         with self._changed:
             self._serving = None
+            self._changed.notify_all()
         self._closed.set()
         if self._listener is not None:
             channel.shut(self._listener)
@@ -219,10 +221,9 @@ class Keeper:
             try:
                 request = json.loads(channel.receive(sock, 1 << 16))
                 attempt = Attempt(*request["attempt"])
-                if not self._admit(reader, attempt, request["after"]):
-                    channel.send(
-                        sock, json.dumps({"refused": f"this rank holds {self._serving}, not {attempt}"}).encode()
-                    )
+                refusal = self._admit(reader, attempt, request["after"])
+                if refusal is not None:
+                    channel.send(sock, json.dumps({"refused": refusal}).encode())
                     return
                 if request.get("by_range"):
                     pull.serve(sock, attempt, self._aside, self._large(), self._digests)
@@ -235,16 +236,23 @@ class Keeper:
                     self._readers.discard(reader)
                     self._changed.notify_all()
 
-    def _admit(self, reader: _Reader, attempt: Attempt, after: bool) -> bool:
-        """Wait until this rank's step on `attempt` has begun, or its forward is done; from then on no apply happens
-        while it reads."""
+    def _admit(self, reader: _Reader, attempt: Attempt, after: bool) -> str | None:
+        """Wait until this rank's step on `attempt` has begun and, with `after`, until its forward is done, however long
+        that takes; from then on no apply happens while it reads. Otherwise why it may not read."""
         with self._changed:
-            admitted = self._changed.wait_for(
-                lambda: self._serving == attempt and (self._forward_done or not after), _READY_TIMEOUT_S
-            )
-            if admitted:
-                self._readers.add(reader)
-            return admitted
+            if not self._changed.wait_for(lambda: self._serving == attempt, _READY_TIMEOUT_S):
+                return f"it serves {_in_words(self._serving)}, not {_in_words(attempt)}"
+            if after:
+                ended = self._changed.wait_for(
+                    lambda: self._serving != attempt or self._forward_done, channel.FORWARD_TIMEOUT_S
+                )
+                if self._serving != attempt:
+                    return f"its step on {_in_words(attempt)} ended, and it serves {_in_words(self._serving)} now"
+                if not ended:
+                    limit = channel.FORWARD_TIMEOUT_S
+                    return f"the forward of its step on {_in_words(attempt)} did not end within {limit:g} s"
+            self._readers.add(reader)
+            return None
 
     def _send_state(self, sock: socket.socket, after: bool) -> None:
         state: dict[str, Any] = (
@@ -321,10 +329,14 @@ class Keeper:
         return None
 
 
+def _in_words(attempt: Attempt | None) -> str:
+    return "no state" if attempt is None else f"the state after step {attempt.step} of generation {attempt.generation}"
+
+
 def _fetch(source: str, attempt: Attempt, after: bool, cancelled: Callable[[], bool]) -> dict[str, Any]:
     with channel.connect(source) as sock:
         channel.send(sock, json.dumps({"attempt": list(attempt), "after": after}).encode())
-        channel.await_answer(sock, cancelled)
+        channel.await_answer(sock, cancelled, channel.HEAL_TIMEOUT_S + after * channel.FORWARD_TIMEOUT_S)
         manifest = json.loads(channel.receive(sock, channel.MAX_MANIFEST_BYTES))
         if "refused" in manifest:
             raise WireError(manifest["refused"])

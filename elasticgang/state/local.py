@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -35,9 +34,19 @@ def like(part: Any, parameter: Tensor) -> Any:
     return DTensor(part, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def num_replicas(tensor: Tensor) -> int:
-    """On how many ranks of its mesh each element of a DTensor is."""
+def stored(tensor: Tensor, *, summed: bool = False) -> Tensor:
+    """The local part, of which a sparse tensor stores only some elements. `summed`: each of them once, which is a copy
+    where the tensor has parts of one that are yet to be added."""
+    part = local(tensor)
+    if not part.is_sparse:
+        return part
+    return (part.coalesce() if summed else part)._values()
+
+
+def replicating_dims(tensor: Tensor | None) -> list[tuple[str, int]]:
+    """The dimensions of a DTensor's mesh along which all ranks have the same elements: their names and sizes."""
     if not isinstance(tensor, DTensor):
-        return 1
-    sizes = [tensor.device_mesh.size(dim) for dim, placed in enumerate(tensor.placements) if placed.is_replicate()]
-    return int(torch.tensor(sizes).prod()) if sizes else 1
+        return []
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return [(names[dim], mesh.size(dim)) for dim, placed in enumerate(tensor.placements) if placed.is_replicate()]

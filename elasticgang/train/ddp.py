@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torchft.process_group import ProcessGroupDummy
 
@@ -68,11 +69,17 @@ class DistributedDataParallel(nn.Module):
         it, a step in which there are some takes longer instead: torch's wrapper is built anew.
 
         Raises:
-            ValueError: `over` is neither "dp" nor "rdp".
+            ValueError: `over` is neither "dp" nor "rdp", or a parameter is a DTensor, which its reducer cannot take.
         """
         super().__init__()
         if over not in ("dp", "rdp"):
             raise ValueError(f'`over` must be "dp" or "rdp", but is {over!r} instead.')
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"the parameters of `module` must be plain tensors, but {name} is a DTensor; use "
+                    "`ShardedDataParallel`."
+                )
         self._over = over
         self.module = module
         self._manager = manager

@@ -1,18 +1,27 @@
-"""An optimizer whose `step` is a vote."""
+"""An optimizer whose `step` is a vote.
+
+A model's parameters may lie on several meshes, and plain ones beside them: torch has no operation over such a mixture,
+so that each gradient is divided and clipped in its local part.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from elasticgang.errors import NotSupportedError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.quorum.manager import QuorumManager
-from elasticgang.state.local import local, num_replicas
+from elasticgang.state.local import replicating_dims, stored
+
+log = logging.getLogger("elasticgang")
 
 _COMMUNICATING = frozenset({"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer"})
 
@@ -38,12 +47,12 @@ class Optimizer:
         _refuse_communicating(optimizer)
         self.optim = optimizer
         self._manager = manager
-        self._num_alike: dict[Tensor, int] = {}
+        self._axes_alike: dict[Tensor, set[str]] = defaultdict(set)
         for axis, parameters in (replicated or {}).items():
             if axis not in MODEL_AXES:
                 raise ValueError(f"`replicated` must name some of {', '.join(MODEL_AXES)}, but names {axis!r} instead.")
             for parameter in parameters:
-                self._num_alike[parameter] = self._num_alike.get(parameter, 1) * getattr(manager.layout, axis)
+                self._axes_alike[parameter].add(axis)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -79,24 +88,65 @@ class Optimizer:
 
     def _make_ready(self, total: float, max_norm: float | None, norm: float | None = None) -> None:
         """`norm`: of the whole model's gradient; None: of what is here."""
-        torch._foreach_div_(self._gradients(), total)
-        if max_norm is not None and norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters(), max_norm, torch.tensor(norm, dtype=torch.float64))
-        elif max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm)
+        by_kind: dict[Any, list[Tensor]] = defaultdict(list)
+        for gradient in self._gradients():
+            part = stored(gradient)
+            by_kind[part.device, part.dtype].append(part)
+        for parts in by_kind.values():
+            torch._foreach_div_(parts, total)
+        if max_norm is None:
+            return
+        whole = self._norm_here() if norm is None else torch.tensor(norm, dtype=torch.float64)
+        coefficient = torch.clamp(max_norm / (whole + 1e-6), max=1.0)
+        for (device, _), parts in by_kind.items():
+            torch._foreach_mul_(parts, coefficient.to(device))
+
+    def _norm_here(self) -> Tensor:
+        """The norm of all gradients, none of which is divided among ranks by the layout."""
+        by_mesh: dict[Any, list[Tensor]] = defaultdict(list)
+        for gradient in self._gradients():
+            if isinstance(gradient, DTensor) and gradient.device_mesh.size() > 1:
+                by_mesh[gradient.device_mesh].append(gradient)
+            else:
+                by_mesh[None].append(stored(gradient, summed=True))
+        norms = [torch.nn.utils.get_total_norm(of_mesh) for of_mesh in by_mesh.values()]
+        plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        return plain[0] if len(plain) == 1 else torch.nn.utils.get_total_norm(plain)
 
     def _apply(self) -> None:
+        self._split_mixed_lists()
         self.optim.step()
         self.optim.zero_grad(set_to_none=True)
+
+    def _split_mixed_lists(self) -> None:
+        """Let torch's optimizers take the parameters of a group one by one where plain ones are beside DTensors: their
+        `foreach` and `fused` forms, which `None` may choose, raise for such a list, in the middle of an apply."""
+        for index, group in enumerate(self.optim.param_groups):
+            asked = [form for form in ("foreach", "fused") if group.get(form)]
+            may_choose = "foreach" in group and group["foreach"] is None
+            if not (asked or may_choose) or len({isinstance(each, DTensor) for each in group["params"]}) < 2:
+                continue
+            group.update({form: False for form in ("foreach", "fused") if form in group})
+            if asked:
+                forms = " and ".join(f"`{form}`" for form in asked)
+                log.warning("parameter group %d has plain tensors beside DTensors: %s is turned off", index, forms)
 
     def _square(self) -> float:
         """This rank's part of the square of the gradient's norm: what several ranks have alike counts once."""
         square = 0.0
         for parameter in self._parameters():
             if parameter.grad is not None:
-                own = float(local(parameter.grad).to(torch.float64).square().sum())
-                square += own / (self._num_alike.get(parameter, 1) * num_replicas(parameter.grad))
+                part = stored(parameter.grad, summed=True)
+                own = float((torch.view_as_real(part) if part.is_complex() else part).to(torch.float64).square().sum())
+                square += own / self._num_alike(parameter)
         return square
+
+    def _num_alike(self, parameter: Tensor) -> int:
+        """The number of ranks that have each element of this rank's part of the gradient alike."""
+        known = replicating_dims(parameter.grad)
+        named = self._axes_alike.get(parameter, set()) - {name for name, _ in known}
+        sizes: list[int] = [size for _, size in known] + [getattr(self._manager.layout, axis) for axis in named]
+        return math.prod(sizes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none=set_to_none)

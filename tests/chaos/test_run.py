@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -118,6 +119,19 @@ THIS = str(Path(__file__))
 )
 def test_a_bad_command_line_is_refused_in_one_line(arguments: list[str], line: str) -> None:
     assert refused("run", *arguments) == line
+
+
+def test_the_version_is_printed_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from elasticgang.launch.cli import main\n"
+        "try:\n"
+        "    main(['--version'])\n"
+        "finally:\n"
+        "    assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout) == (0, f"elasticgang {version('elasticgang')}\n"), done.stderr
 
 
 @pytest.fixture

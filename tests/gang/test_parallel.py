@@ -195,13 +195,18 @@ def test_closing_closes_each_once_and_the_root_last() -> None:
 
 
 def test_a_grid_is_used_as_hyper_comm_grid() -> None:
-    """But that `backend` is the grid's, and options are given by keyword, where it creates."""
+    """But that options are given by keyword, where it creates."""
     wanted: dict[Callable[..., Any], str] = {
-        GangGrid: "shape, dim_names, rank_offset=0",
-        GangGrid.register_view: "self, name, shape, dim_names, shared_dims=()",
+        GangGrid: "shape, dim_names, rank_offset=0, backend=None",
+        GangGrid.register_view: "self, name, shape, dim_names, shared_dims=None",
         GangGrid.rank_groups: "self, dims",
         GangGrid.create_gang: "self, dims, *, timeout=None, pg_options=None, group_desc=None",
         GangGrid.get_gang: "self, dims",
+        GangGrid.create_pg: "self, dims, *, view=None",
+        GangGrid.get_pg: "self, dims, *, view=None",
+        GangGrid.get_rank_enum: "self, dims, *, view=None",
+        GangGrid.is_current_rank_in_grid: "self",
+        GangGrid.destroy: "self",
     }
     for function, text in wanted.items():
         theirs = list(inspect.signature(eval(f"lambda {text}: None")).parameters.values())

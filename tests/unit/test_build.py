@@ -142,6 +142,16 @@ def test_while_it_builds_a_gang_has_rank_and_size_and_says_nothing() -> None:
         call()
 
 
+def test_a_layout_that_needs_several_ranks_is_refused_to_one_that_is_alone() -> None:
+    layout = eg.ParallelLayout(sdp=2, tp=2, min_replicas=3)
+    with pytest.raises(eg.LayoutError) as caught:
+        AloneMembership(layout, CPU)
+    assert str(caught.value) == (
+        "the layout (sdp=2, tp=2, min_replicas=3) needs 12 ranks, but this process is alone; start it with "
+        "`elasticgang run --nproc-per-node 12 ...`."
+    )
+
+
 def test_the_norm_counts_what_several_ranks_have_alike_once() -> None:
     layout = eg.ParallelLayout()
     ours = QuorumManager(AloneMembership(layout, CPU), Keeper(), layout, CPU)

@@ -190,6 +190,70 @@ def test_what_forward_changed_is_waited_for(ranks: Ranks) -> None:
     assert learner.counter.state["count"] == 99
 
 
+class _WatchedCondition(threading.Condition):
+    """Says when somebody waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_on = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited_on.set()
+        return super().wait(timeout)
+
+
+def test_a_forward_that_takes_longer_than_a_step_takes_to_begin_is_waited_for(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.0)
+    source, learner = ranks(3), ranks(1)
+    source.keeper._changed = changed = _WatchedCondition()
+    source.keeper.begin(AT)
+    fetching = Background(lambda: learner.keeper.fetch_after([source.keeper.address], AT))
+    assert changed.waited_on.wait(DEADLINE_S)
+    with changed:  # so the wait has begun
+        source.counter.state["count"] = 99
+    source.keeper.forward_done()
+    load = fetching.result()
+    assert load is not None
+    load()
+    assert learner.counter.state["count"] == 99
+
+
+def test_a_refusal_says_what_is_served_or_what_is_waited_for(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusal(call: Callable[[], object]) -> str:
+        caplog.clear()
+        assert not call()
+        (record,) = caplog.records
+        return record.getMessage().partition(": ")[2]
+
+    monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(channel, "FORWARD_TIMEOUT_S", 0.05)
+    source, learner = ranks(3), ranks(1)
+    address = [source.keeper.address]
+    asked = "the state after step 3 of generation 2"
+    assert refusal(lambda: learner.keeper.heal(address, AT)) == f"it serves no state, not {asked}"
+    source.keeper.begin(Attempt(3, 1))
+    its = "the state after step 3 of generation 1"
+    assert refusal(lambda: learner.keeper.heal(address, AT)) == f"it serves {its}, not {asked}"
+    source.keeper.begin(AT)
+    waited = refusal(lambda: learner.keeper.fetch_after(address, AT))
+    assert waited == f"the forward of its step on {asked} did not end within 0.05 s"
+
+
+def test_a_wait_for_a_forward_ends_with_the_step(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    source, learner = ranks(3), ranks(1)
+    source.keeper._changed = changed = _WatchedCondition()
+    source.keeper.begin(AT)
+    fetching = Background(lambda: learner.keeper.fetch_after([source.keeper.address], AT))
+    assert changed.waited_on.wait(DEADLINE_S)
+    source.keeper.begin(Attempt(4, 2))
+    assert fetching.result() is None
+    assert "ended, and it serves the state after step 4 of generation 2 now" in caplog.text
+
+
 def test_what_forward_changed_comes_from_nobody_who_is_gone(ranks: Ranks) -> None:
     source, learner = ranks(3), ranks(1)
     source.keeper.begin(AT)

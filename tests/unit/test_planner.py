@@ -436,7 +436,7 @@ def test_too_few_members_are_counted() -> None:
     with pytest.raises(LayoutError) as caught:
         plan(crew(A="a b c"), ParallelLayout(sdp=2, min_replicas=3, within_host=()))
     assert str(caught.value) == (
-        "`min_replicas` of 3 takes 6 members, but of 3 present not enough fit: 3 missing: 3 on any host."
+        "the layout (sdp=2, min_replicas=3) needs 6 ranks; 3 are present, and 3 more are needed: 3 on any host."
     )
 
 
@@ -445,8 +445,8 @@ def test_hosts_that_lack_the_fewest_are_named() -> None:
     with pytest.raises(LayoutError) as caught:
         plan(members, ParallelLayout(tp=4, min_replicas=2))
     assert str(caught.value) == (
-        "`min_replicas` of 2 takes 8 members (blocks of 4, each on one host), but of 6 present not enough fit: "
-        "3 missing: 2 on B, 1 on A."
+        "the layout (tp=4, min_replicas=2) needs 8 ranks, in blocks of 4 on one host each; 6 are present, and 3 more "
+        "are needed: 2 on B, 1 on A."
     )
     assert plan([*members, *crew(A="x", B="y z")], ParallelLayout(tp=4, min_replicas=2)).size == 8
 
@@ -456,19 +456,19 @@ def test_what_no_host_lacks_may_come_anywhere_in_blocks() -> None:
     with pytest.raises(LayoutError) as caught:
         plan(crew(A="a"), ParallelLayout(tp=2, min_replicas=2), first)
     assert str(caught.value) == (
-        "`min_replicas` of 2 takes 4 members (blocks of 2, each on one host), but of 1 present not enough fit: "
-        "3 missing: 1 on A, 2 on any host, in blocks of 2 to a host. Lost since the previous plan: 2 on B, 1 on A."
+        "the layout (tp=2, min_replicas=2) needs 4 ranks, in blocks of 2 on one host each; 1 is present, and 3 more "
+        "are needed: 1 on A, 2 on any host, in blocks of 2 to a host. Lost since the previous plan: 2 on B, 1 on A."
     )
 
 
 def test_a_long_list_of_hosts_is_cut_short() -> None:
     members = [Member(f"m{index:02}", f"h{index:02}") for index in range(20)]
-    with pytest.raises(LayoutError, match=r"20 missing: 1 on h00, .* 1 on h07, 12 on 12 more hosts\.$"):
+    with pytest.raises(LayoutError, match=r"20 more are needed: 1 on h00, .* 1 on h07, 12 on 12 more hosts\.$"):
         plan(members, ParallelLayout(tp=2, min_replicas=20))
 
 
 def test_nobody_is_too_few() -> None:
-    with pytest.raises(LayoutError, match="1 missing: 1 on any host"):
+    with pytest.raises(LayoutError, match=r"needs 1 rank; 0 are present, and 1 more is needed: 1 on any host"):
         plan([], ParallelLayout())
 
 
