@@ -147,9 +147,12 @@ class CommProcess:
         *,
         store: str | None = None,
         timeout: float | None = None,
+        handshake: bool = False,
     ) -> None:
         """Replace all groups by `groups`, under the `prefix`, which no other generation may use, of the store (None:
-        the one it was started with). `timeout`: seconds for this and for each collective of the groups.
+        the one it was started with). `timeout`: seconds for this and for each collective of the groups. `handshake`:
+        return only when all peers have connected too, so that this rank may leave at once and none of them fails;
+        without it they must be able to configure anew.
 
         `on_error` is called, once per failed work, from the thread that learned of it, before the work ends.
 
@@ -159,7 +162,14 @@ class CommProcess:
         self._on_error = on_error
         specs = [{"name": spec.name, "rank": spec.rank, "size": spec.size} for spec in groups]
         self.timeout = timeout or self.timeout
-        message = {"kind": "configure", "prefix": prefix, "groups": specs, "store": store, "timeout_s": self.timeout}
+        message = {
+            "kind": "configure",
+            "prefix": prefix,
+            "groups": specs,
+            "store": store,
+            "timeout_s": self.timeout,
+            "handshake": handshake,
+        }
         if self.block is not None:
             self.block.configure([spec.name for spec in groups])
         self._send(message)
@@ -169,6 +179,7 @@ class CommProcess:
         self, prefix: str, group: GroupSpec, *, store: str | None = None, timeout: float | None = None
     ) -> None:
         """One more group beside those that are configured, under the `prefix` of the store; works of those go on.
+        Returns when all peers have connected too.
 
         Raises:
             GangError: a peer did not come, or the process was aborted meanwhile. Abort it.

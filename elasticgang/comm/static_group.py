@@ -69,7 +69,8 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
     """Made by `torch.distributed`. Thread-safe."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        """Block until all ranks of the group have met through `store`, at most `timeout` seconds.
+        """Block until all ranks of the group have met through `store`, at most `timeout` seconds. Any of them may
+        destroy the group or end as soon as it is made.
 
         Raises:
             GangError: a peer did not come.
