@@ -49,9 +49,10 @@ class _Shared:
             if comm is not self._comm:
                 return
             self._num_groups -= 1
-            if self._num_groups == 0:
-                self._comm = None
-                comm.close()
+            if self._num_groups:
+                return
+            self._comm = None
+        comm.close()  # it waits for callbacks, which may want the lock
 
 
 _shared = _Shared()
