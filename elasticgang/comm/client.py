@@ -4,14 +4,15 @@ P1  One `CommProcess` is one subprocess; it is never reused after `abort`. The n
 P2  After `abort` returned, every work has ended, and neither the process nor this side touches a caller's tensor.
 P3  A work ends exactly once: completed, failed by its group, or failed by the abort.
 P4  A completed work has written its outputs before any waiter is released.
-P5  A work that has a future (whose callbacks may do anything) is ended by the inbox's thread alone, which also reports
-    errors, and notices the death.
+P5  Callbacks of futures may do anything, also block. Threads of the inbox run them, which neither read nor serve
+    meanwhile (X4). The server alone reports errors and notices the death.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import select
@@ -38,12 +39,15 @@ from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalErr
 from elasticgang.gang.dtypes import reduced_dtype
 
 _REAP_TIMEOUT_S = 5.0
+_CALLBACKS_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 60.0
 _MAX_BODIES = 4096
 # Of Gloo, of its pairs that it closes then, of the store, of NCCL; not of TCP ("Connection timed out").
 _TIMED_OUT = re.compile(
     r"Timed out waiting|Application timeout|[Ww]ait timeout|timed out after|ran for \d+ milliseconds"
 )
+
+log = logging.getLogger("elasticgang")
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class CommProcess:
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._add_lock = threading.Lock()
-        self._ended = self._dead = self._has_died = False
+        self._ended = self._dead = self._has_died = self._has_slow_callback = False
         self._abort_error: GangError | None = None
         self._works: dict[int, CommWork] = {}
         self._next_id = 0
@@ -93,7 +97,7 @@ class CommProcess:
         self._sent_slabs: set[int] = set()
         self._replies: list[dict[str, Any]] = []
         self._replied = threading.Condition(self._lock)
-        self._found: deque[tuple[int, str | None]] = deque()  # P5
+        self._found: deque[tuple[int, str]] = deque()  # the errors of works, until the server reports them
         self._on_error: Callable[[GangError], None] = self.abort
         arguments = {"store": store, "host": host, "timeout_s": timeout, "block": self.block and self.block.index}
         with contextlib.ExitStack() as undo:
@@ -147,9 +151,12 @@ class CommProcess:
         *,
         store: str | None = None,
         timeout: float | None = None,
+        handshake: bool = False,
     ) -> None:
         """Replace all groups by `groups`, under the `prefix`, which no other generation may use, of the store (None:
-        the one it was started with). `timeout`: seconds for this and for each collective of the groups.
+        the one it was started with). `timeout`: seconds for this and for each collective of the groups. `handshake`:
+        return only when all peers have connected too, so that this rank may leave at once and none of them fails;
+        without it they must be able to configure anew.
 
         `on_error` is called, once per failed work, from the thread that learned of it, before the work ends.
 
@@ -159,7 +166,14 @@ class CommProcess:
         self._on_error = on_error
         specs = [{"name": spec.name, "rank": spec.rank, "size": spec.size} for spec in groups]
         self.timeout = timeout or self.timeout
-        message = {"kind": "configure", "prefix": prefix, "groups": specs, "store": store, "timeout_s": self.timeout}
+        message = {
+            "kind": "configure",
+            "prefix": prefix,
+            "groups": specs,
+            "store": store,
+            "timeout_s": self.timeout,
+            "handshake": handshake,
+        }
         if self.block is not None:
             self.block.configure([spec.name for spec in groups])
         self._send(message)
@@ -169,6 +183,7 @@ class CommProcess:
         self, prefix: str, group: GroupSpec, *, store: str | None = None, timeout: float | None = None
     ) -> None:
         """One more group beside those that are configured, under the `prefix` of the store; works of those go on.
+        Returns when all peers have connected too.
 
         Raises:
             GangError: a peer did not come, or the process was aborted meanwhile. Abort it.
@@ -189,9 +204,11 @@ class CommProcess:
 
     def close_groups(self, timeout: float) -> None:
         """End a generation without ending the process. Raises GangError when that fails, and when a work is under way,
-        which only a kill can end: abort it."""
+        which only a kill can end, or a callback runs, which may begin another: abort it."""
         if self.num_works:
             raise StaleGenerationError(f"{self.num_works} works are under way")
+        if not self._inbox.wait_for_callbacks(timeout):
+            raise StaleGenerationError("a callback of a collective has not returned")
         self._send({"kind": "close"})
         self._reply("configured", timeout, "close")
 
@@ -280,7 +297,9 @@ class CommProcess:
             self._sent_slabs.update(slab.id for slab in part)
 
     def abort(self, error: GangError) -> None:
-        """Kill the process, wait until it is dead, and fail every work with `error`. Idempotent, from any thread.
+        """Kill the process, wait until it is dead, and fail every work with `error`. Idempotent, from any thread. The
+        callbacks of works have returned too, except those that wait for something else: they are left to run after
+        `_CALLBACKS_TIMEOUT_S`. A callback that aborts waits for no other.
 
         Raises:
             OperationalError: it could not be reaped in time; the rank must exit, since its memory is not fenced (R3).
@@ -292,15 +311,27 @@ class CommProcess:
             if self._pidfd >= 0:  # closed otherwise, which a notice may come after
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        if threading.current_thread() is self._inbox.thread:
+        if self._inbox.is_served_here:
             dead = _exited(self._pidfd, _REAP_TIMEOUT_S)
         else:  # the descriptor belongs to the inbox, and after it to `close`
-            self._inbox.thread.join(2 * _REAP_TIMEOUT_S)
+            self._inbox.ring()
+            self._inbox.wait_ended(2 * _REAP_TIMEOUT_S)
             dead = self._dead
+            self._wait_for_callbacks()
         if (block := self.block) is not None:
             block.clear()
         if not dead:
             raise OperationalError(f"comm process {self.pid} was killed but not dead within {_REAP_TIMEOUT_S:g} s")
+
+    def _wait_for_callbacks(self) -> None:
+        """Once in vain."""
+        if not self._has_slow_callback and not self._inbox.wait_for_callbacks(_CALLBACKS_TIMEOUT_S):
+            self._has_slow_callback = True
+            log.warning(
+                "a callback of a collective still runs %g s after its comm process %d was killed: it is not waited for",
+                _CALLBACKS_TIMEOUT_S,
+                self.pid,
+            )
 
     @property
     def ended(self) -> bool:
@@ -325,6 +356,8 @@ class CommProcess:
         with self._lock:
             pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
+            if not self._has_slow_callback:
+                self._inbox.join(_REAP_TIMEOUT_S)
             with contextlib.suppress(ChildProcessError):  # a child only where this process owns the fork server
                 os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
             os.close(pidfd)
@@ -379,14 +412,10 @@ class CommProcess:
             self._replied.notify_all()
 
     def finished(self, id: int, reason: str | None) -> None:
-        work = self._works[id]
-        if reason is not None or work.has_future:
+        if reason is not None:
             self._found.append((id, reason))
             self._inbox.ring()
-        else:
-            self._complete(id)
-
-    def _complete(self, id: int) -> None:
+            return
         with self._lock:
             work = self._works.pop(id)
         self._end(work, None)
@@ -406,17 +435,13 @@ class CommProcess:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Now and then, by the inbox's thread."""
+        """Now and then, by the inbox's server."""
 
     def end_found(self) -> None:
         """The error of one work is that of all: the abort it leads to ends them."""
         while self._found:
             id, reason = self._found.popleft()
-            if id not in self._works:
-                continue
-            if reason is None:
-                self._complete(id)
-            else:
+            if id in self._works:
                 self._on_error(_translated(self._works[id].name, reason))
 
     def process_ended(self) -> None:

@@ -67,6 +67,9 @@ class NCCLWorker(Worker):
         store = PrefixStore(f"{prefix}/{group['name']}", client)
         return self._cuda.new_group(store, group["rank"], group["size"], self._device, timeout)
 
+    def _handshake(self, group: Any) -> None:
+        """None: NCCL connects with the first collective."""
+
     def _run(self, id: int, body: bytes) -> None:
         try:
             group, call, options, tensors, caller, pair = self._queue.get(body) or self._read(body)

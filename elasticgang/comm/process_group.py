@@ -125,7 +125,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         global_ranks: list[int] | None = None,
     ) -> None:
         """Become rank `rank` of `world_size`. Blocks until all have met, at most the timeout, which does not count how
-        long the first comm process takes to start.
+        long the first comm process takes to start. Any of them may leave or end as soon as it returns.
 
         `store_addr`: "host:port/prefix", of a `TCPStore`; no other configuration may use the prefix. The ids and ranks
         beyond `rank` and `world_size` are torchft's for its logs, and not needed here.
@@ -156,7 +156,8 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
             self._comm, self._error, self._closed = comm, None, False
         spec = GroupSpec(_GROUP, self._rank, self._size)
         try:
-            comm.configure(prefix, [spec], self._error_sink(comm), store=address, timeout=self._timeout)
+            fail = self._error_sink(comm)
+            comm.configure(prefix, [spec], fail, store=address, timeout=self._timeout, handshake=True)
         except GangError as error:
             has_died = comm.has_died
             self._fail(comm, error)

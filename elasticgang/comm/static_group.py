@@ -49,9 +49,10 @@ class _Shared:
             if comm is not self._comm:
                 return
             self._num_groups -= 1
-            if self._num_groups == 0:
-                self._comm = None
-                comm.close()
+            if self._num_groups:
+                return
+            self._comm = None
+        comm.close()  # it waits for callbacks, which may want the lock
 
 
 _shared = _Shared()
@@ -69,7 +70,8 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
     """Made by `torch.distributed`. Thread-safe."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        """Block until all ranks of the group have met through `store`, at most `timeout` seconds.
+        """Block until all ranks of the group have met through `store`, at most `timeout` seconds. Any of them may
+        destroy the group or end as soon as it is made.
 
         Raises:
             GangError: a peer did not come.

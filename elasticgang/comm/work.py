@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,8 @@ class Awaiting(Protocol):
     """Where works end: the process's `Inbox`."""
 
     def add_listeners(self, number: int) -> None: ...
+
+    def call_back(self, callback: Callable[[], None]) -> None: ...
 
     def wait_for(self, work: CommWork, timeout: float) -> bool: ...
 
@@ -48,12 +50,8 @@ class CommWork:
                 self._future = future
             return self._future
 
-    @property
-    def has_future(self) -> bool:
-        return self._future is not None
-
     def end(self, error: GangError | None) -> None:
-        """Once, by who has seen the end. P4: outputs first."""
+        """Once, by who has seen the end. P4: outputs first. P5: the future is left to the inbox's threads."""
         spans, self.spans = self.spans, []
         for span in spans[: len(self._outputs)]:
             if error is None:
@@ -67,8 +65,9 @@ class CommWork:
             for wake in self._wakes:
                 wake.set()
         if future is not None:
+            resolved = future
+            self._inbox.call_back(lambda: self._resolve(resolved))
             self._inbox.add_listeners(-1)
-            self._resolve(future)
 
     def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
         """With an error of its own: one that was raised has frames, with works and futures in them, and no collection

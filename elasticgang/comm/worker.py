@@ -4,6 +4,8 @@ W1  It never outlives its rank: a thread polls the rank's pidfd. Pipe or socket 
     own children may hold the other end.
 W2  The command loop starts works and never waits for one; a completion is a message, sent from Gloo's own thread.
 W3  It reads and writes only memory of the arena.
+W4  A rank may leave a group as soon as it is made (be killed, or end with the store's server), and no peer fails to
+    make it: a group with a handshake is made on a rank only when all ranks have connected.
 """
 
 from __future__ import annotations
@@ -318,19 +320,29 @@ class Worker:
         while len(self._stores) < len(command["groups"]):
             self._stores.append(self._connect(self._store))
         started = {
-            group["name"]: self._pool.submit(self._create_with, number, command["prefix"], group, self._timeout)
+            group["name"]: self._pool.submit(self._create_with, number, command, group)
             for number, group in enumerate(command["groups"])
         }
         self._groups = {name: future.result() for name, future in started.items()}
 
-    def _create_with(self, number: int, prefix: str, group: dict[str, Any], timeout: timedelta) -> Any:
+    def _create_with(self, number: int, command: dict[str, Any], group: dict[str, Any]) -> Any:
         """By a client that was made before: with a new one if that one's server has died. It never recovers."""
+        prefix = command["prefix"]
         try:
             self._stores[number].check([prefix])
         except RuntimeError:
             assert self._store is not None
             self._stores[number] = self._connect(self._store)
-        return self._create(self._stores[number], prefix, group, timeout)
+        made = self._create(self._stores[number], prefix, group, self._timeout)
+        if command["handshake"]:
+            self._handshake(made)
+        return made
+
+    def _handshake(self, group: Any) -> None:
+        """W4. A barrier of the group itself, not of the store, whose server may end with the first rank that is
+        through. A rank that leaves the barrier has written all that its peers still read there."""
+        if group.size() > 1:
+            group.barrier().wait()
 
     def _add(self, command: dict[str, Any]) -> None:
         """One more group beside those that are configured."""
@@ -339,7 +351,9 @@ class Worker:
         store = command["store"] or self._store
         assert store is not None
         timeout = timedelta(seconds=command["timeout_s"])
-        groups[group["name"]] = self._create(self._connect(store), command["prefix"], group, timeout)
+        made = self._create(self._connect(store), command["prefix"], group, timeout)
+        self._handshake(made)
+        groups[group["name"]] = made
 
     def _connect(self, store: str, timeout: timedelta | None = None) -> TCPStore:
         host, _, port = store.rpartition(":")

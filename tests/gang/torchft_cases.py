@@ -57,7 +57,8 @@ class WithInternals(ProcessGroupIsolatedGloo):
 
     @property
     def _future_thread(self) -> threading.Thread:
-        return self._present._inbox.thread
+        (thread,) = self._present._inbox._threads
+        return thread
 
     @property
     def _future_pipe(self) -> _Pipe:
