@@ -361,11 +361,12 @@ class Outside:
         if self._has_newcomer(report):
             wait_s, again_s = _ANNOUNCE_FIRST_S, _ANNOUNCE_S
         losing = asyncio.ensure_future(self._line.until_lost(asking))
+        announcing: asyncio.Future[Any] | None = None  # one at a time: a slow coordinator gets no heap of them
         try:
             while not losing.done():
                 await asyncio.wait([losing], timeout=wait_s)
-                if not losing.done():
-                    in_daemon(contact.announce, report)
+                if not losing.done() and (announcing is None or announcing.done()):
+                    announcing = in_daemon(contact.announce, report)
                 wait_s = again_s
             return losing.result()
         finally:
