@@ -294,6 +294,39 @@ def test_a_script_that_never_joins_may_end(tmp_path: Path) -> None:
         assert job.stderr == ""
 
 
+def test_an_abort_does_not_keep_a_rank_from_hearing_its_agent(tmp_path: Path) -> None:
+    """The second abort tells why rank 2 has left; meanwhile a callback holds up the reader of the comm process, whose
+    end the first one would wait for."""
+    setup = """import threading
+        is_held, let_go = threading.Event(), threading.Event()
+        def hold(future):
+            is_held.set()
+            let_go.wait(60)"""
+    body = """if step.index == 2 and not (here / "over").exists():
+                    work = manager.gangs.root.all_reduce(torch.ones(1), eg.ReduceOperation.SUM, async_op=True) \\
+                        if rank == 0 else None
+                    if rank == 0:
+                        held = work.get_future().then(hold)
+                        (here / "set").touch()
+                        is_held.wait(60)
+                        (here / "held").write_text("yes\\n")
+                        end = time.monotonic() + 5
+                        while "rank 2" not in manager._membership._aborted[1] and time.monotonic() < end:
+                            time.sleep(0.005)
+                        (here / "over").write_text(manager._membership._aborted[1])
+                        let_go.set()
+                    else:
+                        while not (here / "set").exists():
+                            time.sleep(0.005)
+                        manager.gangs.root.all_reduce(torch.ones(1), eg.ReduceOperation.SUM)"""
+    path = training(tmp_path, steps=8, setup=setup, body=body)
+    with Job(tmp_path, path, ranks=3) as job:
+        job.expect_file(tmp_path / "held")
+        os.kill(job.rank_pid(1), signal.SIGKILL)
+        assert job.wait() == 0, job.stderr
+        assert (tmp_path / "over").read_text() == "rank 2 lost a peer"
+
+
 # -- how it is ended
 
 TRAIN_FOR_EVER = 10**9
