@@ -162,7 +162,8 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for which a rank that others wait for may stand still in the script's own code before it is killed and "
         "restarted, at least 0.5; not while `manager.paused`, nor in its first steps (default: ten times the usual "
-        "step and twice the longest time that a rank stood still and got on by itself, but at least 30)",
+        "step and twice the longest time that a rank stood still and got on by itself, but at least 30). When all "
+        "ranks stand still for as long, none is killed, and a warning shows their Python stacks",
     )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="the training script")

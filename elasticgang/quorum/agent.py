@@ -24,6 +24,7 @@ from dataclasses import astuple
 from typing import Any
 
 from elasticgang.errors import OperationalError, WireError
+from elasticgang.quorum import stacks
 from elasticgang.quorum.changes import Changes, sentence
 from elasticgang.quorum.commit import Attempt
 from elasticgang.quorum.coordinator import Endpoint, reach
@@ -61,7 +62,7 @@ from elasticgang.quorum.newborn import Birth
 from elasticgang.quorum.nursery import Nursery
 from elasticgang.quorum.outside import Limits, Outside
 from elasticgang.quorum.owned import KeptCoordinator
-from elasticgang.quorum.progress import CommHung, Verdict
+from elasticgang.quorum.progress import CommHung, Standstill, Verdict
 from elasticgang.quorum.ranks import RankProcess, Ranks
 from elasticgang.quorum.roster import Roster, describe_exit
 from elasticgang.quorum.watch import Watch, kill_comm
@@ -101,6 +102,7 @@ class Agent:
         self._watch = Watch(job.hang_timeout)
         self._changes = Changes()
         self._counts: dict[str, int] = {}
+        self._is_reporting = False  # a standstill
 
     def run(self) -> int:
         """Raises OperationalError when the job could not be started; nothing is left running then."""
@@ -496,6 +498,29 @@ class Agent:
                 self._end_hung(self._ranks[verdict.member], verdict)
             if (waits := self._watch.news(now)) is not None:
                 self._world.tell_waits([list(astuple(wait)) for wait in waits])
+            if (standstill := self._watch.standstill()) is not None and not self._is_reporting:
+                self._is_reporting = True
+                self._background(self._report(standstill))
+
+    async def _report(self, standstill: Standstill) -> None:
+        """H5 of the hang detector: each rank's stack, on stderr and in the events. Nobody is killed."""
+        sources = {rank: source for rank in self._ranks.of(standstill.members) if (source := rank.stack_source())}
+        try:
+            found = await asyncio.gather(*(in_daemon(stacks.read, source) for source in sources.values()))
+        finally:
+            self._is_reporting = False
+        told = [(rank.local_rank, rank.pid, stack) for rank, stack in zip(sources, found, strict=True)]
+        stalled_s = standstill.stalled_ms / 1000
+        self._events.write(
+            "standstill",
+            stalled_s=stalled_s,
+            ranks=[{"local_rank": local_rank, "pid": pid, "stack": stack} for local_rank, pid, stack in told],
+        )
+        self._output.say(
+            f"elasticgang: warning: no rank of this host has made progress for {stalled_s:.1f} s. No rank waits for "
+            'another, so none is killed. Use `manager.paused("...")` around work that takes long. Their stacks, '
+            f"innermost frame first:\n{stacks.merge(told)}"
+        )
 
     def _hear_waits(self, agent: str, waits: list[list[Any]]) -> None:
         record = self._roster.record
