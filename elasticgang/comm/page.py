@@ -44,7 +44,7 @@ class Doing(enum.IntEnum):
     LEFT = 5
 
 
-_BEATS, _PULSE, _STEPS, _DOING, _PAUSED, _GENERATION, _COMM, _ENDING, _GOES, _COMMITTED, _HEIRS = range(11)
+_BEATS, _PULSE, _STEPS, _DOING, _PAUSED, _GENERATION, _COMM, _ENDING, _GOES, _COMMITTED, _HEIRS, _STEP = range(12)
 _STEP_BITS = 40  # of the word that names a committed attempt; the rest is the generation
 
 
@@ -179,6 +179,10 @@ class Page:
         """It is alive and gets on."""
         self._words[_BEATS] += 1
 
+    def begin_step(self, index: int) -> None:
+        self._words[_STEP] = index + 1
+        self.beat()
+
     def step_done(self) -> None:
         self._words[_STEPS] += 1
         self.beat()
@@ -286,6 +290,12 @@ class Page:
     def steps(self) -> int:
         """Steps that the rank has computed its share of, committed or not."""
         return self._words[_STEPS]
+
+    @property
+    def step(self) -> int | None:
+        """The index of the step that was begun last; None before the first."""
+        word = self._words[_STEP]
+        return word - 1 if word else None
 
     @property
     def committed(self) -> tuple[int, int]:
