@@ -1,7 +1,8 @@
 """The rank's side of its comm process.
 
 P1  One `CommProcess` is one subprocess; it is never reused after `abort`. The next generation takes the standby.
-P2  After `abort` returned, every work has ended, and neither the process nor this side touches a caller's tensor.
+P2  `kill` only marks and signals. After `abort` returned, every work has ended, and neither the process nor this side
+    touches a caller's tensor.
 P3  A work ends exactly once: completed, failed by its group, or failed by the abort.
 P4  A completed work has written its outputs before any waiter is released.
 P5  Callbacks of futures may do anything, also block. Threads of the inbox run them, which neither read nor serve
@@ -296,6 +297,18 @@ class CommProcess:
             socket.send_fds(self._sock, [json.dumps(message).encode()], [slab.fd for slab in part])
             self._sent_slabs.update(slab.id for slab in part)
 
+    def kill(self, error: GangError) -> None:
+        """Kill the process and do not wait for its death, after which the inbox's thread fails every work with `error`.
+        Nothing more is submitted. Idempotent, from any thread; never blocks."""
+        with self._replied:
+            first, self._ended = not self._ended, True
+            if first:
+                self._abort_error = error
+                self._replied.notify_all()
+            if self._pidfd >= 0:  # closed otherwise, which a notice may come after
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
     def abort(self, error: GangError) -> None:
         """Kill the process, wait until it is dead, and fail every work with `error`. Idempotent, from any thread. The
         callbacks of works have returned too, except those that wait for something else: they are left to run after
@@ -304,13 +317,7 @@ class CommProcess:
         Raises:
             OperationalError: it could not be reaped in time; the rank must exit, since its memory is not fenced (R3).
         """
-        with self._lock:
-            first, self._ended = not self._ended, True
-            if first:
-                self._abort_error = error
-            if self._pidfd >= 0:  # closed otherwise, which a notice may come after
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self.kill(error)
         if self._inbox.is_served_here:
             dead = _exited(self._pidfd, _REAP_TIMEOUT_S)
         else:  # the descriptor belongs to the inbox, and after it to `close`
@@ -453,6 +460,8 @@ class CommProcess:
         if unexpected:
             self._on_error(error)
         self._dead = _exited(self._pidfd, _REAP_TIMEOUT_S)  # M2: EOF may come before the last thread is gone
+        if (block := self.block) is not None:  # who has killed it may not wait, and the hang detector reads the block
+            block.clear()
         error = self._abort_error or error
         self._bury(error)
         with self._lock:

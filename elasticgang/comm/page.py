@@ -2,8 +2,9 @@
 
 A rank that is stopped, or whose threads all wait for the GIL, can tell nobody anything; what it has stamped stays.
 
-P1  Every word has one writer at a time: the rank's training thread, whoever holds the comm client's send lock, the
-    pulse thread, the agent, or the comm process of that block. A word is written whole.
+P1  Every word has one writer at a time: the rank's training thread, whoever holds the block's lock, the pulse thread,
+    the agent, or the comm process of that block. A word is read and written whole: a memoryview of format "Q" compiles
+    to one aligned 8-byte load or store. What belongs together is in one word (`commit`), or is checked (`groups`).
 P2  `submitted` is stamped before a collective is sent, `completed` before its end is told: what is under way is never
     missed.
 P3  A block is given back only once its comm process is dead, so that no earlier one stamps what a later one owns.
@@ -43,7 +44,7 @@ class Doing(enum.IntEnum):
     LEFT = 5
 
 
-_BEATS, _PULSE, _STEPS, _DOING, _PAUSED, _GENERATION, _COMM, _ENDING, _GOES, _COMMITTED, _HEIRS = range(11)
+_BEATS, _PULSE, _STEPS, _DOING, _PAUSED, _GENERATION, _COMM, _ENDING, _GOES, _COMMITTED, _HEIRS, _STEP = range(12)
 _STEP_BITS = 40  # of the word that names a committed attempt; the rest is the generation
 
 
@@ -102,7 +103,8 @@ class CommBlock:
             self._rows = {}
 
     def submitted(self, name: str, is_message: bool) -> None:
-        self._count(name, 3 if is_message else 1)
+        with self._lock:  # else a count of before `clear` could go to the group that has the row next
+            self._count(name, 3 if is_message else 1)
 
     # -- the comm process
 
@@ -143,13 +145,13 @@ class CommBlock:
     def groups(self) -> list[GroupStamps]:
         found = []
         for at in range(_BLOCK_HEAD, _BLOCK, _ROW):
-            if not self._words[at]:
+            group = self._words[at]
+            if not group:
                 break
             completed, messages_completed = self._words[at + 2], self._words[at + 4]  # P2: before what was submitted
-            stamps = GroupStamps(
-                self._words[at], self._words[at + 1], completed, self._words[at + 3], messages_completed
-            )
-            found.append(stamps)
+            stamps = GroupStamps(group, self._words[at + 1], completed, self._words[at + 3], messages_completed)
+            if self._words[at] == group:  # else the rank configures other groups at this moment
+                found.append(stamps)
         return found
 
 
@@ -176,6 +178,10 @@ class Page:
     def beat(self) -> None:
         """It is alive and gets on."""
         self._words[_BEATS] += 1
+
+    def begin_step(self, index: int) -> None:
+        self._words[_STEP] = index + 1
+        self.beat()
 
     def step_done(self) -> None:
         self._words[_STEPS] += 1
@@ -284,6 +290,12 @@ class Page:
     def steps(self) -> int:
         """Steps that the rank has computed its share of, committed or not."""
         return self._words[_STEPS]
+
+    @property
+    def step(self) -> int | None:
+        """The index of the step that was begun last; None before the first."""
+        word = self._words[_STEP]
+        return word - 1 if word else None
 
     @property
     def committed(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from elasticgang import environment
 from elasticgang.comm.page import PULSE_MS, Page
 from elasticgang.errors import GangError
-from elasticgang.quorum import wire
+from elasticgang.quorum import stacks, wire
 from elasticgang.quorum.drain import Drain
 from elasticgang.quorum.lease import Lease
 from elasticgang.quorum.link import RankContext, inherit
@@ -25,9 +25,10 @@ _MAX_TRACEBACK = 1 << 16
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
-    link, forks, page_fd, lease = fds
+    link, forks, page_fd, lease, stack_file = fds
     for name in environment.OF_A_RANK:  # what the agent was started with says nothing of this job
         os.environ.pop(name, None)
+    stacks.serve(stack_file)
     page = Page(page_fd)
     drain = Drain(page)
     told = socket.socket(fileno=os.dup(link))  # the script's ending is told here, joined or not

@@ -16,13 +16,15 @@ _RUN_EXAMPLES = """\
 examples:
   elasticgang run --nproc-per-node 4 train.py --lr 3e-4
       four ranks on this machine, with a coordinator of their own
-  elasticgang run --nproc-per-node 4 --max-restarts 3 -m package.train
-      a module; up to three failures of the script itself are forgiven
+  elasticgang run --nproc-per-node 4 --max-restarts 0 -m package.train
+      a module; its first failure ends the job
   elasticgang run --nnodes 2:4 --coordinator 10.0.0.1:29400 --job-id NAME --nproc-per-node 8 train.py
       the same on each host, with the coordinator that `elasticgang coordinator` runs on 10.0.0.1: starts with two
       hosts, grows to four; another host is a spare
 
-A rank that is killed is restarted and heals from its peers; it does not count against --max-restarts.
+A rank that is killed, or whose script fails, is restarted and heals from its peers. A kill does not count against
+--max-restarts. A failure ends the job, with its traceback, when the rank has never committed a step, when the step has
+failed before on any rank, and when --max-restarts is used up.
 Exit code: 0 when the job finished, 1 (or the script's own) when it failed, 2 when it could not be started,
 128+N when it was ended by signal N.
 """
@@ -128,10 +130,11 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "--max-restarts",
         "--max_restarts",
         type=int,
-        default=0,
+        default=3,
         metavar="N",
-        help="failures of the script itself (an exception, a non-zero exit, a crash) that the job survives; a rank "
-        "that is killed from outside is always restarted (default: %(default)s)",
+        help="restarts of each rank in an hour after failures of the script itself (an exception, a non-zero exit, a "
+        "crash); 0: the first failure ends the job. A rank that is killed from outside is always restarted (default: "
+        "%(default)s)",
     )
     run.add_argument(
         "--job-id",
@@ -173,7 +176,8 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for which a rank that others wait for may stand still in the script's own code before it is killed and "
         "restarted, at least 0.5; not while `manager.paused`, nor in its first steps (default: ten times the usual "
-        "step and twice the longest time that a rank stood still and got on by itself, but at least 30)",
+        "step and twice the longest time that a rank stood still and got on by itself, but at least 30). When all "
+        "ranks stand still for as long, none is killed, and a warning shows their Python stacks",
     )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="the training script")

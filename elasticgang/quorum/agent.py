@@ -25,6 +25,7 @@ from typing import Any
 
 from elasticgang import environment
 from elasticgang.errors import OperationalError, WireError
+from elasticgang.quorum import stacks
 from elasticgang.quorum.changes import Changes, sentence
 from elasticgang.quorum.commit import Attempt
 from elasticgang.quorum.coordinator import Endpoint, reach
@@ -53,6 +54,7 @@ from elasticgang.quorum.happenings import (
     Restart,
     Started,
     StartExpired,
+    TellFailure,
     Warn,
 )
 from elasticgang.quorum.job import Events, Job, Output
@@ -62,8 +64,9 @@ from elasticgang.quorum.newborn import Birth
 from elasticgang.quorum.nursery import Nursery
 from elasticgang.quorum.outside import Limits, Outside
 from elasticgang.quorum.owned import KeptCoordinator
-from elasticgang.quorum.progress import CommHung, Verdict
+from elasticgang.quorum.progress import CommHung, Standstill, Verdict
 from elasticgang.quorum.ranks import RankProcess, Ranks
+from elasticgang.quorum.restarts import Restarts
 from elasticgang.quorum.roster import Roster, describe_exit
 from elasticgang.quorum.watch import Watch, kill_comm
 
@@ -72,6 +75,7 @@ log = logging.getLogger("elasticgang")
 _START_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 0.5
 _DISMISS_TIMEOUT_S = 10.0
+_EXIT_TIMEOUT_S = 10.0  # after an exception
 _END_POLL_S = 0.005
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -100,8 +104,10 @@ class Agent:
         self._over = asyncio.Event()  # nobody is started any more
         self._code_when_empty = 0
         self._watch = Watch(job.hang_timeout)
+        self._restarts = Restarts(job.max_restarts)
         self._changes = Changes()
         self._counts: dict[str, int] = {}
+        self._is_reporting = False  # a standstill
 
     def run(self) -> int:
         """Raises OperationalError when the job could not be started; nothing is left running then."""
@@ -175,7 +181,7 @@ class Agent:
             host=endpoint.host,
             job=self._job.job_id,
             coordinator=endpoint.incarnation,
-            max_restarts=self._job.max_restarts,
+            restarts=self._restarts,
             num_ranks=self._job.num_ranks,
             num_spares=self._job.num_spares,
             min_agents=self._job.min_agents,
@@ -308,6 +314,8 @@ class Agent:
             case Restart(local_rank, delay_s):
                 self._num_starting += 1  # an empty host is not the end while somebody comes
                 self._background(self._restart(local_rank, delay_s, self._life))
+            case TellFailure(member, local_rank, step):
+                self._world.tell_failed(member, local_rank, step)
             case Dismiss(members, reason):
                 for rank in self._ranks.of(members):
                     self._dismiss(rank, reason)
@@ -328,9 +336,9 @@ class Agent:
         self._events.write("dismissed", member=rank.member, reason=reason)
         if rank.has_asked:
             self._ranks.send((rank.member,), "over")
-        self._loop.call_later(_DISMISS_TIMEOUT_S if rank.has_asked else 0.0, self._end_dismissed, rank.member)
+        self._loop.call_later(_DISMISS_TIMEOUT_S if rank.has_asked else 0.0, self._kill_member, rank.member)
 
-    def _end_dismissed(self, member: str) -> None:
+    def _kill_member(self, member: str) -> None:
         for rank in self._ranks.of((member,)):
             rank.kill()
 
@@ -467,8 +475,9 @@ class Agent:
                 if in_order and not finished:
                     self._changes.caused(f"rank {rank.local_rank} leaves", time.monotonic())
                 self._handle(Left(rank.member, finished, in_order, message["by_script"], message["num_steps"]))
-            case "failed":
+            case "failed":  # a thread of the script may keep the process from exiting, and so from its restart
                 rank.failure = message
+                self._loop.call_later(_EXIT_TIMEOUT_S, self._kill_member, rank.member)
             case kind:
                 raise WireError(f"unknown kind {kind!r}")
 
@@ -488,7 +497,18 @@ class Agent:
             how = describe_exit(status, is_early=rank.is_early and status == 0)
             self._changes.caused(f"rank {rank.local_rank} {how}", died_at, is_root=True)
         blameless = bool(failure and failure["blameless"])
-        self._handle(Exited(rank.member, status, blameless, rank.page.goes, rank.has_joined))
+        self._handle(
+            Exited(
+                rank.member,
+                status,
+                blameless,
+                goes=rank.page.goes,
+                joined=rank.has_joined,
+                raised=failure is not None and not blameless,
+                step=rank.page.step,
+                at_s=died_at,
+            )
+        )
         self._finish_when_empty()
 
     async def _watch_ranks(self) -> None:
@@ -501,6 +521,29 @@ class Agent:
                 self._end_hung(self._ranks[verdict.member], verdict)
             if (waits := self._watch.news(now)) is not None:
                 self._world.tell_waits([list(astuple(wait)) for wait in waits])
+            if (standstill := self._watch.standstill()) is not None and not self._is_reporting:
+                self._is_reporting = True
+                self._background(self._report(standstill))
+
+    async def _report(self, standstill: Standstill) -> None:
+        """H5 of the hang detector: each rank's stack, on stderr and in the events. Nobody is killed."""
+        sources = {rank: source for rank in self._ranks.of(standstill.members) if (source := rank.stack_source())}
+        try:
+            found = await asyncio.gather(*(in_daemon(stacks.read, source) for source in sources.values()))
+        finally:
+            self._is_reporting = False
+        told = [(rank.local_rank, rank.pid, stack) for rank, stack in zip(sources, found, strict=True)]
+        stalled_s = standstill.stalled_ms / 1000
+        self._events.write(
+            "standstill",
+            stalled_s=stalled_s,
+            ranks=[{"local_rank": local_rank, "pid": pid, "stack": stack} for local_rank, pid, stack in told],
+        )
+        self._output.say(
+            f"elasticgang: warning: no rank of this host has made progress for {stalled_s:.1f} s. No rank waits for "
+            'another, so none is killed. Use `manager.paused("...")` around work that takes long. Their stacks, '
+            f"innermost frame first:\n{stacks.merge(told)}"
+        )
 
     def _hear_waits(self, agent: str, waits: list[list[Any]]) -> None:
         record = self._roster.record

@@ -10,6 +10,11 @@ K3  Notices are a log in the store, written by compare-and-set: no gap can be le
 K4  Of those that got the same answer one works out the record; the others wait for it, for a while, and then do so
     themselves, one after the other. Which of them writes it is of no account.
 K5  Nothing that blocks is called on the agent's loop; what is heard is called back from threads.
+K6  A client of the store carries out one call at a time. Those that wait for a key (the watcher; a question that waits
+    for another agent's record) and those that must not be held up (the agent's own count, the failure detector) have a
+    client each. Questions and announcements share the endpoint's, on which nobody waits.
+K7  Questions and announcements run on several threads at once: what they learn of the record is behind `_lock`, which
+    is held for no call to the coordinator.
 """
 
 from __future__ import annotations
@@ -82,7 +87,8 @@ class Contact:
         self._job, self.agent = job, agent
         self._closed = threading.Event()
         self._outgoing: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
-        self._newest: dict[str, int] = {}
+        self._newest: dict[str, int] = {}  # of the posting thread
+        self._lock = threading.Lock()  # K7: of the five that follow
         self._announced = ("", 0)
         self._is_open = False
         self._read: tuple[str, Record | None] = ("", None)  # last, of the store's record
@@ -91,7 +97,9 @@ class Contact:
         try:
             self._lighthouse = LighthouseClient(endpoint.lighthouse, timedelta(seconds=timeout))
             self._beating = LighthouseClient(endpoint.lighthouse, timedelta(seconds=timeout))
-            self._counting, self._watching, self._posting = (connect(endpoint.address, timeout) for _ in range(3))
+            self._counting, self._detecting, self._watching, self._awaiting, self._posting = (
+                connect(endpoint.address, timeout) for _ in range(5)
+            )
             self._enlist()
             if record is not None:
                 bring(endpoint.store, record)
@@ -136,7 +144,7 @@ class Contact:
         try:
             self._wait_until_open()
             is_first = self._is_first(report)
-            text, agreed = self._read if is_first else self._restored(report.job)
+            text, agreed = self._last_read() if is_first else self._restored(report.job)
             if agreed is not None and is_for(agreed, report):
                 return agreed  # by a call that had timed out here
             is_member = agreed is not None and report.agent in agreed.agents
@@ -164,8 +172,9 @@ class Contact:
     def _is_first(self, report: Report) -> bool:
         """Whether it is the first question after the record that was read last, which was agreed with this agent:
         nothing has been agreed with it since."""
-        record, before = self._read[1], self._asked
-        self._asked = report.seen
+        with self._lock:
+            record, before = self._read[1], self._asked
+            self._asked = report.seen
         return record is not None and record.name == report.seen != before and report.agent in record.agents
 
     def _strange(self, record: Record | None, report: Report) -> str | None:
@@ -186,10 +195,13 @@ class Contact:
 
     def _wait_until_open(self) -> None:
         """C2 of `coordinator.py`."""
-        while not self._is_open and not self.endpoint.store.check([OPEN_KEY]):
+        with self._lock:
+            is_open = self._is_open
+        while not is_open and not self.endpoint.store.check([OPEN_KEY]):
             if self._closed.wait(_OPEN_POLL_S):
                 raise TimeoutError("the contact has ended")
-        self._is_open = True
+        with self._lock:
+            self._is_open = True
 
     def _propose(self, report: Report) -> list[QuorumMember] | None:
         """The proposal's agents. What they tell is where it costs those nothing that do not read it: every agent gets
@@ -223,7 +235,7 @@ class Contact:
         store, generation = self.endpoint.store, 1 if present is None else present.generation + 1
         wait_s = min(before, _MAX_TURNS) * _WAIT_FOR_RECORD_S
         try:
-            store.wait([_written_key(report.job, generation)], timedelta(seconds=wait_s))
+            self._awaiting.wait([_written_key(report.job, generation)], timedelta(seconds=wait_s))
         except DistStoreError:
             return None
         _, record = self._keep(store.get(record_key(report.job)).decode())
@@ -231,7 +243,7 @@ class Contact:
 
     def _publish(self, report: Report, proposal: Sequence[Report]) -> Record | Void | Lost:
         """Write the record that follows, unless another one has been written by now."""
-        present, parent = self._read
+        present, parent = self._last_read()
         if present and parent is None:
             return Void("the job's record in the store cannot be read")
         answer = follow(parent, report, proposal)
@@ -256,7 +268,8 @@ class Contact:
         """As `_present`, once the store has a record no older than the one that is held here: somebody may have written
         over it."""
         text, record = self._present(job)
-        held = self._held
+        with self._lock:
+            held = self._held
         if held is None or (record is not None and record.generation >= held.generation):
             return text, record
         bring(self.endpoint.store, held)
@@ -264,13 +277,19 @@ class Contact:
 
     def _keep(self, text: str, record: Record | None = None) -> tuple[str, Record | None]:
         """`record`: as which `text` reads, if that is known."""
-        read, held = self._read, self._held
-        if text != read[0]:
-            record = record or read_record(text)
-            read = self._read = (text, record)
-            if record is not None and (held is None or record.generation > held.generation):
+        last = self._last_read()
+        if text == last[0]:
+            return last
+        record = record or read_record(text)
+        with self._lock:
+            self._read = (text, record)
+            if record is not None and (self._held is None or record.generation > self._held.generation):
                 self._held = record
-        return read
+        return text, record
+
+    def _last_read(self) -> tuple[str, Record | None]:
+        with self._lock:
+            return self._read
 
     # -- notices
 
@@ -281,10 +300,11 @@ class Contact:
             store = self.endpoint.store
             job = _text_of(store, CURRENT_KEY) or report.job
             _, record = self._present(job) if job == self._job else present_record(store, job)
-            if record is None or (job, record.generation) == self._announced:
+            if record is None or not (job != report.job or has_newcomer(record, report)):
                 return
-            if job != report.job or has_newcomer(record, report):
-                self._announced = (job, record.generation)
+            with self._lock:
+                is_known, self._announced = self._announced == (job, record.generation), (job, record.generation)
+            if not is_known:
                 self.post({"kind": "join", "generation": record.generation}, job)
 
     def post(self, notice: dict[str, Any], job: str | None = None) -> None:
@@ -321,7 +341,7 @@ class Contact:
     def _beat(self) -> None:
         counted_at = 0.0
         while not self._closed.is_set():
-            record, now = self._read[1], time.monotonic()
+            record, now = self._last_read()[1], time.monotonic()
             many = record is not None and len(record.agents) > _MANY
             interval = _BEAT_INTERVAL_S * 2 if many else _BEAT_INTERVAL_S
             if now - counted_at > _COUNT_INTERVAL_S - interval / 2:
@@ -334,8 +354,9 @@ class Contact:
             self._closed.wait(interval)
 
     def counts(self, agents: Iterable[str]) -> dict[str, int]:
-        """How often each has shown itself to this incarnation. Raises OperationalError when that is away."""
-        store = self.endpoint.store
+        """How often each agent has shown itself to this incarnation: for the failure detector, which has a client of
+        its own (K6). Raises OperationalError when the coordinator is away."""
+        store = self._detecting
         keys = {agent: _count_key(self._job, agent) for agent in agents}
         try:
             if store.check(list(keys.values())):  # else one of them is waited for

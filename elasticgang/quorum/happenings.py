@@ -50,13 +50,18 @@ class Left:
 @dataclass(frozen=True)
 class Exited:
     """The process is gone. `status`: as of `subprocess`, negative for a signal. `blameless`: it ended with an error
-    that a lost peer caused. `goes`: it was asked to leave for good; `joined`: it has called `elasticgang.join`."""
+    that a lost peer caused. `goes`: it was asked to leave for good; `joined`: it has called `elasticgang.join`.
+    `raised`: its script has ended by an exception, whatever the status says. `step`: the one it began last. `at_s`: of
+    CLOCK_MONOTONIC."""
 
     member: str
     status: int
     blameless: bool = False
     goes: bool = False
     joined: bool = False
+    raised: bool = False
+    step: int | None = None
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,33 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class PeerFailed:
+    """The script of `member`, a process of that rank of another agent, has failed in `step`. It may come twice."""
+
+    agent: str
+    member: str
+    local_rank: int
+    step: int
+
+
+@dataclass(frozen=True)
 class Finished:
     """A member of another agent has done all steps."""
 
 
 Event = (
-    Started | NotStarted | Asked | Committed | Left | Exited | StartExpired | Noticed | HostLost | Finished | Answered
+    Started
+    | NotStarted
+    | Asked
+    | Committed
+    | Left
+    | Exited
+    | StartExpired
+    | Noticed
+    | HostLost
+    | PeerFailed
+    | Finished
+    | Answered
 )
 
 
@@ -145,6 +171,15 @@ class Restart:
 
 
 @dataclass(frozen=True)
+class TellFailure:
+    """Tell the other agents that the script of `member` has failed in `step`."""
+
+    member: str
+    local_rank: int
+    step: int
+
+
+@dataclass(frozen=True)
 class Dismiss:
     """The job is over for `members`, which hold no state: end them."""
 
@@ -174,4 +209,4 @@ class End:
     reason: str
 
 
-Instruction = Abort | NoticeJoin | Ask | Deliver | Restart | Dismiss | Fail | Warn | End
+Instruction = Abort | NoticeJoin | Ask | Deliver | Restart | TellFailure | Dismiss | Fail | Warn | End

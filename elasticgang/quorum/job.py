@@ -35,7 +35,7 @@ class Job:
     num_spares: int = 0
     coordinator: str | None = None
     connect_timeout: float = 10.0
-    max_restarts: int = 0
+    max_restarts: int = 3
     grace_period: float = 1.0
     collective_timeout: float = 60.0
     hang_timeout: float | None = None

@@ -102,10 +102,10 @@ class Line:
         if self._lease is not None:
             self._lease.begin(self._answered_at)
 
-    async def until_lost(self, waited: asyncio.Future[Any]) -> bool:
-        """Wait for `waited`. False: the contact was lost before."""
+    async def until_lost(self, waited: asyncio.Future[Any], limit_s: float | None = None) -> bool:
+        """Wait for `waited`. False: the contact was lost before, or `limit_s` has passed."""
         either: list[asyncio.Future[Any]] = [waited, self._lost]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         return waited.done()
 
     async def watch(self) -> None:
@@ -131,7 +131,9 @@ class Line:
                 continue
             looked_at = time.monotonic()
             counting = in_daemon(contact.counts, names) if names else _now({})
-            if not await self.until_lost(counting):
+            if not await self.until_lost(counting, _STUCK_S):
+                if contact is self.contact and not self._lost.done():
+                    self.hang_up(f"the coordinator at {self.address} does not answer the failure detector")
                 continue
             with contextlib.suppress(OperationalError):
                 incarnation, counts = contact.endpoint.incarnation, counting.result()

@@ -1,6 +1,7 @@
 """A rank's connection to its agent.
 
-L1  One thread reads; what it learns goes to a queue (records) or to two callbacks that only mark and kill.
+L1  One thread reads; what it learns goes to a queue (records) or to two callbacks that only mark and kill, and wait for
+    nothing.
 L2  When the agent is gone the rank has nobody to speak for it: the thread ends the rank's whole process group.
 """
 

@@ -377,7 +377,7 @@ class QuorumManager:
         if self._step is not None:
             raise InvalidOperationError(f"step {self._step.index} is still under way")
         self._step, self._failure = step, None
-        self._page.beat()
+        self._page.begin_step(step.index)
         self._ledger.begin()
         self._keeper.begin(self.tip)
 

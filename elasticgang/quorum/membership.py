@@ -3,7 +3,8 @@
 Used by the training thread alone, but for what is marked: an abort and a join notice come from the link's thread, an
 error from the comm process's reader.
 
-N1  Before this rank asks, its comm process of the old generation is dead, or has closed its groups (R3).
+N1  Before this rank asks, its comm process of the old generation is dead, or has closed its groups (R3): the training
+    thread waits for that in `_leave_generation`. The link's thread only marks the generation and sends the kill signal.
 N2  After it asked, it takes part in no older generation (R9): the groups are gone and the gangs unbound.
 N3  A generation is poisoned at most once, by its first error, and stays so.
 """
@@ -64,7 +65,7 @@ _COMM_TIMEOUT_S = 200.0  # with a fork server of this rank's own, and each start
 
 @dataclass
 class Generation:
-    """One generation as this rank lives it. `poison` and `submit` are thread-safe."""
+    """One generation as this rank lives it. `kill`, `poison`, `fence` and `submit` are thread-safe."""
 
     record: Record
     seat: Seat
@@ -78,11 +79,22 @@ class Generation:
         """Of the store's keys of this generation (R1)."""
         return f"{self.record.job}/{self.record.generation}/{self.record.digest}"
 
-    def poison(self, error: GangError) -> None:
-        """End the generation for this rank: kill the comm process, so that its peers notice at once."""
+    def kill(self, error: GangError) -> None:
+        """End the generation for this rank: mark it and kill the comm process, so that the peers notice at once. Never
+        blocks; `fence` waits for the death."""
         with self._lock:
             if self.error is None:
                 self.error = error
+        if self.comm is not None:
+            self.comm.kill(error)
+
+    def poison(self, error: GangError) -> None:
+        """`kill`, and wait until nothing of this generation touches a tensor any more."""
+        self.kill(error)
+        self.fence(error)
+
+    def fence(self, error: GangError) -> None:
+        """Wait until the comm process is dead and every work has ended, those under way by `error`."""
         if self.comm is not None:
             try:
                 self.comm.abort(error)
@@ -370,12 +382,14 @@ class ElasticMembership:
             gang.bind(None)
         if generation is None or generation.comm is None:
             return None
-        if generation.error is None:
+        error = generation.error
+        if error is None:
             try:
                 generation.comm.close_groups(_CLOSE_TIMEOUT_S)
                 return generation.comm
-            except GangError:
-                pass
+            except GangError as exc:
+                error = exc
+        generation.fence(error)
         generation.comm.close()
         return None
 
@@ -424,11 +438,11 @@ class ElasticMembership:
         return BoundGroup(self._group_name(ranks, name), generation, self._context.collective_timeout)
 
     def _on_abort(self, number: int, reason: str) -> None:
-        """On the link's thread."""
+        """On the link's thread, which must not wait: further notices and the next record come by it."""
         self._aborted = (number, reason)
         generation = self._generation
         if generation is not None and generation.record.generation <= number:
-            generation.poison(PeerLostError(reason))
+            generation.kill(PeerLostError(reason))
 
     def _on_join(self, number: int) -> None:
         """On the link's thread."""

@@ -16,16 +16,18 @@ from typing import Any
 from elasticgang.comm.forkserver import ForkServer, Spawned
 from elasticgang.comm.page import Page
 from elasticgang.errors import OperationalError
+from elasticgang.quorum import stacks
 from elasticgang.quorum.job import Output
 
 
 @dataclass(frozen=True)
 class Newborn(Spawned):
-    """The receiver owns `link` too."""
+    """The receiver owns `link` and `stack_file` too."""
 
     member: str
     link: socket.socket
     page: Page
+    stack_file: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Birth:
             given.enter_context(theirs)
             page = Page.create()
             given.callback(os.close, page)
+            stack_file = stacks.create_file()
+            failed.callback(os.close, stack_file)
             forks = given.enter_context(server.connect())
             stdio = output.open(self.local_rank)
             for descriptor in stdio:
@@ -61,12 +65,12 @@ class Birth:
             spawned = server.spawn(
                 "elasticgang.launch.child:main",
                 {**self.args, "member": member, "local_rank": self.local_rank},
-                fds=[theirs.fileno(), forks.fileno(), page, self.lease],
+                fds=[theirs.fileno(), forks.fileno(), page, self.lease, stack_file],
                 stdio=stdio,
                 name=f"eg-rank-{self.local_rank}",
                 env={**self.env, "LOCAL_RANK": str(self.local_rank)},
             )
             failed.callback(os.close, spawned.pidfd)
-            newborn = Newborn(spawned.pid, spawned.pidfd, member, ours, Page(page))
+            newborn = Newborn(spawned.pid, spawned.pidfd, member, ours, Page(page), stack_file)
             failed.pop_all()
         return newborn

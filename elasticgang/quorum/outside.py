@@ -19,7 +19,7 @@ from elasticgang.errors import OperationalError
 from elasticgang.quorum.contact import Contact, has_newcomer
 from elasticgang.quorum.coordinator import Endpoint
 from elasticgang.quorum.decide import Lost, Record, Report, Void
-from elasticgang.quorum.happenings import Answered, Event, Finished, HostLost, Noticed
+from elasticgang.quorum.happenings import Answered, Event, Finished, HostLost, Noticed, PeerFailed
 from elasticgang.quorum.lease import Lease
 from elasticgang.quorum.line import Hooks, Line, Others, in_daemon
 from elasticgang.quorum.roster import Roster
@@ -169,6 +169,9 @@ class Outside:
             self._told_finished = True
             self._tell("finished", to_all=True)
 
+    def tell_failed(self, member: str, local_rank: int, step: int) -> None:
+        self._tell("failed", agent=self.agent, member=member, local_rank=local_rank, step=step)
+
     def tell_waits(self, waits: list[list[Any]]) -> None:
         """To the other agents themselves: without a connection to them, the host is lost sooner than it hangs."""
         record = self._inside.roster.record
@@ -248,6 +251,10 @@ class Outside:
                     self._inside.say(f"elasticgang: job {self._job} has finished already: nothing is done here")
                 self._told_finished = True
                 self._inside.handle(Finished())
+            case "failed":
+                if (agent := str(notice["agent"])) != self.agent:
+                    local_rank, step = int(notice["local_rank"]), int(notice["step"])
+                    self._inside.handle(PeerFailed(agent, str(notice["member"]), local_rank, step))
             case "refused":
                 self._hear_refused(str(notice["agent"]), str(notice["reason"]), is_old)
             case kind:
@@ -361,11 +368,12 @@ class Outside:
         if self._has_newcomer(report):
             wait_s, again_s = _ANNOUNCE_FIRST_S, _ANNOUNCE_S
         losing = asyncio.ensure_future(self._line.until_lost(asking))
+        announcing: asyncio.Future[Any] | None = None  # one at a time: a slow coordinator gets no heap of them
         try:
             while not losing.done():
                 await asyncio.wait([losing], timeout=wait_s)
-                if not losing.done():
-                    in_daemon(contact.announce, report)
+                if not losing.done() and (announcing is None or announcing.done()):
+                    announcing = in_daemon(contact.announce, report)
                 wait_s = again_s
             return losing.result()
         finally:

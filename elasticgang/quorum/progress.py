@@ -9,6 +9,8 @@ H2  A collective that not all have come to is waited for by those that have, and
 H3  Time in the runtime's own waits does not count while the process lives (its pulse), nor does paused time, nor time
     in which the agent itself did not run.
 H4  A comm process that stands still, while its rank lives and needs it, is ended by itself. Without its rank, the rank.
+H5  When no member makes progress, and H1 finds nobody, that is reported, and nobody is killed: at the limit, and again
+    whenever it has lasted twice as long.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ class Reading:
     """What one member's page says. `beats` count what its training thread does, `pulses` grow while the process runs.
 
     `steps`: those that it has computed. `waits`: the training thread is in a wait of the runtime; `asks`: in that for
-    the next generation. `takes_part`: it has asked before, and not left. `generation`: the one entered last, 0 before
-    the first.
+    the next generation. `takes_part`: it has asked before, and not left; `has_left`: it has. `generation`: the one
+    entered last, 0 before the first.
     """
 
     member: str
@@ -72,6 +74,7 @@ class Reading:
     asks: bool = False
     paused: bool = False
     takes_part: bool = True
+    has_left: bool = False
     comm: Comm | None = None
 
 
@@ -109,11 +112,21 @@ class CommHung:
 Verdict = Hung | CommHung
 
 
+@dataclass(frozen=True)
+class Standstill:
+    """None of `members` has made progress for `stalled_ms` (H5)."""
+
+    members: tuple[str, ...]
+    stalled_ms: int
+
+
 @dataclass
 class _Seen:
-    """One member over time. `free_ms`: until when its time does not count. `*_ms`: when that last changed."""
+    """One member over time. `*_ms`: when that last changed. `moved_ms` moves on with time that does not count (H3);
+    `progressed_ms` does not."""
 
     reading: Reading
+    progressed_ms: int
     moved_ms: int
     pulsed_ms: int
     comm_ms: int
@@ -138,6 +151,7 @@ class Progress:
         self._looked_ms: int | None = None
         self._step_times_ms: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
         self._longest_ms = 0
+        self._reported_ms = 0  # of the present standstill
 
     @property
     def interval_ms(self) -> int:
@@ -166,6 +180,23 @@ class Progress:
                 del self._seen[verdict.member]
         return verdicts
 
+    def standstill(self) -> Standstill | None:
+        """H5, after a `look`. Members that have left do not count. One member at least is stopped, or in the script's
+        own code: waits of the runtime alone have deadlines of their own."""
+        members = [seen for seen in self._seen.values() if not seen.reading.has_left]
+        if not members:
+            return None
+        stalled_ms = self._clock_ms - max(seen.progressed_ms for seen in members)
+        if stalled_ms < self._reported_ms:
+            self._reported_ms = 0  # somebody got on meanwhile
+        limits = [self._limit_of(seen) for seen in members if not self._is_excused(seen)]
+        if not limits or any(seen.reading.paused for seen in members):
+            return None
+        if stalled_ms < max(*limits, self.limit_ms, 2 * self._reported_ms):
+            return None
+        self._reported_ms = stalled_ms
+        return Standstill(tuple(seen.reading.member for seen in members), stalled_ms)
+
     def waits(self) -> list[Wait]:
         """Whom the members here that are alive wait for."""
         return [wait for seen in self._seen.values() if self._is_alive(seen) for wait in _waits_of(seen.reading)]
@@ -180,7 +211,7 @@ class Progress:
         now = self._clock_ms
         seen = self._seen.get(reading.member)
         if seen is None:
-            return _Seen(reading, now, now, now, now)
+            return _Seen(reading, now, now, now, now, now)
         before, seen.reading = seen.reading, reading
         if reading.pulses != before.pulses:
             seen.pulsed_ms = now
@@ -188,11 +219,11 @@ class Progress:
             seen.comm_ms = now
         if _sign(reading) != _sign(before):
             self._learn(seen, before, reading)
-            seen.moved_ms = now
+            seen.moved_ms = seen.progressed_ms = now
         elif self._is_excused(seen):
             seen.moved_ms = max(seen.moved_ms, min(seen.pulsed_ms, now))
         if reading.paused:
-            seen.moved_ms = now
+            seen.moved_ms = seen.progressed_ms = now
         return seen
 
     def _learn(self, seen: _Seen, before: Reading, reading: Reading) -> None:
@@ -219,8 +250,8 @@ class Progress:
         return self._is_alive(seen) and (seen.reading.waits or under_way)
 
     def _judge(self, seen: _Seen, waits: Iterable[Wait]) -> Verdict | None:
-        now, limit = self._clock_ms, self.limit_ms
-        verdict = self._judge_comm(seen, limit)
+        now = self._clock_ms
+        verdict = self._judge_comm(seen, self.limit_ms)
         if verdict is not None:
             return verdict
         reading = seen.reading
@@ -228,12 +259,16 @@ class Progress:
         seen.awaited_ms = (now if seen.awaited_ms is None else seen.awaited_ms) if awaited else None
         if seen.awaited_ms is None or reading.paused:
             return None
-        if not reading.waits and reading.steps < _NUM_STEPS_UNARMED:
-            limit = max(limit, _FIRST_STEPS_MS if self._is_alive(seen) else _FLOOR_MS)
         stalled_ms = now - seen.moved_ms
         # That others have waited too, and not just come, tells one that hangs from all being slow.
-        is_over = self._is_over(stalled_ms, now - seen.awaited_ms, limit)
+        is_over = self._is_over(stalled_ms, now - seen.awaited_ms, self._limit_of(seen))
         return Hung(reading.member, stalled_ms) if is_over else None
+
+    def _limit_of(self, seen: _Seen) -> int:
+        """For how long this member may stand still."""
+        if seen.reading.waits or seen.reading.steps >= _NUM_STEPS_UNARMED:
+            return self.limit_ms
+        return max(self.limit_ms, _FIRST_STEPS_MS if self._is_alive(seen) else _FLOOR_MS)
 
     def _judge_comm(self, seen: _Seen, limit_ms: int) -> CommHung | None:
         """H4."""

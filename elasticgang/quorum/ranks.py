@@ -22,6 +22,7 @@ from elasticgang.quorum.commit import Attempt
 from elasticgang.quorum.job import Output
 from elasticgang.quorum.newborn import Birth
 from elasticgang.quorum.nursery import Nursery
+from elasticgang.quorum.stacks import StackSource
 
 _NOTHING = Attempt(0, 0)
 _LAST_WORDS_S = 0.5
@@ -38,6 +39,7 @@ class RankProcess:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     page: Page
+    stack_file: int
     committed: Attempt = _NOTHING
     status: int | None = None
     failure: dict[str, Any] | None = None
@@ -59,6 +61,12 @@ class RankProcess:
     def kill(self) -> None:
         """With all that belongs to it."""
         kill_group(self.pid)
+
+    def stack_source(self) -> StackSource | None:
+        """None: it is dead. The descriptors are its own, so that a thread may read while the rank is buried."""
+        if self.status is not None:
+            return None
+        return StackSource(self.pid, os.dup(self.pidfd), os.dup(self.stack_file))
 
 
 def kill_group(pid: int) -> None:
@@ -120,7 +128,9 @@ class Ranks:
         """Not heard before `follow`. Raises OperationalError: it could not be started."""
         born = await self._nursery.fork(lambda server: birth.start(server, self._output), is_own=True)
         reader, writer = await asyncio.open_unix_connection(sock=born.link)
-        rank = RankProcess(born.member, birth.local_rank, born.pid, born.pidfd, reader, writer, born.page)
+        rank = RankProcess(
+            born.member, birth.local_rank, born.pid, born.pidfd, reader, writer, born.page, born.stack_file
+        )
         self._by_member[rank.member] = rank
         self._output.follow(rank.local_rank, lambda: rank.page.committed[0])
         return rank
@@ -155,6 +165,7 @@ class Ranks:
             found = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED)
             if found is not None:
                 rank.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        rank.status = 1 if rank.status is None else rank.status
         os.close(rank.pidfd)
         self._nursery.release(rank.pid)
         died_at = time.monotonic()
@@ -166,7 +177,7 @@ class Ranks:
         await asyncio.wait([listener], timeout=_LAST_WORDS_S)
         listener.cancel()
         rank.writer.close()
-        rank.status = 1 if rank.status is None else rank.status
+        os.close(rank.stack_file)
         del self._by_member[rank.member]
         self._owner.bury(rank, died_at)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.quorum.commit import Attempt
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 

@@ -45,11 +45,14 @@ from elasticgang.quorum.happenings import (
     Noticed,
     NoticeJoin,
     NotStarted,
+    PeerFailed,
     Restart,
     Started,
     StartExpired,
+    TellFailure,
     Warn,
 )
+from elasticgang.quorum.restarts import Failure, Restarts
 
 _RETRY_VOID_S = 0.05
 _FREE_VOIDS = 10
@@ -89,7 +92,7 @@ class Roster:
     host: str
     job: str
     coordinator: str
-    max_restarts: int
+    restarts: Restarts
     num_ranks: int
     num_spares: int = 0
     address: str = ""
@@ -98,7 +101,6 @@ class Roster:
     record: Record | None = None
     known: Attempt | None = None
     finished: bool = False
-    failures: int = 0
     _layout: ParallelLayout | None = None
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     _num_void: int = 0
@@ -127,8 +129,10 @@ class Roster:
                 return self._not_started(local_rank, reason)
             case Asked():
                 return self._asked(event)
-            case Committed(_, attempt):
+            case Committed(member, attempt):
                 self._hear(attempt)
+                if member in self._ranks and attempt.step > 0:
+                    self.restarts.committed(self._ranks[member].local_rank)
                 return []
             case Left(member, finished, in_order, by_script, num_steps):
                 if member in self._ranks:
@@ -143,6 +147,9 @@ class Roster:
                 return self._noticed(event)
             case HostLost(agent):
                 return self._lose_host(agent)
+            case PeerFailed(agent, member, local_rank, step):
+                why = self.restarts.failed_elsewhere(member, f"rank {local_rank} of agent {agent}", step)
+                return [] if why is None else [Fail(1, why)]
             case Finished():
                 self.finished = True
                 return self._dismiss_the_rest() + self._ask_if_ready()
@@ -321,7 +328,7 @@ class Roster:
             instructions += self._abort(f"rank {rank.local_rank} {describe_exit(event.status, is_early=is_early)}")
         if rank.phase is not _Phase.LEFT and (self.record is None or rank.phase is not _Phase.STARTING):
             instructions += self._ask_if_ready()
-        by_kill = event.blameless or -event.status in _KILLS
+        by_kill = event.blameless or (-event.status in _KILLS and not event.raised)
         self._all_by_script = self._all_by_script and (rank.by_script or not event.goes)
         if event.goes and (event.status == 0 or by_kill):
             return instructions + self._end_if_too_few()
@@ -330,18 +337,33 @@ class Roster:
         if self.finished and by_kill:
             return instructions
         if not by_kill:
-            self.failures += 1
-            if rank.finished or self.failures > self.max_restarts:
-                code = event.status if event.status > 0 else 128 - event.status
-                allowed = f"; --max-restarts is {self.max_restarts}" if self.max_restarts else ""
-                return [Fail(code, f"rank {rank.local_rank} {describe_exit(event.status)}{allowed}")]
-            if self.finished:  # it failed before the others finished, and took longer to exit
-                return instructions
+            failed = self._failed(rank, event)
+            if self.finished or isinstance(failed[-1], Fail):  # it took longer to exit than the others to finish
+                return failed if isinstance(failed[-1], Fail) else instructions
+            instructions = [*failed, *instructions]
         if event.goes:
             return instructions + self._end_if_too_few()
         self._num_restarting += 1
         self._num_restarts += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
+
+    def _failed(self, rank: _Rank, event: Exited) -> list[Instruction]:
+        """The script has failed. The last instruction is Fail, unless the rank may be restarted."""
+        status = 1 if event.raised and event.status <= 0 else event.status  # it was killed while it exited
+        what = f"rank {rank.local_rank} {describe_exit(status)}"
+        code = status if status > 0 else 128 - status
+        if rank.finished:
+            return [Fail(code, what)]
+        reason = self.restarts.failed(Failure(event.member, rank.local_rank, event.step, event.at_s))
+        told: list[Instruction] = []
+        if event.step is not None and self.is_awaited():
+            told = [TellFailure(event.member, rank.local_rank, event.step)]
+        if reason is not None:
+            return [*told, Fail(code, what + reason)]
+        where = "before it began a step" if event.step is None else f"in step {event.step}"
+        number, allowed = self.restarts.num_recent(rank.local_rank), self.restarts.max_restarts
+        rest = "" if self.finished or event.goes else f": restart {number} of {allowed} that it has in an hour"
+        return [*told, Warn(f"{what} {where}{rest}")]
 
     def _warn_if_early(self, rank: _Rank, joined: bool) -> list[Instruction]:
         """Its script has ended well, as if the job were done."""

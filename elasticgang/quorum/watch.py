@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from elasticgang.comm.page import Doing, Page
-from elasticgang.quorum.progress import Comm, Progress, Reached, Reading, Verdict, Wait
+from elasticgang.quorum.progress import Comm, Progress, Reached, Reading, Standstill, Verdict, Wait
 
 _WAITS = frozenset({Doing.WAITING, Doing.ASKING, Doing.SPARE})
 
@@ -37,6 +37,10 @@ class Watch:
         readings = [read(member, page) for member, page in pages.items()]
         told = list(itertools.chain(*self._heard.values()))
         return self._progress.look(int(now_s * 1000), readings, told, finished=finished)
+
+    def standstill(self) -> Standstill | None:
+        """After a look: whether to report that nobody makes progress."""
+        return self._progress.standstill()
 
     # -- several agents
 
@@ -85,6 +89,7 @@ def read(member: str, page: Page) -> Reading:
         asks=doing is Doing.ASKING,
         paused=page.is_paused,
         takes_part=doing not in (Doing.STARTING, Doing.LEFT),
+        has_left=doing is Doing.LEFT,
         comm=comm,
     )
 

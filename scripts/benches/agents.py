@@ -36,6 +36,7 @@ from elasticgang.quorum.coordinator import Endpoint, reach
 from elasticgang.quorum.decide import MemberReport, Record
 from elasticgang.quorum.happenings import Abort, Ask, Asked, Deliver, Event, Exited, Fail, NoticeJoin, Restart, Started
 from elasticgang.quorum.outside import Limits, Outside
+from elasticgang.quorum.restarts import Restarts
 from elasticgang.quorum.roster import Roster
 
 _JOB = "bench"
@@ -60,7 +61,7 @@ class SimulatedAgent:
             host=f"host-{number:03}",
             job=_JOB,
             coordinator=endpoint.incarnation,
-            max_restarts=0,
+            restarts=Restarts(0),
             num_ranks=args.ranks,
             min_agents=args.agents,
         )

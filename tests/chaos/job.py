@@ -6,8 +6,8 @@ kills must end in the very bits of the run alone.
 `--faults` is a list of objects, each of which happens once in the life of the job, when the one before it has:
     at      one of PLACES
     rank    the local rank that gets there; null for whichever does first
-    kill    "self" (the default), "comm" (its comm process), "standby", "comms" (all comm processes of all ranks),
-            "forkserver", or a list of local ranks;
+    kill    "self" (the default), "raise" (OSError), "comm" (its comm process), "standby", "comms" (all comm processes
+            of all ranks), "forkserver", or a list of local ranks;
             to stand still for ever: "stop" (SIGSTOP), "stop-comm", "stop-all" (both), "lock", "gil"; or for the seconds
             of `for`: "busy", "paused";
             to go: "drain" (SIGTERM to itself), "leave" (`manager.leave()`);
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -138,8 +139,10 @@ class Faults:
         return bool(told) and manager.generation > int(told)
 
     def _do(self, what: str | list[int], seconds: float) -> None:
-        assert self.manager is not None or isinstance(what, list) or what in ("self", "drain")
+        assert self.manager is not None or isinstance(what, list) or what in ("self", "drain", "raise")
         match what:
+            case "raise":
+                raise OSError(errno.EIO, "a disk of this machine")
             case "lock":
                 threading.Semaphore(0).acquire()
             case "gil":

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,17 +18,19 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.contact import Contact, Heard, present_record
 from elasticgang.quorum.coordinator import Coordinator, Endpoint, reach, record_key
 from elasticgang.quorum.decide import NOTHING_SEEN, PROTOCOL, Lost, MemberReport, Record, Report, Void
+from elasticgang.quorum.line import Hooks, Line, Others
+from tests.support import Command, wait_until
 
 TIMEOUT_S = 20.0
 JOB = "job"
 
 
 class CountedStore:
-    """The real one, and the names of what it is asked."""
+    """The real one, and the names of what it is asked. `calls`: a list that several share."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, calls: list[str] | None = None) -> None:
         self._store = store
-        self.calls: list[str] = []
+        self.calls: list[str] = [] if calls is None else calls
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(self._store, name)
@@ -37,6 +44,7 @@ class Host:
     def __init__(self, agent: str, endpoint: Endpoint) -> None:
         self.store = cast(Any, CountedStore(endpoint.store))
         self.contact = Contact(replace(endpoint, store=self.store), JOB, agent, None, TIMEOUT_S)
+        self.contact._awaiting = cast(Any, CountedStore(self.contact._awaiting, self.store.calls))
         self.contact.start(Heard(beat=lambda _: None, notice=lambda *_: None, lost=lambda _: None))
         self._member = MemberReport(f"{agent}0", 0, "127.0.0.1:1")
         self.record: Record | None = None
@@ -96,6 +104,74 @@ def all_agree(hosts: Sequence[Host], lost: Sequence[str] = ()) -> Record:
         agreed: list[Record] = list(threads.map(lambda host: host.agrees(lost), hosts))
     assert agreed == [agreed[0]] * len(agreed)
     return agreed[0]
+
+
+def test_a_question_that_waits_for_a_record_does_not_delay_the_failure_detector(hosts: list[Host]) -> None:
+    """Four turns before this agent's: the longest wait there is, for a record that nobody writes."""
+    host = hosts[0]
+    assert host.record is not None
+    agents = ("A1", "A2", "A3", "A4", "a")
+    record = replace(host.record, agents=agents)
+    waiting = threading.Thread(target=host.contact._by_another, args=(host.report(), record, agents))
+    num_looks = 0
+    waiting.start()
+    while waiting.is_alive():
+        assert set(host.contact.counts("abc")) == set("abc")
+        num_looks += 1
+    assert num_looks > 20  # in a second; where both share a client, one look at most is through before the wait
+    assert host.store.calls[-1] == "wait"
+
+
+def test_a_coordinator_that_does_not_answer_the_failure_detector_is_given_up(tmp_path: Path) -> None:
+    """Nothing else looks at how long it takes to answer here."""
+
+    async def detect(coordinator: Command) -> str:
+        address = coordinator.stdout.split()[-1]
+        away: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        hooks = Hooks(lambda *_: None, away.set_result, lambda _: None, lambda: None)
+        line = Line(address, JOB, TIMEOUT_S, None, hooks)
+        await line.open(reach(address, TIMEOUT_S), "a")
+        coordinator.process.send_signal(signal.SIGSTOP)
+        tasks = [
+            asyncio.ensure_future(line.watch_others(lambda: Others(["b"], [], True), lambda _: None)),
+            asyncio.ensure_future(line.keep(lambda: "a", lambda: None)),
+        ]
+        try:
+            return await asyncio.wait_for(away, TIMEOUT_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    with Command(tmp_path, [sys.executable, "-m", "elasticgang", "coordinator", "--port", "0"]) as coordinator:
+        wait_until(lambda: coordinator.stdout.endswith("\n"), "the coordinator's address")
+        assert asyncio.run(detect(coordinator)).endswith("does not answer the failure detector")
+
+
+def test_threads_that_read_records_in_any_order_hold_the_newest(hosts: list[Host]) -> None:
+    """What is held is brought to a coordinator that has lost it: it never goes back."""
+    contact, record = hosts[0].contact, hosts[0].record
+    assert record is not None
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(100):
+            first = 10 * (number + 1)
+            records = [replace(record, generation=first + place) for place in range(8)]
+            with ThreadPoolExecutor(8) as threads:
+                list(threads.map(contact._keep, [each.text for each in reversed(records)]))
+            assert contact._held == records[-1]
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_an_announcement_by_several_threads_is_posted_once(hosts: list[Host]) -> None:
+    posted: list[dict[str, Any]] = []
+    contact = hosts[0].contact
+    contact.post = lambda notice, job=None: posted.append(notice)  # type: ignore[method-assign]
+    newcomer = replace(hosts[0].report(), members=(MemberReport("newcomer", 1, "127.0.0.1:2"),))
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(contact.announce, [newcomer] * 64))
+    assert posted == [{"kind": "join", "generation": 1}]
 
 
 def test_a_question_costs_the_store_little(hosts: list[Host]) -> None:

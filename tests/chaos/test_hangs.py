@@ -5,16 +5,21 @@ Where a rank stands still is decided by the job itself (`job.py`), so that each 
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticgang.launch.cli import main
 from tests.chaos.test_kills import NUM_STEPS, Fault, alone, at, check, run, soon
-from tests.support import Job
+from tests.chaos.test_run import training
+from tests.support import Job, is_alive, wait_until
 
 __all__ = ["alone"]  # the fixture
 
@@ -132,3 +137,76 @@ def test_a_pause_outlasts_the_collective_timeout(tmp_path: Path, alone: str) -> 
     job = run(tmp_path, faults, options=["--hang-timeout=1", "--collective-timeout=1.5"])
     check(job, faults, alone)
     assert hung(job) == []
+
+
+STUCK = {
+    "while True: pass": "while True: pass",
+    "time.sleep": "time.sleep(1000)",
+    "a lock that nobody releases": "wait_for_lock()",
+}
+
+
+def stuck(directory: Path, statement: str) -> Path:
+    """Every rank stands still in step 4, unless the file `go` is there."""
+    return training(
+        directory,
+        setup=f"""
+        import threading
+        def wait_for_lock():
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        def stand_still():
+            {statement}""",
+        body="""
+                if step.index == 4 and not (here / "go").exists():
+                    stand_still()""",
+        steps=8,
+    )
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_when_all_ranks_stand_still_their_stacks_are_told_and_nobody_is_killed(name: str, tmp_path: Path) -> None:
+    with Job(tmp_path, stuck(tmp_path, STUCK[name]), ranks=4, options=["--hang-timeout=1"]) as job:
+        reports = [job.expect("standstill", count=count) for count in (1, 2, 3)]
+        told = job.stderr
+        alive = [job.rank_pid(rank) for rank in range(4) if is_alive(job.rank_pid(rank))]
+    assert [report["stalled_s"] > limit_s for report, limit_s in zip(reports, (1, 2, 4), strict=True)] == [True] * 3
+    for report in reports:
+        assert [rank["local_rank"] for rank in report["ranks"]] == [0, 1, 2, 3]
+        assert {rank["pid"] for rank in report["ranks"]} == set(alive)
+        assert all("in stand_still" in rank["stack"] for rank in report["ranks"])
+    assert hung(job) == []
+    warning = told[told.index("elasticgang: warning: no rank of this host has made progress for 1.") :]
+    first = warning[: warning.find("elasticgang: warning", 1)]
+    assert re.search(r"^ranks 0, 1, 2, 3 \(pids \d+, \d+, \d+, \d+\):$", first, re.MULTILINE)
+    assert first.count("in stand_still") == 1  # one stack for all
+    assert "elasticgang/" not in first.partition("frame first:")[2]  # nothing of the runtime
+    assert told.count("warning: no rank") <= 3  # none between
+
+
+def test_when_all_ranks_are_stopped_that_is_told_and_they_go_on(tmp_path: Path) -> None:
+    path = stuck(
+        tmp_path, "(here / f'at-{rank}').touch(); [time.sleep(0.01) for _ in iter((here / 'go').exists, True)]"
+    )
+    with Job(tmp_path, path, ranks=4, options=["--hang-timeout=1"]) as job:
+        pids = [wait_until(lambda rank=rank: at_hold(job, rank), "the rank's stop") for rank in range(4)]  # type: ignore[misc]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        stopped = [{"local_rank": rank, "pid": pid, "stack": "stopped (state T)"} for rank, pid in enumerate(pids)]
+        wait_until(lambda: any(report["ranks"] == stopped for report in standstills(job)), "the report")
+        job.expect_line(f"ranks 0, 1, 2, 3 (pids {', '.join(map(str, pids))}): stopped (state T)")
+        (tmp_path / "go").touch()
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert job.wait() == 0, job.stderr
+    assert hung(job) == []
+    assert Counter(event["local_rank"] for event in job.events() if event["event"] == "spawned") == Counter(range(4))
+
+
+def at_hold(job: Job, rank: int) -> int | None:
+    return job.rank_pid(rank) if (job.directory / f"at-{rank}").exists() else None
+
+
+def standstills(job: Job) -> list[dict[str, Any]]:
+    return [event for event in job.events() if event["event"] == "standstill"]

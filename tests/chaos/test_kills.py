@@ -130,6 +130,12 @@ SCENARIOS: dict[str, list[Fault]] = {
         at("summed", 1, "comms"),
         at("voted", 0, "comms"),
     ],
+    "the script raises": [
+        at("body", 1, "raise", step=5),
+        at("summed", 2, "raise"),  # its gradients are in, and it has not voted
+        at("applied", 0, "raise"),
+        soon("built", 0, "raise"),  # as it comes back
+    ],
     "another rank during a generation change": [
         at("body", 1),
         soon("ask", 2),

@@ -15,6 +15,7 @@ from elasticgang.quorum.coordinator import Coordinator, Endpoint, reach
 from elasticgang.quorum.decide import MemberReport, Record
 from elasticgang.quorum.happenings import Abort, Ask, Asked, Deliver, Event, Exited, NoticeJoin, Started
 from elasticgang.quorum.outside import Limits, Outside
+from elasticgang.quorum.restarts import Restarts
 from elasticgang.quorum.roster import Roster
 
 TIMEOUT_S = 20.0
@@ -25,7 +26,7 @@ class Host:
     """The side of `outside.Inside`."""
 
     def __init__(self, agent: str, endpoint: Endpoint) -> None:
-        self.roster = Roster(agent, endpoint.host, JOB, endpoint.incarnation, max_restarts=0, num_ranks=2, min_agents=2)
+        self.roster = Roster(agent, endpoint.host, JOB, endpoint.incarnation, Restarts(0), num_ranks=2, min_agents=2)
         self.outside = Outside(self, endpoint, JOB, Limits(TIMEOUT_S, TIMEOUT_S), None)
         self.hangs = False
         self.said: list[str] = []

@@ -196,7 +196,8 @@ def test_an_exception_on_every_rank_is_shown_once_and_whole(tmp_path: Path) -> N
         assert job.stderr.count("Traceback (most recent call last)") == 1
         assert f'File "{path}", line' in job.stderr
         assert "runpy" not in job.stderr
-        assert re.search(r"elasticgang: error: rank \d exited with code 1$", job.stderr, re.MULTILINE)
+        reason = r"elasticgang: error: rank \d exited with code 1 before its first committed step$"
+        assert re.search(reason, job.stderr, re.MULTILINE)
 
 
 def test_nothing_is_told_after_why_the_job_has_failed(tmp_path: Path) -> None:
@@ -219,15 +220,84 @@ def test_an_exception_before_joining_is_shown_too(tmp_path: Path) -> None:
         assert job.stderr.count("ValueError: before") == 1
 
 
-def test_a_failure_within_the_number_that_is_forgiven_is_restarted(tmp_path: Path) -> None:
-    body = """if rank == 1 and step.index == 3 and not (here / "failed").exists():
+def test_a_rank_whose_script_fails_once_is_restarted_by_default(tmp_path: Path) -> None:
+    body = """if rank == 1 and step.index == 5 and not (here / "failed").exists():
                     (here / "failed").touch()
-                    raise RuntimeError("once")"""
-    path = training(tmp_path, steps=8, body=body, after='print("finished", manager.committed_steps)')
-    with Job(tmp_path, path, ranks=3, options=["--max-restarts", "1"]) as job:
+                    raise OSError("of this machine")
+                while rank != 1 and step.index == 7 and not (here / "back").exists():
+                    time.sleep(0.005)"""
+    setup = 'if rank == 1 and (here / "failed").exists(): (here / "back").touch()'
+    path = training(tmp_path, steps=9, setup=setup, body=body, after='print("finished", manager.committed_steps)')
+    with Job(tmp_path, path, ranks=3) as job:
         assert job.wait() == 0, job.stderr
-        assert job.stdout.count("finished 8") >= 2  # and the restarted one, if it came back in time
-        assert job.stderr.count("RuntimeError: once") == 1
+        assert job.stdout.count("finished 9") >= 2  # and the restarted one, if it came back in time
+        assert job.stderr.count("OSError: of this machine") == 1
+        assert "rank 1 exited with code 1 in step 5: restart 1 of 3 that it has in an hour" in job.stderr
+
+
+def test_a_step_in_which_the_script_fails_again_ends_the_job(tmp_path: Path) -> None:
+    """On every rank, so that the others fail when they try it without the first."""
+    path = training(tmp_path, steps=10**9, body='if step.index == 5: raise ValueError("of the script")')
+    with Job(tmp_path, path, ranks=3) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert job.stderr.count("ValueError: of the script") == 1
+        assert job.stderr.count("Traceback (most recent call last)") == 1
+        reason = r"elasticgang: error: rank \d exited with code 1 in step 5, in which rank \d had failed too$"
+        assert re.search(reason, job.stderr, re.MULTILINE)
+
+
+def test_a_rank_that_fails_whenever_it_comes_back_ends_the_job(tmp_path: Path) -> None:
+    setup = """if (here / "failed").exists() and rank == 1:
+            raise ValueError("when it builds")"""
+    body = """if rank == 1 and step.index == 5:
+                    (here / "failed").touch()
+                    raise OSError("of this machine")"""
+    with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=3) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert job.stderr.count("ValueError: when it builds") == 1
+        error = "elasticgang: error: rank 1 exited with code 1 before it began a step, again"
+        assert job.stderr.splitlines()[-1] == error
+
+
+def test_a_rank_that_fails_in_one_step_after_the_other_uses_up_its_restarts(tmp_path: Path) -> None:
+    body = """if rank == 1 and step.index >= 5:
+                    raise OSError(f"in step {step.index}")"""
+    path = training(tmp_path, steps=10**9, body=body)
+    with Job(tmp_path, path, ranks=2, options=["--max-restarts", "2"]) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert len(re.findall(r"^OSError: in step \d+$", job.stderr, re.MULTILINE)) == 3
+        error = "elasticgang: error: rank 1 exited with code 1; --max-restarts is 2 for each rank in an hour"
+        assert job.stderr.splitlines()[-1] == error
+        spawned = [event["local_rank"] for event in job.events() if event["event"] == "spawned"]
+        assert spawned.count(1) == 3
+
+
+def test_an_exception_while_the_model_is_built_ends_the_job_at_once(tmp_path: Path) -> None:
+    with Job(tmp_path, training(tmp_path, setup='if rank == 1: raise ValueError("while it builds")'), ranks=3) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert job.stderr.count("ValueError: while it builds") == 1
+        error = "elasticgang: error: rank 1 exited with code 1 before its first committed step"
+        assert job.stderr.splitlines()[-1] == error
+        spawned = [event["local_rank"] for event in job.events() if event["event"] == "spawned"]
+        assert spawned.count(1) == 1
+
+
+def test_a_rank_that_raises_and_does_not_exit_has_failed_when_it_is_killed(tmp_path: Path) -> None:
+    """A thread of the script holds up its exit."""
+    setup = """import threading"""
+    body = """if rank == 1 and step.index == 5:
+                    threading.Thread(target=time.sleep, args=(600,)).start()
+                    raise ValueError("and a thread is left")"""
+    path = training(tmp_path, steps=10**9, setup=setup, body=body)
+    with Job(tmp_path, path, ranks=2, options=["--max-restarts", "0"]) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert job.stderr.count("ValueError: and a thread is left") == 1
+        assert job.stderr.splitlines()[-1] == "elasticgang: error: rank 1 exited with code 1; --max-restarts is 0"
 
 
 def test_a_rank_that_is_interrupted_by_itself_is_restarted_as_after_any_kill(tmp_path: Path) -> None:
@@ -241,9 +311,9 @@ def test_a_rank_that_is_interrupted_by_itself_is_restarted_as_after_any_kill(tmp
         assert "Traceback" not in job.stderr
 
 
-def test_a_failure_that_is_not_forgiven_ends_the_others(tmp_path: Path) -> None:
+def test_without_restarts_the_first_failure_ends_the_others(tmp_path: Path) -> None:
     path = training(tmp_path, steps=10**9, body='if rank == 1 and step.index == 3: raise RuntimeError("once")')
-    with Job(tmp_path, path, ranks=3) as job:
+    with Job(tmp_path, path, ranks=3, options=["--max-restarts", "0"]) as job:
         assert job.wait() == 1
         job.assert_nothing_left()
         assert job.stderr.count("RuntimeError: once") == 1
@@ -306,6 +376,39 @@ def test_a_script_that_never_joins_may_end(tmp_path: Path) -> None:
             f"[rank {rank} step 0] argv ['--lr', '3e-4', '-x'] rank {rank} of 2 __main__" for rank in range(2)
         ]
         assert job.stderr == ""
+
+
+def test_an_abort_does_not_keep_a_rank_from_hearing_its_agent(tmp_path: Path) -> None:
+    """The second abort tells why rank 2 has left; meanwhile a callback holds up the reader of the comm process, whose
+    end the first one would wait for."""
+    setup = """import threading
+        is_held, let_go = threading.Event(), threading.Event()
+        def hold(future):
+            is_held.set()
+            let_go.wait(60)"""
+    body = """if step.index == 2 and not (here / "over").exists():
+                    work = manager.gangs.root.all_reduce(torch.ones(1), eg.ReduceOperation.SUM, async_op=True) \\
+                        if rank == 0 else None
+                    if rank == 0:
+                        held = work.get_future().then(hold)
+                        (here / "set").touch()
+                        is_held.wait(60)
+                        (here / "held").write_text("yes\\n")
+                        end = time.monotonic() + 5
+                        while "rank 2" not in manager._membership._aborted[1] and time.monotonic() < end:
+                            time.sleep(0.005)
+                        (here / "over").write_text(manager._membership._aborted[1])
+                        let_go.set()
+                    else:
+                        while not (here / "set").exists():
+                            time.sleep(0.005)
+                        manager.gangs.root.all_reduce(torch.ones(1), eg.ReduceOperation.SUM)"""
+    path = training(tmp_path, steps=8, setup=setup, body=body)
+    with Job(tmp_path, path, ranks=3) as job:
+        job.expect_file(tmp_path / "held")
+        os.kill(job.rank_pid(1), signal.SIGKILL)
+        assert job.wait() == 0, job.stderr
+        assert (tmp_path / "over").read_text() == "rank 2 lost a peer"
 
 
 # -- how it is ended

@@ -362,3 +362,88 @@ def test_the_first_steps_raise_nothing() -> None:
     host.steps(1, 120_000)
     host.steps(8, 250)
     assert host.progress.limit_ms == 30_000
+
+
+# -- nobody makes progress
+
+
+def reports(host: Host, for_ms: int, each: Callable[[], None] = lambda: None) -> list[int]:
+    """When a standstill was reported, in ms from now; it has lasted for so long, and names all members."""
+    began_ms, found = host.now_ms, []
+
+    def look() -> None:
+        each()
+        if (standstill := host.progress.standstill()) is not None:
+            assert standstill.members == tuple(rank.name for rank in host.ranks)
+            assert standstill.stalled_ms == host.progress._clock_ms - max(
+                seen.progressed_ms for seen in host.progress._seen.values()
+            )
+            found.append(host.now_ms - began_ms)
+
+    assert host.run(for_ms, look) == []
+    return found
+
+
+def test_a_standstill_of_all_in_their_own_code_is_reported_at_growing_intervals(host: Host) -> None:
+    found = reports(host, 20 * LIMIT_MS)
+    assert [round(at_ms / LIMIT_MS) for at_ms in found] == [1, 2, 4, 8, 16]
+    assert found[0] >= LIMIT_MS
+
+
+def test_a_standstill_of_stopped_ranks_is_reported_wherever_they_stand(host: Host) -> None:
+    host.all_reduce(host.ranks[:3])  # they had asked their comm process for something
+    host[0].set(waits=True)
+    for rank in host.ranks:
+        rank.stopped = rank.comm_stopped = True
+    assert [round(at_ms / LIMIT_MS) for at_ms in reports(host, 5 * LIMIT_MS)] == [1, 2, 4]
+
+
+def test_a_new_standstill_is_reported_after_the_limit_again(host: Host) -> None:
+    assert len(reports(host, 9 * LIMIT_MS)) == 4
+    host[1].beat()
+    assert [round(at_ms / LIMIT_MS) for at_ms in reports(host, 3 * LIMIT_MS)] == [1, 2]
+
+
+def test_one_that_gets_on_is_no_standstill(host: Host) -> None:
+    assert reports(host, 5 * LIMIT_MS, host[3].beat) == []
+
+
+def test_a_pause_of_one_is_no_standstill(host: Host) -> None:
+    host[3].set(paused=True)
+    assert reports(host, 5 * LIMIT_MS) == []
+    host[3].set(paused=False)
+    assert len(reports(host, LIMIT_MS + 200)) == 1
+
+
+def test_waits_of_the_runtime_alone_are_no_standstill(host: Host) -> None:
+    """They have deadlines, and reports, of their own."""
+    for rank in host.ranks:
+        rank.set(waits=True)
+    assert reports(host, 5 * LIMIT_MS) == []
+
+
+def test_one_that_the_others_wait_for_is_hung_and_no_standstill(host: Host) -> None:
+    host.all_reduce(host.ranks[:3])
+    reported = []
+    assert names(host.run(10_000, lambda: reported.append(host.progress.standstill()))) == ["d"]
+    assert set(reported) == {None}
+
+
+def test_those_that_have_left_do_not_stand_still(host: Host) -> None:
+    for rank in host.ranks:
+        rank.set(takes_part=False, has_left=True)
+    assert reports(host, 5 * LIMIT_MS) == []
+
+
+def test_a_standstill_before_the_first_steps_is_reported_late() -> None:
+    """Data is loaded, and code compiled."""
+    host = Host("a", "b")
+    for rank in host.ranks:
+        rank.set(takes_part=False, generation=0, steps=0)
+    assert [round(at_ms / 600_000) for at_ms in reports(host, 1_300_000)] == [1, 2]
+
+
+def test_time_in_which_the_agent_did_not_run_is_no_standstill(host: Host) -> None:
+    assert reports(host, LIMIT_MS // 2) == []
+    host.now_ms += 100 * LIMIT_MS
+    assert reports(host, LIMIT_MS // 4) == []

@@ -31,11 +31,14 @@ from elasticgang.quorum.happenings import (
     Noticed,
     NoticeJoin,
     NotStarted,
+    PeerFailed,
     Restart,
     Started,
     StartExpired,
+    TellFailure,
     Warn,
 )
+from elasticgang.quorum.restarts import Restarts
 from elasticgang.quorum.roster import Roster, describe_exit
 
 LAYOUT = ParallelLayout()
@@ -64,7 +67,7 @@ class Host:
 
     def __init__(self, num_ranks: int = 3, max_restarts: int = 0) -> None:
         self.roster = Roster(
-            agent="a", host="host", job="job", coordinator="c", max_restarts=max_restarts, num_ranks=num_ranks
+            agent="a", host="host", job="job", coordinator="c", restarts=Restarts(max_restarts), num_ranks=num_ranks
         )
 
     def start(self, *members: str) -> None:
@@ -87,6 +90,13 @@ class Host:
         self, member: str, status: int = KILLED, *, blameless: bool = False, goes: bool = False
     ) -> list[Instruction]:
         return self.roster.handle(Exited(member, status, blameless, goes))
+
+    def raises(self, member: str, step: int | None, status: int = 1, *, goes: bool = False) -> list[Instruction]:
+        return self.roster.handle(Exited(member, status, goes=goes, raised=True, step=step))
+
+    def commits(self, *members: str, step: int = 1) -> None:
+        for member in members:
+            assert self.roster.handle(Committed(member, Attempt(step, 1))) == []
 
     def leaves(self, member: str, *, finished: bool, in_order: bool = False, num_steps: int = 0) -> list[Instruction]:
         """`num_steps`: by `manager.leave()`, of so many."""
@@ -367,9 +377,13 @@ def test_one_that_is_to_go_is_not_started_again_however_it_ends(status: int) -> 
 
 def test_one_that_is_to_go_and_fails_has_failed() -> None:
     host = running()
-    assert host.exits("a1", 3, goes=True)[-1] == Fail(3, "rank 1 exited with code 3")
+    assert host.exits("a1", 3, goes=True)[-1] == Fail(3, "rank 1 exited with code 3; --max-restarts is 0")
     host = running(max_restarts=1)
-    assert not any(isinstance(done, Restart) for done in host.exits("a1", 3, goes=True))
+    host.commits("a1")
+    assert host.raises("a1", 4, goes=True) == [
+        Warn("rank 1 exited with code 1 in step 4"),
+        Abort(("a0", "a2"), 1, "rank 1 exited with code 1"),
+    ]
 
 
 def test_the_last_one_to_go_ends_the_job() -> None:
@@ -771,6 +785,7 @@ def test_a_script_that_fails_after_the_end_fails_the_job_whatever_may_be_forgive
 
 def test_a_forgiven_failure_whose_exit_comes_after_the_end_is_forgiven() -> None:
     host = running(3, max_restarts=1)
+    host.commits("a1")
     host.leaves("a1", finished=False)
     host.asks("a0", broken=True)
     host.asks("a2", broken=True)
@@ -807,20 +822,67 @@ def test_a_kill_from_outside_is_nobodys_fault(number: signal.Signals) -> None:
 )
 def test_a_failure_of_the_script_ends_the_job_with_its_code(status: int, code: int) -> None:
     host = running(2)
-    assert host.exits("a1", status) == [Fail(code, f"rank 1 {describe_exit(status)}")]
+    assert host.exits("a1", status) == [Fail(code, f"rank 1 {describe_exit(status)}; --max-restarts is 0")]
 
 
-def test_failures_are_forgiven_up_to_a_number_over_all_ranks() -> None:
+def test_a_rank_whose_script_fails_is_restarted_as_after_a_kill() -> None:
     host = running(3, max_restarts=2)
-    assert Restart(0, 0.0) in host.exits("a0", 1)
-    assert Restart(1, 0.0) in host.exits("a1", 1)
-    assert host.exits("a2", 1) == [Fail(1, "rank 2 exited with code 1; --max-restarts is 2")]
+    host.commits("a1")
+    assert host.raises("a1", 5) == [
+        Warn("rank 1 exited with code 1 in step 5: restart 1 of 2 that it has in an hour"),
+        Abort(("a0", "a2"), 1, "rank 1 exited with code 1"),
+        Restart(1, 0.0),
+    ]
+
+
+def test_a_rank_that_has_committed_nothing_ends_the_job_when_its_script_fails() -> None:
+    host = running(3, max_restarts=2)
+    host.commits("a0", "a2")
+    assert host.raises("a1", 5) == [Fail(1, "rank 1 exited with code 1 before its first committed step")]
+
+
+def test_what_an_earlier_process_of_a_rank_has_committed_counts() -> None:
+    host = running(3, max_restarts=2)
+    host.commits("a1")
+    assert Restart(1, 0.0) in host.exits("a1", KILLED)
+    host.start("a1'")
+    assert Restart(1, 0.0) in host.raises("a1'", None)
+    host.start("a1''")
+    assert host.raises("a1''", None) == [Fail(1, "rank 1 exited with code 1 before it began a step, again")]
+
+
+def test_a_step_that_fails_on_two_ranks_ends_the_job() -> None:
+    host = running(3, max_restarts=2)
+    host.commits("a0", "a1")
+    assert Restart(0, 0.0) in host.raises("a0", 5)
+    failed = Fail(1, "rank 1 exited with code 1 in step 5, in which rank 0 had failed too")
+    assert host.raises("a1", 5) == [failed]
+
+
+def test_one_that_is_killed_while_it_exits_by_an_exception_has_failed() -> None:
+    host = running(3, max_restarts=2)
+    assert host.raises("a1", 5, KILLED) == [Fail(1, "rank 1 exited with code 1 before its first committed step")]
+
+
+def test_failures_are_told_to_the_other_agents() -> None:
+    host = Host(1, max_restarts=2)
+    host.start("a0")
+    host.asks("a0")
+    host.is_answered(record_of(["a0", "b0"]))
+    host.commits("a0")
+    assert host.raises("a0", 5)[0] == TellFailure("a0", 0, 5)
+    assert host.roster.handle(PeerFailed("b", "b0", 0, 6)) == []
+    assert host.roster.handle(PeerFailed("b", "b0", 0, 6)) == []  # it may come twice
+    failed = Fail(1, "rank 0 of agent c failed in step 6, in which rank 0 of agent b had failed too")
+    assert host.roster.handle(PeerFailed("c", "c0", 0, 6)) == [failed]
+    failed = Fail(1, "rank 0 of agent b failed in step 5, in which rank 0 had failed too")
+    assert host.roster.handle(PeerFailed("b", "b0'", 0, 5)) == [failed]
 
 
 def test_an_error_that_a_lost_peer_caused_counts_for_nothing() -> None:
     host = running(2)
     assert host.exits("a1", 1, blameless=True)[-1] == Restart(1, 0.0)
-    assert host.roster.failures == 0
+    assert host.roster.restarts.num_recent(1) == 0
 
 
 def test_a_rank_that_dies_again_and_again_before_it_takes_part_is_slowed_down() -> None:

@@ -32,6 +32,7 @@ from elasticgang.quorum.happenings import (
     Restart,
     Started,
 )
+from elasticgang.quorum.restarts import Restarts
 from elasticgang.quorum.roster import Roster
 from elasticgang.testing.simulation.rank import KILLED, Rank
 from elasticgang.testing.simulation.truth import Violation
@@ -85,13 +86,14 @@ class Host:
             host=name,
             job="another job" if stranger == "job" else "job",
             coordinator=f"c{world.incarnation}",
-            max_restarts=1_000_000,
+            restarts=Restarts(1_000_000),
             num_ranks=num_ranks - num_spares,
             num_spares=num_spares,
             min_agents=world.setting.min_hosts,
             max_agents=world.setting.max_hosts,
         )
         self.found_lost: set[str] = set()
+        self.num_exited = 0
         self.num_started = [0] * num_ranks
         for local_rank in range(num_ranks):
             self._start(world, local_rank)
@@ -223,7 +225,9 @@ class Host:
 
     def bury(self, world: World, rank: Rank) -> None:
         self.ranks.remove(rank)
-        self.handle(world, Exited(rank.name, rank.status, goes=rank.goes))
+        self.num_exited += 1
+        self.roster.restarts.committed(rank.local_rank)  # no failure ends the job here: each is in a step of its own
+        self.handle(world, Exited(rank.name, rank.status, goes=rank.goes, step=self.num_exited))
 
     def handle(self, world: World, event: Event) -> None:
         before = self.roster.record
