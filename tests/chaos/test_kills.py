@@ -134,7 +134,7 @@ SCENARIOS: dict[str, list[Fault]] = {
         at("body", 1, "raise", step=5),
         at("summed", 2, "raise"),  # its gradients are in, and it has not voted
         at("applied", 0, "raise"),
-        soon("built", 0, "raise"),  # as it comes back
+        soon("joined", 0, "raise"),  # as it comes back
     ],
     "another rank during a generation change": [
         at("body", 1),
