@@ -298,7 +298,7 @@ class CommProcess:
             self._sent_slabs.update(slab.id for slab in part)
 
     def kill(self, error: GangError) -> None:
-        """Kill the process and do not wait for its death, after which the inbox's thread fails every work with `error`.
+        """Kill the process and do not wait for its death, after which the inbox's server fails every work with `error`.
         Nothing more is submitted. Idempotent, from any thread; never blocks."""
         with self._replied:
             first, self._ended = not self._ended, True
@@ -308,6 +308,8 @@ class CommProcess:
             if self._pidfd >= 0:  # closed otherwise, which a notice may come after
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if first:
+            self._inbox.ring()  # it may have no server, while a callback runs
 
     def abort(self, error: GangError) -> None:
         """Kill the process, wait until it is dead, and fail every work with `error`. Idempotent, from any thread. The
