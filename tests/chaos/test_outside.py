@@ -13,7 +13,18 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.quorum import outside
 from elasticgang.quorum.coordinator import Coordinator, Endpoint, reach
 from elasticgang.quorum.decide import MemberReport, Record
-from elasticgang.quorum.happenings import Abort, Ask, Asked, Deliver, Event, Exited, NoticeJoin, Started
+from elasticgang.quorum.happenings import (
+    Abort,
+    Ask,
+    Asked,
+    Deliver,
+    Event,
+    Exited,
+    Fail,
+    NoticeJoin,
+    Started,
+    TellFailure,
+)
 from elasticgang.quorum.outside import Limits, Outside
 from elasticgang.quorum.restarts import Restarts
 from elasticgang.quorum.roster import Roster
@@ -25,8 +36,11 @@ JOB = "job"
 class Host:
     """The side of `outside.Inside`."""
 
-    def __init__(self, agent: str, endpoint: Endpoint) -> None:
-        self.roster = Roster(agent, endpoint.host, JOB, endpoint.incarnation, Restarts(0), num_ranks=2, min_agents=2)
+    def __init__(self, agent: str, endpoint: Endpoint, max_restarts: int) -> None:
+        restarts = Restarts(max_restarts)
+        for local_rank in range(2):
+            restarts.committed(local_rank)
+        self.roster = Roster(agent, endpoint.host, JOB, endpoint.incarnation, restarts, num_ranks=2, min_agents=2)
         self.outside = Outside(self, endpoint, JOB, Limits(TIMEOUT_S, TIMEOUT_S), None)
         self.hangs = False
         self.said: list[str] = []
@@ -59,6 +73,10 @@ class Host:
                     self.outside.tell_join(generation)
                 case Ask(delay_s):
                     self.outside.ask(delay_s)
+                case TellFailure(member, local_rank, step):
+                    self.outside.tell_failed(member, local_rank, step)
+                case Fail(_, reason):
+                    self.said.append(reason)
                 case Deliver(members, record):
                     self._enter(members, record)
         self.changed.set()
@@ -112,9 +130,9 @@ def coordinator() -> Iterator[Coordinator]:
     made.close()
 
 
-def play(coordinator: Coordinator, story: Callable[[Host, Host], Awaitable[None]]) -> None:
+def play(coordinator: Coordinator, story: Callable[[Host, Host], Awaitable[None]], max_restarts: int = 0) -> None:
     async def run() -> None:
-        hosts = [Host(agent, reach(coordinator.address, TIMEOUT_S)) for agent in "ab"]
+        hosts = [Host(agent, reach(coordinator.address, TIMEOUT_S), max_restarts) for agent in "ab"]
         for host in hosts:
             await host.start()
         for host in hosts:
@@ -172,6 +190,20 @@ def test_it_is_told_at_once_of_what_they_cannot_tell(coordinator: Coordinator, m
     play(coordinator, story)
 
 
+def test_agents_tell_each_other_in_which_step_a_script_has_failed(coordinator: Coordinator) -> None:
+    async def story(one: Host, other: Host) -> None:
+        await connected(one, "b")
+        one.handle(Exited("a1", 1, raised=True, step=5))
+        await other.enters(2)  # what is told comes before the end of the generation, in which it was
+        other.handle(Exited("b0", 1, raised=True, step=6))
+        other.handle(Exited("b1", 1, raised=True, step=5))
+        again = "rank 1 of agent b failed in step 5, in which rank 1 had failed too"
+        await one.until(lambda: again in one.said)
+        assert other.said[-1].endswith("rank 1 exited with code 1 in step 5, in which rank 1 of agent a had failed too")
+
+    play(coordinator, story, max_restarts=3)
+
+
 def test_heirs_of_another_agent_count_as_long_as_there_is_a_connection(coordinator: Coordinator) -> None:
     async def story(one: Host, other: Host) -> None:
         await connected(one, "b")
@@ -219,7 +251,7 @@ def test_a_refusal_is_said_once_and_not_of_the_time_before_the_agent(coordinator
         await other.until(lambda: other.outside._line.contact not in (None, before))
         refuse(one, "y")
         await says(other, "x", "y")
-        late = Host("c", reach(coordinator.address, TIMEOUT_S))
+        late = Host("c", reach(coordinator.address, TIMEOUT_S), 0)
         await late.outside.open()
         refuse(one, "z")
         await says(late, "z")
