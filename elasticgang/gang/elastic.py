@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from elasticgang.errors import GangError, InvalidOperationError, StepAborted
-from elasticgang.gang import world
+from elasticgang.gang import compiled, world
 from elasticgang.gang.base import (
     Collective,
     EndedWork,
@@ -199,6 +199,7 @@ class ElasticGang(Gang):
 
     def close(self) -> None:
         self._closed = True
+        compiled.end(self)
         if self._is_made and self._process_group is not None:
             world.leave(self._process_group)
 

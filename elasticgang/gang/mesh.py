@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from elasticgang.errors import InvalidOperationError, NotSupportedError
-from elasticgang.gang import world
+from elasticgang.gang import compiled, world
 from elasticgang.gang.base import Gang
 from elasticgang.gang.elastic import ElasticGang
 from elasticgang.gang.fake import FakeGang
@@ -36,6 +36,8 @@ def device_mesh(root: Gang, gangs: Mapping[str, Gang]) -> DeviceMesh:
     """
     if not gangs:
         raise ValueError("a mesh must have at least one dimension, but there are none.")
+    for gang in gangs.values():
+        compiled.note(gang)
     groups = {name: gang.as_process_group() for name, gang in gangs.items()}
     ranks = {name: _ranks(gang, root) for name, gang in gangs.items()}
     mesh = _grid(root.rank, ranks)

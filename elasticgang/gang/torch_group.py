@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from elasticgang.comm import torch_backend
 from elasticgang.errors import InvalidOperationError, NotSupportedError, StepAborted
-from elasticgang.gang import calls
+from elasticgang.gang import calls, compiled
 from elasticgang.gang.base import Gang, Work
 from elasticgang.gang.calls import Call
 
@@ -208,10 +208,14 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
         return self._gang
 
     def rank(self) -> int:
-        return self._gang.rank
+        rank = self._gang.rank
+        compiled.note_if_tracing(self._gang)
+        return rank
 
     def size(self) -> int:
-        return self._gang.size
+        size = self._gang.size
+        compiled.note_if_tracing(self._gang)
+        return size
 
     getRank = rank  # what C++ callers, such as DDP's reducer, look for
     getSize = size
@@ -222,6 +226,7 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
     def new_group(self, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
         """What `torch.distributed.new_group` calls on a default group; other options than `group_name` are the
         gang's."""
+        compiled.note(self._gang)  # a mesh is made out of it, or whatever else counts in its ranks
         gang = self._gang.create_gang(ranks)
         if gang is None:
             return None

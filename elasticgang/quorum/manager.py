@@ -33,7 +33,7 @@ from elasticgang.errors import (
     StateLostError,
     StepAborted,
 )
-from elasticgang.gang import Gang, Gangs
+from elasticgang.gang import Gang, Gangs, compiled
 from elasticgang.layout import ModelCoordinates, ParallelLayout
 from elasticgang.quorum.build import Build, Built
 from elasticgang.quorum.commit import Action, Attempt
@@ -549,6 +549,8 @@ class QuorumManager:
     def _enter(self) -> None:
         self._membership.enter(self._report, self._act)
         self._regroup = False
+        if compiled.drop_stale():
+            self._page.forget_steps()  # the next one may take long: it compiles
 
     def _build_for_seat(self) -> None:
         """Build what there is not yet, or is of other model coordinates. Between steps alone, so that a step's objects
