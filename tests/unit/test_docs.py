@@ -91,3 +91,10 @@ def test_every_rule_of_the_design_that_the_code_names_is_in_its_table() -> None:
     assert rules == {f"R{number}" for number in range(1, 11)}
     sources = [path.read_text() for path in (REPOSITORY / "elasticgang").rglob("*.py")]
     assert {rule for text in sources for rule in re.findall(r"\b(R\d+)\b(?!')", text)} <= rules
+
+
+def test_each_failure_of_the_readme_is_one_short_line() -> None:
+    table = DOCUMENTS[0].read_text().split("| what fails | what happens |")[1].split("\n\n")[0]
+    rows = [row for row in table.splitlines() if row.startswith("| ")]
+    assert len(rows) > 15
+    assert [row for row in rows if len(row.replace("|", " ").split()) > 25] == []
