@@ -20,9 +20,9 @@ from torch.futures import Future
 from elasticgang.errors import GangError, InvalidOperationError, StepAborted
 from elasticgang.gang import world
 from elasticgang.gang.base import (
+    CheckedGang,
     Collective,
     EndedWork,
-    Gang,
     ReduceOperation,
     Work,
     check_objects,
@@ -110,7 +110,7 @@ class Binding:
         return len(self.ranks)
 
 
-class ElasticGang(Gang):
+class ElasticGang(CheckedGang):
     """A gang of the current generation, made by the manager.
 
     `as_process_group` gives the same group in every generation; its rank and size are the gang's.

@@ -13,14 +13,23 @@ from torch.distributed import ProcessGroup
 
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import world
-from elasticgang.gang.base import Collective, EndedWork, Gang, ReduceOperation, Work, check_objects, check_ranks
+from elasticgang.gang.base import (
+    CheckedGang,
+    Collective,
+    EndedWork,
+    Gang,
+    ReduceOperation,
+    Work,
+    check_objects,
+    check_ranks,
+)
 from elasticgang.gang.calls import BitwiseOperation
 from elasticgang.gang.dtypes import WIDENED
 from elasticgang.gang.torch_group import GangProcessGroup
 from elasticgang.layout import integer_from
 
 
-class FakeGang(Gang):
+class FakeGang(CheckedGang):
     """Simulates a gang of `size` ranks that all do the same. For single-process runs and tests.
 
     Where another rank's part is not known from this one's (what a broadcast from, or a scatter by, another rank would
