@@ -1,7 +1,8 @@
 """Process groups that swallow errors: torchft's `ErrorSwallowingProcessGroupWrapper`, for every collective.
 
 E1  After the first error nothing more is sent until the next `configure`. An error counts in the configuration that its
-    collective was started in, and in no later one. Misuse (ValueError, InvalidOperationError) is raised.
+    collective was started in, and in no later one. Misuse (ValueError, TypeError, InvalidOperationError,
+    NotSupportedError) is raised.
 E2  What a collective leaves after an error is finite and the same every time: zeros in a pure output; what an in-place
     tensor held before, or zeros where a group that was told of it may have written to it already.
 E3  Where only the true result will do (barriers, and integers that are moved and not reduced, of which torch's object
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,17 +21,27 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
-from elasticgang.errors import GangError, InvalidOperationError, StepAborted
-from elasticgang.gang import Gang, Gangs
-from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean, writing
+from elasticgang.errors import InvalidOperationError, NotSupportedError, StepAborted
+from elasticgang.gang.base import Collective, writing
 from elasticgang.gang.calls import Call
-from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
+from elasticgang.gang.torch_group import CollectiveMethods
+
+MISUSE = (ValueError, TypeError, InvalidOperationError, NotSupportedError)
 
 
-class _Outcome:
+class Swallower(Protocol):
+    """The group whose errors are swallowed, as its works see it."""
+
+    @property
+    def parent(self) -> ProcessGroup: ...
+
+    def _report(self, configuration: object, error: Exception) -> None: ...
+
+
+class Outcome:
     """What becomes of one collective. It keeps no group alive: futures have it until their end."""
 
-    def __init__(self, pg: SwallowingProcessGroup, configuration: object, call: Call, why: Exception | None) -> None:
+    def __init__(self, pg: Swallower, configuration: object, call: Call, why: Exception | None) -> None:
         """`why` it was not sent, if it was not."""
         self.call = call
         self._pg = weakref.ref(pg)
@@ -62,7 +74,7 @@ class SwallowedWork(TorchWorkBase):
     """A collective whose errors become the group's `error`, while the configuration that it was started in is the
     present one. `work` is None when it was never sent."""
 
-    def __init__(self, pg: SwallowingProcessGroup, work: Any, outcome: _Outcome) -> None:
+    def __init__(self, pg: Swallower, work: Any, outcome: Outcome) -> None:
         super().__init__()
         self._pg, self._work, self._outcome = pg, work, outcome
 
@@ -76,6 +88,13 @@ class SwallowedWork(TorchWorkBase):
             self._outcome.report(error)
         self._outcome.settle()
         return True
+
+    def _source_rank(self) -> int:
+        if self._work is None or self._outcome.has_failed:
+            raise StepAborted("nothing was received: the process group failed before")
+        return int(self._work._source_rank())
+
+    source_rank = _source_rank
 
     def get_future(self) -> Future[Any]:
         outcome = self._outcome
@@ -186,6 +205,24 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
     def getBackendName(self) -> str:
         return str(self._pg.getBackendName())
 
+    def _served(self) -> Sequence[str]:
+        return [device.type for device in self._pg._device_types]
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """See `CollectiveMethods.monitored_barrier`. Raises StepAborted, which names the ranks, for its error (E3)."""
+        with self._lock:
+            configuration, why = self._configuration, self._error
+        if why is None:
+            try:
+                self._pg.monitored_barrier(timeout, wait_all_ranks)
+                return
+            except MISUSE:
+                raise
+            except Exception as error:
+                self._report(configuration, error)
+                why = error
+        raise StepAborted(f"the process group failed before: {why}") from why
+
     def __repr__(self) -> str:
         return f"SwallowingProcessGroup({self._pg!r})"
 
@@ -196,64 +233,12 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         if why is None:
             try:
                 work = getattr(self._pg, name)(*args, **kwargs)
-            except (ValueError, InvalidOperationError):  # misuse: nothing was sent
+            except MISUSE:  # nothing was sent
                 raise
             except Exception as error:
                 self._report(configuration, error)
                 why = error
-        outcome = _Outcome(self, configuration, call, why)
+        outcome = Outcome(self, configuration, call, why)
         if work is None:
             outcome.settle()
         return SwallowedWork(self, work, outcome)
-
-
-class Manager(Protocol):
-    """What a `ManagedProcessGroup` needs of `elasticgang.QuorumManager`."""
-
-    @property
-    def gangs(self) -> Gangs: ...
-
-    @property
-    def num_active(self) -> int: ...
-
-    @property
-    def error(self) -> GangError | None: ...
-
-
-class ManagedProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
-    """The data-parallel gang of a manager, for what takes a process group and divides by its size: that is the number
-    of active members along `gangs.dp`. Learners take part with what they give, by convention zeros. An error ends the
-    manager's generation; collectives then return as those of its gangs do."""
-
-    def __init__(self, manager: Manager) -> None:
-        super().__init__(0, 1)
-        self._manager = manager
-
-    def rank(self) -> int:
-        return self._manager.gangs.dp.rank
-
-    def size(self) -> int:
-        gangs = self._manager.gangs
-        return max(1, self._manager.num_active * gangs.dp.size // gangs.root.size)
-
-    getRank = rank
-    getSize = size
-
-    def getBackendName(self) -> str:
-        return "elasticgang-managed"
-
-    def errored(self) -> Exception | None:
-        """What ended the manager's generation; None while it is sound."""
-        return self._manager.error
-
-    def __repr__(self) -> str:
-        return f"ManagedProcessGroup({self._manager.gangs.dp!r})"
-
-    def _submit(self, call: Call) -> TorchWork:
-        gang = self._manager.gangs.dp
-        return TorchWork([self._start(gang, part) for part in call.parts], call)
-
-    def _start(self, gang: Gang, collective: Collective) -> Work:
-        if collective.op is ReduceOperation.MEAN:
-            return start_mean(gang.start, collective, self.size())
-        return gang.start(collective)

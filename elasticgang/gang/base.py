@@ -4,11 +4,14 @@ Names, argument order, shapes and in-place behaviour are those of fairseq2's `fa
 is marked so.
 
 B1  Every call is checked here, once for all kinds of gang, before anything is sent; a `ValueError` names both sides.
-B2  A kind of gang implements `_start`, which takes a checked `Collective`.
+B2  `Gang` has fairseq2's abstract methods and no other; what goes beyond them is built on them (`composed.py`). Our own
+    kinds are `CheckedGang`s, which implement `_start` instead: it takes a checked `Collective`.
 B3  A poisoned gang (an `ElasticGang` whose generation has ended) returns from tensor collectives at once, with finite,
     deterministic outputs: what an in-place tensor held before (or zeros, when the comm process shared its memory and
     may have written to it), zeros in a pure output. Object and barrier-like calls
     raise `StepAborted` instead, because nothing they could return is true.
+B4  Tensors may have any strides, and other ones on each rank: elements correspond by their index, not by where they lie
+    in memory. A tensor that is written must not share memory among its elements.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 
 from elasticgang.gang.dtypes import reduced_dtype
+from elasticgang.gang.overlap import check_distinct, overlaps_itself
 from elasticgang.layout import integer
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 
+_MONITOR_GRACE_S = 5.0
 REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
 
 
@@ -51,7 +56,8 @@ class ReduceOperation(enum.Enum):
 class Collective:
     """One checked call. `outputs` are written; a tensor reduced in place is in both. `peer`: the source, destination or
     partner, as a rank of the gang. `op`: a `ReduceOperation`, or a `BitwiseOperation` of `calls.py`. `timeout_s`: of
-    this call alone; None is the gang's."""
+    this call alone; None is the gang's. `wait_all_ranks`: of a monitored barrier: its error names all that are absent.
+    """
 
     call: str
     outputs: tuple[Tensor, ...] = ()
@@ -60,6 +66,7 @@ class Collective:
     peer: int = 0
     tag: int = 0
     timeout_s: float | None = None
+    wait_all_ranks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("peer", "tag"):  # numpy's integers do not travel
@@ -68,6 +75,12 @@ class Collective:
     @property
     def is_in_place(self) -> bool:
         return self.call in ("all_reduce", "reduce", "broadcast")
+
+    @property
+    def grace_s(self) -> float:
+        """How much longer than its timeout the call is waited for: the error of a monitored barrier, which names the
+        absent ranks, comes when that has passed."""
+        return _MONITOR_GRACE_S if self.call == "monitored_barrier" else 0.0
 
 
 class Work(Protocol):
@@ -89,6 +102,10 @@ class Gang(ABC):
 
     Every collective must be called on all ranks of the gang, in the same order. It returns None when it has completed,
     or with `async_op=True` at once, a `Work` to wait for; until then none of its tensors may be touched.
+
+    A subclass of your own implements fairseq2's abstract methods, which need not take `async_op`. The other collectives
+    are then built on its `all_reduce`, `all_gather_to_list` and `broadcast`, and have ended when they return; `send`
+    and `recv` raise NotSupportedError.
 
     Raised by all of them:
         ValueError: an argument does not fit. Nothing was sent; the gang is still usable.
@@ -141,9 +158,6 @@ class Gang(ABC):
         """This gang for what takes torch's process groups. Raises NotSupportedError where there is none."""
 
     @abstractmethod
-    def _start(self, collective: Collective) -> Work: ...
-
-    @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks. Raises `StepAborted` when the generation of an elastic gang has ended."""
 
@@ -157,36 +171,31 @@ class Gang(ABC):
         """
 
     @overload
+    @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: Literal[False] = False) -> None: ...
 
     @overload
+    @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: bool) -> Work | None: ...
 
+    @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: bool = False) -> Work | None:
         """Reduce `tensor` over all ranks, in place on every one. Shape: `[*S]`, the same on every rank."""
-        self._check("tensor", tensor)
-        self._check_op(op)
-        return self._run(Collective("all_reduce", (tensor,), (tensor,), op), async_op)
 
+    @abstractmethod
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool = False) -> Work | None:
-        """Gather `input_tensor` of every rank, in rank order. Shapes: input `[*S]`, output `[size, *S]`."""
-        self._check("input_tensor", input_tensor)
-        self._check_like("output_tensor", output_tensor, [self.size, *input_tensor.shape], input_tensor)
-        return self._run(Collective("all_gather_single", (output_tensor,), (input_tensor,)), async_op)
+        """Gather `input_tensor` of every rank, in rank order. Shapes: input `[*S]`, output `[size, *S]`, or
+        `[size * n, *rest]` for an input `[n, *rest]`; the output is contiguous."""
 
+    @abstractmethod
     def all_gather_to_list(
         self, output_tensors: list[Tensor], input_tensor: Tensor, *, async_op: bool = False
     ) -> Work | None:
         """Gather `input_tensor` of every rank, one tensor `[*S]` a rank."""
-        self._check("input_tensor", input_tensor)
-        self._check_list("output_tensors", output_tensors, input_tensor)
-        return self._run(Collective("all_gather", tuple(output_tensors), (input_tensor,)), async_op)
 
+    @abstractmethod
     def broadcast(self, tensor: Tensor, source_rank: int = 0, *, async_op: bool = False) -> Work | None:
         """Copy `tensor` of rank `source_rank` to `tensor` of every rank. Shape: `[*S]`, the same on every rank."""
-        self._check("tensor", tensor)
-        self._check_rank("source_rank", source_rank)
-        return self._run(Collective("broadcast", (tensor,), (tensor,), peer=source_rank), async_op)
 
     def reduce_scatter(
         self,
@@ -196,11 +205,11 @@ class Gang(ABC):
         *,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce over all ranks and keep this rank's part. Shapes: output `[*S]`, input `[size, *S]`.
-        Beyond fairseq2."""
-        self._check("output_tensor", output_tensor)
+        """Reduce over all ranks and keep this rank's part. Shapes: output `[*S]`, input `[size, *S]`, or
+        `[size * n, *rest]` for an output `[n, *rest]`. Beyond fairseq2."""
+        self._check_output("output_tensor", output_tensor)
         self._check_op(op)
-        self._check_like("input_tensor", input_tensor, [self.size, *output_tensor.shape], output_tensor)
+        self._check_parts("input_tensor", input_tensor, output_tensor)
         return self._run(Collective("reduce_scatter_single", (output_tensor,), (input_tensor,), op), async_op)
 
     def all_to_all(
@@ -213,6 +222,7 @@ class Gang(ABC):
             for index, tensor in enumerate(tensors):
                 self._check(f"{name}[{index}]", tensor)
                 self._check_dtype(f"{name}[{index}]", tensor, input_tensors[0])
+        self._check_outputs("output_tensors", output_tensors)
         mine, kept = input_tensors[self.rank], output_tensors[self.rank]
         self._check_like(f"output_tensors[{self.rank}]", kept, mine.shape, mine)
         return self._run(Collective("all_to_all", tuple(output_tensors), tuple(input_tensors)), async_op)
@@ -222,7 +232,7 @@ class Gang(ABC):
     ) -> Work | None:
         """Reduce `tensor` over all ranks into `tensor` of rank `destination_rank`; elsewhere it is undefined
         afterwards. Beyond fairseq2."""
-        self._check("tensor", tensor)
+        self._check_output("tensor", tensor)
         self._check_rank("destination_rank", destination_rank)
         self._check_op(op)
         return self._run(Collective("reduce", (tensor,), (tensor,), op, destination_rank), async_op)
@@ -242,6 +252,7 @@ class Gang(ABC):
         outputs = self._at_root("output_tensors", output_tensors, destination_rank)
         if outputs:
             self._check_list("output_tensors", outputs, input_tensor)
+            self._check_outputs("output_tensors", outputs)
         return self._run(Collective("gather", tuple(outputs), (input_tensor,), peer=destination_rank), async_op)
 
     def scatter(
@@ -253,7 +264,7 @@ class Gang(ABC):
         async_op: bool = False,
     ) -> Work | None:
         """Receive this rank's one of the `input_tensors` of rank `source_rank`; None elsewhere. Beyond fairseq2."""
-        self._check("output_tensor", output_tensor)
+        self._check_output("output_tensor", output_tensor)
         self._check_rank("source_rank", source_rank)
         inputs = self._at_root("input_tensors", input_tensors, source_rank)
         if inputs:
@@ -268,7 +279,7 @@ class Gang(ABC):
 
     def recv(self, tensor: Tensor, source_rank: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Receive `tensor` from one rank, which must `send` it under the same `tag`. Beyond fairseq2."""
-        self._check("tensor", tensor)
+        self._check_output("tensor", tensor)
         self._check_partner("source_rank", source_rank, tag)
         return self._run(Collective("recv", (tensor,), (), peer=source_rank, tag=tag), async_op)
 
@@ -287,6 +298,13 @@ class Gang(ABC):
             return self._start(collective)
         return start_mean(self._start, collective, self.size)
 
+    def _start(self, collective: Collective) -> Work:
+        """Start a collective that was checked."""
+        from elasticgang.gang import composed  # which needs what is defined here
+
+        composed.perform(self, collective)
+        return EndedWork()
+
     def _check(self, name: str, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"`{name}` must be a tensor, but is of {type(tensor).__name__} instead.")
@@ -294,10 +312,24 @@ class Gang(ABC):
         # Without an index a device is any of its type; a tensor's has one on CUDA, and none on the CPU.
         if its.type != ours.type or (None not in (its.index, ours.index) and its.index != ours.index):
             raise ValueError(f"`{name}` must be on the gang's device ({ours}), but is on {its} instead.")
-        if not tensor.is_contiguous():
-            raise ValueError(f"`{name}` must be contiguous, but has the strides {tensor.stride()} instead.")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"`{name}` must be dense (of layout torch.strided), but is of {tensor.layout} instead.")
         if tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"`{name}` must not be a conjugate or negative view; use `{name}.resolve_conj()`.")
+
+    def _check_output(self, name: str, tensor: Tensor) -> None:
+        """Of a tensor that is written."""
+        self._check(name, tensor)
+        self._check_outputs(name, [tensor])
+
+    def _check_outputs(self, name: str, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if overlaps_itself(tensor):
+                raise ValueError(
+                    f"`{name}` must not share memory among its elements, but has the shape {list(tensor.shape)} and "
+                    f"the strides {tensor.stride()}; use a copy of it."
+                )
+        check_distinct(tensors)
 
     def _check_dtype(self, name: str, tensor: Tensor, like: Tensor) -> None:
         if tensor.dtype != like.dtype:
@@ -308,6 +340,16 @@ class Gang(ABC):
         if list(tensor.shape) != list(shape):
             raise ValueError(f"`{name}` must have the shape {list(shape)}, but has {list(tensor.shape)} instead.")
         self._check_dtype(name, tensor, like)
+
+    def _check_parts(self, name: str, tensor: Tensor, part: Tensor) -> None:
+        """`tensor` has as many parts as there are ranks, along a dimension of its own or one after another."""
+        stacked = [self.size, *part.shape]
+        joined = [self.size * part.shape[0], *part.shape[1:]] if part.dim() else stacked
+        self._check(name, tensor)
+        if list(tensor.shape) not in (stacked, joined):
+            hint = f" The parts may also lie one after another, in the shape {joined}." if part.dim() else ""
+            raise ValueError(f"`{name}` must have the shape {stacked}, but has {list(tensor.shape)} instead.{hint}")
+        self._check_dtype(name, tensor, part)
 
     def _check_length(self, name: str, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self.size:
@@ -345,6 +387,50 @@ class Gang(ABC):
             wanted = "a list of tensors" if self.rank == root else "None"
             raise ValueError(f"`{name}` must be {wanted} on rank {self.rank}, because the root is rank {root}.")
         return tensors or []
+
+
+class CheckedGang(Gang):
+    """A gang whose every collective is checked here and started by its `_start`."""
+
+    @overload
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: bool) -> Work | None: ...
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: bool = False) -> Work | None:
+        """See `Gang.all_reduce`."""
+        self._check_output("tensor", tensor)
+        self._check_op(op)
+        return self._run(Collective("all_reduce", (tensor,), (tensor,), op), async_op)
+
+    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor, *, async_op: bool = False) -> Work | None:
+        """See `Gang.all_gather`."""
+        self._check("input_tensor", input_tensor)
+        self._check_parts("output_tensor", output_tensor, input_tensor)
+        if not output_tensor.is_contiguous():
+            raise ValueError(
+                f"`output_tensor` must be contiguous, but has the strides {output_tensor.stride()} instead."
+            )
+        return self._run(Collective("all_gather_single", (output_tensor,), (input_tensor,)), async_op)
+
+    def all_gather_to_list(
+        self, output_tensors: list[Tensor], input_tensor: Tensor, *, async_op: bool = False
+    ) -> Work | None:
+        """See `Gang.all_gather_to_list`."""
+        self._check("input_tensor", input_tensor)
+        self._check_list("output_tensors", output_tensors, input_tensor)
+        self._check_outputs("output_tensors", output_tensors)
+        return self._run(Collective("all_gather", tuple(output_tensors), (input_tensor,)), async_op)
+
+    def broadcast(self, tensor: Tensor, source_rank: int = 0, *, async_op: bool = False) -> Work | None:
+        """See `Gang.broadcast`."""
+        self._check_output("tensor", tensor)
+        self._check_rank("source_rank", source_rank)
+        return self._run(Collective("broadcast", (tensor,), (tensor,), peer=source_rank), async_op)
+
+    @abstractmethod
+    def _start(self, collective: Collective) -> Work: ...
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> list[int]:

@@ -26,6 +26,7 @@ from elasticgang.errors import GangError, InvalidOperationError, NotSupportedErr
 from elasticgang.gang import world
 from elasticgang.gang.base import (
     REDUCING,
+    CheckedGang,
     Collective,
     Gang,
     ReduceOperation,
@@ -49,7 +50,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=15)
 _num_splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class ProcessGroupGang(Gang):
+class ProcessGroupGang(CheckedGang):
     """Wraps `pg`, whose ranks are the gang's. `timeout`: of the collectives of the gangs that are made out of it."""
 
     def __init__(self, pg: ProcessGroup, device: torch.device | str, *, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
@@ -231,9 +232,12 @@ class ProcessGroupGang(Gang):
 
     def _start(self, collective: Collective) -> Work:
         self._check_open()
-        taken, last = (collective, None) if self._device.type == "cuda" else _as_gloo_takes(collective)
-        work = _TranslatedWork(collective.call, _translated(collective.call, lambda: self._issue(taken)))
-        return work if last is None else Then(work, last)
+        taken, unpack = _contiguous(collective)
+        taken, narrow = (taken, None) if self._device.type == "cuda" else _as_gloo_takes(taken)
+        work: Work = _TranslatedWork(collective.call, _translated(collective.call, lambda: self._issue(taken)))
+        for last in (narrow, unpack):
+            work = work if last is None else Then(work, last)
+        return work
 
     def _issue(self, c: Collective) -> Any:
         later: dict[str, Any] = {"group": self._pg, "async_op": True}
@@ -294,6 +298,29 @@ def _device(given: torch.device | str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"`device` must be a torch.device of type `cpu` or `cuda`, but is {given!r} instead.")
     return device
+
+
+def _contiguous(c: Collective) -> tuple[Collective, Callable[[], None] | None]:
+    """The collective on contiguous tensors, and a last step. Gloo goes by where elements lie, not by their index: with
+    gaps between them, or other strides on other ranks, it gives wrong results and says nothing."""
+    if all(tensor.is_contiguous() for tensor in (*c.inputs, *c.outputs)):
+        return c, None
+    with torch.no_grad():
+        inputs = tuple(source.detach().contiguous() for source in c.inputs)
+        if c.is_in_place:
+            outputs = inputs
+        else:
+            outputs = tuple(
+                target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+                for target in c.outputs
+            )
+
+    def unpack() -> None:
+        for target, staged in zip(c.outputs, outputs, strict=True):
+            if staged is not target:
+                _copy(staged, target)
+
+    return replace(c, outputs=outputs, inputs=inputs), unpack
 
 
 def _as_gloo_takes(c: Collective) -> tuple[Collective, Callable[[], None] | None]:

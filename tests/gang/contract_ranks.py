@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -27,6 +30,10 @@ def static(args: dict[str, Any], fds: list[int]) -> int:
     contract.one_to_another(root)
     contract.refusals(root)
     contract.sub_gangs(root)
+    contract.joined_parts(root)
+    contract.any_strides(root)
+    contract.strides_of_messages(root)
+    _as_gloo_has_it(root)
     gangs = create_parallel_gangs(root, tp_size=2)
     for gang in (gangs.tp, gangs.dp):
         assert gang.size == root.size // 2
@@ -46,6 +53,26 @@ def static(args: dict[str, Any], fds: list[int]) -> int:
     for gang in (gangs.tp, piped.pp, hybrid.sdp):  # they ended with the root
         gang.close()
     return 0
+
+
+def _as_gloo_has_it(root: ProcessGroupGang) -> None:
+    """Where Gloo's results are right for strided tensors (without gaps, and of the same strides on all ranks), they are
+    ours: values and strides."""
+    value = torch.arange(48.0).view(2, 4, 3, 2) * (root.rank + 1)
+    pg = root.as_process_group()
+    for layout in contract.LAYOUTS:
+        if layout is contract._columns:
+            continue
+        calls: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], object]]] = {
+            "all_reduce": (lambda t: root.all_reduce(t, contract.SUM), lambda t: dist.all_reduce(t, group=pg)),
+            "broadcast": (lambda t: root.broadcast(t, 1), lambda t: dist.broadcast(t, 1, group=pg)),
+            "reduce": (lambda t: root.reduce(t, contract.SUM, 1), lambda t: dist.reduce(t, 1, group=pg)),
+        }
+        for name, (ours, theirs) in calls.items():
+            ours(mine := layout(value))
+            theirs(expected := layout(value))
+            assert mine.stride() == expected.stride()
+            assert (name == "reduce" and root.rank != 1) or torch.equal(mine, expected), (name, layout)
 
 
 def _uneven(root: ProcessGroupGang) -> None:
@@ -125,6 +152,10 @@ def elastic() -> None:
             contract.one_to_another(root)
             contract.refusals(root)
             contract.same_on_every_rank(manager.gangs.tp)
+            contract.joined_parts(root)
+            contract.any_strides(root)
+            contract.strides_of_messages(root)
+            contract.any_strides_in_a_process_group(root.as_process_group(), root.rank)
             manager.commit(1.0, lambda total: None)
     print("contract kept")
 

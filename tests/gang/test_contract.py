@@ -26,6 +26,9 @@ def test_a_fake_gang_keeps_the_contract(rank: int, size: int) -> None:
     gang = FakeGang(torch.device("cpu"), rank=rank, size=size)
     contract.same_on_every_rank(gang)
     contract.refusals(gang)
+    contract.joined_parts(gang)
+    contract.any_strides(gang)
+    contract.any_strides_in_a_process_group(gang.as_process_group(), rank)
     if size > 1:
         contract.sub_gangs(gang)
 
