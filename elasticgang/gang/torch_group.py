@@ -25,6 +25,7 @@ from elasticgang.gang import calls, compiled
 from elasticgang.gang.base import Gang, Work
 from elasticgang.gang.calls import Call
 from elasticgang.gang.group_backend import BackendQueries
+from elasticgang.gang.untraced import leave_untraced
 
 BACKEND_NAME = torch_backend.NAME
 
@@ -135,6 +136,10 @@ class CollectiveMethods(BackendQueries):
     _name = ""
     _desc = ""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        leave_untraced(cls)
+
     @property
     def group_name(self) -> str:
         """Under which torch's registry knows the group.
@@ -226,6 +231,10 @@ class CollectiveMethods(BackendQueries):
         work = self._perform("monitored_barrier", call, (timeout, wait_all_ranks), {})
         if work is not None:  # of torch's own, which has waited
             work.wait()
+
+
+leave_untraced(TorchWork)
+leave_untraced(CollectiveMethods)
 
 
 class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[misc]  # names that torch fixes

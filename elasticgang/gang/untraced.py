@@ -1,0 +1,23 @@
+"""Keeps torch.compile out of process groups.
+
+While a compiled function runs, torch.compile looks at every Python frame that is not torch's own, and traces it. So it
+does what C++ calls: DDP's reducer calls a process group's methods from a compiled model's forward. It cannot trace them,
+and raises. Torch's own groups have no Python frames.
+"""
+
+from __future__ import annotations
+
+import types
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+# As `torch.compiler.disable` says it. That imports torch._dynamo, which takes seconds, and wraps every call.
+_RUN_ALL = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the frame, and what it calls
+
+
+def leave_untraced(cls: type) -> None:
+    """Let torch.compile run the functions that `cls` defines, and what they call, as they are."""
+    for attribute in vars(cls).values():
+        function = attribute.fget if isinstance(attribute, property) else attribute
+        if isinstance(function, types.FunctionType):
+            set_code_exec_strategy(function.__code__, _RUN_ALL)
