@@ -1,8 +1,8 @@
 """Keeps torch.compile out of process groups.
 
-While a compiled function runs, torch.compile looks at every Python frame that is not torch's own, and traces it. So it
-does what C++ calls: DDP's reducer calls a process group's methods from a compiled model's forward. It cannot trace them,
-and raises. Torch's own groups have no Python frames.
+While a compiled function runs, torch.compile traces every Python frame that is not torch's own, also those that C++
+calls: DDP's reducer calls a process group's methods from a compiled model's forward. It cannot trace them, and raises.
+Torch's own groups have no Python frames.
 """
 
 from __future__ import annotations
