@@ -1,0 +1,32 @@
+"""A rank whose groups of the backend "elasticgang" are left as soon as they are made: `python -m
+tests.gang.lifetime_ranks CASE STORE RANK SIZE`. `STORE` is "host:port"; "" lets rank 0 own the store."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+ROUNDS = 8
+GROUPS = 3
+
+
+def main() -> None:
+    case, address, rank, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    if case == "exit":  # with the store's server, on rank 0
+        dist.init_process_group("elasticgang")
+        dist.new_group(list(range(size)))
+        os._exit(0)
+    host, _, port = address.rpartition(":")
+    store = TCPStore(host, int(port), is_master=False)
+    for number in range(ROUNDS):
+        dist.init_process_group("elasticgang", store=PrefixStore(str(number), store), rank=rank, world_size=size)
+        for _ in range(number % 2 * GROUPS):
+            dist.new_group(list(range(size)))
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
