@@ -50,8 +50,10 @@ def leave(pg: GangProcessGroup) -> None:
         return
     if _world.default_pg is pg:
         _make_default(None)
-    tag = _world.pg_to_tag.pop(pg)
-    _world.tags_to_pg.pop(tag, None)
+    for tag in (_world.pg_to_tag.pop(pg), ""):
+        if pg in _world.tags_to_pg.get(tag, ()):
+            _world.tags_to_pg[tag].remove(pg)
+    _world.pg_coalesce_state.pop(pg, None)
     for registered in (_world.pg_map, _world.pg_group_ranks, _world.pg_backend_config):
         del registered[pg]
     _unregister_process_group(_world.pg_names.pop(pg))
@@ -105,6 +107,9 @@ def _make_default(pg: dist.ProcessGroup | None) -> None:
     """While a fake gang's group is the default one, torch's `init_process_group`, which refuses to begin when there is
     any, drops it first."""
     distributed_c10d._update_default_pg(pg)
+    by_ranks = _world.tags_to_pg.setdefault("", [])  # where functional collectives look up a list of ranks
+    if pg in _world.pg_map and pg not in by_ranks:
+        by_ranks.insert(0, pg)  # on every rank, whatever other groups of the same ranks it has
     replacement = _init_process_group if _is_fake(pg) else _torch_init_process_group
     dist.init_process_group = distributed_c10d.init_process_group = replacement
 

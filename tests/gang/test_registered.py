@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, _resolve_process_group
 from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchft.process_group import ProcessGroup
 
 import elasticgang as eg
 from elasticgang.comm import ProcessGroupIsolatedGloo, SwallowingProcessGroup, create_process_group, extend_device_mesh
 from elasticgang.errors import InvalidOperationError
+from elasticgang.gang import world
+from elasticgang.gang.torch_group import GangProcessGroup
 from tests.gang.extended_ranks import model, train
 from tests.support import REPOSITORY
 
@@ -141,3 +144,41 @@ def test_scalar_helpers_over_a_swallowing_group_that_has_failed_raise(store: str
         eg.broadcast_flag(gang, True)
     pg.unregister()
     pg.shutdown()
+
+
+by_ranks = pytest.mark.filterwarnings("ignore:The combination of ranks:FutureWarning")
+
+
+@pytest.fixture
+def root() -> Iterator[eg.FakeGang]:
+    """A gang of one, whose group is torch's default one."""
+    gang = eg.FakeGang("cpu")
+    eg.set_default_process_group(gang)
+    yield gang
+    gang.close()
+
+
+@by_ranks
+def test_functional_collectives_find_the_default_gang_by_its_ranks(root: eg.FakeGang) -> None:
+    found = distributed_c10d._find_pg_by_ranks_and_tag("", [0])
+    assert found is root.as_process_group()
+    assert functional.all_reduce(torch.ones(2), "sum", [0]).tolist() == [1.0, 1.0]
+
+
+@by_ranks
+def test_the_groups_beside_a_gang_that_ends_are_still_found_by_their_ranks(root: eg.FakeGang) -> None:
+    made, ending = dist.new_group([0]), dist.new_group([0])
+    assert isinstance(made, dist.ProcessGroup)
+    assert isinstance(ending, GangProcessGroup)
+
+    def registered() -> dict[str, list[dist.ProcessGroup]]:
+        return {tag: list(groups) for tag, groups in distributed_c10d._world.tags_to_pg.items() if groups}
+
+    before = registered()
+    world.leave(ending)
+    expected = {tag: [group for group in groups if group is not ending] for tag, groups in before.items()}
+    assert registered() == {tag: groups for tag, groups in expected.items() if groups}
+    assert functional.all_reduce(torch.ones(2), "sum", made).tolist() == [1.0, 1.0]
+    assert functional.all_reduce(torch.ones(2), "sum", [0]).tolist() == [1.0, 1.0]
+    world.leave(made)  # type: ignore[arg-type]
+    assert functional.all_reduce(torch.ones(2), "sum", [0]).tolist() == [1.0, 1.0]
