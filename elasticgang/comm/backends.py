@@ -7,7 +7,7 @@ leaves waiting threads waiting, in torch 2.13), so that a lost peer costs a coll
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,6 +48,10 @@ class _InProcess(CollectiveMethods):
 
     getRank = rank
     getSize = size
+    _kind = "cpu"
+
+    def _served(self) -> Sequence[str]:
+        return [self._kind] if self._pg is None else [device.type for device in self._pg._device_types]
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pg is None and self._was_configured:
@@ -92,6 +96,8 @@ class _WithFuture(TorchWorkBase):
 
 class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[misc]  # names that torch fixes
     """torchft's `ProcessGroupNCCL`, which aborts its communicators, with every collective."""
+
+    _kind = "cuda"
 
 
 def create_process_group(name: str, timeout: float | timedelta = 60.0) -> ProcessGroup:

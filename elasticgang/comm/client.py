@@ -46,6 +46,7 @@ _MAX_BODIES = 4096
 # Of Gloo, of its pairs that it closes then, of the store, of NCCL; not of TCP ("Connection timed out").
 _TIMED_OUT = re.compile(
     r"Timed out waiting|Application timeout|[Ww]ait timeout|timed out after|ran for \d+ milliseconds"
+    r"|Ranks [\d, ]+ failed to pass monitoredBarrier"
 )
 
 log = logging.getLogger("elasticgang")

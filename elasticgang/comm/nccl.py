@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ProcessFuture
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -427,11 +427,18 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
     def _process_kind(self) -> type[NCCLCommProcess]:
         return NCCLCommProcess
 
+    def _served(self) -> Sequence[str]:
+        return (self._cuda.kind,)
+
     def _submit(self, call: Call) -> TorchWork:
+        for part in call.parts:
+            if part.call in ("monitored_barrier", "recv_anysource"):
+                raise NotSupportedError(f"NCCL has no `{part.call}`; use a group of another backend.")
         if call.is_barrier:
             (part,) = call.parts
             token = torch.zeros(1, device=torch.device(self._cuda.kind, self._device))
-            call = Call((Collective(part.call, (token,), (token,)),), [token], is_exact=True, is_barrier=True)
+            part = replace(part, outputs=(token,), inputs=(token,))
+            call = Call((part,), [token], is_exact=True, is_barrier=True)
         for part in call.parts:
             for tensor in (*part.outputs, *part.inputs):
                 self._check_device(tensor)

@@ -241,7 +241,7 @@ class ProcessGroupIsolated(CollectiveMethods, ProcessGroup):  # type: ignore[mis
         timeout = collective.timeout_s or self._timeout  # which may be another than the configuration's
         name, options = group_call(replace(collective, timeout_s=timeout))
         work = comm.submit(_GROUP, name, collective.outputs, collective.inputs, **options)
-        return IsolatedWork(work, timeout, self._error_sink(comm))
+        return IsolatedWork(work, timeout + collective.grace_s, self._error_sink(comm))
 
     # -- one configuration
 

@@ -12,8 +12,12 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore
 
 from elasticgang.comm.client import CommProcess, GroupSpec
@@ -21,8 +25,8 @@ from elasticgang.comm.process_group import IsolatedWork, check_dtypes
 from elasticgang.comm.supply import own_forks
 from elasticgang.comm.torch_backend import NAME
 from elasticgang.errors import ClosedError, GangError
-from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean
-from elasticgang.gang.calls import Call
+from elasticgang.gang.base import Collective, ReduceOperation, Work, check_ranks, start_mean
+from elasticgang.gang.calls import Call, seconds
 from elasticgang.gang.elastic import group_call
 from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
 
@@ -79,6 +83,7 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._rank, self._size, self._timeout = rank, size, timeout
         self._closed = False
+        self._store, self._num_splits = store, 0
         self._server: TCPStore | None = None
         address, prefix = self._meet(store)
         self._group = prefix
@@ -105,6 +110,40 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
 
     def name(self) -> str:
         return NAME
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For collectives that are started from now on, and have no timeout of their own."""
+        self._timeout = seconds(timeout)
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> StaticProcessGroup | None:
+        """The group of some of the ranks; None on the others. Called on every rank.
+
+        Raises:
+            ValueError: `ranks` are no distinct ranks of this group.
+            GangError: a peer did not come.
+        """
+        ranks = check_ranks(ranks, self._size)
+        self._num_splits += 1  # on every rank, so that all give it the same prefix
+        if self._rank not in ranks:
+            return None
+        name = group_name or f"{self._name}:split{self._num_splits}"
+        store = PrefixStore(f"split{self._num_splits}/{name}/{ranks[0]}/", self._store)
+        within = self._timeout if timeout is None else seconds(timeout)
+        pg = StaticProcessGroup(store, ranks.index(self._rank), len(ranks), within)
+        pg._set_group_name(name)
+        pg._set_group_desc(group_desc or NAME)
+        return pg
 
     def shutdown(self) -> None:
         """End the group. Idempotent."""
@@ -144,9 +183,10 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
             raise ClosedError("the process group's handle is closed: it was destroyed")
         if collective.op is ReduceOperation.MEAN:
             return start_mean(self._start, collective, self._size)
-        name, options = group_call(collective)
+        timeout = collective.timeout_s or self._timeout  # which may be another than when the group was made
+        name, options = group_call(replace(collective, timeout_s=timeout))
         work = self._comm.submit(self._group, name, collective.outputs, collective.inputs, **options)
-        return IsolatedWork(work, collective.timeout_s or self._timeout, _abort_of(self._comm))
+        return IsolatedWork(work, timeout + collective.grace_s, _abort_of(self._comm))
 
 
 def _abort_of(comm: CommProcess) -> Callable[[GangError], None]:

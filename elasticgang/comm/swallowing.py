@@ -1,7 +1,8 @@
 """Process groups that swallow errors: torchft's `ErrorSwallowingProcessGroupWrapper`, for every collective.
 
 E1  After the first error nothing more is sent until the next `configure`. An error counts in the configuration that its
-    collective was started in, and in no later one. Misuse (ValueError, InvalidOperationError) is raised.
+    collective was started in, and in no later one. Misuse (ValueError, TypeError, InvalidOperationError,
+    NotSupportedError) is raised.
 E2  What a collective leaves after an error is finite and the same every time: zeros in a pure output; what an in-place
     tensor held before, or zeros where a group that was told of it may have written to it already.
 E3  Where only the true result will do (barriers, and integers that are moved and not reduced, of which torch's object
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,11 +21,13 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
-from elasticgang.errors import GangError, InvalidOperationError, StepAborted
+from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
 from elasticgang.gang import Gang, Gangs
 from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean, writing
 from elasticgang.gang.calls import Call
 from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
+
+_MISUSE = (ValueError, TypeError, InvalidOperationError, NotSupportedError)
 
 
 class _Outcome:
@@ -76,6 +80,13 @@ class SwallowedWork(TorchWorkBase):
             self._outcome.report(error)
         self._outcome.settle()
         return True
+
+    def _source_rank(self) -> int:
+        if self._work is None or self._outcome.has_failed:
+            raise StepAborted("nothing was received: the process group failed before")
+        return int(self._work._source_rank())
+
+    source_rank = _source_rank
 
     def get_future(self) -> Future[Any]:
         outcome = self._outcome
@@ -186,6 +197,24 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
     def getBackendName(self) -> str:
         return str(self._pg.getBackendName())
 
+    def _served(self) -> Sequence[str]:
+        return [device.type for device in self._pg._device_types]
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """See `CollectiveMethods.monitored_barrier`. Raises StepAborted, which names the ranks, for its error (E3)."""
+        with self._lock:
+            configuration, why = self._configuration, self._error
+        if why is None:
+            try:
+                self._pg.monitored_barrier(timeout, wait_all_ranks)
+                return
+            except _MISUSE:
+                raise
+            except Exception as error:
+                self._report(configuration, error)
+                why = error
+        raise StepAborted(f"the process group failed before: {why}") from why
+
     def __repr__(self) -> str:
         return f"SwallowingProcessGroup({self._pg!r})"
 
@@ -196,7 +225,7 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         if why is None:
             try:
                 work = getattr(self._pg, name)(*args, **kwargs)
-            except (ValueError, InvalidOperationError):  # misuse: nothing was sent
+            except _MISUSE:  # nothing was sent
                 raise
             except Exception as error:
                 self._report(configuration, error)

@@ -3,12 +3,16 @@
 Its groups are static: their collectives run in a comm process beside this one, one for all groups. A lost peer is an
 error in every group at once; to go on, destroy the process group and initialize it anew.
 
+Groups of ours also serve `torch.distributed.monitored_barrier`, which refuses every backend but the one named "gloo".
+
 Light to import, because torch does so whenever it is imported where elasticgang is installed (entry point
 `torch.backends`): the rest is imported when a group is made.
 """
 
 from __future__ import annotations
 
+import functools
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +27,28 @@ def register() -> None:
 
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        _serve_monitored_barrier()
+
+
+def _serve_monitored_barrier() -> None:
+    """torch's function goes by the backend's name. A group that is written in Python, with a monitored barrier of its
+    own, performs that; for all others torch's function stays what it was."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    theirs: Any = distributed_c10d.monitored_barrier
+    base: Any = dist.ProcessGroup  # torch's stubs lack the method
+
+    @functools.wraps(theirs)
+    def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        pg: Any = dist.group.WORLD if group is None else group
+        own = getattr(type(pg), "monitored_barrier", None)
+        if own in (None, base.monitored_barrier) or distributed_c10d._rank_not_in_group(group):
+            theirs(group, timeout, wait_all_ranks)
+        else:
+            pg.monitored_barrier(timeout, wait_all_ranks)
+
+    dist.monitored_barrier = distributed_c10d.monitored_barrier = monitored_barrier
 
 
 def _create(options: Any, backend_options: Any) -> StaticProcessGroup:

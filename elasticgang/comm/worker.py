@@ -165,9 +165,35 @@ def _recv(group: Any, tensors: list[Tensor], peer: int, tag: int, timeout_s: flo
     return group.recv(tensors, peer, tag)
 
 
+class _Blocking:
+    """A work without a future: `_future_of` waits for it on a thread."""
+
+    def __init__(self, wait: Callable[..., object]) -> None:
+        self.wait = wait
+
+    def get_future(self) -> Any:
+        raise RuntimeError("there is no future")
+
+
+def _recv_anysource(group: Any, tensors: list[Tensor], tag: int, timeout_s: float | None = None) -> Any:
+    tensor, source = tensors
+    work = group.recv_anysource([tensor], tag)
+
+    def wait(*timeout: timedelta) -> None:
+        work.wait(*timeout)
+        source.view(torch.int64).fill_(work._source_rank())
+
+    return _Blocking(wait)
+
+
+def _monitored_barrier(group: Any, tensors: list[Tensor], wait_all_ranks: bool, timeout_s: float | None = None) -> Any:
+    timeout = group.options._timeout if timeout_s is None else timedelta(seconds=timeout_s)
+    return _Blocking(lambda: group.monitored_barrier(timeout, wait_all_ranks))
+
+
 # The tensors of a call stand in one list: outputs, then inputs; those of an in-place call once.
 IN_PLACE = frozenset({"allreduce", "broadcast", "reduce"})
-MESSAGES = frozenset({"recv", "send"})
+MESSAGES = frozenset({"recv", "recv_anysource", "send"})
 # Gloo knows few dtypes. What only moves is bytes to it.
 REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
 CALLS: dict[str, Callable[..., Any]] = {
@@ -178,7 +204,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "alltoall_single": _alltoall_single,
     "broadcast": _broadcast,
     "gather": _gather,
+    "monitored_barrier": _monitored_barrier,
     "recv": _recv,
+    "recv_anysource": _recv_anysource,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter_single,
@@ -413,7 +441,7 @@ class Worker:
         """`timeout_s`: of what has no options, but may be waited for so long."""
         try:
             return work.get_future()
-        except RuntimeError:  # Gloo's reduce_scatter, send and recv give works without one
+        except RuntimeError:  # Gloo's reduce_scatter, send and recv give works without one, and so do those above
             return self._pool.submit(work.wait, *([] if timeout_s is None else [timedelta(seconds=timeout_s)]))
 
     def _completed(self, id: int, future: Any, prepared: tuple[str, str, dict[str, Any], list[Tensor]]) -> None:

@@ -38,6 +38,7 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 
+_MONITOR_GRACE_S = 5.0
 REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
 
 
@@ -55,7 +56,8 @@ class ReduceOperation(enum.Enum):
 class Collective:
     """One checked call. `outputs` are written; a tensor reduced in place is in both. `peer`: the source, destination or
     partner, as a rank of the gang. `op`: a `ReduceOperation`, or a `BitwiseOperation` of `calls.py`. `timeout_s`: of
-    this call alone; None is the gang's."""
+    this call alone; None is the gang's. `wait_all_ranks`: of a monitored barrier: its error names all that are absent.
+    """
 
     call: str
     outputs: tuple[Tensor, ...] = ()
@@ -64,6 +66,7 @@ class Collective:
     peer: int = 0
     tag: int = 0
     timeout_s: float | None = None
+    wait_all_ranks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("peer", "tag"):  # numpy's integers do not travel
@@ -72,6 +75,12 @@ class Collective:
     @property
     def is_in_place(self) -> bool:
         return self.call in ("all_reduce", "reduce", "broadcast")
+
+    @property
+    def grace_s(self) -> float:
+        """How much longer than its timeout the call is waited for: the error of a monitored barrier, which names the
+        absent ranks, comes when that has passed."""
+        return _MONITOR_GRACE_S if self.call == "monitored_barrier" else 0.0
 
 
 class Work(Protocol):

@@ -3,7 +3,8 @@
 Each function takes what torch's callers pass to the method of the same name (Python's `torch.distributed`, and C++ by
 the trampoline) and returns what is to be done. Nothing is sent here.
 
-K1  What does not fit raises ValueError, naming both sides, before anything is sent.
+K1  What does not fit raises ValueError, naming both sides, before anything is sent; what no method of torch's takes (an
+    unknown keyword, a timeout that is a number) raises TypeError.
 K2  Tensors need not be contiguous. Outputs that share memory, among their elements or with each other, are refused,
     since no result is right for them. An input may share memory with an output.
 """
@@ -11,7 +12,8 @@ K2  Tensors need not be contiguous. Outputs that share memory, among their eleme
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -56,6 +58,19 @@ class Call:
     result: list[Any]
     is_exact: bool = False
     is_barrier: bool = False
+    source: Tensor | None = None  # where the rank is written that a message came from
+
+
+def named(form: Callable[..., Call], keywords: dict[str, Any]) -> dict[str, Any]:
+    """`keywords` by the names of the parameters of `form`. Raises TypeError when two of them name one."""
+    names = _NAMES.get(form, {})
+    found: dict[str, Any] = {}
+    for given, value in keywords.items():
+        name = names.get(given, given)
+        if name in found:
+            raise TypeError(f"{form.__name__}() got {given!r} together with another name for the same argument")
+        found[name] = value
+    return found
 
 
 def allreduce(size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: Any = None) -> Call:
@@ -76,7 +91,7 @@ def reduce(
 ) -> Call:
     """`reduce(tensors, options)`, or `reduce(tensor, root, op)`."""
     outputs = _as_list(tensors)
-    root, operation = _root(opts, size), _operation(op if op is not None else opts)
+    root, operation = _root(opts, size), _operation(op if op is not None else getattr(opts, "reduceOp", None))
     return Call(tuple(Collective("reduce", (t,), (t,), operation, root) for t in _writable(outputs)), outputs)
 
 
@@ -88,6 +103,7 @@ def allgather(
     timeout: Any = None,
 ) -> Call:
     """One list of outputs for each of the inputs; or one list, and a tensor."""
+    _check_options(opts)
     inputs = _as_list(input_tensors)
     lists: list[Any] = [output_tensors] if isinstance(input_tensors, Tensor) else list(output_tensors)
     _same_length("output_tensors", lists, "input_tensors", inputs)
@@ -104,6 +120,7 @@ def allgather_coalesced(
     size: int, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
 ) -> Call:
     """One list of outputs for each of the ranks, with one output for each of the inputs."""
+    _check_options(opts)
     if len(output_lists) != size or any(len(outputs) != len(inputs) for outputs in output_lists):
         raise ValueError(
             f"`output_lists` must be {size} lists (one a rank) of {len(inputs)} tensors (one an input), but are "
@@ -114,12 +131,13 @@ def allgather_coalesced(
 
 
 def all_gather_single(size: int, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None) -> Call:
-    return all_gather_single_coalesced(size, [output], [input])
+    return all_gather_single_coalesced(size, [output], [input], opts)
 
 
 def all_gather_single_coalesced(
     size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
 ) -> Call:
+    _check_options(opts)
     _same_length("outputs", outputs, "inputs", inputs)
     for output, source in zip(_writable(outputs), inputs, strict=True):
         _fits("`output`", output, source, size * source.numel())
@@ -164,6 +182,7 @@ def reduce_scatter_single_coalesced(
 
 
 def alltoall(size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Call:
+    _check_options(opts)
     _for_each_rank("outputs", outputs, size)
     _for_each_rank("inputs", inputs, size)
     for tensor in (*_writable(outputs), *inputs):
@@ -181,6 +200,7 @@ def all_to_all_single(
     timeout: Any = None,
 ) -> Call:
     """Splits are along the first dimension; none are equal ones."""
+    _check_options(opts)
     _fits("`output`", output, input, output.numel())
     _writable([output])
     outputs = _split("output", output, output_split_sizes, size)
@@ -243,9 +263,53 @@ def recv(size: int, tensors: Sequence[Tensor], src_rank: int, tag: int = 0) -> C
     return Call(parts, list(tensors), _moves_objects(list(tensors)))
 
 
+def recv_anysource(size: int, tensors: Sequence[Tensor], tag: int = 0) -> Call:
+    """One tensor, from whichever rank sends it first under the `tag`."""
+    tensors = list(tensors)
+    if len(tensors) != 1:
+        raise ValueError(f"`tensors` must be one tensor, but are {len(tensors)} instead.")
+    source = torch.full((1,), -1, dtype=torch.int64, device="cpu")
+    part = Collective("recv_anysource", (*_writable(tensors), source), tag=tag)
+    return Call((part,), tensors, is_exact=True, source=source)
+
+
+def source_of(call: Call) -> int:
+    """The rank that sent what `call`, which has completed, received. Raises RuntimeError when it received nothing."""
+    if call.source is not None:
+        return int(call.source)
+    if not call.parts or call.parts[0].call != "recv":
+        raise RuntimeError("the source rank is known of a `recv` only")
+    return call.parts[0].peer
+
+
+def monitored_barrier(wait_all_ranks: bool = False) -> Call:
+    return Call((Collective("monitored_barrier", wait_all_ranks=bool(wait_all_ranks)),), [], is_exact=True)
+
+
 def barrier(size: int, opts: Any = None, timeout: Any = None) -> Call:
+    _check_options(opts)
     token = torch.zeros(1)
     return Call((Collective("all_reduce", (token,), (token,)),), [token], is_exact=True, is_barrier=True)
+
+
+# torch's names of arguments, and torchft's, where ours are others. Overloads differ by the argument's type here.
+_NAMES: dict[Callable[..., Call], dict[str, str]] = {
+    allreduce: {"tensor": "tensors", "op": "opts"},
+    broadcast: {"tensor": "tensors", "root": "opts", "tensor_list": "tensors"},
+    reduce: {"tensor": "tensors", "root": "opts"},
+    allgather: {"input_tensor": "input_tensors"},
+    allgather_coalesced: {"input_list": "inputs"},
+    all_gather_single_coalesced: {"output_tensors": "outputs", "input_tensors": "inputs"},
+    reduce_scatter: {"output": "output_tensors", "input": "input_tensors", "op": "opts"},
+    reduce_scatter_single: {"outputTensor": "output", "inputTensor": "input"},
+    reduce_scatter_single_coalesced: {"output_tensors": "outputs", "input_tensors": "inputs"},
+    alltoall: {"output_tensors": "outputs", "input_tensors": "inputs"},
+    all_to_all_single: {"output_buffer": "output", "input_buffer": "input"},
+    gather: {"input_tensor": "input_tensors", "root": "opts"},
+    scatter: {"output_tensor": "output_tensors", "root": "opts"},
+    send: {"dstRank": "dst_rank"},
+    recv: {"srcRank": "src_rank"},
+}
 
 
 def with_timeout(call: Call, arguments: Iterable[object]) -> Call:
@@ -256,6 +320,28 @@ def with_timeout(call: Call, arguments: Iterable[object]) -> Call:
             parts = tuple(replace(part, timeout_s=timeout.total_seconds()) for part in call.parts)
             return replace(call, parts=parts)
     return call
+
+
+def with_default_timeout(call: Call, timeout_s: float | None) -> Call:
+    """`call` with that timeout where it has none of its own."""
+    if timeout_s is None:
+        return call
+    parts = tuple(replace(part, timeout_s=part.timeout_s or timeout_s) for part in call.parts)
+    return replace(call, parts=parts)
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise TypeError unless `timeout` is a timedelta or None."""
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"`timeout` must be a timedelta, but is {timeout!r} instead.")
+
+
+def seconds(timeout: timedelta) -> float:
+    """Raises TypeError when `timeout` is no timedelta, and ValueError when it is not above 0."""
+    check_timeout(timeout)
+    if timeout <= timedelta(0):
+        raise ValueError(f"`timeout` must be above 0 seconds, but is {timeout.total_seconds():g} instead.")
+    return timeout.total_seconds()
 
 
 def check_place(call: Call, rank: int) -> Call:
@@ -295,7 +381,7 @@ def _described(value: object) -> str:
 def _operation(opts: Any) -> Any:
     """Of an options object, of a `ReduceOp`, or the default."""
     op = getattr(opts, "reduceOp", opts)
-    if op is None or isinstance(op, int):
+    if op is None:
         return ReduceOperation.SUM
     for known, operation in _OPERATIONS.items():
         if op == known:
@@ -307,10 +393,19 @@ def _operation(opts: Any) -> Any:
 def _root(opts: Any, size: int) -> int:
     """Of an options object, of a number, or the default."""
     root = getattr(opts, "rootRank", opts)
+    if isinstance(root, ReduceOp | ReduceOp.RedOpType):  # which has an index too
+        raise TypeError(f"the root must be an integer, but is {root!r} instead.")
     return 0 if root is None else _rank("the root", root, size)
 
 
+def _check_options(opts: Any) -> None:
+    """Of a call that has nothing in them but a timeout."""
+    if opts is not None and not isinstance(opts, timedelta) and not hasattr(opts, "timeout"):
+        raise TypeError(f"`opts` must be options or a timeout, but are {_described(opts)} instead.")
+
+
 def _rank(name: str, rank: int, size: int) -> int:
+    rank = operator.index(rank)
     if not 0 <= rank < size:
         raise ValueError(f"{name} must be at least 0 and less than the group's size ({size}), but is {rank} instead.")
     return rank

@@ -52,6 +52,8 @@ def perform(gang: Gang, collective: Collective) -> None:
                 parts = torch.stack(list(inputs)) if inputs else like.new_zeros(gang.size, *like.shape)
                 gang.broadcast(parts, collective.peer)
                 _write(outputs, [parts[gang.rank]])
+            case "monitored_barrier":
+                gang.barrier()
             case "all_to_all":
                 _write(outputs, _exchanged(gang, inputs, outputs))
             case call:

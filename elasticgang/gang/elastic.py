@@ -72,7 +72,9 @@ _CALLS = {
     "all_to_all": ("alltoall", ()),
     "broadcast": ("broadcast", ("root",)),
     "gather": ("gather", ("root",)),
+    "monitored_barrier": ("monitored_barrier", ("wait_all_ranks",)),
     "recv": ("recv", ("peer", "tag")),
+    "recv_anysource": ("recv_anysource", ("tag",)),
     "reduce": ("reduce", ("op", "root")),
     "reduce_scatter": ("reduce_scatter", ("op",)),
     "reduce_scatter_single": ("reduce_scatter_single", ("op",)),
@@ -92,6 +94,7 @@ def group_call(collective: Collective) -> tuple[str, dict[str, object]]:
         "root": collective.peer,
         "peer": collective.peer,
         "tag": collective.tag,
+        "wait_all_ranks": collective.wait_all_ranks,
     }
     chosen = {option: values[option] for option in options}
     return call, chosen if collective.timeout_s is None else {**chosen, "timeout_s": collective.timeout_s}
@@ -275,10 +278,12 @@ class _SwallowingWork:
 
     def __init__(self, work: GroupWork, collective: Collective, group: Group) -> None:
         self._work, self._collective, self._group = work, collective, group
+        self.reason: str | None = None  # why it failed
 
     def wait(self, timeout: float | None = None) -> bool:
+        own = self._collective.timeout_s or self._group.timeout
         try:
-            self._work.wait(timeout or self._collective.timeout_s or self._group.timeout)
+            self._work.wait(timeout or own + self._collective.grace_s)
         except GangError as error:
             self._swallow(error)
             return False
@@ -296,6 +301,7 @@ class _SwallowingWork:
         return follow(self._work.future, completed)
 
     def _swallow(self, error: GangError) -> None:
+        self.reason = str(error)
         self._group.poison(error)
         if not self._collective.is_in_place:
             for output in self._collective.outputs:

@@ -122,25 +122,29 @@ class FakeGang(CheckedGang):
             if collective.call == "send":
                 key = (collective.peer, collective.tag)
                 self._sent[key].append(collective.inputs[0].clone())
-            elif collective.call == "recv":
+            elif collective.call in ("recv", "recv_anysource"):
                 self._receive(collective)
             else:
                 simulate(collective, self._rank, self._size)
         return EndedWork()
 
     def _receive(self, collective: Collective) -> None:
-        """The peer, doing the same, has sent what this rank has sent to it."""
-        waiting = self._sent[collective.peer, collective.tag]
-        if not waiting:
+        """The peer, doing the same, has sent what this rank has sent to it. Of any peers, the lowest that has sent."""
+        peers = range(self._size) if collective.call == "recv_anysource" else [collective.peer]
+        peer = next((peer for peer in peers if self._sent[peer, collective.tag]), None)
+        if peer is None:
+            source = f"rank {collective.peer}" if len(peers) == 1 else "any rank"
             raise InvalidOperationError(
-                f"`recv` from rank {collective.peer} under tag {collective.tag} would wait for ever: every rank of a "
+                f"`recv` from {source} under tag {collective.tag} would wait for ever: every rank of a "
                 "fake gang does the same, and this one has sent nothing there."
             )
-        collective.outputs[0].copy_(waiting.popleft())
+        collective.outputs[0].copy_(self._sent[peer, collective.tag].popleft())
+        if collective.call == "recv_anysource":
+            collective.outputs[1].fill_(peer)
 
 
 def simulate(collective: Collective, rank: int, size: int) -> None:
-    """Write the outputs of a collective (but send and recv) in which all ranks do the same."""
+    """Write the outputs of a collective (but messages) in which all ranks do the same."""
     outputs, inputs = collective.outputs, collective.inputs
     if collective.call == "all_reduce" or (collective.call == "reduce" and collective.peer == rank):
         _reduce(outputs[0], collective.op, size)

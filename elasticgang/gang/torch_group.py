@@ -1,12 +1,14 @@
 """torch's `ProcessGroup` over whatever runs collectives: what DDP, FSDP2, DTensor and functional collectives take.
 
-T1  Every collective is written once: its form in `calls.py`, its policy in `_submit`.
+T1  Every collective is written once: its form in `calls.py`, its policy in `_submit`. It takes what torch's own method
+    takes, by position or by keyword, with the same meaning.
 T2  `rank()` and `size()` are asked for at every call, by C++ too, so that a group may change both beneath its users.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,10 +20,11 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 
 from elasticgang.comm import torch_backend
-from elasticgang.errors import InvalidOperationError, NotSupportedError, StepAborted
+from elasticgang.errors import InvalidOperationError, StepAborted
 from elasticgang.gang import calls
 from elasticgang.gang.base import Gang, Work
 from elasticgang.gang.calls import Call
+from elasticgang.gang.group_backend import BackendQueries
 
 BACKEND_NAME = torch_backend.NAME
 
@@ -44,7 +47,7 @@ class TorchWork(TorchWorkBase):
         """Raises StepAborted when the call's result had to be exact and the group was poisoned."""
         seconds = timeout.total_seconds() if timeout else None  # C++ callers give 0 for none
         completed = [work.wait(seconds) for work in self._works]  # all of them, also after one that did not complete
-        _check(self._call, all(completed))
+        _check(self._call, all(completed), self._works)
         return True
 
     def get_future(self) -> Future[Any]:
@@ -66,6 +69,16 @@ class TorchWork(TorchWorkBase):
     def result(self) -> list[Any]:
         self.wait()
         return self._call.result
+
+    def _source_rank(self) -> int:
+        """Which rank of the group sent what was received. Only of a `recv` that has completed.
+
+        Raises:
+            RuntimeError: it is no `recv`.
+        """
+        return calls.source_of(self._call)
+
+    source_rank = _source_rank
 
     def is_completed(self) -> bool:
         return all(future.done() for future in self._futures())
@@ -91,15 +104,23 @@ class TorchWork(TorchWorkBase):
         return self._parts
 
 
-def _check(call: Call, completed: bool) -> None:
+def _check(call: Call, completed: bool, works: Sequence[Work] = ()) -> None:
     if call.is_exact and not completed:
-        raise StepAborted("the generation ended before the call was complete, and nothing else than its result will do")
+        reasons = (getattr(work, "reason", None) for work in works)
+        reason = next((f": {reason}" for reason in reasons if reason), "")
+        raise StepAborted(
+            f"the generation ended before the call was complete, and nothing else than its result will do{reason}"
+        )
 
 
 def _collective(name: str, form: Callable[..., Call]) -> Callable[..., Any]:
+    parameters = list(inspect.signature(form).parameters)[1:]  # without the size
+
     def method(self: CollectiveMethods, *args: Any, **kwargs: Any) -> Any:
-        call = calls.with_timeout(form(self.size(), *args, **kwargs), (*args, *kwargs.values()))
-        call = calls.check_place(call, self.rank())
+        named = calls.named(form, kwargs) if kwargs else kwargs
+        calls.check_timeout({**dict(zip(parameters, args, strict=False)), **named}.get("timeout"))
+        call = calls.with_timeout(form(self._num_members(), *args, **named), (*args, *named.values()))
+        call = calls.check_place(call, self._place_among_members())
         return self._perform(name, call, args, kwargs)
 
     method.__name__ = name
@@ -107,7 +128,7 @@ def _collective(name: str, form: Callable[..., Call]) -> Callable[..., Any]:
     return method
 
 
-class CollectiveMethods:
+class CollectiveMethods(BackendQueries):
     """All collectives of a torch process group, over `_submit`; and its name, which torch's own class keeps in a
     backend that there is none of here."""
 
@@ -147,6 +168,13 @@ class CollectiveMethods:
     def size(self) -> int:
         raise NotImplementedError
 
+    def _num_members(self) -> int:
+        """How many ranks take part in a collective. `size` is what its users divide by."""
+        return self.size()
+
+    def _place_among_members(self) -> int:
+        return self.rank()
+
     def _submit(self, call: Call) -> TorchWork:
         raise NotImplementedError
 
@@ -180,6 +208,7 @@ class CollectiveMethods:
     scatter = _collective("scatter", calls.scatter)
     send = _collective("send", calls.send)
     recv = _collective("recv", calls.recv)
+    recv_anysource = _collective("recv_anysource", calls.recv_anysource)
     barrier = _collective("barrier", calls.barrier)
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Any:
@@ -188,8 +217,15 @@ class CollectiveMethods:
         options.rootRank = root
         return self.broadcast([tensor], options)
 
-    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> TorchWork:
-        raise NotSupportedError("`recv` needs a source here: name the rank to receive from.")
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """As `torch.distributed.monitored_barrier` over Gloo: blocks until all ranks have come; rank 0 raises an error
+        that names the first rank that did not come within `timeout` (None: the group's), or with `wait_all_ranks` all
+        of them. What else happens then is what happens after any error of the group."""
+        calls.check_timeout(timeout)
+        call = calls.with_timeout(calls.monitored_barrier(wait_all_ranks), [timeout])
+        work = self._perform("monitored_barrier", call, (timeout, wait_all_ranks), {})
+        if work is not None:  # of torch's own, which has waited
+            work.wait()
 
 
 class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[misc]  # names that torch fixes
@@ -202,6 +238,7 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
     def __init__(self, gang: Gang) -> None:
         super().__init__(gang.rank, gang.size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._gang = gang
+        self._timeout_s: float | None = None  # the gang's
 
     @property
     def gang(self) -> Gang:
@@ -218,6 +255,28 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
 
     def getBackendName(self) -> str:
         return BACKEND_NAME
+
+    def _served(self) -> Sequence[str]:
+        return (self._gang.device.type,)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For collectives that are started by this group from now on, and have no timeout of their own."""
+        self._timeout_s = calls.seconds(timeout)
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> dist.ProcessGroup | None:
+        """See `new_group`, which this is."""
+        pg = self.new_group(ranks, group_name=group_name or "", group_desc=group_desc)
+        if pg is not None and timeout is not None:
+            pg.set_timeout(timeout)
+        return pg
 
     def new_group(self, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
         """What `torch.distributed.new_group` calls on a default group; other options than `group_name` are the
@@ -240,4 +299,5 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
         return f"GangProcessGroup({self._gang!r})"
 
     def _submit(self, call: Call) -> TorchWork:
+        call = calls.with_default_timeout(call, self._timeout_s)
         return TorchWork([self._gang.start(part) for part in call.parts], call)

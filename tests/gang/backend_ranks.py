@@ -6,6 +6,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +20,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.gang.checkpoint_cases import checkpoint
 
 STEPS = 4
 
@@ -45,6 +56,16 @@ def hsdp(rank: int) -> list[float]:
     module = model()
     for layer in (module[0], module[2], module):
         fully_shard(layer, mesh=mesh)
+    return train(module, rank)
+
+
+def fsdp_allocates(rank: int) -> list[float]:
+    """FSDP2 asks the group's backend for its buffers."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    module = model()
+    for layer in (module[0], module[2], module):
+        sharded: Any = fully_shard(layer, mesh=mesh)
+        sharded.set_allocate_memory_from_process_group_for_comm(True)
     return train(module, rank)
 
 
@@ -98,7 +119,79 @@ def by_hand(rank: int) -> list[float]:
     return found
 
 
-FORMS = {"ddp": ddp, "hsdp": hsdp, "tp": tensor_parallel, "by-hand": by_hand}
+def any_source(rank: int) -> list[object]:
+    """Rank 0 receives from whom it may: of all, and of a group whose ranks have other numbers."""
+    found: list[object] = []
+    group = dist.new_group([3, 1, 0])
+    for pg, others in ((None, [1, 2, 3]), (group, [1, 3])):
+        if rank in others:
+            dist.send(torch.full((2,), 10.0 * rank), dst=0, group=pg, tag=4)
+            dist.send_object_list([{"from": rank}], dst=0, group=pg)
+        elif rank == 0:
+            for _ in others:
+                source = dist.recv(tensor := torch.empty(2), group=pg, tag=4)
+                found.append([source, tensor.tolist()])
+            for _ in others:
+                source = dist.recv(length := torch.empty(1, dtype=torch.int64), group=pg, tag=0)
+                dist.recv(data := torch.empty(int(length), dtype=torch.uint8), src=source, group=pg, tag=0)
+                found.append([source, pickle.loads(data.numpy().tobytes())])
+        dist.barrier()
+        if rank == 0:
+            work = dist.irecv(tensor := torch.empty(1), group=pg)
+            dist.barrier()
+            assert work is not None
+            work.wait()
+            found.append([work._source_rank(), tensor.item()])
+        else:
+            if rank == 3:
+                dist.send(torch.tensor([7.0]), dst=0, group=pg)
+            dist.barrier()
+    return sorted(found, key=str) if rank == 0 else ["sent"]
+
+
+def split(rank: int) -> list[float]:
+    """Each half for itself, and once more under the same name."""
+    found = []
+    for _ in range(2):
+        world: Any = dist.group.WORLD
+        ranks = [0, 3] if rank in (0, 3) else [1, 2]
+        half = world.split_group(ranks, timeout=timedelta(seconds=60), group_name=f"half{ranks[0]}")
+        half.allreduce([tensor := torch.full((2,), float(rank))]).wait()
+        found += [half.rank(), half.size(), *tensor.tolist()]
+        half.shutdown()
+    return found
+
+
+def monitored_barrier(rank: int) -> list[object]:
+    group = dist.new_group([0, 2])
+    dist.monitored_barrier()
+    dist.monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)
+    if rank in (0, 2):
+        dist.monitored_barrier(group)
+    return ["passed"]
+
+
+def checkpoints(rank: int) -> list[float]:
+    with tempfile.TemporaryDirectory() as mine:
+        directory = [mine]
+        dist.broadcast_object_list(directory)
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+        found = checkpoint(mesh, Path(directory[0]))
+        dist.barrier()  # rank 0 removes what all read
+    return found
+
+
+FORMS: dict[str, Callable[[int], object]] = {
+    "ddp": ddp,
+    "hsdp": hsdp,
+    "fsdp-allocates": fsdp_allocates,
+    "tp": tensor_parallel,
+    "by-hand": by_hand,
+    "any-source": any_source,
+    "split": split,
+    "monitored-barrier": monitored_barrier,
+    "checkpoint": checkpoints,
+}
 
 
 def main() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import elasticgang as eg
+from tests.gang.checkpoint_cases import checkpoint
 
 CPU = torch.device("cpu")
 
@@ -44,6 +50,17 @@ def check(gangs: eg.Gangs) -> None:
     tensor_parallel(mesh["tp"])
     data_parallel(gangs.rdp)
     back(mesh, gangs)
+    checkpoints(gangs)
+
+
+def checkpoints(gangs: eg.Gangs) -> None:
+    """Over the root's own process group, and as the default one."""
+    for group in (gangs.root.as_process_group(), None):
+        with tempfile.TemporaryDirectory() as mine:
+            directory: list[object] = [mine]
+            gangs.root.broadcast_objects(directory)
+            checkpoint(gangs.device_mesh("root"), Path(str(directory[0])), group)
+            gangs.root.barrier()  # rank 0 removes what all read
 
 
 def dtensor(mesh: DeviceMesh) -> None:

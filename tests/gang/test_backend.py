@@ -12,7 +12,9 @@ import pytest
 
 from tests.support import REPOSITORY
 
-FORMS = ("ddp", "hsdp", "tp", "by-hand")
+FORMS = (
+    "ddp", "hsdp", "fsdp-allocates", "tp", "by-hand", "any-source", "split", "monitored-barrier", "checkpoint",
+)  # fmt: skip
 DEADLINE_S = 120
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)  # eight processes import torch, on whatever the machine has left
 

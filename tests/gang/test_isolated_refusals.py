@@ -164,11 +164,6 @@ def test_a_reduction_that_there_is_not_is_refused(ring: Ring) -> None:
         ring[0].allreduce([ones(3)], reducing(AllreduceOptions, _make_nccl_premul_sum(2.0)))
 
 
-def test_a_message_of_any_source_is_refused(ring: Ring) -> None:
-    with pytest.raises(NotSupportedError, match="source"):
-        ring[0].recv_anysource([ones(3)], 0)
-
-
 @pytest.mark.parametrize(
     ("shape", "strides"), [((3, 2), (4, 2)), ((2, 5), (1, 2)), ((4, 1), (2, 1)), ((3, 2), (2, 3)), ((2, 0), (0, 1))]
 )

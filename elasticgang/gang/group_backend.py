@@ -1,0 +1,98 @@
+"""What torch asks of a process group beside collectives: which devices it serves, and what its backend can do.
+
+torch's own group answers from the backends that are registered with it in C++. Ours have none there: they are the
+backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, Store
+
+from elasticgang.errors import NotSupportedError
+
+
+class GroupBackend:
+    """What `pg._get_backend(device)` gives: Gloo's answers to what torch asks, for a group of ours."""
+
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_time_estimate = False
+
+    def __init__(self, pg: Any) -> None:
+        self._pg = pg
+
+    @property
+    def supports_splitting(self) -> bool:
+        return type(self._pg).split_group is not BackendQueries.split_group
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def rank(self) -> int:
+        return int(self._pg.rank())
+
+    def size(self) -> int:
+        return int(self._pg.size())
+
+    def name(self) -> str:
+        return str(self._pg.getBackendName())
+
+    getBackendName = name
+
+    def __repr__(self) -> str:
+        return f"GroupBackend({self._pg!r})"
+
+
+class BackendQueries:
+    """The queries, for a group that serves the devices of the types that `_served` names."""
+
+    use_pg_for_symm_mem_rendezvous = False
+
+    def _served(self) -> Sequence[str]:
+        return ("cpu",)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in self._served()]
+
+    def _get_backend(self, device: torch.device) -> GroupBackend:
+        """Raises RuntimeError, as torch's does, when the group does not serve `device`."""
+        kind = torch.device(device).type
+        if kind not in self._served():
+            raise RuntimeError(f"No backend type associated with device type {kind}")
+        return GroupBackend(self)
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> ProcessGroup | None:
+        """The group of some of the ranks; None on the others. Called on every rank.
+
+        Raises:
+            NotSupportedError: groups of this kind are not made out of one another.
+        """
+        raise NotSupportedError(f"{type(self).__name__} cannot be split: make the other group as this one was made.")
+
+    def merge_remote_group(
+        self,
+        store: Store,
+        size: int,
+        timeout: timedelta = timedelta(minutes=30),
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> ProcessGroup:
+        """Raises NotSupportedError."""
+        raise NotSupportedError(f"{type(self).__name__} cannot be merged with another group.")
