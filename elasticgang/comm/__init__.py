@@ -1,6 +1,8 @@
 """Process groups that live in a subprocess, reconfigure in place and are aborted by a kill.
 
 Light to import, because comm processes are forked from what is imported here: the public names come on first use.
+
+torchft's names are here too: where a class of ours takes the place of torchft's, they are that class.
 """
 
 from __future__ import annotations
@@ -9,15 +11,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchft.process_group import (
+        FakeProcessGroupWrapper,
+        ProcessGroup,
+        ProcessGroupBabyXCCL,
+        ProcessGroupDummy,
+        ProcessGroupWrapper,
+        ProcessGroupXCCL,
+        create_store_client,
+        trigger_nccl_fr_trace_through_pipe,
+    )
+
     from elasticgang.comm.arena import Arena
     from elasticgang.comm.backends import ProcessGroupGloo, ProcessGroupNCCL, create_process_group
     from elasticgang.comm.client import CommProcess, GroupSpec
     from elasticgang.comm.forkserver import ForkServer
+    from elasticgang.comm.managed import ManagedProcessGroup
     from elasticgang.comm.mesh import extend_device_mesh
     from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
+    from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL as ProcessGroupBabyNCCL
+    from elasticgang.comm.process_group import ProcessGroupIsolated as ProcessGroupBaby
     from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+    from elasticgang.comm.process_group import ProcessGroupIsolatedGloo as ProcessGroupBabyGloo
     from elasticgang.comm.supply import CommSupply
-    from elasticgang.comm.swallowing import ManagedProcessGroup, SwallowingProcessGroup
+    from elasticgang.comm.swallowing import SwallowingProcessGroup
+    from elasticgang.comm.swallowing import SwallowingProcessGroup as ErrorSwallowingProcessGroupWrapper
     from elasticgang.comm.work import CommWork
 
 _HOMES = {
@@ -27,7 +45,7 @@ _HOMES = {
     "CommWork": "work",
     "ForkServer": "forkserver",
     "GroupSpec": "client",
-    "ManagedProcessGroup": "swallowing",
+    "ManagedProcessGroup": "managed",
     "ProcessGroupGloo": "backends",
     "ProcessGroupIsolatedGloo": "process_group",
     "ProcessGroupIsolatedNCCL": "nccl",
@@ -36,30 +54,59 @@ _HOMES = {
     "create_process_group": "backends",
     "extend_device_mesh": "mesh",
 }
+_OF_TORCHFT = {
+    "ErrorSwallowingProcessGroupWrapper": "elasticgang.comm.swallowing:SwallowingProcessGroup",
+    "FakeProcessGroupWrapper": "torchft.process_group:FakeProcessGroupWrapper",
+    "ProcessGroup": "torchft.process_group:ProcessGroup",
+    "ProcessGroupBaby": "elasticgang.comm.process_group:ProcessGroupIsolated",
+    "ProcessGroupBabyGloo": "elasticgang.comm.process_group:ProcessGroupIsolatedGloo",
+    "ProcessGroupBabyNCCL": "elasticgang.comm.nccl:ProcessGroupIsolatedNCCL",
+    "ProcessGroupBabyXCCL": "torchft.process_group:ProcessGroupBabyXCCL",
+    "ProcessGroupDummy": "torchft.process_group:ProcessGroupDummy",
+    "ProcessGroupWrapper": "torchft.process_group:ProcessGroupWrapper",
+    "ProcessGroupXCCL": "torchft.process_group:ProcessGroupXCCL",
+    "create_store_client": "torchft.process_group:create_store_client",
+    "trigger_nccl_fr_trace_through_pipe": "torchft.process_group:trigger_nccl_fr_trace_through_pipe",
+}
 
 __all__ = [
     "Arena",
     "CommProcess",
     "CommSupply",
     "CommWork",
+    "ErrorSwallowingProcessGroupWrapper",
+    "FakeProcessGroupWrapper",
     "ForkServer",
     "GroupSpec",
     "ManagedProcessGroup",
+    "ProcessGroup",
+    "ProcessGroupBaby",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
+    "ProcessGroupDummy",
     "ProcessGroupGloo",
     "ProcessGroupIsolatedGloo",
     "ProcessGroupIsolatedNCCL",
     "ProcessGroupNCCL",
+    "ProcessGroupWrapper",
+    "ProcessGroupXCCL",
     "SwallowingProcessGroup",
     "create_process_group",
+    "create_store_client",
     "extend_device_mesh",
+    "trigger_nccl_fr_trace_through_pipe",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name in _HOMES:
+        home, attribute = f"elasticgang.comm.{_HOMES[name]}", name
+    elif name in _OF_TORCHFT:
+        home, _, attribute = _OF_TORCHFT[name].partition(":")
+    else:
         raise AttributeError(f"module 'elasticgang.comm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"elasticgang.comm.{home}"), name)
+    value = getattr(importlib.import_module(home), attribute)
     globals()[name] = value
     return value
 

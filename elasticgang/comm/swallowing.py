@@ -21,19 +21,27 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
-from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
-from elasticgang.gang import Gang, Gangs
-from elasticgang.gang.base import Collective, ReduceOperation, Work, start_mean, writing
+from elasticgang.errors import InvalidOperationError, NotSupportedError, StepAborted
+from elasticgang.gang.base import Collective, writing
 from elasticgang.gang.calls import Call
-from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
+from elasticgang.gang.torch_group import CollectiveMethods
 
-_MISUSE = (ValueError, TypeError, InvalidOperationError, NotSupportedError)
+MISUSE = (ValueError, TypeError, InvalidOperationError, NotSupportedError)
 
 
-class _Outcome:
+class Swallower(Protocol):
+    """The group whose errors are swallowed, as its works see it."""
+
+    @property
+    def parent(self) -> ProcessGroup: ...
+
+    def _report(self, configuration: object, error: Exception) -> None: ...
+
+
+class Outcome:
     """What becomes of one collective. It keeps no group alive: futures have it until their end."""
 
-    def __init__(self, pg: SwallowingProcessGroup, configuration: object, call: Call, why: Exception | None) -> None:
+    def __init__(self, pg: Swallower, configuration: object, call: Call, why: Exception | None) -> None:
         """`why` it was not sent, if it was not."""
         self.call = call
         self._pg = weakref.ref(pg)
@@ -66,7 +74,7 @@ class SwallowedWork(TorchWorkBase):
     """A collective whose errors become the group's `error`, while the configuration that it was started in is the
     present one. `work` is None when it was never sent."""
 
-    def __init__(self, pg: SwallowingProcessGroup, work: Any, outcome: _Outcome) -> None:
+    def __init__(self, pg: Swallower, work: Any, outcome: Outcome) -> None:
         super().__init__()
         self._pg, self._work, self._outcome = pg, work, outcome
 
@@ -208,7 +216,7 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
             try:
                 self._pg.monitored_barrier(timeout, wait_all_ranks)
                 return
-            except _MISUSE:
+            except MISUSE:
                 raise
             except Exception as error:
                 self._report(configuration, error)
@@ -225,64 +233,12 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         if why is None:
             try:
                 work = getattr(self._pg, name)(*args, **kwargs)
-            except _MISUSE:  # nothing was sent
+            except MISUSE:  # nothing was sent
                 raise
             except Exception as error:
                 self._report(configuration, error)
                 why = error
-        outcome = _Outcome(self, configuration, call, why)
+        outcome = Outcome(self, configuration, call, why)
         if work is None:
             outcome.settle()
         return SwallowedWork(self, work, outcome)
-
-
-class Manager(Protocol):
-    """What a `ManagedProcessGroup` needs of `elasticgang.QuorumManager`."""
-
-    @property
-    def gangs(self) -> Gangs: ...
-
-    @property
-    def num_active(self) -> int: ...
-
-    @property
-    def error(self) -> GangError | None: ...
-
-
-class ManagedProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
-    """The data-parallel gang of a manager, for what takes a process group and divides by its size: that is the number
-    of active members along `gangs.dp`. Learners take part with what they give, by convention zeros. An error ends the
-    manager's generation; collectives then return as those of its gangs do."""
-
-    def __init__(self, manager: Manager) -> None:
-        super().__init__(0, 1)
-        self._manager = manager
-
-    def rank(self) -> int:
-        return self._manager.gangs.dp.rank
-
-    def size(self) -> int:
-        gangs = self._manager.gangs
-        return max(1, self._manager.num_active * gangs.dp.size // gangs.root.size)
-
-    getRank = rank
-    getSize = size
-
-    def getBackendName(self) -> str:
-        return "elasticgang-managed"
-
-    def errored(self) -> Exception | None:
-        """What ended the manager's generation; None while it is sound."""
-        return self._manager.error
-
-    def __repr__(self) -> str:
-        return f"ManagedProcessGroup({self._manager.gangs.dp!r})"
-
-    def _submit(self, call: Call) -> TorchWork:
-        gang = self._manager.gangs.dp
-        return TorchWork([self._start(gang, part) for part in call.parts], call)
-
-    def _start(self, gang: Gang, collective: Collective) -> Work:
-        if collective.op is ReduceOperation.MEAN:
-            return start_mean(gang.start, collective, self.size())
-        return gang.start(collective)

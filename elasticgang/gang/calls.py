@@ -390,6 +390,11 @@ def _operation(opts: Any) -> Any:
     raise NotSupportedError(f"A reduction by {name} is not supported; use one of {known_names}.")
 
 
+def torch_operation(operation: enum.Enum) -> Any:
+    """torch's name of it."""
+    return next(known for known, ours in _OPERATIONS.items() if ours is operation)
+
+
 def _root(opts: Any, size: int) -> int:
     """Of an options object, of a number, or the default."""
     root = getattr(opts, "rootRank", opts)

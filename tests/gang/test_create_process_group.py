@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torchft.process_group as torchft
 from torch import nn
+from torch.distributed import AllreduceOptions
 
 import elasticgang as eg
 import elasticgang.comm as comm
@@ -105,12 +107,71 @@ def test_ddp_takes_each_kind(name: str, rings: Rings) -> None:
 def test_the_public_names_are_there() -> None:
     for module in (comm, eg):
         for name in module.__all__:
-            assert getattr(module, name).__module__.startswith("elasticgang."), name
+            home = getattr(module, name).__module__
+            assert home.startswith("elasticgang.") or (module is comm and name in comm._OF_TORCHFT), name
         assert {*module.__all__} <= {*dir(module)}
         with pytest.raises(AttributeError, match="no_such_name"):
             module.no_such_name  # noqa: B018
-    assert {*comm.__all__} == {*comm._HOMES}
+    assert {*comm.__all__} == {*comm._HOMES, *comm._OF_TORCHFT}
     assert eg.SwallowingProcessGroup is comm.SwallowingProcessGroup
+
+
+IN_PLACE_OF = {
+    "ErrorSwallowingProcessGroupWrapper": "SwallowingProcessGroup",
+    "ProcessGroupBabyGloo": "ProcessGroupIsolatedGloo",
+    "ProcessGroupBabyNCCL": "ProcessGroupIsolatedNCCL",
+    "ManagedProcessGroup": "ManagedProcessGroup",
+    "ProcessGroupGloo": "ProcessGroupGloo",
+    "ProcessGroupNCCL": "ProcessGroupNCCL",
+}
+
+
+def test_torchfts_names_are_there() -> None:
+    """All that its module defines, whichever they are."""
+    theirs = {
+        name: value
+        for name, value in vars(torchft).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == torchft.__name__
+    }
+    assert {*IN_PLACE_OF, "FakeProcessGroupWrapper", "create_store_client"} <= {*theirs}
+    for name, value in theirs.items():
+        found = getattr(comm, name)
+        if name in IN_PLACE_OF:
+            assert found is getattr(comm, IN_PLACE_OF[name])
+            assert found is not value
+            assert issubclass(found, torchft.ProcessGroup)
+            required = [each for each in inspect.signature(found).parameters.values() if each.default is each.empty]
+            assert len(required) == (1 if "Wrapper" in name or "Managed" in name else 0), "as theirs"
+        elif name == "ProcessGroupBaby":
+            assert issubclass(comm.ProcessGroupBabyGloo, found)
+        else:
+            assert found is value
+
+
+def test_the_names_come_on_first_use() -> None:
+    code = "import sys, elasticgang.comm; print(any(name in sys.modules for name in ('torch', 'torchft')))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=REPOSITORY, text=True) == "False\n"
+
+
+def test_torchfts_wrappers_take_ours(rings: Rings) -> None:
+    """Its fake one lets a future fail; its error-swallowing one is ours."""
+    ring = rings(2, make=lambda: comm.FakeProcessGroupWrapper(comm.ProcessGroupBabyGloo(timedelta(seconds=30))))
+
+    def reduce(rank: int) -> float:
+        tensor = torch.tensor([rank + 1.0])
+        ring[rank].allreduce([tensor], AllreduceOptions()).wait()
+        return tensor.item()
+
+    assert ring.each(reduce) == [3.0, 3.0]
+    error = RuntimeError("injected")
+    swallowing = comm.ErrorSwallowingProcessGroupWrapper(comm.ProcessGroupDummy(0, 1))
+    swallowing.allreduce([torch.ones(1)], AllreduceOptions()).wait()
+    assert swallowing.error() is None
+    swallowing.report_error(error)
+    assert swallowing.error() is swallowing.errored() is error
+    swallowing.allreduce([torch.ones(1)], AllreduceOptions()).wait()
 
 
 def test_a_comm_process_imports_little() -> None:

@@ -16,13 +16,16 @@ import pytest
 import torch
 import torchft.process_group as torchft
 from torch import Tensor, nn
+from torch.distributed import AllreduceOptions, ReduceOp
 from torchft.coordination import LighthouseServer
 from torchft.ddp import DistributedDataParallel
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
 
+from elasticgang.comm import ManagedProcessGroup
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
 from elasticgang.comm.swallowing import SwallowingProcessGroup
+from elasticgang.errors import StepAborted
 from tests.gang.rings import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchft's own: they would be errors in the middle of its work
@@ -105,9 +108,13 @@ class Replica:
             connect_timeout=TIMEOUT,
         )
 
+    def _reduction(self, manager: Manager) -> Callable[[Any], Any]:
+        return lambda gradient: manager.allreduce(gradient)
+
     def _train(self, manager: Manager, before_step: Hook) -> None:
         # torchft's DDP fails by an assertion when a work's `wait` raises, whatever the group: it wants a swallowing one
-        ddp = DistributedDataParallel(manager, self._module) if isinstance(self.pg, SwallowingProcessGroup) else None
+        uses_ddp = isinstance(self.pg, SwallowingProcessGroup) and not isinstance(self, Managed)
+        ddp = DistributedDataParallel(manager, self._module) if uses_ddp else None
         optimizer = OptimizerWrapper(manager, self._optimizer)
         while manager.current_step() < self.steps:
             optimizer.zero_grad()
@@ -117,7 +124,8 @@ class Replica:
             outputs = (ddp or self._module)(torch.rand(4, 3, generator=generator))
             torch.autograd.backward(outputs.square().sum())
             if ddp is None:
-                for work in [manager.allreduce(parameter.grad) for parameter in self._module.parameters()]:
+                reduce = self._reduction(manager)
+                for work in [reduce(parameter.grad) for parameter in self._module.parameters()]:
                     work.wait()
             optimizer.step()
             self.committed.append(manager.current_step() > step)
@@ -179,6 +187,130 @@ def test_a_comm_process_that_is_killed_costs_a_step(make: MakeGroup, lighthouse:
     assert False in replicas[1].committed
     for replica in replicas:
         assert all(map(torch.equal, replica.weights, undisturbed(is_async=True)))
+
+
+# -- a managed group
+
+
+class Managed(Replica):
+    """Reduces over the managed group of `kind`, ours or torchft's, and keeps what it says of itself."""
+
+    def __init__(self, kind: type, *args: Any, in_futures: bool = False) -> None:
+        super().__init__(*args)
+        self._kind, self._in_futures = kind, in_futures
+        self.seen: list[tuple[int, int]] = []
+        self.managed: Any = None
+
+    def _reduction(self, manager: Manager) -> Callable[[Any], Any]:
+        if self.managed is None:
+            self.managed = self._kind(manager)
+        self.seen.append((self.managed.size(), self.managed.rank()))
+
+        def reduce(gradient: Any) -> Any:
+            options = AllreduceOptions()
+            options.reduceOp = ReduceOp.AVG  # type: ignore[assignment]  # torch's annotation is wrong
+            work = self.managed.allreduce([gradient], options)
+            return work.get_future() if self._in_futures else work
+
+        return reduce
+
+
+PARENTS: dict[str, MakeGroup] = {**GROUPS, "in-process": lambda: torchft.ProcessGroupGloo(TIMEOUT)}
+
+
+@pytest.mark.parametrize("in_futures", [False, True], ids=["work", "future"])
+@pytest.mark.parametrize("parent", list(PARENTS))
+def test_a_managed_group_is_what_torchfts_is(parent: str, in_futures: bool, lighthouse: str) -> None:
+    replicas = [
+        Managed(ManagedProcessGroup, number, lighthouse, PARENTS[parent](), in_futures=in_futures)
+        for number in range(2)
+    ]
+    run(list(replicas))
+    for replica in replicas:
+        assert replica.committed == [True] * STEPS
+        assert all(map(torch.equal, replica.weights, undisturbed(is_async=True)))
+        assert isinstance(replica.managed, ManagedProcessGroup)
+        assert replica.managed.getBackendName() == replica.pg.getBackendName()
+        assert [size for size, _ in replica.seen] == [2] * STEPS
+    assert sorted(replica.seen[-1][1] for replica in replicas) == [0, 1]
+
+
+def test_torchfts_managed_group_has_the_same_weights_and_sizes(lighthouse: str) -> None:
+    replicas = [Managed(torchft.ManagedProcessGroup, number, lighthouse, PARENTS["isolated"]()) for number in range(2)]
+    run(list(replicas))
+    for replica in replicas:
+        assert all(map(torch.equal, replica.weights, undisturbed(is_async=True)))
+        assert [size for size, _ in replica.seen] == [2] * STEPS
+
+
+@pytest.mark.parametrize("make", list(GROUPS.values()), ids=list(GROUPS))
+def test_an_error_in_a_managed_group_costs_a_step(make: MakeGroup, lighthouse: str) -> None:
+    replicas = [Managed(ManagedProcessGroup, number, lighthouse, make()) for number in range(2)]
+    killed: list[int] = []
+
+    def kill(tries: int, manager: Manager) -> None:
+        manager.wait_quorum()
+        if manager.current_step() == 2 and not killed:
+            pg = replicas[1].pg
+            killed.append(getattr(pg, "parent", pg)._comm.pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    run(list(replicas), {1: kill})
+    assert killed
+    assert False in replicas[1].committed
+    for replica in replicas:
+        assert all(map(torch.equal, replica.weights, undisturbed(is_async=True)))
+
+
+class Others(Managed):
+    """Makes other collectives than all-reduces, too; in step 2, replica 1 has lost its comm process by then."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(ManagedProcessGroup, *args)
+        self.others: list[Any] = []
+        self.errors: list[bool] = []
+
+    def _reduction(self, manager: Manager) -> Callable[[Any], Any]:
+        reduce = super()._reduction(manager)
+        pg, rank = self.managed, self.managed.rank()
+        found: list[Any] = []
+        try:
+            pg.allgather([outputs := [torch.zeros(2) for _ in range(2)]], [torch.full((2,), rank + 1.0)]).wait()
+            found = [output.tolist() for output in outputs]
+            pg.broadcast_one(number := torch.tensor([rank + 5]), 1).wait()
+            found.append(number.item())
+            pg.barrier().wait()
+            pg.monitored_barrier(TIMEOUT)
+            pg.allreduce([torch.ones(2), torch.ones(1)], ReduceOp.MAX).wait()
+        except StepAborted:
+            found.append("aborted")
+        self.others.append(found)
+        self.errors.append(pg.errored() is not None)
+        return reduce
+
+
+def test_other_collectives_of_a_managed_group_swallow_errors_and_report_them(lighthouse: str) -> None:
+    replicas = [Others(number, lighthouse, GROUPS["isolated"]()) for number in range(2)]
+    killed: list[int] = []
+
+    def kill(tries: int, manager: Manager) -> None:
+        manager.wait_quorum()
+        if manager.current_step() == 2 and not killed:
+            killed.append(replicas[1].pg._comm.pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    run(list(replicas), {1: kill})
+    for replica in replicas:
+        assert all(map(torch.equal, replica.weights, undisturbed(is_async=True)))
+        for committed, found, failed in zip(replica.committed, replica.others, replica.errors, strict=True):
+            assert committed or failed or replica is replicas[0]
+            if committed:
+                assert found == [[1.0, 1.0], [2.0, 2.0], 6]
+                assert not failed
+        assert False in replica.committed
+    lost = replicas[1].committed.index(False)
+    assert replicas[1].others[lost][-1] == "aborted", "a number that only one rank has is no value"
+    assert replicas[1].others[lost][0] in ([0.0, 0.0], "aborted")
 
 
 @pytest.fixture
