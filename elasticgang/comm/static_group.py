@@ -133,9 +133,8 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
             ValueError: `ranks` are no distinct ranks of this group.
             GangError: a peer did not come.
         """
-        check_ranks(ranks, self._size)
+        ranks = check_ranks(ranks, self._size)
         self._num_splits += 1  # on every rank, so that all give it the same prefix
-        ranks = sorted(ranks)
         if self._rank not in ranks:
             return None
         name = group_name or f"{self._name}:split{self._num_splits}"

@@ -23,7 +23,7 @@ def plain(backend: str) -> None:
         store.wait(["found/0", "found/1"])
     else:
         found = ""
-        timeout: timedelta | None = timedelta(seconds=1 if rank == 0 else 60)
+        timeout: timedelta | None = timedelta(seconds=4 if rank == 0 else 60)
         if backend == "elasticgang" and rank == 0:  # as the group's own; torch's function ignores Gloo's
             world: Any = dist.group.WORLD
             world.set_timeout(timeout)
@@ -79,7 +79,7 @@ def elastic(directory: Path) -> None:
             if step.index == 1 and not found["after"]:
                 try:
                     if rank < 2:
-                        pg.monitored_barrier(timedelta(seconds=0.5 if rank == 0 else 60), True)
+                        pg.monitored_barrier(timedelta(seconds=4 if rank == 0 else 60), True)
                     else:
                         pg.barrier().wait()  # until rank 0 has given up
                 except eg.StepAborted as error:
