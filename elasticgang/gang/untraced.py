@@ -1,6 +1,6 @@
 """Keeps torch.compile out of process groups.
 
-While a compiled function runs, torch.compile traces every Python frame that is not torch's own, also those that C++
+While a compiled function runs, torch.compile traces every Python frame that is not torch's own, also one that C++
 calls: DDP's reducer calls a process group's methods from a compiled model's forward. It cannot trace them, and raises.
 Torch's own groups have no Python frames.
 """
