@@ -177,11 +177,17 @@ class Inbox:
             if not (self._is_read or self._is_over):
                 return
             self._waiting[wake] = work
-        work.wake_at_end(wake)
-        wake.wait(min(seconds, threading.TIMEOUT_MAX))
-        work.forget_wake(wake)
-        with self._turn:
-            del self._waiting[wake]
+        goes_on = False
+        try:
+            work.wake_at_end(wake)
+            wake.wait(min(seconds, threading.TIMEOUT_MAX))
+            goes_on = True
+        finally:
+            work.forget_wake(wake)
+            with self._turn:
+                del self._waiting[wake]
+                if not (goes_on or self._is_read):  # X2: a signal's handler has raised
+                    self._call_next()
 
     def _hand_over(self) -> None:
         with self._turn:

@@ -85,7 +85,8 @@ class CommWork:
 
     def forget_wake(self, wake: threading.Event) -> None:
         with self._lock:
-            self._wakes.remove(wake)
+            if wake in self._wakes:
+                self._wakes.remove(wake)
 
     def done(self) -> bool:
         return self._is_ended

@@ -110,8 +110,13 @@ def _make_default(pg: dist.ProcessGroup | None) -> None:
     by_ranks = _world.tags_to_pg.setdefault("", [])  # where functional collectives look up a list of ranks
     if pg in _world.pg_map and pg not in by_ranks:
         by_ranks.insert(0, pg)  # on every rank, whatever other groups of the same ranks it has
-    replacement = _init_process_group if _is_fake(pg) else _torch_init_process_group
-    dist.init_process_group = distributed_c10d.init_process_group = replacement
+    present, wanted = _torch_init_process_group, _init_process_group
+    if not _is_fake(pg):
+        present, wanted = wanted, present
+    modules: tuple[Any, ...] = (dist, distributed_c10d)
+    for module in modules:
+        if module.init_process_group is present:  # what somebody else has put there stays
+            module.init_process_group = wanted
 
 
 _torch_init_process_group = distributed_c10d.init_process_group

@@ -685,3 +685,53 @@ def test_a_kill_that_nobody_waits_for_ends_the_works_while_a_callback_runs(world
     let_go.set()
     comm.abort(StaleGenerationError("the fence"))  # as before the rank asks: the process is dead when it returns
     future.wait()
+
+
+class _Interrupt(Exception):
+    pass
+
+
+def test_a_wait_that_a_signal_interrupts_leaves_nobody_waiting_for_it(worlds: Worlds) -> None:
+    """Its place would be kept for a thread that has gone, and a callback that waits would find nobody who reads."""
+    world = worlds(2, names=("never", "all"))
+    comm = world.comms[0]
+
+    def submit(rank: int, group: str) -> CommWork:
+        tensor = torch.ones(1)
+        return world.comms[rank].submit(group, "allreduce", [tensor], [tensor], op="sum")
+
+    def interrupt(number: int, frame: object) -> None:
+        raise _Interrupt
+
+    never = submit(0, "never")  # rank 1 does not come
+    begun = threading.Event()
+
+    def read() -> None:
+        begun.set()
+        with contextlib.suppress(CollectiveTimeoutError):
+            never.wait(2.0)
+
+    reader = threading.Thread(target=read)
+    former = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        reader.start()
+        begun.wait(GUARD_S)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(_Interrupt):
+            never.wait(GUARD_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, former)
+    reader.join(GUARD_S)
+    first, second = submit(0, "all").future, submit(0, "all").future
+    returned = threading.Event()
+
+    def wait_inside(_: object) -> None:
+        second.wait()
+        returned.set()
+
+    first.add_done_callback(wait_inside)
+    for _ in range(2):
+        submit(1, "all").wait(GUARD_S)
+    assert returned.wait(GUARD_S)
+    assert not comm.ended

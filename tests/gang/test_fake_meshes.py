@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -208,3 +209,20 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_a_wrapper_that_a_library_put_around_init_process_group_stays() -> None:
+    own = dist.init_process_group
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    try:
+        dist.init_process_group = wrapped
+        gangs = eg.create_fake_gangs("cpu")
+        gangs.device_mesh("rdp")
+        assert dist.init_process_group is wrapped
+        gangs.close()
+        assert dist.init_process_group is wrapped
+    finally:
+        dist.init_process_group = own
