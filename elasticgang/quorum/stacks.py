@@ -25,13 +25,15 @@ from pathlib import Path
 STACK_SIGNAL = signal.SIGRTMAX - 2  # of the ranks; a script has SIGUSR1 and SIGUSR2 for itself
 
 _PY_SPY_S = 5.0
-_ANSWER_S = 2.0
+_ANSWER_S = 5.0
 _POLL_S = 0.01
-_QUIET_S = 0.1  # a dump has no end mark: it is whole once nothing has come for so long
+_QUIET_S = 0.5  # a dump that does not show its end is taken as whole once nothing has come for so long
+_OUTERMOST = "in _run_module_as_main\n"  # of the fork server, and so of its children's main threads, which come last
 _MAX_BYTES = 1 << 18
 _STOPPED = "Tt"
 _HEADER = re.compile(r"(Current thread|Thread) 0x")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+_STARTERS = ("/threading.py", "/concurrent/futures/thread.py")  # of threads that run something else
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _CHILD = os.path.join(_PACKAGE, "launch", "child.py")
 
@@ -129,12 +131,13 @@ def _by_faulthandler(source: StackSource) -> list[Thread]:
     os.lseek(source.file, 0, os.SEEK_SET)  # of the process too: they share the open file
     signal.pidfd_send_signal(source.pidfd, STACK_SIGNAL)
     now = time.monotonic()
-    size, deadline, grown_at = 0, now + _ANSWER_S, now
-    while now < deadline and not (size and now - grown_at > _QUIET_S):
+    dump, deadline, grown_at = "", now + _ANSWER_S, now
+    while now < deadline and not (dump and (dump.endswith(_OUTERMOST) or now - grown_at > _QUIET_S)):
         time.sleep(_POLL_S)
-        now, before, size = time.monotonic(), size, os.fstat(source.file).st_size
-        grown_at = now if size > before else grown_at
-    return parse(os.pread(source.file, _MAX_BYTES, 0).decode(errors="replace"))
+        now, before = time.monotonic(), dump
+        dump = os.pread(source.file, _MAX_BYTES, 0).decode(errors="replace")
+        grown_at = now if len(dump) > len(before) else grown_at
+    return parse(dump)
 
 
 # -- pure
@@ -164,10 +167,9 @@ def _own_frames(thread: Thread) -> Thread:
         while frames and "runpy" in frames[-1].file:
             frames.pop()
         return tuple(frames)
-    outermost = [file for file in files if not file.endswith("threading.py")][-1:]
-    is_runtime = not outermost or outermost[0].startswith(_PACKAGE)
-    is_idle = files[0].endswith(os.path.join("futures", "thread.py"))  # a worker of a pool that has nothing to do
-    return () if is_runtime or is_idle else thread
+    started = [file for file in files if not file.endswith(_STARTERS)]
+    is_idle = not started or files[0].endswith(_STARTERS[1])  # a worker of a pool that has nothing to do
+    return () if is_idle or started[-1].startswith(_PACKAGE) else thread
 
 
 def merge(stacks: Sequence[tuple[int, int, str]]) -> str:

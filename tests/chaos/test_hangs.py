@@ -171,7 +171,7 @@ def test_when_all_ranks_stand_still_their_stacks_are_told_and_nobody_is_killed(n
         reports = [job.expect("standstill", count=count) for count in (1, 2, 3)]
         told = job.stderr
         alive = [job.rank_pid(rank) for rank in range(4) if is_alive(job.rank_pid(rank))]
-    assert [report["stalled_s"] > limit_s for report, limit_s in zip(reports, (1, 2, 4), strict=True)] == [True] * 3
+    assert [report["stalled_s"] >= limit_s for report, limit_s in zip(reports, (1, 2, 4), strict=True)] == [True] * 3
     for report in reports:
         assert [rank["local_rank"] for rank in report["ranks"]] == [0, 1, 2, 3]
         assert {rank["pid"] for rank in report["ranks"]} == set(alive)

@@ -66,6 +66,12 @@ def test_threads_of_the_runtime_are_left_out() -> None:
     threads = [
         (Frame(f"{PACKAGE}/comm/inbox.py", 2, "_serve"), Frame("/lib/threading.py", 1, "run")),
         (Frame("/lib/concurrent/futures/thread.py", 81, "_worker"), Frame("/lib/threading.py", 1, "run")),
+        (
+            Frame(f"{PACKAGE}/quorum/membership.py", 2, "_start"),
+            Frame("/lib/concurrent/futures/thread.py", 58, "run"),
+            Frame("/lib/concurrent/futures/thread.py", 83, "_worker"),
+            Frame("/lib/threading.py", 1, "run"),
+        ),
         (Frame(f"{PACKAGE}/quorum/wire.py", 3, "receive"), Frame(f"{PACKAGE}/quorum/link.py", 2, "_read")),
     ]  # fmt: skip
     assert describe(threads) == "  no frame of the script"
@@ -155,6 +161,29 @@ def test_a_process_that_is_stuck_shows_where_and_goes_on(children: Children, bod
     assert f'File "{__file__}", line' in first
     assert child.read().count(f"in {body.__name__}") == 1  # the file is begun anew
     assert child.runs
+
+
+def test_a_dump_that_comes_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a process that gets no core: between two lines more than what a pause of a quick one takes."""
+    file = stacks.create_file()
+    frames = [
+        *(f'  File "/home/me/train.py", line {n} in f{n}' for n in range(5)),
+        f'  File "x" {stacks._OUTERMOST[:-1]}',
+    ]
+    lines = ["Current thread 0x1 (most recent call first):", *frames]
+
+    def write() -> None:
+        for line in lines:
+            os.write(file, line.encode() + b"\n")
+            time.sleep(0.2)
+
+    writer = threading.Thread(target=write)
+    monkeypatch.setattr(stacks, "_handles", lambda pid, number: True)
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda pidfd, number: writer.start())
+    (thread,) = stacks._by_faulthandler(StackSource(os.getpid(), -1, file))
+    writer.join()
+    os.close(file)
+    assert [frame.name for frame in thread] == ["f0", "f1", "f2", "f3", "f4"]
 
 
 def test_a_process_that_is_stopped_is_told_by_its_state(children: Children) -> None:
