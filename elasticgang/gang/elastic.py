@@ -9,6 +9,7 @@ E2  The first error poisons every gang of the rank (the binding's owner does tha
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -128,7 +129,7 @@ class ElasticGang(CheckedGang):
         self._is_bound = False
         self._process_group: GangProcessGroup | None = None
         self._made: list[ElasticGang] = []
-        self._num_made = 0
+        self._num_made: Counter[tuple[int, ...]] = Counter()  # by their ranks
         self._closed = False
         self.is_silent = False  # while the training state is built
 
@@ -137,7 +138,8 @@ class ElasticGang(CheckedGang):
         for gang in self._made:
             gang.bind(None)
             gang.close()
-        self._made, self._num_made = [], 0
+        self._made = []
+        self._num_made.clear()
         self._is_bound = binding is not None
         if binding is None:
             if self._binding is not None:
@@ -215,11 +217,13 @@ class ElasticGang(CheckedGang):
         """
         binding = self._speaking()
         ranks = check_ranks(ranks, binding.size)
-        self._num_made += 1  # on every rank of the gang, so that all give it the same name
         if binding.rank not in ranks:
             return None
         chosen = tuple(binding.ranks[rank] for rank in ranks)
-        gang = ElasticGang(f"{self._name}.{self._num_made}", self._device, is_made=True)
+        # Counted among gangs of the same ranks, so that all of them give it the same name: torch lets the others leave
+        # out the call (`use_local_synchronization`).
+        self._num_made[chosen] += 1
+        gang = ElasticGang(f"{self._name}.{self._num_made[chosen]}", self._device, is_made=True)
         group = None
         if len(chosen) > 1:
             assert binding.group is not None

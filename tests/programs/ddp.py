@@ -14,9 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
-    quantization_hooks,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.device_mesh import init_device_mesh
@@ -202,11 +200,6 @@ def hook_post_local_sgd() -> Values:
 
 
 @program(rtol=1e-6)
-def hook_quantization_per_tensor() -> Values:
-    return _hooked(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
-
-
-@program(rtol=1e-6)
 def hook_that_waits_for_another_collective() -> Values:
     """As a user writes one: the mean, by a second collective that the first one's callback starts."""
 
@@ -222,22 +215,6 @@ def hook_that_waits_for_another_collective() -> Values:
         return work.get_future().then(divide)  # type: ignore[no-any-return]
 
     return _hooked(None, lambda state, bucket: hook(bucket))  # torch cannot read annotations that are strings
-
-
-@program(beyond_gloo=True)
-def hook_with_a_zero_step() -> Values:
-    """Which torch refuses over Gloo, because it may hang there."""
-    module = DistributedDataParallel(mlp())
-    optimizer = ZeroRedundancyOptimizer(
-        module.parameters(), torch.optim.SGD, overlap_with_ddp=True, parameters_as_bucket_view=True, lr=0.1
-    )
-    module.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, module, optimizer))
-    train(module, optimizer, steps=5)
-    plain = DistributedDataParallel(mlp())
-    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), steps=5)
-    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-    return {}
 
 
 # -- optimizers, averagers, data
