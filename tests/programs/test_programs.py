@@ -3,6 +3,7 @@ gang, with the backend "elasticgang", under `elasticgang run`, and there after a
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -29,14 +30,16 @@ Given = Callable[..., dict[str, list[Outcome | None]]]
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
     """What the programs gave, by name: of a mode, on so many ranks. Each is run once."""
-    found: dict[tuple[str, int], dict[str, list[Outcome | None]]] = {}
+
+    @functools.cache
+    def run(mode: str, size: int) -> Outcomes:
+        names = [name for name, program in programs().items() if size == 4 or program.any_size]
+        return Outcomes(mode, names, size, tmp_path_factory.mktemp(f"{mode}-{size}"))
 
     def of(mode: str, size: int = 4) -> dict[str, list[Outcome | None]]:
-        if (mode, size) not in found:
-            names = [name for name, program in programs().items() if size == 4 or program.any_size]
-            directory = tmp_path_factory.mktemp(f"{mode}-{size}")
-            found[mode, size] = Outcomes(mode, names, size, directory).by_name
-        return found[mode, size]
+        outcomes = run(mode, size)
+        assert not outcomes.failure, outcomes.failure
+        return outcomes.by_name
 
     return of
 
