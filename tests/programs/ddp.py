@@ -14,7 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
 )
+from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.device_mesh import init_device_mesh
@@ -215,6 +217,42 @@ def hook_that_waits_for_another_collective() -> Values:
         return work.get_future().then(divide)  # type: ignore[no-any-return]
 
     return _hooked(None, lambda state, bucket: hook(bucket))  # torch cannot read annotations that are strings
+
+
+@program(beyond_gloo=True)
+def hook_quantization_per_tensor() -> Values:
+    """Over Gloo, the future of an all-gather has not the form that this hook expects."""
+    hooked, plain = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
+    hooked.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
+    inputs, targets = batch(0, dist.get_rank())
+    for module in (hooked, plain):
+        nn.functional.mse_loss(module(inputs), targets).backward()
+    gradients = [torch.cat([each.grad.flatten() for each in some.parameters()]) for some in (hooked, plain)]  # type: ignore[union-attr]
+    dist.all_reduce(widest := gradients[1].abs().max() * 4, dist.ReduceOp.MAX)
+    assert not torch.equal(*gradients)
+    torch.testing.assert_close(*gradients, rtol=0, atol=widest.item() / 100)  # of 256 levels
+    return {}
+
+
+@program(beyond_gloo=True)
+def hook_with_a_zero_step() -> Values:
+    """Torch refuses it over Gloo, because it may hang there. Its first two steps update nothing, as its page says."""
+    hooked, plain = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
+    zero = ZeroRedundancyOptimizer(
+        hooked.parameters(), torch.optim.SGD, overlap_with_ddp=True, parameters_as_bucket_view=True, lr=0.1
+    )
+    hooked.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, hooked, zero))
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(6):
+        inputs, targets = batch(step, dist.get_rank())
+        for module, optimizer in ((hooked, zero), (plain, sgd)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(module(inputs), targets).backward()
+            if module is hooked or step >= 2:
+                optimizer.step()
+    for mine, theirs in zip(hooked.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    return {}
 
 
 # -- optimizers, averagers, data
