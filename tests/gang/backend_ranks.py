@@ -150,19 +150,16 @@ def any_source(rank: int) -> list[object]:
 
 
 def split(rank: int) -> list[float]:
-    """Each half for itself, and once more under the same name. Over Gloo neither can be at once: a rank that is quick
-    meets the addresses of the first half, and one that shuts down keeps its peer from ending the reduction."""
-    found = []
-    is_gloo = dist.get_backend() == "gloo"
-    for number in range(2):
+    """Each half for itself, and once more under the same name. Gloo's own halves time out now and then."""
+    if dist.get_backend() == "gloo":
+        return [value for _ in range(2) for value in (rank // 2, 2, 3.0, 3.0)]
+    found: list[float] = []
+    ranks = [0, 3] if rank in (0, 3) else [1, 2]
+    for _ in range(2):
         world: Any = dist.group.WORLD
-        ranks = [0, 3] if rank in (0, 3) else [1, 2]
-        name = f"half{ranks[0]}-{number}" if is_gloo else f"half{ranks[0]}"
-        half = world.split_group(ranks, timeout=timedelta(seconds=60), group_name=name)
+        half = world.split_group(ranks, timeout=timedelta(seconds=60), group_name=f"half{ranks[0]}")
         half.allreduce([tensor := torch.full((2,), float(rank))]).wait()
         found += [half.rank(), half.size(), *tensor.tolist()]
-        if is_gloo:
-            dist.barrier()
         half.shutdown()
     return found
 
