@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,31 @@ TESTS = Path(__file__).parent
 MARKED_TIERS = ("chaos", "gpu")
 # torchft's case shuts one rank down as soon as it is configured, maybe before another one is.
 ALONE = re.compile(r"test_collective_with_resiliency_\d+_send_recv")
+
+
+# What a job in the test's own process leaves set: its root gang stays torch's default group after its end.
+TORCH_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _forget_the_job() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in TORCH_ENVIRONMENT}
+    had_default_group = _has_default_group()
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if _has_default_group() and not had_default_group:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def _has_default_group() -> bool:
+    dist = sys.modules.get("torch.distributed")  # the unit tier does not wait for it
+    return dist is not None and dist.is_available() and dist.is_initialized()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
