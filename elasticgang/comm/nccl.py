@@ -443,14 +443,14 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
             for tensor in (*part.outputs, *part.inputs):
                 self._check_device(tensor)
         check_dtypes(call, device_dtype)
-        return DeviceTorchWork([self._start(part) for part in call.parts], call, self)
+        return DeviceTorchWork([self.start(part) for part in call.parts], call, self)
 
-    def _start(self, collective: Collective) -> Work:
-        work: Any = super()._start(collective)
+    def start(self, collective: Collective) -> Work:
+        work: Any = super().start(collective)
         started: DeviceWork = work.comm_work
         timeout = collective.timeout_s or self._timeout
         late = CollectiveTimeoutError(f"{started.name} timed out after {timeout:g} seconds")
-        fail = self._error_sink(started.comm)
+        fail = work.fail  # the deadline keeps neither the work nor its tensors
         deadlines.deadlines.add(started.held, timeout, lambda: fail(late))  # D5
         return work  # type: ignore[no-any-return]
 

@@ -11,52 +11,49 @@ import os
 import socket
 import threading
 import uuid
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore
 
-from elasticgang.comm.client import CommProcess, GroupSpec
-from elasticgang.comm.process_group import IsolatedWork, check_dtypes
+from elasticgang.comm.client import GroupSpec
+from elasticgang.comm.group_set import Configuration
+from elasticgang.comm.process_group import IsolatedCollectives
 from elasticgang.comm.supply import own_forks
 from elasticgang.comm.torch_backend import NAME
 from elasticgang.errors import ClosedError, GangError
-from elasticgang.gang.base import Collective, ReduceOperation, Work, check_ranks, start_mean
-from elasticgang.gang.calls import Call, seconds
-from elasticgang.gang.elastic import group_call
-from elasticgang.gang.torch_group import CollectiveMethods, TorchWork
+from elasticgang.gang.base import check_ranks
+from elasticgang.gang.calls import seconds
 
 _START_TIMEOUT_S = 120.0
 
 
 class _Shared:
-    """G1: this process's comm process, and how many groups are in it."""
+    """G1: the configuration of this process's comm process, and how many groups are in it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._comm: CommProcess | None = None
+        self._configuration: Configuration | None = None
         self._num_groups = 0
 
-    def enter(self) -> CommProcess:
+    def enter(self) -> Configuration:
         with self._lock:
-            if self._comm is None:
-                self._comm = own_forks().start().result(_START_TIMEOUT_S)
+            if self._configuration is None:
+                self._configuration = Configuration(own_forks().start().result(_START_TIMEOUT_S))
             self._num_groups += 1
-            return self._comm
+            return self._configuration
 
-    def leave(self, comm: CommProcess) -> None:
+    def leave(self, configuration: Configuration) -> None:
         with self._lock:
-            if comm is not self._comm:
+            if configuration is not self._configuration:
                 return
             self._num_groups -= 1
             if self._num_groups:
                 return
-            self._comm = None
-        comm.close()  # it waits for callbacks, which may want the lock
+            self._configuration = None
+        configuration.comm.close()  # it waits for callbacks, which may want the lock
 
 
 _shared = _Shared()
@@ -70,8 +67,10 @@ def _forget_parents() -> None:
 os.register_at_fork(after_in_child=_forget_parents)
 
 
-class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
+class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
     """Made by `torch.distributed`. Thread-safe."""
+
+    _timeout: float
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         """Block until all ranks of the group have met through `store`, at most `timeout` seconds. Any of them may
@@ -88,12 +87,11 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
         address, prefix = self._meet(store)
         self._group = prefix
         self._shared = _shared
-        self._comm = self._shared.enter()
+        self._configuration = self._shared.enter()
         try:
-            self._comm.add_group(prefix, GroupSpec(prefix, rank, size), store=address, timeout=timeout)
-        except GangError as error:
-            self._comm.abort(error)
-            self._shared.leave(self._comm)
+            self._configuration.add(prefix, GroupSpec(prefix, rank, size), store=address, timeout=timeout)
+        except GangError:
+            self._shared.leave(self._configuration)
             raise
 
     def rank(self) -> int:
@@ -149,13 +147,13 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
         """End the group. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._comm.remove_group(self._group)
-            self._shared.leave(self._comm)
+            self._configuration.comm.remove_group(self._group)
+            self._shared.leave(self._configuration)
             self._server = None
 
     def abort(self) -> None:
         """Fail every collective that is under way, of every group of this process (G2)."""
-        self._comm.abort(GangError("the process group was aborted"))
+        self._configuration.fail(GangError("the process group was aborted"))
 
     def __repr__(self) -> str:
         return f"StaticProcessGroup(rank={self._rank}, size={self._size})"
@@ -174,31 +172,10 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
         store.set("elasticgang", json.dumps([address, prefix]))
         return address, prefix
 
-    def _submit(self, call: Call) -> TorchWork:
-        check_dtypes(call)
-        return TorchWork([self._start(part) for part in call.parts], call, owner=self)
-
-    def _start(self, collective: Collective) -> Work:
+    def _present(self) -> Configuration:
         if self._closed:
             raise ClosedError("the process group's handle is closed: it was destroyed")
-        if collective.op is ReduceOperation.MEAN:
-            return start_mean(self._start, collective, self._size)
-        timeout = collective.timeout_s or self._timeout  # which may be another than when the group was made
-        name, options = group_call(replace(collective, timeout_s=timeout))
-        work = self._comm.submit(self._group, name, collective.outputs, collective.inputs, **options)
-        return IsolatedWork(work, timeout + collective.grace_s, _abort_of(self._comm))
-
-
-def _abort_of(comm: CommProcess) -> Callable[[GangError], None]:
-    """Keeps no process: works have it."""
-    process = weakref.ref(comm)
-
-    def abort(error: GangError) -> None:
-        present = process()
-        if present is not None:
-            present.abort(error)
-
-    return abort
+        return self._configuration
 
 
 def _own_host() -> str:

@@ -91,30 +91,39 @@ def _make_process(forks: ForkServerClient, arena: Arena) -> CommProcess:
     return CommProcess(forks, arena, timeout=60.0)
 
 
-class _OwnForks:
-    """The fork server and the arena of a process that no agent started."""
+class CommLauncher:
+    """Starts comm processes, on one thread of its own."""
 
-    def __init__(self) -> None:
-        self.arena = Arena()
-        self._server: ForkServer | None = None
+    def __init__(self, client: ForkServerClient | None = None) -> None:
+        """`client`: a connection to the agent's fork server. Without it, and once that server is gone, this process
+        starts a fork server of its own."""
+        self._client = client
+        self._arena = Arena()
+        self._newest: CommProcess | None = None
         self._thread = ThreadPoolExecutor(1, "comm-start")
 
     def start(self, make: MakeProcess = _make_process) -> Future[CommProcess]:
         return self._thread.submit(self._start, make)
 
+    def descriptors(self) -> list[int]:
+        """What a forked child must not keep open. Without a lock: a forked child calls it, where nobody would release
+        one."""
+        client, newest = self._client, self._newest
+        return [*([] if client is None else [client.fileno()]), *([] if newest is None else newest.descriptors())]
+
     def _start(self, make: MakeProcess) -> CommProcess:
-        if self._server is None or self._server.process.poll() is not None:
+        if self._client is not None and not isinstance(self._client, ForkServer):
             try:
-                server = ForkServer(PRELOAD, new_session=False)
-            except OSError as exc:  # no descriptor is left, say
-                raise OperationalError(f"the fork server could not be started: {exc}") from exc
-            try:
-                server.wait_ready()
+                return self._start_from(self._client, make)
             except OperationalError:
-                server.close()
-                raise
-            self._server = server
-        comm = make(self._server, self.arena)
+                self._client.close()
+                self._client = None
+        if not isinstance(self._client, ForkServer) or self._client.process.poll() is not None:
+            self._client = _new_fork_server()
+        return self._start_from(self._client, make)
+
+    def _start_from(self, client: ForkServerClient, make: MakeProcess) -> CommProcess:
+        comm = self._newest = make(client, self._arena)
         try:
             comm.wait_ready()
         except GangError:
@@ -123,14 +132,27 @@ class _OwnForks:
         return comm
 
 
+def _new_fork_server() -> ForkServer:
+    try:
+        server = ForkServer(PRELOAD, new_session=False)  # comm processes can join this process's group
+    except OSError as exc:  # no descriptor is left, say
+        raise OperationalError(f"the fork server could not be started: {exc}") from exc
+    try:
+        server.wait_ready()
+    except OperationalError:
+        server.close()
+        raise
+    return server
+
+
 _lock = threading.Lock()
-_own: dict[int, _OwnForks] = {}
+_own: dict[int, CommLauncher] = {}
 
 
-def own_forks() -> _OwnForks:
+def own_forks() -> CommLauncher:
     """Of this process; a forked child has its own."""
     with _lock:
-        return _own.setdefault(os.getpid(), _OwnForks())
+        return _own.setdefault(os.getpid(), CommLauncher())
 
 
 def _forget_parents() -> None:

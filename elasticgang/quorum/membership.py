@@ -6,7 +6,6 @@ error from the comm process's reader.
 N1  Before this rank asks, its comm process of the old generation is dead, or has closed its groups (R3): the training
     thread waits for that in `_leave_generation`. The link's thread only marks the generation and sends the kill signal.
 N2  After it asked, it takes part in no older generation (R9): the groups are gone and the gangs unbound.
-N3  A generation is poisoned at most once, by its first error, and stays so.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -30,9 +27,10 @@ from torch import Tensor
 
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess, GroupSpec
-from elasticgang.comm.forkserver import ForkServer, ForkServerClient
+from elasticgang.comm.forkserver import ForkServerClient
+from elasticgang.comm.group_set import Configuration, GroupSet
 from elasticgang.comm.page import Doing, Page
-from elasticgang.comm.supply import PRELOAD, CommSupply
+from elasticgang.comm.supply import CommLauncher
 from elasticgang.comm.work import CommWork
 from elasticgang.errors import (
     CollectiveTimeoutError,
@@ -59,48 +57,22 @@ _RUNTIME_FAMILIES = {CONTROL: "root", REDUCE: "dp", REDUCE_RDP: "rdp"}
 
 log = logging.getLogger("elasticgang")
 
-_CLOSE_TIMEOUT_S = 2.0
 _COMM_TIMEOUT_S = 200.0  # with a fork server of this rank's own, and each start's own limit, it may take that long
 
 
-@dataclass
+@dataclass(frozen=True)
 class Generation:
-    """One generation as this rank lives it. `kill`, `poison`, `fence` and `submit` are thread-safe."""
+    """One generation as this rank lives it. Its configuration's first error ends it (GROUPS-2)."""
 
     record: Record
     seat: Seat
     rank: int
-    comm: CommProcess | None
-    error: GangError | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    groups: Configuration
 
     @property
     def prefix(self) -> str:
         """Of the store's keys of this generation (R1)."""
         return f"{self.record.job}/{self.record.generation}/{self.record.digest}"
-
-    def kill(self, error: GangError) -> None:
-        """End the generation for this rank: mark it and kill the comm process, so that the peers notice at once. Never
-        blocks; `fence` waits for the death."""
-        with self._lock:
-            if self.error is None:
-                self.error = error
-        if self.comm is not None:
-            self.comm.kill(error)
-
-    def poison(self, error: GangError) -> None:
-        """`kill`, and wait until nothing of this generation touches a tensor any more."""
-        self.kill(error)
-        self.fence(error)
-
-    def fence(self, error: GangError) -> None:
-        """Wait until the comm process is dead and every work has ended, those under way by `error`."""
-        if self.comm is not None:
-            try:
-                self.comm.abort(error)
-            except OperationalError as stuck:  # R3: what cannot be fenced off must not go on beside a new generation
-                print(f"elasticgang: {self.seat.member} ends itself: {stuck}", file=sys.stderr, flush=True)
-                os.killpg(0, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -112,26 +84,20 @@ class BoundGroup:
     timeout: float
 
     def submit(self, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object) -> CommWork:
-        assert self.generation.comm is not None
-        return self.generation.comm.submit(self.name, call, outputs, inputs, **options)
+        return self.generation.groups.comm.submit(self.name, call, outputs, inputs, **options)
 
     @property
     def is_poisoned(self) -> bool:
-        return self.generation.error is not None
+        return self.generation.groups.error is not None
 
     def poison(self, error: GangError) -> None:
-        self.generation.poison(error)
+        self.generation.groups.fail(error)
 
     def split(self, name: str, ranks: Sequence[int]) -> BoundGroup:
         generation, ranks = self.generation, tuple(ranks)
-        if generation.error is not None:
-            raise StepAborted(f"the gang {name} cannot be made: {generation.error}")
-        assert generation.comm is not None
-        try:
-            generation.comm.add_group(generation.prefix, GroupSpec(name, ranks.index(generation.rank), len(ranks)))
-        except GangError as error:
-            generation.poison(error)
-            raise
+        if generation.groups.error is not None:
+            raise StepAborted(f"the gang {name} cannot be made: {generation.groups.error}")
+        generation.groups.add(generation.prefix, GroupSpec(name, ranks.index(generation.rank), len(ranks)))
         return BoundGroup(name, generation, self.timeout)
 
 
@@ -218,8 +184,8 @@ class ElasticMembership:
         self._joining = 0
         self.drain, self.page = context.drain, context.drain.page
         self._lease = Lease(context.lease)
-        self._forks = _Forks(context, self.page)
-        self._comms = CommSupply(self._forks.start)
+        self._launcher = CommLauncher(ForkServerClient(socket.socket(fileno=context.forks)))
+        self._groups = GroupSet(lambda: self._launcher.start(self._make_process), on_stuck=self._end_rank)
         self._told = 0  # the generation of which the agent has heard a commit
         self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
         self._link.tell("joined")
@@ -249,7 +215,7 @@ class ElasticMembership:
 
     @property
     def error(self) -> GangError | None:
-        return None if self._generation is None else self._generation.error
+        return None if self._generation is None else self._generation.groups.error
 
     @property
     def join_noticed(self) -> bool:
@@ -257,7 +223,7 @@ class ElasticMembership:
 
     def poison(self, error: GangError) -> None:
         if self._generation is not None:
-            self._generation.poison(error)
+            self._generation.groups.fail(error)
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
@@ -270,7 +236,7 @@ class ElasticMembership:
                 gang.is_silent = False
 
     def committed(self, step: int, generation: int) -> None:
-        self._comms.prepare()  # not before the first commit: the survivors need the cores for that
+        self._groups.prepare()  # not before the first commit: the survivors need the cores for that
         self.page.commit(step, generation)
         if generation != self._told:
             self._told = generation
@@ -296,7 +262,7 @@ class ElasticMembership:
             try:
                 work.wait(group.timeout)
             except GangError as error:
-                generation.poison(error)
+                generation.groups.fail(error)
                 raise
             if self._lease.is_over:  # others may hold this host to be lost: nothing may come of it any more
                 os.killpg(0, signal.SIGKILL)
@@ -314,16 +280,15 @@ class ElasticMembership:
             phases = {"began": time.monotonic()}
             error, had_part = self.error, self._generation is not None
             why = {"broken": error is not None, "timed_out": isinstance(error, CollectiveTimeoutError)}
-            comm = self._leave_generation()
+            self._leave_generation()
             phases["aborted"] = time.monotonic()
             self._link.tell("ask", report=asdict(report()), layout=layout_to_json(self._layout), **why)
             record, seat = self._next_seat(act, had_part)
             phases["agreed"] = time.monotonic()
             act(record, seat)
             phases["resolved"] = time.monotonic()
-            comm = comm or self._comms.take(_COMM_TIMEOUT_S)
-            if not self._configure(record, seat, comm):
-                self._comms.prepare()
+            if not self._configure(record, seat):
+                self._groups.prepare()
             else:
                 phases["configured"] = time.monotonic()
                 self._link.tell("entered", phases={"generation": record.generation, **phases})
@@ -334,12 +299,10 @@ class ElasticMembership:
             by_script = self.drain.asked and not self.drain.by_signal
             self._link.tell("left", finished=finished, in_order=in_order, by_script=by_script, num_steps=num_steps)
         self.page.do(Doing.LEFT)
-        comm = self._leave_generation()
+        self._leave_generation()
         for gang in self._elastic.values():
             gang.close()
-        if comm is not None:
-            comm.close()
-        self._comms.close()
+        self._groups.close()
 
     def _next_seat(self, act: Callable[[Record, Seat], None], had_part: bool) -> tuple[Record, Seat]:
         """Wait for a record with an active or learning seat. A spare acts on each record, and waits on; its standby
@@ -374,30 +337,20 @@ class ElasticMembership:
         log.info("rank %d waits as a spare in generation %d: %s", self.local_rank, record.generation, reason)
         self._link.tell("spare", generation=record.generation, reason=reason)
 
-    def _leave_generation(self) -> CommProcess | None:
-        """N1. Returns the comm process when it can be used again."""
-        generation, self._generation = self._generation, None
+    def _leave_generation(self) -> None:
+        """N1."""
+        self._generation = None
         self.page.use(None)
         for gang in self._elastic.values():
             gang.bind(None)
-        if generation is None or generation.comm is None:
-            return None
-        error = generation.error
-        if error is None:
-            try:
-                generation.comm.close_groups(_CLOSE_TIMEOUT_S)
-                return generation.comm
-            except GangError as exc:
-                error = exc
-        generation.fence(error)
-        generation.comm.close()
-        return None
+        self._groups.leave()
 
-    def _configure(self, record: Record, seat: Seat, comm: CommProcess) -> bool:
+    def _configure(self, record: Record, seat: Seat) -> bool:
         """Configure all gangs of the generation in one round. False: it ended before it began."""
-        generation = Generation(record, seat, record.plan.ranks[self.member], comm)
+        groups = self._groups.open(_COMM_TIMEOUT_S)
+        generation = Generation(record, seat, record.plan.ranks[self.member], groups)
         self._generation = generation
-        self.page.use(comm.block)
+        self.page.use(groups.comm.block)
         specs = {}
         for name in (*self._families, CONTROL, *self._reductions):
             ranks = self._ranks_of(generation, name)
@@ -405,12 +358,11 @@ class ElasticMembership:
                 group = self._group_name(ranks, name)
                 specs[group] = GroupSpec(group, ranks.index(generation.rank), len(ranks))
         if self._aborted[0] >= record.generation:  # the abort came before there was anything to poison
-            generation.poison(PeerLostError(self._aborted[1]))
+            groups.fail(PeerLostError(self._aborted[1]))
             return False
         try:
-            comm.configure(generation.prefix, list(specs.values()), generation.poison)
-        except GangError as error:
-            generation.poison(error)
+            groups.connect(generation.prefix, list(specs.values()))
+        except GangError:
             return False
         self.page.entered(record.generation)
         for name, gang in self._elastic.items():
@@ -442,11 +394,28 @@ class ElasticMembership:
         self._aborted = (number, reason)
         generation = self._generation
         if generation is not None and generation.record.generation <= number:
-            generation.kill(PeerLostError(reason))
+            generation.groups.kill(PeerLostError(reason))
 
     def _on_join(self, number: int) -> None:
         """On the link's thread."""
         self._joining = number
+
+    def _make_process(self, client: ForkServerClient, arena: Arena) -> CommProcess:
+        return CommProcess(
+            client,
+            arena,
+            store=self._context.store,
+            host=self._context.host,
+            timeout=self._context.collective_timeout,
+            group=os.getpgid(0),
+            name=f"eg-comm-{self._context.local_rank}",
+            page=self.page,
+        )
+
+    def _end_rank(self, stuck: OperationalError) -> None:
+        """R3: what cannot be fenced off must not go on beside a new generation."""
+        print(f"elasticgang: {self.member} ends itself: {stuck}", file=sys.stderr, flush=True)
+        os.killpg(0, signal.SIGKILL)
 
     def _close_in_child(self) -> None:
         """A forked child (a DataLoader worker) keeps none of the runtime's descriptors open."""
@@ -454,61 +423,12 @@ class ElasticMembership:
 
         disinherit()
         generation = self._generation
-        descriptors = {self._context.link, *self._forks.descriptors()}
-        if generation is not None and generation.comm is not None:
-            descriptors.update(generation.comm.descriptors())
+        descriptors = {self._context.link, *self._launcher.descriptors()}
+        if generation is not None:
+            descriptors.update(generation.groups.comm.descriptors())
         for descriptor in descriptors:
             with contextlib.suppress(OSError):  # -1, or closed by another thread at this moment
                 os.close(descriptor)
-
-
-class _Forks:
-    """Starts comm processes, on one thread of its own."""
-
-    def __init__(self, context: RankContext, page: Page) -> None:
-        self._page = page
-        self._client: ForkServerClient = ForkServerClient(socket.socket(fileno=context.forks))
-        self._context = context
-        self._arena = Arena()
-        self._newest: CommProcess | None = None
-        self._thread = ThreadPoolExecutor(1, "comm-start")
-
-    def start(self) -> Future[CommProcess]:
-        return self._thread.submit(self._start)
-
-    def _start(self) -> CommProcess:
-        try:
-            return self._start_with(self._client)
-        except OperationalError:  # the agent's fork server is gone: one of this rank's own takes its place
-            self._client.close()
-            own = ForkServer(PRELOAD, new_session=False)  # comm processes join this rank's process group
-            own.wait_ready()
-            self._client = own
-            return self._start_with(own)
-
-    def _start_with(self, client: ForkServerClient) -> CommProcess:
-        comm = CommProcess(
-            client,
-            self._arena,
-            store=self._context.store,
-            host=self._context.host,
-            timeout=self._context.collective_timeout,
-            group=os.getpgid(0),
-            name=f"eg-comm-{self._context.local_rank}",
-            page=self._page,
-        )
-        self._newest = comm
-        try:
-            comm.wait_ready()
-        except GangError:
-            comm.close()
-            raise
-        return comm
-
-    def descriptors(self) -> list[int]:
-        """Without a lock: it is called in forked children, where nobody would release one."""
-        newest = self._newest
-        return [self._client.fileno(), *([] if newest is None else newest.descriptors())]
 
 
 class AloneMembership:

@@ -76,7 +76,7 @@ class Rank:
         pg = self._groups.setdefault(kind, None) or KINDS[kind]()
         self._groups[kind] = pg
         if kind == "ours":
-            pg._supply._standby.result(TIMEOUT_S)
+            pg._groups._standby.result(TIMEOUT_S)
         if after == "abort" and kind == "ours":
             # What is under way when a step is lost. (A group of torchft's may not be left with such a work.)
             pg.send([torch.ones(1)], (self._rank + 1) % self._size, 0)

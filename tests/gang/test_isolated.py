@@ -77,11 +77,11 @@ def test_a_group_that_does_not_reuse_has_another_process_each_time(rings: Rings)
 
 def test_after_an_abort_the_standby_takes_over_and_another_stands_by(rings: Rings) -> None:
     ring = rings(2)
-    standby = ring[0]._supply._standby.result(GUARD_S).pid
+    standby = ring[0]._groups._standby.result(GUARD_S).pid
     ring[0].abort()
     ring.configure()
     assert pid(ring[0]) == standby
-    assert ring[0]._supply._standby.result(GUARD_S).pid != standby
+    assert ring[0]._groups._standby.result(GUARD_S).pid != standby
     assert ring.sums() == [2.0, 2.0]
 
 
@@ -546,7 +546,7 @@ def test_a_work_that_nobody_waits_for_ends_the_configuration_as_a_timeout(rings:
     wait_until(ring[0].errored, "its end", GUARD_S)
     assert isinstance(ring[0].errored(), CollectiveTimeoutError)
     with pytest.raises(CollectiveTimeoutError, match="Timed out"):
-        raise ring[0]._error
+        raise ring[0].errored()
 
 
 def test_a_peer_that_does_not_come_is_a_timeout(rings: Rings) -> None:
@@ -563,7 +563,7 @@ def test_configure_works_though_both_processes_were_just_killed(rings: Rings) ->
     ring = rings(2, make=lambda: SwallowingProcessGroup(ProcessGroupIsolatedGloo(30.0)))
     for _ in range(5):
         for pg in ring.groups:
-            standby = pg.parent._supply._standby.result(GUARD_S)
+            standby = pg.parent._groups._standby.result(GUARD_S)
             for process in (standby.pid, pid(pg.parent)):
                 os.kill(process, signal.SIGKILL)
         ring.configure()
@@ -574,7 +574,7 @@ def test_a_standby_that_dies_while_it_is_configured_is_replaced(rings: Rings) ->
     """It stands still, so that it is certain to die in the middle of it."""
     ring = rings(2)
     before = ring[0]._comm
-    stopped = ring[0]._supply._standby.result(GUARD_S)
+    stopped = ring[0]._groups._standby.result(GUARD_S)
     os.kill(stopped.pid, signal.SIGSTOP)
     ring[0].abort()
     address = ring.next_address()

@@ -53,7 +53,7 @@ def test_a_group_that_is_dropped_ends_its_processes(rings: Rings) -> None:
     assert ring.sums() == [2.0, 2.0]
     process = weakref.ref(ring[0]._comm)
     pidfd = os.pidfd_open(ring[0]._comm.pid)
-    standby = os.pidfd_open(ring[0]._supply._standby.result(GUARD_S).pid)
+    standby = os.pidfd_open(ring[0]._groups._standby.result(GUARD_S).pid)
     del ring.groups[0]
     gc.collect()
     assert wait_dead([pidfd, standby], 1.0) == []

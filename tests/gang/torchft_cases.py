@@ -47,22 +47,22 @@ class WithInternals(ProcessGroupIsolatedGloo):
         super().__init__(timeout, reuse=False)
 
     @property
-    def _present(self) -> CommProcess:
+    def _running(self) -> CommProcess:
         assert self._comm is not None
         return self._comm
 
     @property
     def _p(self) -> _Process:
-        return _Process(self._present.pid)
+        return _Process(self._running.pid)
 
     @property
     def _future_thread(self) -> threading.Thread:
-        (thread,) = self._present._inbox._threads
+        (thread,) = self._running._inbox._threads
         return thread
 
     @property
     def _future_pipe(self) -> _Pipe:
-        return _Pipe(self._present._sock)
+        return _Pipe(self._running._sock)
 
 
 class _Process:
