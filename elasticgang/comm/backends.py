@@ -11,16 +11,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import torchft.process_group as torchft
 from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
+from elasticgang.comm.kinds import PROCESS_GROUPS, check_available
 from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
 from elasticgang.comm.process_group import ProcessGroupIsolatedGloo, _seconds
-from elasticgang.errors import InvalidOperationError, NotSupportedError, StaleGenerationError
+from elasticgang.errors import InvalidOperationError, StaleGenerationError
 from elasticgang.gang.calls import Call
 from elasticgang.gang.torch_group import CollectiveMethods
 
@@ -111,26 +110,14 @@ def create_process_group(name: str, timeout: float | timedelta = 60.0) -> Proces
     """
     if name not in list(_KINDS):  # whatever it is
         raise ValueError(f"`name` must be one of {', '.join(_KINDS)}, but is {name!r} instead.")
+    if name in PROCESS_GROUPS:
+        check_available(name)
     return _KINDS[name](timedelta(seconds=_seconds(timeout)))
 
 
-def _gloo(timeout: timedelta) -> ProcessGroup:
-    if not dist.is_gloo_available():
-        raise NotSupportedError("gloo is not available: torch was built without it.")
-    return ProcessGroupGloo(timeout)
-
-
-def _nccl(timeout: timedelta) -> ProcessGroup:
-    if not dist.is_nccl_available():
-        raise NotSupportedError("nccl is not available: torch was built without it.")
-    if not torch.cuda.is_available():
-        raise NotSupportedError("nccl is not available: there is no CUDA device.")
-    return ProcessGroupNCCL(timeout)
-
-
 _KINDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
-    "gloo": _gloo,
-    "nccl": _nccl,
+    "gloo": ProcessGroupGloo,
+    "nccl": ProcessGroupNCCL,
     "isolated-gloo": ProcessGroupIsolatedGloo,
     "isolated-nccl": ProcessGroupIsolatedNCCL,
     "dummy": lambda timeout: torchft.ProcessGroupDummy(0, 1),

@@ -394,7 +394,7 @@ class CommProcess:
         finally:
             self._inbox.add_listeners(-1)
         if key == "configured" and message[key] is not None:
-            raise _translated(f"could not {what} the generation's groups", message[key])
+            raise translated(f"could not {what} the generation's groups", message[key])
 
     def _next_reply(self, key: str, timeout: float, what: str, deadline: float) -> dict[str, Any]:
         with self._replied:
@@ -452,7 +452,7 @@ class CommProcess:
         while self._found:
             id, reason = self._found.popleft()
             if id in self._works:
-                self._on_error(_translated(self._works[id].name, reason))
+                self._on_error(translated(self._works[id].name, reason))
 
     def process_ended(self) -> None:
         error: GangError = PeerLostError(f"comm process {self.pid} died")
@@ -476,8 +476,8 @@ class CommProcess:
         """The process is dead, and its works end by `error` next."""
 
 
-def _translated(what: str, reason: str) -> GangError:
-    """Of torch's words."""
+def translated(what: str, reason: str) -> GangError:
+    """torch's error text as our error."""
     kind = CollectiveTimeoutError if _TIMED_OUT.search(reason) else PeerLostError
     return kind(f"{what}: {reason}")
 

@@ -18,6 +18,7 @@ from concurrent.futures import Future as ProcessFuture
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.futures import Future
 
 from elasticgang.comm import deadlines
@@ -25,14 +26,49 @@ from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.supply import CommSupply
 from elasticgang.comm.work import CommWork
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, StaleGenerationError
-from elasticgang.gang.base import Collective, follow
-from elasticgang.gang.elastic import group_call
+from elasticgang.gang.base import Collective, ReduceOperation, follow
 
 _CLOSE_TIMEOUT_S = 2.0
 
 
 def _reraise(stuck: OperationalError) -> None:
     raise stuck
+
+
+# A gang's collective as the comm process's call, and the options that it takes.
+_CALLS = {
+    "all_reduce": ("allreduce", ("op",)),
+    "all_gather": ("allgather", ()),
+    "all_gather_single": ("allgather_single", ()),
+    "all_to_all": ("alltoall", ()),
+    "broadcast": ("broadcast", ("root",)),
+    "gather": ("gather", ("root",)),
+    "monitored_barrier": ("monitored_barrier", ("wait_all_ranks",)),
+    "recv": ("recv", ("peer", "tag")),
+    "recv_anysource": ("recv_anysource", ("tag",)),
+    "reduce": ("reduce", ("op", "root")),
+    "reduce_scatter": ("reduce_scatter", ("op",)),
+    "reduce_scatter_single": ("reduce_scatter_single", ("op",)),
+    "scatter": ("scatter", ("root",)),
+    "send": ("send", ("peer", "tag")),
+}
+
+
+def group_call(collective: Collective) -> tuple[str, dict[str, object]]:
+    """A gang's collective as the comm process's call and its options."""
+    call, options = _CALLS[collective.call]
+    op = collective.op
+    if op is ReduceOperation.SUM and collective.outputs and collective.outputs[0].dtype is torch.bool:
+        op = ReduceOperation.MAX  # Gloo adds up bytes: what is no bool any more
+    values: dict[str, object] = {
+        "op": op.name.lower(),
+        "root": collective.peer,
+        "peer": collective.peer,
+        "tag": collective.tag,
+        "wait_all_ranks": collective.wait_all_ranks,
+    }
+    chosen = {option: values[option] for option in options}
+    return call, chosen if collective.timeout_s is None else {**chosen, "timeout_s": collective.timeout_s}
 
 
 class IsolatedWork:
@@ -68,6 +104,7 @@ class Configuration:
         """`on_stuck`: called instead of raising when the process cannot be reaped in time."""
         self.comm = comm
         self.error: GangError | None = None
+        self.on_end: Callable[[GangError], None] | None = None  # called with the first error; must not block
         self.has_died = False  # the process, by itself, before or while it connected
         self._on_stuck = on_stuck
         self._is_left = False
@@ -115,8 +152,10 @@ class Configuration:
         with self._lock:
             if self._is_left:
                 return
-            self.error = self.error or error
+            is_first, self.error = self.error is None, self.error or error
             self.comm.kill(error)
+        if is_first and self.on_end is not None:
+            self.on_end(error)
 
     def fail(self, error: GangError) -> None:
         """`kill`, and wait until every work has ended and nothing of this configuration touches a tensor any more.

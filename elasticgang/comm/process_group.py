@@ -211,6 +211,37 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
         return configuration
 
 
+class SharedProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
+    """One of the groups of a configuration, which its owner has connected and will leave."""
+
+    def __init__(self, configuration: Configuration, spec: GroupSpec) -> None:
+        super().__init__(spec.rank, spec.size)
+        self._configuration, self._spec, self._group = configuration, spec, spec.name
+
+    def rank(self) -> int:
+        return self._spec.rank
+
+    def size(self) -> int:
+        return self._spec.size
+
+    getRank = rank
+    getSize = size
+
+    def getBackendName(self) -> str:
+        return "elasticgang-isolated-gloo"
+
+    def errored(self) -> Exception | None:
+        """The error that ended the configuration; None while it is sound."""
+        return self._configuration.error
+
+    def abort(self, errored: bool = True) -> None:
+        """End the configuration, with all groups that share it."""
+        self._configuration.fail(PeerLostError("the process group was aborted"))
+
+    def _present(self) -> Configuration:
+        return self._configuration
+
+
 def _together(parts: Sequence[Collective]) -> Iterator[Collective]:
     """Reductions of one kind in a row as one, which Gloo flattens: each costs a way to the comm process and back."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
-from elasticgang.errors import InvalidOperationError, NotSupportedError, StepAborted
-from elasticgang.gang.base import Collective, writing
+from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
+from elasticgang.gang.base import Collective, EndedWork, Work, follow, writing
 from elasticgang.gang.calls import Call
 from elasticgang.gang.torch_group import CollectiveMethods
 
@@ -136,12 +136,68 @@ def neutral_outputs(collective: Collective) -> None:
             output.zero_()
 
 
+class SwallowedGangWork:
+    """A gang's collective whose errors are swallowed: `wait` gives False then."""
+
+    def __init__(
+        self, pg: SwallowingProcessGroup, configuration: object, collective: Collective, work: Work | None
+    ) -> None:
+        """`work` is None when it was never sent."""
+        self._pg, self._configuration, self._collective, self._work = pg, configuration, collective, work
+        self.reason: str | None = None  # why it failed
+        if work is None:
+            error = pg.errored()
+            self.reason = str(error)
+            Outcome(pg, configuration, Call((collective,), []), error).settle()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._work is None or self.reason is not None:
+            return False
+        try:
+            return self._work.wait(timeout)
+        except GangError as error:
+            self._swallow(error)
+        return False
+
+    def get_future(self) -> Future[bool]:
+        if self._work is None:
+            return EndedWork(False).get_future()
+
+        def completed(future: Future[bool]) -> bool:
+            try:
+                return future.value()
+            except GangError as error:
+                self._swallow(error.with_traceback(None))
+                return False
+
+        return follow(self._work.get_future(), completed)
+
+    def _swallow(self, error: GangError) -> None:
+        self.reason = str(error)
+        self._pg._report(self._configuration, error)
+        Outcome(self._pg, self._configuration, Call((self._collective,), []), None).settle()
+
+
+class Owner(Protocol):
+    """What several groups belong to, and end with."""
+
+    @property
+    def error(self) -> Exception | None: ...
+
+    def fail(self, error: GangError) -> None:
+        """End all of them, and wait until none of their works touches a tensor any more."""
+
+
 class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
     """`pg` with its errors swallowed (E1 to E3). Thread-safe where `pg` is."""
 
-    def __init__(self, pg: ProcessGroup) -> None:
+    def __init__(
+        self, pg: ProcessGroup, *, start: Callable[[Collective], Work] | None = None, owner: Owner | None = None
+    ) -> None:
+        """For a gang of one generation: `start` starts a collective of `pg`, and its first error ends the `owner`,
+        whose error counts as the group's."""
         super().__init__(0, 1)
-        self._pg = pg
+        self._pg, self._start_on_pg, self._owner = pg, start, owner
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._configuration = object()
@@ -175,9 +231,30 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         with self._lock:
             if configuration is self._configuration:
                 self._error = self._error or error
+        if self._owner is not None and isinstance(error, GangError):
+            self._owner.fail(error)
 
     def errored(self) -> Exception | None:
+        if self._owner is not None:
+            return self._error or self._owner.error
         return self._error or self._pg.errored()
+
+    @property
+    def is_poisoned(self) -> bool:
+        return self.errored() is not None
+
+    def start(self, collective: Collective) -> SwallowedGangWork:
+        """Start a gang's checked collective. Misuse is raised; after any other error the work's `wait` gives False."""
+        assert self._start_on_pg is not None
+        configuration, work = self._configuration, None
+        if self.errored() is None:
+            try:
+                work = self._start_on_pg(collective)
+            except MISUSE:  # nothing was sent
+                raise
+            except GangError as error:
+                self._report(configuration, error)
+        return SwallowedGangWork(self, configuration, collective, work)
 
     @property
     def parent(self) -> ProcessGroup:

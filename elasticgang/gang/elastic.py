@@ -10,104 +10,52 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
-from torch.futures import Future
 
-from elasticgang.errors import GangError, InvalidOperationError, StepAborted
+from elasticgang.errors import InvalidOperationError, StepAborted
 from elasticgang.gang import compiled, world
 from elasticgang.gang.base import (
     CheckedGang,
     Collective,
     EndedWork,
-    ReduceOperation,
     Work,
     check_objects,
     check_ranks,
-    follow,
-    writing,
 )
 from elasticgang.gang.fake import simulate
 from elasticgang.gang.torch_group import GangProcessGroup
 
 
-class GroupWork(Protocol):
-    """A collective under way in a group; `comm.work.CommWork` is one."""
-
-    @property
-    def future(self) -> torch.futures.Future[list[Tensor]]: ...
-
-    def wait(self, timeout: float) -> None: ...
-
-
 class Group(Protocol):
-    """The process group of a gang in one generation. `poison` ends the generation for this rank."""
-
-    @property
-    def timeout(self) -> float: ...
+    """The process group of a gang in one generation, with its errors swallowed: `comm.SwallowingProcessGroup`."""
 
     @property
     def is_poisoned(self) -> bool:
         """Whether the generation is over for this rank."""
 
-    def submit(
-        self, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
-    ) -> GroupWork: ...
+    def getBackendName(self) -> str: ...
 
-    def poison(self, error: GangError) -> None: ...
-
-    def split(self, name: str, ranks: Sequence[int]) -> Group | None:
-        """A group of some ranks of the generation, this one among them, until the generation ends. Called by all of
-        them with the same `name`, which no other group has. None for a group of one. Raises GangError."""
+    def start(self, collective: Collective) -> Work:
+        """Start a checked collective. An error poisons the generation, and the work's `wait` gives False (E2)."""
 
 
-# A gang's collective as the group's call, and the options that it takes.
-_CALLS = {
-    "all_reduce": ("allreduce", ("op",)),
-    "all_gather": ("allgather", ()),
-    "all_gather_single": ("allgather_single", ()),
-    "all_to_all": ("alltoall", ()),
-    "broadcast": ("broadcast", ("root",)),
-    "gather": ("gather", ("root",)),
-    "monitored_barrier": ("monitored_barrier", ("wait_all_ranks",)),
-    "recv": ("recv", ("peer", "tag")),
-    "recv_anysource": ("recv_anysource", ("tag",)),
-    "reduce": ("reduce", ("op", "root")),
-    "reduce_scatter": ("reduce_scatter", ("op",)),
-    "reduce_scatter_single": ("reduce_scatter_single", ("op",)),
-    "scatter": ("scatter", ("root",)),
-    "send": ("send", ("peer", "tag")),
-}
-
-
-def group_call(collective: Collective) -> tuple[str, dict[str, object]]:
-    """A gang's collective as a group's call and its options."""
-    call, options = _CALLS[collective.call]
-    op = collective.op
-    if op is ReduceOperation.SUM and collective.outputs and collective.outputs[0].dtype is torch.bool:
-        op = ReduceOperation.MAX  # Gloo adds up bytes: what is no bool any more
-    values: dict[str, object] = {
-        "op": op.name.lower(),
-        "root": collective.peer,
-        "peer": collective.peer,
-        "tag": collective.tag,
-        "wait_all_ranks": collective.wait_all_ranks,
-    }
-    chosen = {option: values[option] for option in options}
-    return call, chosen if collective.timeout_s is None else {**chosen, "timeout_s": collective.timeout_s}
+# Makes a group of some ranks of the generation, this one among them, until the generation ends. All of them call it
+# with the same name, which no other group has. Raises GangError.
+MakeGroup = Callable[[str, Sequence[int]], Group]
 
 
 @dataclass(frozen=True)
 class Binding:
-    """`ranks`: the gang's, as ranks of the generation. `group` is None for a gang of one."""
+    """`ranks`: the gang's, as ranks of the generation. `group` and `make` are None for a gang of one."""
 
     rank: int
     ranks: tuple[int, ...]
     group: Group | None
+    make: MakeGroup | None = None
 
     @property
     def size(self) -> int:
@@ -143,7 +91,7 @@ class ElasticGang(CheckedGang):
         self._is_bound = binding is not None
         if binding is None:
             if self._binding is not None:
-                self._binding = replace(self._binding, group=None)  # it keeps the whole generation
+                self._binding = replace(self._binding, group=None, make=None)  # it keeps the whole generation
             return
         self._binding = binding
         if self._process_group is not None:
@@ -190,6 +138,13 @@ class ElasticGang(CheckedGang):
         return group is not None and group.is_poisoned
 
     @property
+    def group_kind(self) -> str:
+        """The backend of the process group that carries the gang's data, such as "torchft-gloo". "" for a gang of
+        one, and between generations. Beyond fairseq2."""
+        group = None if self._binding is None else self._binding.group
+        return "" if group is None else group.getBackendName()
+
+    @property
     def device(self) -> torch.device:
         return self._device
 
@@ -226,9 +181,9 @@ class ElasticGang(CheckedGang):
         gang = ElasticGang(f"{self._name}.{self._num_made[chosen]}", self._device, is_made=True)
         group = None
         if len(chosen) > 1:
-            assert binding.group is not None
-            group = binding.group.split(f"{gang._name}:{'-'.join(map(str, chosen))}", chosen)
-        gang.bind(Binding(ranks.index(binding.rank), chosen, group))
+            assert binding.make is not None
+            group = binding.make(f"{gang._name}:{'-'.join(map(str, chosen))}", chosen)
+        gang.bind(Binding(ranks.index(binding.rank), chosen, group, binding.make))
         self._made.append(gang)
         return gang
 
@@ -245,9 +200,7 @@ class ElasticGang(CheckedGang):
             with torch.no_grad():
                 simulate(collective, 0, 1)
             return EndedWork()
-        call, options = group_call(collective)
-        work = binding.group.submit(call, collective.outputs, collective.inputs, **options)
-        return _SwallowingWork(work, collective, binding.group)
+        return binding.group.start(collective)
 
     def barrier(self) -> None:
         token = torch.zeros(1)
@@ -276,39 +229,3 @@ class ElasticGang(CheckedGang):
         """Run one collective; `StepAborted` when it cannot complete."""
         if not self._start(collective).wait():
             raise StepAborted(f"the generation ended before the gang {self._name} could {collective.call}")
-
-
-class _SwallowingWork:
-    """E2: an error poisons the gangs and shows as a result that is finite and the same every time."""
-
-    def __init__(self, work: GroupWork, collective: Collective, group: Group) -> None:
-        self._work, self._collective, self._group = work, collective, group
-        self.reason: str | None = None  # why it failed
-
-    def wait(self, timeout: float | None = None) -> bool:
-        own = self._collective.timeout_s or self._group.timeout
-        try:
-            self._work.wait(timeout or own + self._collective.grace_s)
-        except GangError as error:
-            self._swallow(error)
-            return False
-        return True
-
-    def get_future(self) -> Future[bool]:
-        def completed(future: Future[list[Tensor]]) -> bool:
-            try:
-                future.value()
-            except GangError as error:
-                self._swallow(error.with_traceback(None))
-                return False
-            return True
-
-        return follow(self._work.future, completed)
-
-    def _swallow(self, error: GangError) -> None:
-        self.reason = str(error)
-        self._group.poison(error)
-        if not self._collective.is_in_place:
-            for output in self._collective.outputs:
-                with writing(output):
-                    output.zero_()

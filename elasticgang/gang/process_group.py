@@ -232,12 +232,11 @@ class ProcessGroupGang(CheckedGang):
 
     def _start(self, collective: Collective) -> Work:
         self._check_open()
-        taken, unpack = _contiguous(collective)
-        taken, narrow = (taken, None) if self._device.type == "cuda" else _as_gloo_takes(taken)
-        work: Work = _TranslatedWork(collective.call, _translated(collective.call, lambda: self._issue(taken)))
-        for last in (narrow, unpack):
-            work = work if last is None else Then(work, last)
-        return work
+
+        def issue(taken: Collective) -> Work:
+            return _TranslatedWork(taken.call, _translated(taken.call, lambda: self._issue(taken)))
+
+        return start_prepared(collective, self._device, issue)
 
     def _issue(self, c: Collective) -> Any:
         later: dict[str, Any] = {"group": self._pg, "async_op": True}
@@ -298,6 +297,16 @@ def _device(given: torch.device | str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"`device` must be a torch.device of type `cpu` or `cuda`, but is {given!r} instead.")
     return device
+
+
+def start_prepared(collective: Collective, device: torch.device, issue: Callable[[Collective], Work]) -> Work:
+    """`issue` the collective on contiguous tensors of a dtype that the backend of `device` takes."""
+    taken, unpack = _contiguous(collective)
+    taken, narrow = (taken, None) if device.type == "cuda" else _as_gloo_takes(taken)
+    work = issue(taken)
+    for last in (narrow, unpack):
+        work = work if last is None else Then(work, last)
+    return work
 
 
 def _contiguous(c: Collective) -> tuple[Collective, Callable[[], None] | None]:

@@ -41,6 +41,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
             store=args["store"],
             host=args["host"],
             collective_timeout=args["collective_timeout"],
+            process_group=args["process_group"],
             link=link,
             forks=forks,
             page=page_fd,

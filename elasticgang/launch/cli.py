@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, PROCESS_GROUPS
+
 EXIT_USAGE = 2
 _MAX_JOB_ID = 100  # bytes: files are named by it
 _LEAST_HANG_S = 0.5
@@ -169,6 +171,16 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         default=60.0,
         metavar="SECONDS",
         help="after which a collective counts as lost although nobody is known to be dead (default: %(default)g)",
+    )
+    run.add_argument(
+        "--process-group",
+        choices=PROCESS_GROUPS,
+        default=DEFAULT_PROCESS_GROUP,
+        metavar="NAME",
+        help="what carries the collectives of the gangs: isolated-gloo (Gloo in a process beside each rank, which can "
+        "always be aborted), gloo (torchft's Gloo within the rank: a rank whose collective cannot be aborted within a "
+        "second is killed and restarted), nccl or isolated-nccl (CUDA). Votes always use isolated-gloo. "
+        "elasticgang.join(process_group=...) overrides it (default: %(default)s)",
     )
     run.add_argument(
         "--hang-timeout",

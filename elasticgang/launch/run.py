@@ -12,7 +12,8 @@ import uuid
 os.environ.setdefault("RUST_LOG", "error")
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # errors are raised too
 
-from elasticgang.errors import OperationalError
+from elasticgang.comm.kinds import check_available
+from elasticgang.errors import NotSupportedError, OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
 from elasticgang.quorum.agent import Agent
@@ -23,6 +24,11 @@ _LOOKUPS = "RES_OPTIONS"
 
 
 def run_job(args: argparse.Namespace) -> int:
+    try:
+        check_available(args.process_group)
+    except NotSupportedError as exc:
+        print(f"elasticgang: error: --process-group {args.process_group}: {exc}", file=sys.stderr)
+        return 2
     env = {} if args.torch_log_level is None else {"TORCH_CPP_LOG_LEVEL": args.torch_log_level}
     if args.nproc_per_node + args.spares > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
@@ -40,6 +46,7 @@ def run_job(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
         grace_period=args.grace_period,
         collective_timeout=args.collective_timeout,
+        process_group=args.process_group,
         hang_timeout=args.hang_timeout,
         coordinator_timeout=args.coordinator_timeout,
         min_agents=args.nnodes[0],

@@ -425,6 +425,7 @@ class Agent:
                 "host": self._endpoint.host,
                 "job": self._job.job_id,
                 "collective_timeout": self._job.collective_timeout,
+                "process_group": self._job.process_group,
             },
             env={
                 **self._job.rank_env,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP
+
 
 class Output(Protocol):
     """Where the ranks' output goes."""
@@ -38,6 +40,7 @@ class Job:
     max_restarts: int = 3
     grace_period: float = 1.0
     collective_timeout: float = 60.0
+    process_group: str = DEFAULT_PROCESS_GROUP
     hang_timeout: float | None = None
     coordinator_timeout: float = 300.0
     min_agents: int = 1

@@ -26,8 +26,9 @@ from elasticgang.quorum.drain import Drain
 @dataclass(frozen=True)
 class RankContext:
     """What an agent gives to a rank process that it starts. `store` is the coordinator's address; `host` is how peers
-    reach this host. `link`, `forks`, `page` and `lease` are descriptors: to the agent, to its fork server, of what the
-    agent watches, and of the host's lease; `drain` knows whether it is to go."""
+    reach this host; `process_group` names what carries the data. `link`, `forks`, `page` and `lease` are descriptors:
+    to the agent, to its fork server, of what the agent watches, and of the host's lease; `drain` knows whether it is to
+    go."""
 
     member: str
     local_rank: int
@@ -36,6 +37,7 @@ class RankContext:
     store: str
     host: str
     collective_timeout: float
+    process_group: str
     link: int
     forks: int
     page: int

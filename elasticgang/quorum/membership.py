@@ -11,6 +11,7 @@ N2  After it asked, it takes part in no older generation (R9): the groups are go
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -20,18 +21,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.forkserver import ForkServerClient
 from elasticgang.comm.group_set import Configuration, GroupSet
+from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP
 from elasticgang.comm.page import Doing, Page
 from elasticgang.comm.supply import CommLauncher
-from elasticgang.comm.work import CommWork
 from elasticgang.errors import (
     CollectiveTimeoutError,
     EvictedError,
@@ -42,7 +42,7 @@ from elasticgang.errors import (
     StepAborted,
 )
 from elasticgang.gang import FakeGang, Gang, Gangs, create_fake_gangs
-from elasticgang.gang.elastic import Binding, ElasticGang
+from elasticgang.gang.elastic import Binding, ElasticGang, Group
 from elasticgang.layout import RUNTIME_GANGS, Member, ParallelLayout, plan
 from elasticgang.quorum.commit import Attempt
 from elasticgang.quorum.decide import ACTIVE, SPARE, MemberReport, Record, Seat, layout_to_json
@@ -51,8 +51,14 @@ from elasticgang.quorum.lease import Lease
 from elasticgang.quorum.link import AgentLink, RankContext
 from elasticgang.quorum.torch_environment import TorchEnvironment
 
+if TYPE_CHECKING:
+    from torchft.process_group import ProcessGroup
+
+    from elasticgang.comm.data_groups import DataConfiguration, DataGroups
+
 FAMILIES = ("root", "dp", "rdp", "sdp", "tp", "pp")
 CONTROL, REDUCE, REDUCE_RDP = RUNTIME_GANGS  # for gradients alone; a user's collectives in a step keep their own order
+_VOTING = (CONTROL, "root")
 _RUNTIME_FAMILIES = {CONTROL: "root", REDUCE: "dp", REDUCE_RDP: "rdp"}
 
 log = logging.getLogger("elasticgang")
@@ -68,37 +74,23 @@ class Generation:
     seat: Seat
     rank: int
     groups: Configuration
+    data: DataConfiguration | None = None  # None: the gangs' data goes over `groups` too
 
     @property
     def prefix(self) -> str:
         """Of the store's keys of this generation (R1)."""
         return f"{self.record.job}/{self.record.generation}/{self.record.digest}"
 
-
-@dataclass(frozen=True)
-class BoundGroup:
-    """The process group of one or more gangs in one generation."""
-
-    name: str
-    generation: Generation
-    timeout: float
-
-    def submit(self, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object) -> CommWork:
-        return self.generation.groups.comm.submit(self.name, call, outputs, inputs, **options)
-
     @property
-    def is_poisoned(self) -> bool:
-        return self.generation.groups.error is not None
+    def error(self) -> GangError | None:
+        """Its first error, which ended it for this rank."""
+        return self.groups.error
 
-    def poison(self, error: GangError) -> None:
-        self.generation.groups.fail(error)
-
-    def split(self, name: str, ranks: Sequence[int]) -> BoundGroup:
-        generation, ranks = self.generation, tuple(ranks)
-        if generation.groups.error is not None:
-            raise StepAborted(f"the gang {name} cannot be made: {generation.groups.error}")
-        generation.groups.add(generation.prefix, GroupSpec(name, ranks.index(generation.rank), len(ranks)))
-        return BoundGroup(name, generation, self.timeout)
+    def fail(self, error: GangError) -> None:
+        """End it for this rank, and wait until nothing of it touches a tensor any more."""
+        self.groups.fail(error)
+        if self.data is not None:
+            self.data.fail(error)
 
 
 def master_host(record: Record) -> str:
@@ -170,7 +162,14 @@ class Membership(Protocol):
 class ElasticMembership:
     """A member of a job with an agent."""
 
-    def __init__(self, context: RankContext, layout: ParallelLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        layout: ParallelLayout,
+        device: torch.device,
+        process_group: str | Callable[[], ProcessGroup] | None = None,
+    ) -> None:
+        """`process_group`: see `join`; None is what the agent was given."""
         self.member, self.local_rank = context.member, context.local_rank
         self._context = context
         self._layout = layout
@@ -186,6 +185,7 @@ class ElasticMembership:
         self._lease = Lease(context.lease)
         self._launcher = CommLauncher(ForkServerClient(socket.socket(fileno=context.forks)))
         self._groups = GroupSet(lambda: self._launcher.start(self._make_process), on_stuck=self._end_rank)
+        self._data = self._make_data_groups(process_group or context.process_group, device)
         self._told = 0  # the generation of which the agent has heard a commit
         self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
         self._link.tell("joined")
@@ -215,7 +215,7 @@ class ElasticMembership:
 
     @property
     def error(self) -> GangError | None:
-        return None if self._generation is None else self._generation.groups.error
+        return None if self._generation is None else self._generation.error
 
     @property
     def join_noticed(self) -> bool:
@@ -223,7 +223,7 @@ class ElasticMembership:
 
     def poison(self, error: GangError) -> None:
         if self._generation is not None:
-            self._generation.groups.fail(error)
+            self._generation.fail(error)
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
@@ -250,19 +250,19 @@ class ElasticMembership:
         generation = self._generation
         assert generation is not None
         ranks = self._ranks_of(generation, gang)
-        group = self._group(generation, ranks, gang)
-        if group is None:
+        if len(ranks) == 1:
             return lambda: list(values)
         # All messages cross at once, where those of a ring wait for each other; and all sum in the same order.
         mine = torch.tensor([values] * len(ranks), dtype=torch.float64)
         of_all = torch.empty_like(mine)
-        work = group.submit("alltoall_single", [of_all], [mine])
+        name = self._group_name(ranks, gang)
+        work = generation.groups.comm.submit(name, "alltoall_single", [of_all], [mine])
 
         def wait() -> list[float]:
             try:
-                work.wait(group.timeout)
+                work.wait(self._context.collective_timeout)
             except GangError as error:
-                generation.groups.fail(error)
+                generation.fail(error)
                 raise
             if self._lease.is_over:  # others may hold this host to be lost: nothing may come of it any more
                 os.killpg(0, signal.SIGKILL)
@@ -302,6 +302,8 @@ class ElasticMembership:
         self._leave_generation()
         for gang in self._elastic.values():
             gang.close()
+        if self._data is not None:
+            self._data.close()
         self._groups.close()
 
     def _next_seat(self, act: Callable[[Record, Seat], None], had_part: bool) -> tuple[Record, Seat]:
@@ -343,34 +345,86 @@ class ElasticMembership:
         self.page.use(None)
         for gang in self._elastic.values():
             gang.bind(None)
+        if self._data is not None:
+            self._data.leave()
         self._groups.leave()
 
     def _configure(self, record: Record, seat: Seat) -> bool:
         """Configure all gangs of the generation in one round. False: it ended before it began."""
         groups = self._groups.open(_COMM_TIMEOUT_S)
-        generation = Generation(record, seat, record.plan.ranks[self.member], groups)
+        data = None
+        if self._data is not None:
+            data = self._data.open(groups.comm.block)
+            groups.on_end = data.kill
+        generation = Generation(record, seat, record.plan.ranks[self.member], groups, data)
         self._generation = generation
         self.page.use(groups.comm.block)
-        specs = {}
+        specs: dict[str, GroupSpec] = {}
+        firsts: dict[str, str] = {}  # the gang that the group of several is named after
         for name in (*self._families, CONTROL, *self._reductions):
             ranks = self._ranks_of(generation, name)
             if len(ranks) > 1:
                 group = self._group_name(ranks, name)
-                specs[group] = GroupSpec(group, ranks.index(generation.rank), len(ranks))
+                specs.setdefault(group, GroupSpec(group, ranks.index(generation.rank), len(ranks)))
+                firsts.setdefault(group, name)
         if self._aborted[0] >= record.generation:  # the abort came before there was anything to poison
-            groups.fail(PeerLostError(self._aborted[1]))
+            generation.fail(PeerLostError(self._aborted[1]))
             return False
         try:
-            groups.connect(generation.prefix, list(specs.values()))
-        except GangError:
+            if data is None:
+                groups.connect(generation.prefix, list(specs.values()))
+            else:  # votes and totals alone
+                groups.connect(generation.prefix, [specs[group] for group in firsts if firsts[group] in _VOTING])
+                for group, name in firsts.items():
+                    if name != CONTROL:
+                        self._connect_data(generation, name, specs[group])
+        except GangError as error:
+            generation.fail(error)
             return False
         self.page.entered(record.generation)
         for name, gang in self._elastic.items():
             ranks = self._ranks_of(generation, name)
-            gang.bind(Binding(ranks.index(generation.rank), ranks, self._group(generation, ranks, name)))
+            place = ranks.index(generation.rank)
+            if len(ranks) == 1:
+                gang.bind(Binding(place, ranks, None))
+                continue
+            bound = self._bound(generation, specs[self._group_name(ranks, name)])
+            gang.bind(Binding(place, ranks, bound, functools.partial(self._make_group, generation)))
         self._gangs = self._snapshot()
         self._torch_environment.follow(self._gangs, master_host(record))
         return True
+
+    def _connect_data(self, generation: Generation, name: str, spec: GroupSpec) -> None:
+        assert generation.data is not None
+        address = f"{self._context.store}/{generation.prefix}/data/{spec.name}"
+        generation.data.connect(name, address, self.member, spec, generation.record.generation)
+
+    def _bound(self, generation: Generation, spec: GroupSpec) -> Group:
+        """The group of that name, as a gang holds it."""
+        from elasticgang.comm.process_group import SharedProcessGroup
+        from elasticgang.comm.swallowing import SwallowingProcessGroup
+
+        if generation.data is None:
+            shared = SharedProcessGroup(generation.groups, spec)
+            return SwallowingProcessGroup(shared, start=shared.start, owner=generation)
+        pg = generation.data.group(spec.name)
+        start = functools.partial(generation.data.start, spec.name)
+        return SwallowingProcessGroup(pg, start=start, owner=generation)
+
+    def _make_group(self, generation: Generation, name: str, ranks: Sequence[int]) -> Group:
+        """For `ElasticGang.create_gang`."""
+        if generation.error is not None:
+            raise StepAborted(f"the gang {name} cannot be made: {generation.error}")
+        spec = GroupSpec(name, list(ranks).index(generation.rank), len(ranks))
+        try:
+            if generation.data is None:
+                generation.groups.add(generation.prefix, spec)
+            else:
+                self._connect_data(generation, name, spec)
+        except GangError as error:
+            generation.fail(error)
+            raise
+        return self._bound(generation, spec)
 
     def _ranks_of(self, generation: Generation, name: str) -> tuple[int, ...]:
         """The ranks of this rank's gang of that family or further axis."""
@@ -384,11 +438,6 @@ class ElasticMembership:
         among = "-".join(map(str, ranks))
         return f"{name}:{among}" if name in _RUNTIME_FAMILIES else among
 
-    def _group(self, generation: Generation, ranks: tuple[int, ...], name: str) -> BoundGroup | None:
-        if len(ranks) == 1:
-            return None
-        return BoundGroup(self._group_name(ranks, name), generation, self._context.collective_timeout)
-
     def _on_abort(self, number: int, reason: str) -> None:
         """On the link's thread, which must not wait: further notices and the next record come by it."""
         self._aborted = (number, reason)
@@ -399,6 +448,18 @@ class ElasticMembership:
     def _on_join(self, number: int) -> None:
         """On the link's thread."""
         self._joining = number
+
+    def _make_data_groups(
+        self, process_group: str | Callable[[], ProcessGroup], device: torch.device
+    ) -> DataGroups | None:
+        if process_group == DEFAULT_PROCESS_GROUP:
+            return None
+        from elasticgang.comm.backends import create_process_group
+        from elasticgang.comm.data_groups import DataGroups
+
+        timeout = self._context.collective_timeout
+        make = process_group if callable(process_group) else lambda: create_process_group(process_group, timeout)
+        return DataGroups(make, device, timeout, self._end_rank)
 
     def _make_process(self, client: ForkServerClient, arena: Arena) -> CommProcess:
         return CommProcess(

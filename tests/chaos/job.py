@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -36,6 +37,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +318,12 @@ def digest_of(*states: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
+def make_process_group(name: str) -> Any:
+    import torchft.process_group
+
+    return getattr(torchft.process_group, name)(timedelta(seconds=60))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
@@ -323,12 +331,14 @@ def main() -> None:
     parser.add_argument("--faults", type=json.loads, default=[])
     parser.add_argument("--holds", type=json.loads, default=[])
     parser.add_argument("--layout", type=json.loads, default={})
+    parser.add_argument("--factory", choices=["ProcessGroupGloo", "ProcessGroupBabyGloo"], help="of torchft")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     faults = Faults(args.output_dir, args.faults, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     faults.at("start")
-    manager = eg.join(layout=eg.ParallelLayout(**args.layout))
+    factory = None if args.factory is None else functools.partial(make_process_group, args.factory)
+    manager = eg.join(layout=eg.ParallelLayout(**args.layout), process_group=factory)
     holds = Holds(args.output_dir, args.holds)
     faults.install(manager)
     model = Counter()
@@ -353,8 +363,9 @@ def main() -> None:
                 with ddp.accumulate(last=slot.last):
                     ddp(slot.index).backward()
             faults.at("body")
+            group = manager.gangs.root.group_kind if isinstance(manager.gangs.root, eg.ElasticGang) else ""
             samples = [int(sample) for slot in slots for sample in slot.index]
-            history.write("prepared", step=step.index, generation=step.generation, samples=samples)
+            history.write("prepared", step=step.index, generation=step.generation, samples=samples, group=group)
             if optim.step(weight=slots.num_samples, max_norm=4.0):
                 assert manager.tip is not None
                 history.write("committed", step=step.index, generation=manager.tip.generation)

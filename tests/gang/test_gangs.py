@@ -18,10 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from elasticgang.comm.client import GroupSpec
+from elasticgang.comm.client import CommProcess, GroupSpec
 from elasticgang.comm.forkserver import ForkServer
-from elasticgang.comm.work import CommWork
-from elasticgang.errors import GangError, InvalidOperationError, PeerLostError, StepAborted
+from elasticgang.comm.group_set import Configuration
+from elasticgang.comm.process_group import SharedProcessGroup
+from elasticgang.comm.swallowing import SwallowingProcessGroup
+from elasticgang.errors import GangError, InvalidOperationError, PeerLostError, StaleGenerationError, StepAborted
 from elasticgang.gang import (
     ElasticGang,
     FakeGang,
@@ -47,35 +49,41 @@ GUARD_S = 20.0
 
 
 @dataclass(frozen=True)
-class Group:
-    """A group of a rank; poisoning it ends the rank's generation, as `quorum.membership.BoundGroup` does."""
+class Owner:
+    """What a rank's groups belong to, as `quorum.membership.Generation` is."""
 
-    world: World
-    rank: int
-    timeout: float = GUARD_S
-    name: str = "all"
-
-    def submit(self, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object) -> CommWork:
-        return self.world.comms[self.rank].submit(self.name, call, outputs, inputs, **options)
-
-    def split(self, name: str, ranks: Sequence[int]) -> Group:
-        spec = GroupSpec(name, list(ranks).index(self.rank), len(ranks))
-        self.world.comms[self.rank].add_group(self.world.prefix, spec)
-        return Group(self.world, self.rank, self.timeout, name)
+    comm: CommProcess
 
     @property
-    def is_poisoned(self) -> bool:
-        return self.world.comms[self.rank].ended
+    def error(self) -> GangError | None:
+        return StaleGenerationError("the comm process has ended") if self.comm.ended else None
 
-    def poison(self, error: GangError) -> None:
-        self.world.comms[self.rank].abort(error)
+    def fail(self, error: GangError) -> None:
+        self.comm.abort(error)
+
+
+def group_of(world: World, rank: int, spec: GroupSpec | None = None) -> SwallowingProcessGroup:
+    comm = world.comms[rank]
+    shared = SharedProcessGroup(Configuration(comm), spec or GroupSpec("all", rank, len(world.comms)))
+    return SwallowingProcessGroup(shared, start=shared.start, owner=Owner(comm))
+
+
+def binding(world: World, rank: int) -> Binding:
+    """Of a gang of all ranks."""
+
+    def make(name: str, ranks: Sequence[int]) -> SwallowingProcessGroup:
+        spec = GroupSpec(name, list(ranks).index(rank), len(ranks))
+        world.comms[rank].add_group(world.prefix, spec)
+        return group_of(world, rank, spec)
+
+    return Binding(rank, tuple(range(len(world.comms))), group_of(world, rank), make)
 
 
 def bound(world: World, name: str = "dp") -> list[ElasticGang]:
     gangs = []
     for rank in range(len(world.comms)):
         gang = ElasticGang(name, CPU)
-        gang.bind(Binding(rank, tuple(range(len(world.comms))), Group(world, rank)))
+        gang.bind(binding(world, rank))
         gangs.append(gang)
     return gangs
 
@@ -229,7 +237,7 @@ def test_a_gang_in_no_generation_and_a_closed_one_refuse(trio: World) -> None:
     for call in [*places, *calls]:
         with pytest.raises(InvalidOperationError, match=r"is in no generation.*; use it inside `with step:`"):
             call()
-    gang.bind(Binding(1, (0, 1, 2), Group(trio, 1)))
+    gang.bind(binding(trio, 1))
     ends: list[tuple[Callable[[], None], str]] = [
         (lambda: gang.bind(None), "is in no generation"),
         (gang.close, "is closed"),
@@ -246,7 +254,7 @@ def test_a_gang_in_no_generation_and_a_closed_one_refuse(trio: World) -> None:
 
 def test_a_gang_between_generations_keeps_nothing_of_the_last_one(trio: World) -> None:
     gang = ElasticGang("dp", CPU)
-    group = Group(trio, 0)
+    group = group_of(trio, 0)
     alive = weakref.ref(group)
     gang.bind(Binding(0, (0, 1, 2), group))
     gang.bind(None)
@@ -398,7 +406,7 @@ def test_a_gang_bound_to_the_next_generation_is_sound_again(worlds: Worlds) -> N
     assert tensor.item() == 1.0
     gangs.append(ElasticGang("dp", CPU))
     for rank, gang in enumerate(gangs):
-        gang.bind(Binding(rank, (0, 1, 2), Group(second, rank)))
+        gang.bind(binding(second, rank))
     second.each(lambda rank: contract.one_to_another(gangs[rank]))
 
 

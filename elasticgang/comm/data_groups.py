@@ -1,0 +1,404 @@
+"""Process groups of torchft that carry a job's data, from one configuration to the next.
+
+Only torchft's interface is used: `configure`, `abort`, `errored`, and the collectives that every torchft process group
+has. A collective beyond those is made of them.
+
+DATA-1  Every rank configures its groups in the same order, one after another.
+DATA-2  The first error ends the configuration: every group is aborted, and every collective has ended, before its
+        tensors are used again.
+DATA-3  A group that runs in this process and has not ended `ABORT_TIMEOUT_S` after its abort began ends the rank: its
+        threads may still write to tensors.
+DATA-4  Nothing keeps the works of a configuration that has ended: they keep connections open, and a peer learns of the
+        end by their loss.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torchft.process_group as torchft
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+)
+from torch._C._distributed_c10d import Work as TorchWorkBase
+from torch.futures import Future
+
+from elasticgang.comm.client import GroupSpec, translated
+from elasticgang.comm.page import CommBlock
+from elasticgang.errors import (
+    GangError,
+    InternalError,
+    NotSupportedError,
+    OperationalError,
+    PeerLostError,
+    StaleGenerationError,
+)
+from elasticgang.gang.base import Collective, ReduceOperation, Then, Work, follow, writing
+from elasticgang.gang.calls import torch_operation
+from elasticgang.gang.process_group import start_prepared
+
+ABORT_TIMEOUT_S = 1.0
+_WAIT_MARGIN_S = 2.0  # for the group's own timeout, which ends the collective, where this one only stops waiting
+_POLL_S = 0.005
+_MOST_UNCHECKED = 64
+
+_NOT_MADE = ("monitored_barrier", "recv_anysource")  # the others are made of those that every torchft group has
+
+MakeGroup = Callable[[], torchft.ProcessGroup]
+
+
+class DataWork:
+    """A collective of one configuration, in a torchft group."""
+
+    def __init__(self, configuration: DataConfiguration, group: str, call: str, work: Any) -> None:
+        self._configuration, self._group, self._call, self._work = configuration, group, call, work
+        self.is_over = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        reason = self._wait(timeout)
+        if reason is not None:
+            self._work = None  # DATA-4
+            raise translated(self._call, reason)
+        return True
+
+    def get_future(self) -> Future[bool]:
+        try:
+            future = self._work.get_future()
+        except RuntimeError:  # of Gloo's sends and receives
+            future = self._wait_elsewhere()
+
+        def finish(future: Future[Any]) -> bool:
+            try:
+                future.value()
+            except Exception as error:
+                reason = str(error) or type(error).__name__
+            else:
+                self._complete()
+                return True
+            self._work = None
+            raise translated(self._call, reason)
+
+        return follow(future, finish)
+
+    def has_ended(self) -> bool:
+        """A work of a kind that cannot tell has ended once its group's abort has returned."""
+        work = self._work
+        if work is None or self.is_over:
+            return True
+        if type(work) is TorchWorkBase or type(work).is_completed is not TorchWorkBase.is_completed:
+            return bool(work.is_completed())
+        return self._configuration.is_aborted
+
+    def drop(self) -> None:
+        self._work = None
+
+    def _wait(self, timeout: float | None) -> str | None:
+        """Why it failed. No error leaves this frame: an error keeps its frames, and they keep the work (DATA-4)."""
+        work, configuration = self._work, self._configuration
+        if work is None:
+            return str(configuration.error)
+        configuration.num_waiting += 1
+        try:
+            if configuration.device.type == "cpu":
+                work.wait(timedelta(seconds=(timeout or configuration.timeout) + _WAIT_MARGIN_S))
+            else:  # a wait orders streams, and one with a timeout blocks this thread
+                work.wait()
+        except Exception as error:
+            return str(error) or type(error).__name__
+        finally:
+            configuration.num_waiting -= 1
+        self._complete()
+        return None
+
+    def _complete(self) -> None:
+        self._configuration.stamp(self._group, self._call, self)
+        self.is_over = True
+
+    def _wait_elsewhere(self) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            reason = self._wait(None)
+            if reason is None:
+                future.set_result(None)
+            else:
+                future.set_exception(RuntimeError(reason))
+
+        threading.Thread(target=run, name="data-future", daemon=True).start()
+        return future
+
+
+class DataConfiguration:
+    """The data groups of one generation."""
+
+    def __init__(self, groups: DataGroups, block: CommBlock | None) -> None:
+        """`block`: where the hang detector sees how far each group has come."""
+        self._groups, self._block = groups, block
+        self.device, self.timeout = groups.device, groups.timeout
+        self.error: GangError | None = None
+        self.num_waiting = 0  # threads inside a group's wait
+        self.is_aborted = False  # every abort has returned
+        self._pgs: dict[str, torchft.ProcessGroup] = {}
+        self._connected: dict[str, tuple[torchft.ProcessGroup, GroupSpec]] = {}
+        self._works: set[DataWork] = set()
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._ender: threading.Thread | None = None
+
+    def connect(self, name: str, address: str, member: str, spec: GroupSpec, generation: int) -> torchft.ProcessGroup:
+        """Configure the group of the gang `name` as `spec`. Blocks until all ranks have met, or the configuration has
+        ended. `address`: "host:port/prefix" of the store.
+
+        Raises:
+            GangError: a peer did not come, or the configuration has ended meanwhile.
+        """
+        pg = self._pgs[name] = self._groups.take(name)
+        failures: list[Exception] = []
+
+        def configure() -> None:
+            try:
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)
+                pg.configure(address, member, spec.rank, spec.size, quorum_id=generation)
+            except Exception as error:
+                failures.append(error)
+            if self.error is not None:  # nobody waits for it any more
+                _abort(pg)
+            self._changed.set()
+
+        thread = threading.Thread(target=configure, name="data-configure", daemon=True)
+        thread.start()
+        self._changed.wait()  # the group's own timeout ends `configure`
+        self._changed.clear()
+        if self.error is not None:
+            self._groups.forget(name)  # `configure` may still run, and cannot be ended
+            raise PeerLostError(f"the generation ended while the process group of {name} was configured")
+        for failure in failures:
+            if isinstance(failure, RuntimeError | OSError | EOFError):
+                raise translated(f"could not configure the process group of {name}", str(failure)) from None
+            raise failure
+        if self._block is not None:
+            self._block.add(spec.name)
+        self._connected[spec.name] = pg, spec
+        return pg
+
+    def group(self, name: str) -> torchft.ProcessGroup:
+        """The connected group of that name."""
+        pg, _ = self._connected[name]
+        return pg
+
+    def start(self, group: str, collective: Collective) -> Work:
+        """Start a checked collective. Raises GangError."""
+        if self.error is not None:
+            raise StaleGenerationError(f"the generation has ended: {self.error}")
+        pg, spec = self._connected[group]
+        if collective.call in _NOT_MADE:
+            raise NotSupportedError(f"{type(pg).__name__} has no `{collective.call}`; isolated-gloo has it.")
+        basic, last = _as_basic(collective, spec.rank, spec.size)
+        work = start_prepared(basic, self.device, lambda taken: self._issue(group, taken))
+        return work if last is None else Then(work, last)
+
+    def stamp(self, group: str, call: str, ended: DataWork | None = None) -> None:
+        """Show the hang detector that a collective began, or ended."""
+        if self._block is not None and ended is None:
+            self._block.submitted(group, call in ("send", "recv"))
+        elif self._block is not None and ended is not None and not ended.is_over:
+            self._block.completed(group, call in ("send", "recv"))
+
+    def _issue(self, group: str, collective: Collective) -> Work:
+        issued, last = None, None
+        pg, _ = self._connected[group]
+        try:
+            issued, last = _issue(pg, collective)
+        except (ValueError, TypeError, NotSupportedError):
+            raise
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+        if issued is None:
+            raise translated(collective.call, reason)
+        self.stamp(group, collective.call)
+        work = DataWork(self, group, collective.call, issued)
+        with self._lock:
+            if len(self._works) >= _MOST_UNCHECKED:
+                self._works = {work for work in self._works if not work.has_ended()}
+            self._works.add(work)
+        return work if last is None else Then(work, last)
+
+    def kill(self, error: GangError) -> None:
+        """End the configuration. Never blocks; `fail` waits for the end."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = error
+            self._ender = threading.Thread(target=self._end, name="data-abort", daemon=True)
+            self._ender.start()
+        self._changed.set()
+
+    def fail(self, error: GangError) -> None:
+        """`kill`, and wait until no collective of this configuration touches a tensor any more (DATA-2, DATA-3)."""
+        self.kill(error)
+        if self._ender is not None and self._ender is not threading.current_thread():
+            self._ender.join()
+
+    def _end(self) -> None:
+        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        aborts = {
+            name: threading.Thread(target=_abort, args=(pg,), name="data-abort", daemon=True)
+            for name, pg in self._pgs.items()
+        }
+        for thread in aborts.values():
+            thread.start()
+        for thread in aborts.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        late = [name for name, thread in aborts.items() if thread.is_alive()]
+        self.is_aborted = not late
+        with self._lock:
+            works = list(self._works)
+        while self.num_waiting or not all(work.has_ended() for work in works):
+            if time.monotonic() > deadline:
+                self._groups.on_stuck(
+                    OperationalError(
+                        f"a process group that runs in this process could not be aborted within {ABORT_TIMEOUT_S:g} s"
+                    )
+                )
+                return
+            time.sleep(_POLL_S)
+        for work in works:
+            work.drop()
+        with self._lock:
+            self._works.clear()
+        for name in late:
+            self._groups.forget(name)
+
+
+class DataGroups:
+    """One rank's data groups, from generation to generation: one torchft process group for each gang."""
+
+    def __init__(
+        self, make: MakeGroup, device: torch.device, timeout: float, on_stuck: Callable[[OperationalError], None]
+    ) -> None:
+        """`make` is called once for each gang. `timeout`: seconds for a collective without one of its own. `on_stuck`:
+        ends the rank (DATA-3)."""
+        self.device, self.timeout, self.on_stuck = device, timeout, on_stuck
+        self._make = make
+        self._pgs: dict[str, torchft.ProcessGroup] = {}
+        self.present: DataConfiguration | None = None
+
+    def take(self, name: str) -> torchft.ProcessGroup:
+        """The group of the gang `name`. Raises TypeError when `make` gives no torchft process group."""
+        if name not in self._pgs:
+            pg: object = self._make()
+            if not isinstance(pg, torchft.ProcessGroup):
+                raise TypeError(
+                    f"`process_group` must return a torchft.process_group.ProcessGroup, but returned {pg!r} instead."
+                )
+            self._pgs[name] = pg
+        return self._pgs[name]
+
+    def forget(self, name: str) -> None:
+        """Make the group of the gang `name` anew next time."""
+        self._pgs.pop(name, None)
+
+    def open(self, block: CommBlock | None = None) -> DataConfiguration:
+        self.present = DataConfiguration(self, block)
+        return self.present
+
+    def leave(self) -> None:
+        """End the present configuration, if there is one."""
+        present, self.present = self.present, None
+        if present is not None:
+            present.fail(StaleGenerationError("the process groups are configured anew"))
+
+    def close(self) -> None:
+        self.leave()
+        for pg in self._pgs.values():
+            pg.shutdown()
+        self._pgs.clear()
+
+
+def _abort(pg: torchft.ProcessGroup) -> None:
+    """torchft's groups in a subprocess have no abort, and their `shutdown` waits for threads that read from it: the
+    death of the process ends those at once."""
+    process = getattr(pg, "_p", None)
+    if isinstance(pg, torchft.ProcessGroupBaby) and process is not None:
+        process.kill()
+        process.join(ABORT_TIMEOUT_S)
+        pg.shutdown()
+    pg.abort()
+
+
+def _as_basic(c: Collective, rank: int, size: int) -> tuple[Collective, Callable[[], None] | None]:
+    """The collective as one that every torchft group has, and a last step."""
+    with torch.no_grad():
+        match c.call:
+            case "all_gather_single":
+                whole = c.outputs[0] if c.outputs[0].is_contiguous() else torch.empty_like(c.outputs[0])
+                parts = tuple(whole.view(-1).chunk(size)) if whole.numel() else tuple(whole for _ in range(size))
+                basic = Collective("all_gather", parts, (c.inputs[0].reshape(-1),), timeout_s=c.timeout_s)
+                return basic, None if whole is c.outputs[0] else lambda: _copy(whole, c.outputs[0])
+            case "gather":
+                outputs = c.outputs or tuple(torch.empty_like(c.inputs[0]) for _ in range(size))
+                return Collective("all_gather", outputs, c.inputs, timeout_s=c.timeout_s), None
+            case "reduce":
+                total = c.outputs[0].clone(memory_format=torch.contiguous_format)
+                basic = Collective("all_reduce", (total,), (total,), c.op, timeout_s=c.timeout_s)
+                return basic, (lambda: _copy(total, c.outputs[0])) if rank == c.peer else None
+            case "reduce_scatter" | "reduce_scatter_single":
+                total = torch.cat([source.reshape(-1) for source in c.inputs])
+                basic = Collective("all_reduce", (total,), (total,), c.op, timeout_s=c.timeout_s)
+                return basic, lambda: _copy(total.view(size, -1)[rank], c.outputs[0])
+            case "scatter":
+                stacked = torch.stack(list(c.inputs)) if c.inputs else c.outputs[0].new_zeros(size, *c.outputs[0].shape)
+                basic = Collective("broadcast", (stacked,), (stacked,), peer=c.peer, timeout_s=c.timeout_s)
+                return basic, lambda: _copy(stacked[rank], c.outputs[0])
+    return c, None
+
+
+def _issue(pg: Any, c: Collective) -> tuple[Any, Callable[[], None] | None]:
+    """The work of a basic collective, of contiguous tensors, and a last step."""
+    match c.call:
+        case "all_reduce":
+            tensor = torch.view_as_real(c.outputs[0].detach()) if c.outputs[0].is_complex() else c.outputs[0]
+            is_bool_sum = c.op is ReduceOperation.SUM and tensor.dtype is torch.bool  # Gloo adds up bytes
+            op = torch_operation(ReduceOperation.MAX if is_bool_sum else c.op)
+            return pg.allreduce([tensor], _with(AllreduceOptions(), c, reduceOp=op)), None
+        case "broadcast":
+            return pg.broadcast([c.outputs[0]], _with(BroadcastOptions(), c, rootRank=c.peer)), None
+        case "all_gather":
+            return pg.allgather([list(c.outputs)], [c.inputs[0]], _with(AllgatherOptions(), c)), None
+        case "all_to_all":
+            received, sent = (torch.cat([tensor.reshape(-1) for tensor in part]) for part in (c.outputs, c.inputs))
+            sizes, sent_sizes = ([tensor.numel() for tensor in part] for part in (c.outputs, c.inputs))
+
+            def unpack() -> None:
+                for output, part in zip(c.outputs, torch.split(received, sizes), strict=True):
+                    _copy(part, output)
+
+            return pg.alltoall_base(received, sent, sizes, sent_sizes, _with(AllToAllOptions(), c)), unpack
+        case "send":
+            return pg.send([c.inputs[0]], c.peer, c.tag), None
+        case "recv":
+            return pg.recv([c.outputs[0]], c.peer, c.tag), None
+    raise InternalError(f"`{c.call}` is no basic collective")
+
+
+def _with(options: Any, c: Collective, **values: object) -> Any:
+    for name, value in values.items():
+        setattr(options, name, value)
+    if c.timeout_s is not None:
+        options.timeout = timedelta(seconds=c.timeout_s)
+    return options
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    with writing(target):
+        target.copy_(source.view(target.shape))
