@@ -121,11 +121,13 @@ class Outside:
         self._endpoint = endpoint
         self._tripwires = Tripwires(self._job, self.agent, self._told)
         self._told_over = self._told_join = 0
-        self._found_lost = set()
         try:
-            return await self._tripwires.listen(self._endpoint.host)
+            address = await self._tripwires.listen(self._endpoint.host)
         except OSError as exc:
             raise OperationalError(f"cannot listen on {self._endpoint.host}: {exc}") from exc
+        # Last: who was found lost until now was told to an agent that decided nothing.
+        self._found_lost, self._awaited = set(), ()
+        return address
 
     async def come_back(self) -> Endpoint | None:
         """Under the agent's new id: the coordinator, once it answers, with a new lease. None: the agent has failed."""
