@@ -1,7 +1,7 @@
 """The agent: starts the rank processes of one host, reaps them, and speaks for them.
 
-It performs what `roster.py` decides; `outside.py` deals with the coordinator and the other agents. One asyncio loop
-owns all state; threads do what blocks.
+It decides nothing: it hands events to `lifecycle.py` and executes its instructions. `outside.py` deals with the
+coordinator and the other agents. One asyncio loop owns all state; threads do what blocks.
 
 On every way out, whatever was started here is killed and reaped before `run` returns; if the agent itself is killed,
 the fork server does it.
@@ -28,37 +28,45 @@ from elasticgang.errors import OperationalError, WireError
 from elasticgang.quorum import stacks
 from elasticgang.quorum.changes import Changes, sentence
 from elasticgang.quorum.commit import Attempt
-from elasticgang.quorum.coordinator import Endpoint, reach
-from elasticgang.quorum.decide import (
-    Record,
-    infeasible,
-    layout_from_json,
-    member_from_json,
-)
+from elasticgang.quorum.coordinator import reach
+from elasticgang.quorum.decide import Record, layout_from_json, member_from_json
 from elasticgang.quorum.happenings import (
     Abort,
+    AgentEvent,
+    AgentInstruction,
     Ask,
     Asked,
     Committed,
+    CoordinatorConnected,
     Deliver,
     Dismiss,
     End,
-    Event,
+    Exit,
     Exited,
     Fail,
-    HostLost,
-    Instruction,
+    Fence,
+    InternalError,
+    KillRanks,
     Left,
     NoticeJoin,
+    NotifyFinished,
+    NotifyOver,
     NotStarted,
-    Restart,
+    RankEntered,
+    Rejoin,
+    ScriptRaised,
+    SignalRanks,
+    SignalReceived,
     Started,
-    StartExpired,
+    StartRank,
+    StopHelpers,
     TellFailure,
+    TimePassed,
     Warn,
 )
 from elasticgang.quorum.job import Events, Job, Output
 from elasticgang.quorum.lease import Lease
+from elasticgang.quorum.lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.quorum.line import in_daemon
 from elasticgang.quorum.newborn import Birth
 from elasticgang.quorum.nursery import Nursery
@@ -66,17 +74,11 @@ from elasticgang.quorum.outside import Limits, Outside
 from elasticgang.quorum.owned import KeptCoordinator
 from elasticgang.quorum.progress import CommHung, Standstill, Verdict
 from elasticgang.quorum.ranks import RankProcess, Ranks
-from elasticgang.quorum.restarts import Restarts
 from elasticgang.quorum.roster import Roster, describe_exit
 from elasticgang.quorum.watch import Watch, kill_comm
 
 log = logging.getLogger("elasticgang")
 
-_START_TIMEOUT_S = 60.0
-_SETTLE_TIMEOUT_S = 0.5
-_DISMISS_TIMEOUT_S = 10.0
-_EXIT_TIMEOUT_S = 10.0  # after an exception
-_END_POLL_S = 0.005
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -87,24 +89,17 @@ class Agent:
         self._job = job
         self._output = output
         self._events = events
-        self._id = _new_id()
-        self._life = 1  # of this agent under one id
-        self._fenced = False
+        self._lifecycle = AgentLifecycle(_new_id(), _options_of(job))
+        self._timer: asyncio.TimerHandle | None = None
         self._exit: asyncio.Future[int] | None = None
         self._stopping = threading.Event()
         self._nursery = Nursery(job.env, self._stopping, self._background)
         self._ranks = Ranks(self._nursery, output, _Inside(self))
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_starting = 0
-        self._signal = 0
         self._coordinator: KeptCoordinator | None = None  # of the job's own
         self._lease = Lease.create()
         self._outside: Outside | None = None
-        self._entered = asyncio.Event()
-        self._over = asyncio.Event()  # nobody is started any more
-        self._code_when_empty = 0
         self._watch = Watch(job.hang_timeout)
-        self._restarts = Restarts(job.max_restarts)
         self._changes = Changes()
         self._counts: dict[str, int] = {}
         self._is_reporting = False  # a standstill
@@ -161,32 +156,18 @@ class Agent:
             self._coordinator = KeptCoordinator(self._nursery, self._stopping, _Inside(self))
             await self._coordinator.start(None)
             self._endpoint = await in_daemon(reach, self._coordinator.address, self._job.connect_timeout)
-        self._roster = self._new_roster(self._endpoint)
         lease = None if self._coordinator is not None else self._lease
         limits = Limits(self._job.connect_timeout, self._job.coordinator_timeout)
         self._outside = Outside(_Inside(self), self._endpoint, self._job.job_id, limits, lease)
-        await self._outside.open()
+        address = await self._outside.open()
         self._loop.add_signal_handler(signal.SIGCHLD, self._nursery.reap)
-        num = self._job.num_processes
-        self._events.write("started", agent=self._id, coordinator=self._endpoint.address, ranks=num)
         self._background(self._watch_ranks())
-        self._num_starting = num
-        for local_rank in range(num):
-            await self._spawn(local_rank, self._life)
-        self._loop.call_later(_START_TIMEOUT_S, lambda: self._handle(StartExpired()))
+        self._connected(address)
 
-    def _new_roster(self, endpoint: Endpoint) -> Roster:
-        return Roster(
-            agent=self._id,
-            host=endpoint.host,
-            job=self._job.job_id,
-            coordinator=endpoint.incarnation,
-            restarts=self._restarts,
-            num_ranks=self._job.num_ranks,
-            num_spares=self._job.num_spares,
-            min_agents=self._job.min_agents,
-            max_agents=self._job.max_agents,
-        )
+    def _connected(self, address: str) -> None:
+        agent, endpoint = self._lifecycle.agent, self._endpoint
+        self._events.write("started", agent=agent, coordinator=endpoint.address, ranks=self._job.num_processes)
+        self._handle(CoordinatorConnected(endpoint.host, self._world.incarnation, address))
 
     def _end_coordinator(self) -> None:
         if self._coordinator is not None:
@@ -198,43 +179,19 @@ class Agent:
         if isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context["message"]:
             self._events.write("accept failed", error=str(error))  # asyncio tries again in a second
             return
-        self._fail(1, f"internal error in the agent: {context['message']}: {error!r}")
+        try:
+            self._handle(InternalError(f"internal error in the agent: {context['message']}: {error!r}"))
+        finally:
+            if self._exit is not None and not self._exit.done():  # the error is in `_handle` itself
+                self._exit.set_result(1)
 
     def _on_signal(self, number: int) -> None:
-        """The first SIGTERM lets the ranks go in order, if others go on."""
-        goes_on = self._outside is not None and not self._fenced and self._roster.is_awaited()
-        is_drain = number == signal.SIGTERM and not self._signal and goes_on
-        if not is_drain:
-            self._tell_end(f"is ended by {signal.Signals(number).name}")
-            self._stopping.set()
-        for rank in self._ranks.all():
-            rank.page.go() if is_drain else rank.page.end()
-            rank.send(number)
-        if self._exit is not None and not self._exit.done():
-            self._events.write("signal", signal=signal.Signals(number).name)
-            self._over.set()
-            self._signal, self._code_when_empty = number, 128 + number
-            self._loop.call_later(self._job.grace_period, self._finish, 128 + number)
-            self._finish_when_empty()
-
-    def _tell_end(self, how: str) -> None:
-        """To the other agents, before their connections to the ranks here break."""
-        if self._outside is not None and not self._fenced and (generation := self._roster.ends()) is not None:
-            self._outside.tell_over(generation, f"agent {self._id} {how}")
-
-    def _finish(self, code: int) -> None:
-        assert self._exit is not None
-        if not self._exit.done():
-            self._exit.set_result(code)
-
-    def _finish_when_empty(self) -> None:
-        if not self._ranks and not self._num_starting:
-            self._finish(self._code_when_empty)
+        self._events.write("signal", signal=signal.Signals(number).name)
+        self._handle(SignalReceived(number))
 
     async def _end_everything(self) -> None:
         self._stopping.set()
         self._tell(self._changes.ended())
-        self._tell_end(f"is ended by {signal.Signals(self._signal).name}" if self._signal else "ends")
         for task in self._tasks:
             task.cancel()
         self._ranks.kill()
@@ -243,7 +200,7 @@ class Agent:
         await self._nursery.close()
         if self._outside is not None:
             self._hear_commits()
-            await self._outside.part(None if self._fenced else self._roster.last_report())
+            await self._outside.part(self._lifecycle.last_report())
 
     def _background(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
@@ -254,21 +211,24 @@ class Agent:
     def _background_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._stopping.is_set():
-            self._fail(1, f"{type(error).__name__}: {error}")
+            self._handle(InternalError(f"{type(error).__name__}: {error}"))
 
     # -- events and instructions
 
-    def _handle(self, event: Event) -> None:
-        if self._stopping.is_set() or self._fenced:
-            return
+    def _handle(self, event: AgentEvent) -> None:
         self._hear_commits()
-        instructions = self._roster.handle(event)
-        self._stamp_heirs()  # before anybody votes in a generation that is begun now
+        instructions = self._lifecycle.handle(event, time.monotonic())
+        if self._outside is not None:
+            self._stamp_heirs()  # before anybody votes in a generation that is begun now
         for instruction in instructions:
             self._perform(instruction)
-        if self._roster.finished:
-            self._over.set()
-            self._world.tell_finished()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline_s = self._lifecycle.deadline_s  # of the loop's own clock
+        self._timer = None if deadline_s is None else self._loop.call_at(deadline_s, self._handle, TimePassed())
 
     def _hear_commits(self) -> None:
         """Before any decision: what a rank has told was stamped before."""
@@ -277,14 +237,14 @@ class Agent:
 
     def _hear_commit(self, rank: RankProcess) -> None:
         attempt = Attempt(*rank.page.committed)
-        if attempt != rank.committed and not self._fenced:
+        if attempt != rank.committed:
             rank.committed = attempt
-            self._roster.handle(Committed(rank.member, attempt))
+            self._lifecycle.handle(Committed(rank.member, attempt), time.monotonic())
 
     def _stamp_heirs(self, *, again: bool = False) -> None:
         """Those that could follow a rank that goes. `again`: tell the other agents once more."""
         ranks = self._ranks.all()
-        num = self._roster.num_heirs([rank.member for rank in ranks if rank.page.goes])
+        num = self._lifecycle.roster.num_heirs([rank.member for rank in ranks if rank.page.goes])
         self._world.tell_heirs(num, again=again)
         for rank in ranks:
             rank.page.await_heirs(num + self._world.num_heirs)
@@ -294,11 +254,10 @@ class Agent:
         assert self._outside is not None
         return self._outside
 
-    def _perform(self, instruction: Instruction) -> None:
+    def _perform(self, instruction: AgentInstruction) -> None:
         match instruction:
             case Abort(members, generation, reason):
                 self._changes.caused(reason, time.monotonic())
-                self._entered.clear()
                 self._ranks.send(members, "abort", generation=generation, reason=reason)
                 self._world.tell_over(generation, reason)
             case NoticeJoin(members, generation):
@@ -311,54 +270,61 @@ class Agent:
                 self._world.follow(record)
             case Ask(delay_s):
                 self._world.ask(delay_s)
-            case Restart(local_rank, delay_s):
-                self._num_starting += 1  # an empty host is not the end while somebody comes
-                self._background(self._restart(local_rank, delay_s, self._life))
             case TellFailure(member, local_rank, step):
                 self._world.tell_failed(member, local_rank, step)
-            case Dismiss(members, reason):
-                for rank in self._ranks.of(members):
-                    self._dismiss(rank, reason)
+            case NotifyOver(generation, reason):
+                self._world.tell_over(generation, reason)
+            case NotifyFinished():
+                self._world.tell_finished()
             case Warn(text):
                 self._warn(text)
             case End(reason):
                 self._events.write("ended", reason=reason)
                 self._output.say(f"elasticgang: {reason}")
-                self._finish(self._code_when_empty)
             case Fail(code, reason):
-                self._fail(code, reason)
+                self._tell(self._changes.ended())
+                self._events.write("failed", code=code, reason=reason)
+                self._output.say(f"elasticgang: error: {reason}")
+            case _:
+                self._perform_on_processes(instruction)
 
-    def _dismiss(self, rank: RankProcess, reason: str) -> None:
-        """One that waits for a seat ends itself, in order; one that does not get there in time is ended."""
-        if rank.is_dismissed:
-            return
-        rank.is_dismissed = True
-        self._events.write("dismissed", member=rank.member, reason=reason)
-        if rank.has_asked:
-            self._ranks.send((rank.member,), "over")
-        self._loop.call_later(_DISMISS_TIMEOUT_S if rank.has_asked else 0.0, self._kill_member, rank.member)
-
-    def _kill_member(self, member: str) -> None:
-        for rank in self._ranks.of((member,)):
-            rank.kill()
+    def _perform_on_processes(self, instruction: AgentInstruction) -> None:
+        match instruction:
+            case StartRank(local_rank):
+                self._background(self._spawn(local_rank))
+            case KillRanks(members):
+                for rank in self._ranks.of(members):
+                    rank.kill()
+            case SignalRanks(members, number, drains):
+                for rank in self._ranks.of(members):
+                    rank.page.go() if drains else rank.page.end()
+                    rank.send(number)
+            case Dismiss(members, reason):
+                for rank in self._ranks.of(members):
+                    self._events.write("dismissed", member=rank.member, reason=reason)
+                self._ranks.send(members, "over")
+            case Fence(members):
+                self._events.write("fenced", agent=self._lifecycle.agent)
+                where = f"the coordinator at {self._endpoint.address} cannot be reached"
+                self._output.say(f"elasticgang: {where}: the ranks here are ended, and started again when it can")
+                for rank in self._ranks.of(members):
+                    rank.kill()
+            case Rejoin():
+                self._background(self._rejoin())
+            case StopHelpers():
+                self._stopping.set()
+            case Exit(code):
+                assert self._exit is not None
+                self._exit.set_result(code)
 
     def _warn(self, text: str) -> None:
         self._events.write("warned", text=text)
         log.warning("%s", text)
 
-    def _fail(self, code: int, reason: str) -> None:
-        if self._exit is not None and self._exit.done():
-            return  # what comes after the first failure comes from it
-        self._tell(self._changes.ended())
-        self._stopping.set()  # nothing is told after this
-        self._events.write("failed", code=code, reason=reason)
-        self._output.say(f"elasticgang: error: {reason}")
-        self._finish(self._code_when_empty or code)
-
     def _announce(self, record: Record) -> None:
         for agent in self._world.gone - set(record.agents):
             self._changes.lost(agent, time.monotonic())
-        self._tell(self._changes.agreed(record, self._id))
+        self._tell(self._changes.agreed(record, self._lifecycle.agent))
         self._counts = {status: len(record.members(status)) for status in ("active", "learner", "spare")}
         self._events.write(
             "generation",
@@ -377,45 +343,19 @@ class Agent:
 
     # -- ranks
 
-    async def _restart(self, local_rank: int, delay_s: float, life: int) -> None:
-        """Start the rank again, once those that are left are on their way: starting takes the cores they need."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            if not self._over.is_set():
-                await asyncio.wait_for(self._entered.wait(), _SETTLE_TIMEOUT_S)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._over.wait(), delay_s)
-        await self._try_to_spawn(local_rank, life)
-
-    async def _try_to_spawn(self, local_rank: int, life: int) -> None:
+    async def _spawn(self, local_rank: int) -> None:
         try:
-            await self._spawn(local_rank, life)
+            rank = await self._ranks.fork(self._birth(local_rank))
         except OperationalError as exc:
-            self._num_starting -= 1
-            if life == self._life:
-                self._handle(NotStarted(local_rank, str(exc)))
-            self._finish_when_empty()
-
-    async def _spawn(self, local_rank: int, life: int) -> None:
-        """Start one of those that `_num_starting` counts, unless the job is being ended or has finished, or this
-        agent's `life` has ended. Raises OperationalError: it could not be started."""
-        if self._over.is_set() or life != self._life:
-            self._num_starting -= 1
-            self._finish_when_empty()
+            self._handle(NotStarted(local_rank, str(exc)))
             return
-        rank = await self._ranks.fork(self._birth(local_rank))
-        self._num_starting -= 1
-        if self._signal:  # it came while this one was forked
-            rank.page.end()
-            rank.send(self._signal)
         self._events.write("spawned", member=rank.member, local_rank=local_rank, pid=rank.pid)
-        if life != self._life:  # it was fenced meanwhile
-            rank.kill()
         self._handle(Started(rank.member, local_rank))
         self._ranks.follow(rank)
 
     def _birth(self, local_rank: int) -> Birth:
         return Birth(
-            agent=self._id,
+            agent=self._lifecycle.agent,
             local_rank=local_rank,
             args={
                 "command": self._job.command,
@@ -441,11 +381,6 @@ class Agent:
                 rank.has_joined = True
             case "ask":
                 layout = layout_from_json(message["layout"])
-                is_alone = self._job.max_agents == 1  # else other hosts may have as many as it takes
-                if is_alone and (reason := infeasible(layout, self._job.num_ranks)) is not None:
-                    self._fail(2, reason)
-                    return
-                rank.has_asked = True
                 report = member_from_json(message["report"])
                 self._changes.asked(rank.member, report.pending)
                 if report.goes and not message["broken"]:
@@ -460,8 +395,8 @@ class Agent:
             case "entered":
                 phases = message["phases"]
                 self._changes.entered(rank.member, phases["generation"], phases)
-                self._entered.set()
                 self._events.write("entered", member=rank.member, local_rank=rank.local_rank, **message["phases"])
+                self._handle(RankEntered())
             case "spare":
                 self._events.write(
                     "spare",
@@ -476,26 +411,28 @@ class Agent:
                 if in_order and not finished:
                     self._changes.caused(f"rank {rank.local_rank} leaves", time.monotonic())
                 self._handle(Left(rank.member, finished, in_order, message["by_script"], message["num_steps"]))
-            case "failed":  # a thread of the script may keep the process from exiting, and so from its restart
+            case "failed":
                 rank.failure = message
-                self._loop.call_later(_EXIT_TIMEOUT_S, self._kill_member, rank.member)
+                self._handle(ScriptRaised(rank.member))
             case kind:
                 raise WireError(f"unknown kind {kind!r}")
 
     def _bury(self, rank: RankProcess, died_at: float) -> None:
         assert rank.status is not None
         status, failure = rank.status, rank.failure
+        is_dismissed = self._lifecycle.is_dismissed(rank.member)
         self._hear_commit(rank)
         self._events.write(
             "exited", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, status=status, monotonic=died_at
         )
         if failure is not None:
             self._ranks.show_failure(rank)
-        elif status and not self._stopping.is_set() and not rank.is_dismissed:
+        elif status and not self._stopping.is_set() and not is_dismissed:
             self._output.say(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
-        record = self._roster.record
+        record = self._lifecycle.roster.record
         if record is not None and record.seat(rank.member) is not None:
-            how = describe_exit(status, is_early=rank.is_early and status == 0)
+            is_early = status == 0 and not (rank.has_finished or is_dismissed or rank.page.goes)
+            how = describe_exit(status, is_early=is_early)
             self._changes.caused(f"rank {rank.local_rank} {how}", died_at, is_root=True)
         blameless = bool(failure and failure["blameless"])
         self._handle(
@@ -510,7 +447,6 @@ class Agent:
                 at_s=died_at,
             )
         )
-        self._finish_when_empty()
 
     async def _watch_ranks(self) -> None:
         """R8. A rank that is ended here comes back like any that was killed."""
@@ -518,7 +454,7 @@ class Agent:
             await asyncio.sleep(self._watch.interval_s)
             now = time.monotonic()
             self._stamp_heirs(again=True)
-            for verdict in self._watch.look(now, self._ranks.pages(), finished=self._roster.finished):
+            for verdict in self._watch.look(now, self._ranks.pages(), finished=self._lifecycle.roster.finished):
                 self._end_hung(self._ranks[verdict.member], verdict)
             if (waits := self._watch.news(now)) is not None:
                 self._world.tell_waits([list(astuple(wait)) for wait in waits])
@@ -547,7 +483,7 @@ class Agent:
         )
 
     def _hear_waits(self, agent: str, waits: list[list[Any]]) -> None:
-        record = self._roster.record
+        record = self._lifecycle.roster.record
         self._watch.forget(() if record is None else record.agents)
         self._watch.hear(agent, waits)
 
@@ -564,40 +500,15 @@ class Agent:
         self._changes.caused(f"{what} hung", time.monotonic() - stalled_s, is_root=True)
         self._output.say(f"elasticgang: {what} was waited for and has stood still for {stalled_s:.1f} s: it is ended")
 
-    # -- fencing
+    # -- rejoining
 
-    def _fence(self) -> None:
-        """R3, of a host: the coordinator's host has not answered for as long as others wait for this one."""
-        if self._fenced or self._stopping.is_set():
-            return
-        self._fenced = True
-        self._life += 1
-        self._num_starting += self._job.num_processes  # they come back
-        self._events.write("fenced", agent=self._id)
-        where = f"the coordinator at {self._endpoint.address} cannot be reached"
-        self._output.say(f"elasticgang: {where}: the ranks here are ended, and started again when it can")
-        self._ranks.kill()
-        self._background(self._come_back(self._id))
-
-    async def _come_back(self, old: str) -> None:
+    async def _rejoin(self) -> None:
         """As another agent with new members, once the coordinator answers."""
-        while self._ranks or self._nursery.is_forking:
-            await asyncio.sleep(_END_POLL_S)
         self._world.leave()
-        self._id = _new_id()
-        self._roster = self._new_roster(self._endpoint)
         endpoint = await self._world.come_back()
-        if endpoint is None:
-            return
-        self._endpoint = endpoint
-        self._roster = self._new_roster(endpoint)
-        self._roster.handle(HostLost(old))
-        await self._world.become(endpoint)
-        self._fenced = False
-        self._events.write("started", agent=self._id, coordinator=endpoint.address, ranks=self._job.num_processes)
-        for local_rank in range(self._job.num_processes):
-            await self._try_to_spawn(local_rank, self._life)
-        self._loop.call_later(_START_TIMEOUT_S, lambda: self._handle(StartExpired()))
+        if endpoint is not None:
+            self._endpoint = endpoint
+            self._connected(await self._world.become(endpoint))
 
 
 class _Inside:
@@ -607,8 +518,6 @@ class _Inside:
         self._agent = agent
         self.handle = agent._handle
         self.run_aside = agent._background
-        self.fence = agent._fence
-        self.fail = agent._fail
         self.hear_waits = agent._hear_waits
         self.hear_heirs = agent._stamp_heirs
         self.end_coordinator = agent._end_coordinator
@@ -620,16 +529,28 @@ class _Inside:
 
     @property
     def roster(self) -> Roster:
-        return self._agent._roster
+        return self._agent._lifecycle.roster
 
     @property
     def id(self) -> str:
-        return self._agent._id
+        return self._agent._lifecycle.agent
 
     @property
     def record(self) -> Record | None:
-        return self._agent._roster.record
+        return self._agent._lifecycle.roster.record
 
 
 def _new_id() -> str:
     return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+
+
+def _options_of(job: Job) -> AgentOptions:
+    return AgentOptions(
+        job=job.job_id,
+        num_ranks=job.num_ranks,
+        num_spares=job.num_spares,
+        min_agents=job.min_agents,
+        max_agents=job.max_agents,
+        max_restarts=job.max_restarts,
+        grace_period_s=job.grace_period,
+    )

@@ -1,5 +1,5 @@
-"""What an agent's roster is told, and what it answers: `roster.py` decides, `agent.py` brings the ones and performs the
-others."""
+"""Events and instructions of an agent's state machine: `lifecycle.py` and `roster.py` decide, `agent.py` translates
+sockets, processes and timers to events and executes instructions."""
 
 from __future__ import annotations
 
@@ -117,6 +117,13 @@ class Finished:
     """A member of another agent has done all steps."""
 
 
+@dataclass(frozen=True)
+class CoordinatorReturned:
+    """The agent has a new contact with the coordinator, which may have restarted as `incarnation`."""
+
+    incarnation: str
+
+
 Event = (
     Started
     | NotStarted
@@ -129,7 +136,74 @@ Event = (
     | HostLost
     | PeerFailed
     | Finished
+    | CoordinatorReturned
     | Answered
+)
+
+
+@dataclass(frozen=True)
+class CoordinatorConnected:
+    """The agent is in contact with the coordinator, under its present id, for the first time. `host`: the agent's own
+    address as the coordinator sees it; `address`: where it listens for other agents."""
+
+    host: str
+    incarnation: str
+    address: str
+
+
+@dataclass(frozen=True)
+class RankEntered:
+    """A rank has entered a generation."""
+
+
+@dataclass(frozen=True)
+class ScriptRaised:
+    """The script of `member` has ended by an exception. The process may run on: a thread of the script may hold it."""
+
+    member: str
+
+
+@dataclass(frozen=True)
+class SignalReceived:
+    """The agent itself got SIGTERM or SIGINT."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class LeaseExpired:
+    """The coordinator's host has not answered for so long that other agents may soon declare this one lost."""
+
+
+@dataclass(frozen=True)
+class CoordinatorTimedOut:
+    """The coordinator was needed, and away for longer than `--coordinator-timeout`."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class InternalError:
+    """An exception in the driver that nothing handled."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class TimePassed:
+    """The machine's `deadline_s` is reached."""
+
+
+AgentEvent = (
+    Event
+    | CoordinatorConnected
+    | RankEntered
+    | ScriptRaised
+    | SignalReceived
+    | LeaseExpired
+    | CoordinatorTimedOut
+    | InternalError
+    | TimePassed
 )
 
 
@@ -166,6 +240,8 @@ class Deliver:
 
 @dataclass(frozen=True)
 class Restart:
+    """Of the roster to its lifecycle: start the rank again, `delay_s` after the survivors are on their way."""
+
     local_rank: int
     delay_s: float
 
@@ -181,7 +257,7 @@ class TellFailure:
 
 @dataclass(frozen=True)
 class Dismiss:
-    """The job is over for `members`, which hold no state: end them."""
+    """The job is over for `members`, which hold no state: tell them, so that they end."""
 
     members: tuple[str, ...]
     reason: str
@@ -189,7 +265,7 @@ class Dismiss:
 
 @dataclass(frozen=True)
 class Fail:
-    """The job has failed: end everything and exit with `code`."""
+    """The job has failed with `code`. `Exit` follows."""
 
     code: int
     reason: str
@@ -204,9 +280,84 @@ class Warn:
 
 @dataclass(frozen=True)
 class End:
-    """The job is over here as was asked for: `reason`. The exit code is 0."""
+    """The job is over here as was asked for: `reason`. `Exit` follows."""
 
     reason: str
 
 
 Instruction = Abort | NoticeJoin | Ask | Deliver | Restart | TellFailure | Dismiss | Fail | Warn | End
+
+
+@dataclass(frozen=True)
+class StartRank:
+    """Fork a process for the rank. Its outcome is `Started` or `NotStarted`."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class KillRanks:
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SignalRanks:
+    """Pass on the signal `number`. `drains`: the members leave at a step boundary; else it ends them."""
+
+    members: tuple[str, ...]
+    number: int
+    drains: bool
+
+
+@dataclass(frozen=True)
+class NotifyOver:
+    """Notify the other agents that `generation` is over."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotifyFinished:
+    """Notify all other agents that the job has finished."""
+
+
+@dataclass(frozen=True)
+class StopHelpers:
+    """The agent ends: restart neither the fork server nor the coordinator."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Kill `members`, which are all that run: the agent's lease is over."""
+
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Every rank has exited: give up the present contact with the coordinator, and connect to it as `agent`. The
+    outcome is `CoordinatorConnected` or `CoordinatorTimedOut`."""
+
+    agent: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """Kill what still runs, and exit with `code`. Nothing follows."""
+
+    code: int
+
+
+AgentInstruction = (
+    Instruction
+    | StartRank
+    | KillRanks
+    | SignalRanks
+    | NotifyOver
+    | NotifyFinished
+    | StopHelpers
+    | Fence
+    | Rejoin
+    | Exit
+)

@@ -44,10 +44,6 @@ class Nursery:
         self._num_forking = 0
         self._has_imported = False  # the present server
 
-    @property
-    def is_forking(self) -> bool:
-        return self._num_forking > 0
-
     def open(self) -> None:
         """Raises OperationalError: no process can be started."""
         self._server = self._new_server()

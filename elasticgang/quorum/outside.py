@@ -19,7 +19,17 @@ from elasticgang.errors import OperationalError
 from elasticgang.quorum.contact import Contact, has_newcomer
 from elasticgang.quorum.coordinator import Endpoint
 from elasticgang.quorum.decide import Lost, Record, Report, Void
-from elasticgang.quorum.happenings import Answered, Event, Finished, HostLost, Noticed, PeerFailed
+from elasticgang.quorum.happenings import (
+    Answered,
+    CoordinatorReturned,
+    CoordinatorTimedOut,
+    Event,
+    Finished,
+    HostLost,
+    LeaseExpired,
+    Noticed,
+    PeerFailed,
+)
 from elasticgang.quorum.lease import Lease
 from elasticgang.quorum.line import Hooks, Line, Others, in_daemon
 from elasticgang.quorum.roster import Roster
@@ -43,7 +53,7 @@ class Inside(Protocol):
     @property
     def roster(self) -> Roster: ...
 
-    def handle(self, event: Event) -> None: ...
+    def handle(self, event: Event | LeaseExpired | CoordinatorTimedOut) -> None: ...
 
     def run_aside(self, coroutine: Coroutine[Any, Any, None]) -> object:
         """As a task that ends with the agent, and with which the agent fails."""
@@ -53,11 +63,6 @@ class Inside(Protocol):
 
     def hear_heirs(self) -> None:
         """`Outside.num_heirs` may have changed."""
-
-    def fence(self) -> None:
-        """End all members here, and come back as another agent."""
-
-    def fail(self, code: int, reason: str) -> None: ...
 
     def end_coordinator(self) -> None:
         """It does not answer. If it is the agent's own, and there, it is killed, and started again."""
@@ -78,8 +83,9 @@ class Limits:
 class Outside:
     def __init__(self, inside: Inside, endpoint: Endpoint, job: str, limits: Limits, lease: Lease | None) -> None:
         self._inside, self._endpoint = inside, endpoint
+        self.incarnation = endpoint.incarnation  # of the coordinator, by the newest contact
         self._job, self._limits = job, limits
-        hooks = Hooks(self._heard, self._away, self._back, inside.fence)
+        hooks = Hooks(self._heard, self._away, self._back, lambda: inside.handle(LeaseExpired()))
         self._line = Line(endpoint.address, job, limits.connect, lease, hooks)
         self._tripwires: Tripwires | None = None
         self._num_asked = 0  # the last question counts
@@ -100,25 +106,28 @@ class Outside:
     def agent(self) -> str:
         return self._inside.roster.agent
 
-    async def open(self) -> None:
-        """Raises OperationalError: the coordinator does not answer."""
+    async def open(self) -> str:
+        """As `become`. Raises OperationalError: the coordinator does not answer."""
         await self._line.open(self._endpoint, self.agent)
-        await self.become(self._endpoint)
+        address = await self.become(self._endpoint)
         self._inside.run_aside(self._line.keep(lambda: self.agent, lambda: self._inside.roster.record))
         self._inside.run_aside(self._line.watch())
         self._inside.run_aside(self._line.watch_others(self._others, self._miss))
+        return address
 
-    async def become(self, endpoint: Endpoint) -> None:
-        """The agent has an id, for the first time or a new one."""
+    async def become(self, endpoint: Endpoint) -> str:
+        """The agent has an id, for the first time or a new one. Returns where it listens for other agents."""
         self.leave()
         self._endpoint = endpoint
         self._tripwires = Tripwires(self._job, self.agent, self._told)
         self._told_over = self._told_join = 0
-        self._found_lost = set()
         try:
-            self._inside.roster.address = await self._tripwires.listen(self._endpoint.host)
+            address = await self._tripwires.listen(self._endpoint.host)
         except OSError as exc:
             raise OperationalError(f"cannot listen on {self._endpoint.host}: {exc}") from exc
+        # Last: who was found lost until now was told to an agent that decided nothing.
+        self._found_lost, self._awaited = set(), ()
+        return address
 
     async def come_back(self) -> Endpoint | None:
         """Under the agent's new id: the coordinator, once it answers, with a new lease. None: the agent has failed."""
@@ -126,9 +135,8 @@ class Outside:
         self._num_asked = 0
         contact = await self._line.next_contact(self._limits.away)
         if contact is None:
-            self._inside.fail(
-                1, f"the coordinator at {self._endpoint.address} has not answered for {self._limits.away:g} s"
-            )
+            where = f"the coordinator at {self._endpoint.address}"
+            self._inside.handle(CoordinatorTimedOut(f"{where} has not answered for {self._limits.away:g} s"))
             return None
         self._line.begin_lease()
         return contact.endpoint
@@ -285,7 +293,8 @@ class Outside:
     def _back(self, contact: Contact) -> None:
         self._inside.log("coordinator back", incarnation=contact.endpoint.incarnation)
         contact.beats = self._num_asked > 0
-        self._inside.roster.coordinator = contact.endpoint.incarnation
+        self.incarnation = contact.endpoint.incarnation
+        self._inside.handle(CoordinatorReturned(contact.endpoint.incarnation))
 
     # -- who is lost
 
@@ -356,7 +365,8 @@ class Outside:
                     error = str(exc)
             if time.monotonic() - away_since > self._limits.away:
                 address = self._endpoint.address
-                self._inside.fail(1, f"no generation can be agreed without the coordinator at {address}: {error}")
+                why = f"no generation can be agreed without the coordinator at {address}: {error}"
+                self._inside.handle(CoordinatorTimedOut(why))
                 return None
             await asyncio.sleep(_RETRY_S)
         return None

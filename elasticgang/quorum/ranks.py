@@ -44,14 +44,7 @@ class RankProcess:
     status: int | None = None
     failure: dict[str, Any] | None = None
     has_joined: bool = False
-    has_asked: bool = False
     has_finished: bool = False
-    is_dismissed: bool = False
-
-    @property
-    def is_early(self) -> bool:
-        """Whether it goes, if it goes now, before the job is done and unasked."""
-        return not (self.has_finished or self.is_dismissed or self.page.goes)
 
     def send(self, number: int) -> None:
         """A signal, to itself alone."""

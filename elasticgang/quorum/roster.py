@@ -1,6 +1,6 @@
-"""What an agent does about its ranks: events in, instructions out.
+"""What an agent does about its ranks under one id: events in, instructions out.
 
-Pure: `agent.py` performs the instructions and brings the events.
+Pure. `lifecycle.py` has the events, and passes on the instructions, or what it makes of them.
 
 A1  The lighthouse is asked only when every live member of the present generation has asked, so that the proposal is
     the barrier behind which nothing of that generation runs (R3). A newer question takes the place of an open one.
@@ -32,6 +32,7 @@ from elasticgang.quorum.happenings import (
     Ask,
     Asked,
     Committed,
+    CoordinatorReturned,
     Deliver,
     Dismiss,
     End,
@@ -150,6 +151,9 @@ class Roster:
             case PeerFailed(agent, member, local_rank, step):
                 why = self.restarts.failed_elsewhere(member, f"rank {local_rank} of agent {agent}", step)
                 return [] if why is None else [Fail(1, why)]
+            case CoordinatorReturned(incarnation):
+                self.coordinator = incarnation
+                return []
             case Finished():
                 self.finished = True
                 return self._dismiss_the_rest() + self._ask_if_ready()
@@ -220,6 +224,9 @@ class Roster:
         rank = self._ranks.get(event.member)
         if rank is None:
             return []
+        is_alone = self.max_agents == 1  # else other hosts may have as many ranks as it takes
+        if is_alone and (lack := infeasible(event.layout, self.num_ranks)) is not None:
+            return [Fail(2, lack)]
         if self._layout is not None and event.layout != self._layout:
             return [Fail(2, f"rank {rank.local_rank} declares {event.layout}, but the other ranks {self._layout}")]
         self._layout = event.layout
@@ -278,13 +285,18 @@ class Roster:
         asking = self._in(_Phase.ASKING)
         if self._in(_Phase.SEATED) or not (asking or self.is_awaited()):
             return False
-        if self.record is None and self._waits_for_start and self._is_starting():
+        if self.waits_for_start:
             return False
         return not self.finished or any(map(self._can_finish, asking.values()))
 
     def is_awaited(self) -> bool:
         """Other agents take part, which cannot go on before this one asks."""
         return self.record is not None and len(self.record.agents) > 1
+
+    @property
+    def waits_for_start(self) -> bool:
+        """A4."""
+        return self.record is None and self._waits_for_start and self._is_starting()
 
     def _is_starting(self) -> bool:
         return self._num_started < self.num_ranks + self.num_spares or bool(self._in(_Phase.STARTING))

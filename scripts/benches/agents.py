@@ -34,7 +34,20 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # as `elasticgang 
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum.coordinator import Endpoint, reach
 from elasticgang.quorum.decide import MemberReport, Record
-from elasticgang.quorum.happenings import Abort, Ask, Asked, Deliver, Event, Exited, Fail, NoticeJoin, Restart, Started
+from elasticgang.quorum.happenings import (
+    Abort,
+    Ask,
+    Asked,
+    CoordinatorTimedOut,
+    Deliver,
+    Event,
+    Exited,
+    Fail,
+    LeaseExpired,
+    NoticeJoin,
+    Restart,
+    Started,
+)
 from elasticgang.quorum.outside import Limits, Outside
 from elasticgang.quorum.restarts import Restarts
 from elasticgang.quorum.roster import Roster
@@ -68,7 +81,7 @@ class SimulatedAgent:
         self.outside = Outside(self, endpoint, _JOB, Limits(10.0, 60.0), None)
 
     async def start(self) -> None:
-        await self.outside.open()
+        self.roster.address = await self.outside.open()
         for local_rank in range(self.roster.num_ranks):
             self._start(local_rank)
 
@@ -102,7 +115,12 @@ class SimulatedAgent:
         self._seated.discard(member)
         self.handle(Asked(member, self._ranks[member], _LAYOUT, broken))
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Event | LeaseExpired | CoordinatorTimedOut) -> None:
+        if isinstance(event, LeaseExpired):
+            raise AssertionError("there is no lease")
+        if isinstance(event, CoordinatorTimedOut):
+            self._fail(event.reason)
+            return
         for instruction in self.roster.handle(event):
             match instruction:
                 case Abort(members, generation, reason):
@@ -142,12 +160,9 @@ class SimulatedAgent:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.fail(1, repr(error))
+            self._fail(repr(error))
 
-    def fence(self) -> None:
-        raise AssertionError("there is no lease")
-
-    def fail(self, code: int, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         self._told("failed", reason=reason)
 
     def say(self, line: str) -> None:

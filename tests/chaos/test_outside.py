@@ -17,10 +17,12 @@ from elasticgang.quorum.happenings import (
     Abort,
     Ask,
     Asked,
+    CoordinatorTimedOut,
     Deliver,
     Event,
     Exited,
     Fail,
+    LeaseExpired,
     NoticeJoin,
     Started,
     TellFailure,
@@ -49,7 +51,7 @@ class Host:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        await self.outside.open()
+        self.roster.address = await self.outside.open()
         for local_rank in range(2):
             member = f"{self.roster.agent}{local_rank}"
             self._reports[member] = MemberReport(member, local_rank, "127.0.0.1:1")
@@ -62,7 +64,9 @@ class Host:
     def _ask(self, member: str, broken: bool) -> None:
         self.handle(Asked(member, self._reports[member], ParallelLayout(), broken))
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Event | LeaseExpired | CoordinatorTimedOut) -> None:
+        if isinstance(event, LeaseExpired | CoordinatorTimedOut):
+            raise AssertionError(event)  # there is no lease, and the coordinator stays
         for instruction in self.roster.handle(event):
             match instruction:
                 case Abort(members, generation, reason):
@@ -98,12 +102,6 @@ class Host:
 
     def hear_heirs(self) -> None:
         self.changed.set()
-
-    def fence(self) -> None:
-        raise AssertionError("there is no lease")
-
-    def fail(self, code: int, reason: str) -> None:
-        raise AssertionError(reason)
 
     def end_coordinator(self) -> None: ...
 

@@ -8,10 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from elasticgang.layout import Plan, plan
-from elasticgang.quorum import decide, ledger, roster, settle
+from elasticgang.quorum import decide, ledger, lifecycle, roster, settle
 from elasticgang.quorum.commit import Action, Attempt, Fate, Standing, action, resolve
 from elasticgang.quorum.decide import MemberReport, Record, Report, Seat
-from elasticgang.quorum.happenings import Instruction
+from elasticgang.quorum.happenings import (
+    AgentInstruction,
+    Exit,
+    Fail,
+    Fence,
+    Instruction,
+    Started,
+    StartRank,
+    StopHelpers,
+)
+from elasticgang.quorum.lifecycle import AgentLifecycle
 from elasticgang.testing.simulation import host, world
 
 Patch = tuple[object, str, Any]
@@ -21,6 +31,9 @@ _left = roster.Roster._left
 _report = roster.Roster.report
 _may_hold = settle._may_hold
 _beyond_max = decide._beyond_max
+_started = AgentLifecycle._started
+_fence = AgentLifecycle._fence
+_timers = AgentLifecycle.timers
 
 
 def _action_by_step(tip: Attempt | None, pending: Attempt | None, committed: Attempt) -> Action:
@@ -94,7 +107,7 @@ def _left_in_order(self: roster.Roster, member: str, finished: bool, _: bool) ->
 def _absent_if_silent(self: host.Host, world: world.World) -> Iterator[str]:
     if world.record is not None:
         for name in world.record.agents:
-            if not world.hosts[name].is_connected and name not in self.found_lost:
+            if not world.agents[name].is_connected and name not in self.found_lost:
                 yield name
 
 
@@ -108,6 +121,43 @@ def _beyond_max_whoever_holds(record: Record | None, reports: Sequence[Report], 
 
 def _report_without_spares(self: roster.Roster) -> Report:
     return replace(_report(self), num_seats=None)
+
+
+def _fence_without_kill(self: AgentLifecycle) -> list[AgentInstruction]:
+    return [Fence(()) for _ in _fence(self)]
+
+
+def _started_unkilled(self: AgentLifecycle, event: Started) -> list[AgentInstruction]:
+    done = _started(self, event)
+    return [] if self._phase is lifecycle._Phase.FENCED else done
+
+
+def _rejoins_at_once(self: AgentLifecycle) -> list[AgentInstruction]:
+    return [*_fence(self), *self._rejoin()] if self._phase is lifecycle._Phase.SERVING else []
+
+
+def _start_all(self: AgentLifecycle) -> list[AgentInstruction]:
+    starts: list[AgentInstruction] = [StartRank(local_rank) for local_rank in self._to_start]
+    self._forking = self._to_start[-1] if self._to_start else self._forking
+    self._to_start.clear()
+    return starts
+
+
+def _num_coming_but_restarts(self: AgentLifecycle) -> int:
+    return (self._forking is not None) + len(self._to_start)
+
+
+def _without(timer: str) -> Callable[[AgentLifecycle], dict[str, float]]:
+    return lambda self: {name: at_s for name, at_s in _timers(self).items() if name.split()[0] != timer}
+
+
+def _fail_with_code_0(self: AgentLifecycle, code: int, reason: str) -> list[AgentInstruction]:
+    return [Fail(code, reason), *self._exit(self._code)]
+
+
+def _exit_as_if_unsignalled(self: AgentLifecycle, code: int) -> list[AgentInstruction]:
+    self._phase = lifecycle._Phase.EXITED
+    return [StopHelpers(), Exit(0 if self._signal else code)]
 
 
 def _always(value: object) -> Callable[..., Any]:
@@ -134,6 +184,14 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a step without shares counts": ((ledger.Ledger, "only_heals", False),),
     "a seat is asked for each member": ((roster.Roster, "report", _report_without_spares),),
     "nobody is ever lost": ((roster.Roster, "_lose_host", _always([])),),
+    "a fenced agent's ranks run on": ((AgentLifecycle, "_fence", _fence_without_kill),),
+    "an agent exits before its restarts": ((AgentLifecycle, "num_coming", property(_num_coming_but_restarts)),),
+    "an agent that ends starts ranks": ((AgentLifecycle, "_is_over", False),),
+    "a script that has raised is waited for": ((AgentLifecycle, "timers", _without("exit")),),
+    "ranks that start are waited for": ((AgentLifecycle, "timers", _without("start")),),
+    "a failure exits with code 0": ((AgentLifecycle, "_fail", _fail_with_code_0),),
+    "a signal exits with code 0": ((AgentLifecycle, "_exit", _exit_as_if_unsignalled),),
+    "two ranks are forked at once": ((AgentLifecycle, "_start_next", _start_all),),
 }
 
 # Those that take more than a few hundred random schedules, or trouble that there is none of in them. Stories show them.
@@ -144,6 +202,9 @@ TOLD: dict[str, tuple[Patch, ...]] = {
     "by step alone": ((ledger, "action", _action_by_step), (settle, "action", _action_by_step)),
     "chains are told apart by number": ((Record, "builds_on", _always(True)),),
     "who is one too many waits, whatever it holds": ((decide, "_beyond_max", _beyond_max_whoever_holds),),
+    "a rank forked while its agent is fenced runs on": ((AgentLifecycle, "_started", _started_unkilled),),
+    "an agent rejoins at once": ((AgentLifecycle, "_fence", _rejoins_at_once),),
+    "failed starts never give up": ((roster, "_MAX_NOT_STARTED", 1_000),),
     "learners never decide": ((settle, "resolve", _resolve_without_learners),),
 }
 

@@ -36,6 +36,7 @@ PURE_MODULES = (
     "elasticgang.quorum.progress",
     "elasticgang.quorum.record",
     "elasticgang.quorum.happenings",
+    "elasticgang.quorum.lifecycle",
     "elasticgang.quorum.restarts",
     "elasticgang.quorum.roster",
     "elasticgang.quorum.settle",

@@ -41,6 +41,13 @@ def test_golden(path: Path) -> None:
         ("holder_beyond_the_most", "who is one too many waits, whatever it holds", "D3"),
         ("nobody_has_slots", "a step without shares counts", "R5"),
         ("spare_keeps_its_part", "a spare forgets its part", "R6"),
+        ("fenced_and_rejoins", "a fenced agent's ranks run on", "R3"),
+        ("fenced_while_it_forks", "a rank forked while its agent is fenced runs on", "R3"),
+        ("fenced_while_it_forks", "an agent rejoins at once", "R3"),
+        ("failed_starts", "failed starts never give up", "E2"),
+        ("first_start_fails", "a failure exits with code 0", "E1"),
+        ("interrupted", "a signal exits with code 0", "E1"),
+        ("raised_and_hangs", "an agent exits before its restarts", "E1"),
     ],
 )
 def test_what_a_story_shows_depends_on_the_rule(name: str, rule: str, broken: str) -> None:
@@ -58,7 +65,7 @@ def test_what_random_schedules_seldom_show_has_a_story() -> None:
 
 def test_a_failure_is_a_scenario_that_replays_it() -> None:
     with mutated("decision not in the record"):
-        failure = next(filter(None, (Schedule(seed).run() for seed in range(100))))
+        failure = next(filter(None, (Schedule(seed).run() for seed in range(400))))
         short = shrink(failure)
         story, told = read(write(short))
         assert replay(short.setting, short.moves) == (list(short.moves), short.violation)

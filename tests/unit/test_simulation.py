@@ -31,6 +31,17 @@ PER_MILLE = {
     "asked for spares": 100,
     "spare promoted": 100,
     "only heals": 5,
+    "fenced": 60,
+    "rejoined": 60,
+    "drained": 20,
+    "signalled": 50,
+    "failed start": 50,
+    "timed out: start": 100,
+    "timed out: exit": 30,
+    "timed out: grace": 10,
+    "ended": 50,
+    "failed": 100,
+    "warned": 100,
 }
 
 

@@ -87,7 +87,7 @@ def _count(tally: Tally, schedule: Schedule) -> None:
         "coordinator restarted": world.incarnation > 1,
         "sharded": world.layout.unit > 1,
     }
-    tally.seen.update(name for name, did in happened.items() if did)
+    tally.seen.update({name for name, did in happened.items() if did} | world.seen)
 
 
 def run_over(seeds: range, num_processes: int) -> Generator[Tally, None, None]:

@@ -1,11 +1,17 @@
-"""An agent of the simulation: what `agent.py` does between its ranks and the coordinator, over the real `Roster`.
+"""A host of the simulation: what `agent.py` and `outside.py` execute for the real `AgentLifecycle`, one move at a time.
 
-It is cut off, or dies, with its host. Cut off for long, it ends itself and its ranks, and comes back under a new id
-(here as a new host). Only then can another agent find it lost.
+It dies with its agent, or is cut off. Only an agent that is dead, or whose lease is over, can be found lost. The clock
+of a host stands still but for its agent's timers: each may end whenever nothing that ends before it is left.
+
+E1  An agent exits once, when no rank of it runs, starts or waits for its restart, or when it has failed, or a signal's
+    grace period is over. The code is 128 + N after signal N, another than 0 after a failure, and 0 only if the job has
+    finished or each rank has ended well or was told to go.
+E2  It gives up when its ranks cannot be started, no later than after the roster's budget.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,25 +20,41 @@ from elasticgang.quorum import decide
 from elasticgang.quorum.decide import PROTOCOL, Lost, Record, Report, Void
 from elasticgang.quorum.happenings import (
     Abort,
+    AgentEvent,
+    AgentInstruction,
     Answered,
     Ask,
     Asked,
     Committed,
+    CoordinatorConnected,
+    CoordinatorReturned,
     Deliver,
     Dismiss,
-    Event,
+    End,
+    Exit,
     Exited,
     Fail,
+    Fence,
     Finished,
     HostLost,
-    Instruction,
+    KillRanks,
+    LeaseExpired,
     Left,
     Noticed,
     NoticeJoin,
-    Restart,
+    NotifyFinished,
+    NotifyOver,
+    NotStarted,
+    Rejoin,
+    ScriptRaised,
+    SignalRanks,
+    SignalReceived,
     Started,
+    StartRank,
+    TimePassed,
+    Warn,
 )
-from elasticgang.quorum.restarts import Restarts
+from elasticgang.quorum.lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.quorum.roster import Roster
 from elasticgang.testing.simulation.rank import KILLED, Rank
 from elasticgang.testing.simulation.truth import Violation
@@ -42,17 +64,22 @@ if TYPE_CHECKING:
 
 OPEN, ANSWERED, WRITING, CLOSED = "open", "answered", "writing", "closed"
 
-HICCUPS = frozenset({"fences itself", "gives up", "gives up late", "writes unheard", "writes unheard late"})
+HICCUPS = frozenset(
+    {"fences itself", "fails to start a rank", "gives up", "gives up late", "writes unheard", "writes unheard late"}
+)
+
+_MAX_NOT_STARTED = 12
+_SIGNALS = {"gets SIGTERM": signal.SIGTERM, "gets SIGINT": signal.SIGINT}
 
 
 class Call:
     """One question to the lighthouse, and what becomes of it. `seen` is the record it found, `wanted` what it writes in
     its place. Closed, it is a ghost: nobody waits for the answer."""
 
-    __slots__ = ("host", "phase", "proposal", "report", "seen", "wanted")
+    __slots__ = ("agent", "host", "phase", "proposal", "report", "seen", "wanted")
 
     def __init__(self, host: Host, report: Report) -> None:
-        self.host = host
+        self.host, self.agent = host, report.agent
         self.report = report
         self.phase = OPEN
         self.proposal: list[Report] = []
@@ -61,9 +88,12 @@ class Call:
 
 
 class Host:
-    """`incarnation`: of the coordinator it is connected to."""
+    """`incarnation`: of the coordinator it is connected to. `is_fenced`: until its agent rejoins. `forks_late`: a fork
+    is a move of its own; `is_exhausted`: and fails."""
 
-    def __init__(self, world: World, name: str, num_ranks: int, stranger: str = "") -> None:
+    def __init__(
+        self, world: World, name: str, num_ranks: int, stranger: str = "", *, forks_late: bool = False
+    ) -> None:
         """`stranger`: what about it is not as the job is: "job", "layout" or "protocol"."""
         self.name = self.home = name
         self.stranger = stranger
@@ -76,27 +106,51 @@ class Host:
         self.is_cut = False
         self.incarnation = world.incarnation
         self.ranks: list[Rank] = []
-        self.restarts: list[int] = []
+        self.now_s = 0.0
+        self.forks_late = forks_late
+        self.is_exhausted = self.is_fenced = self.rejoins = False
+        self.forking: tuple[int, str] | None = None  # the rank, and the agent's id of then
+        self.num_not_started = 0  # in a row
+        self.signal = 0
+        self.reason = ""  # why it failed
+        self.ended: dict[int, bool] = {}  # each rank's last process: whether it may stay away
         self.wants_to_ask = False
         self.has_asked = False
         self.calls: list[Call] = []  # oldest first
         self.noticed: set[tuple[int, bool]] = set()
-        self.roster = Roster(
-            agent=name,
-            host=name,
-            job="another job" if stranger == "job" else "job",
-            coordinator=f"c{world.incarnation}",
-            restarts=Restarts(1_000_000),
-            num_ranks=num_ranks - num_spares,
-            num_spares=num_spares,
-            min_agents=world.setting.min_hosts,
-            max_agents=world.setting.max_hosts,
+        self.agent = AgentLifecycle(
+            name,
+            AgentOptions(
+                job="another job" if stranger == "job" else "job",
+                num_ranks=num_ranks - num_spares,
+                num_spares=num_spares,
+                min_agents=world.setting.min_hosts,
+                max_agents=world.setting.max_hosts,
+                max_restarts=1_000_000,
+            ),
         )
         self.found_lost: set[str] = set()
         self.num_exited = 0
         self.num_started = [0] * num_ranks
-        for local_rank in range(num_ranks):
-            self._start(world, local_rank)
+
+    def connect(self, world: World) -> None:
+        """It has reached the coordinator, for the first time or under a new id."""
+        if self.rejoins:
+            world.seen.add("rejoined")
+        self.found_lost.clear()
+        self.noticed.clear()
+        self.is_fenced = self.rejoins = False
+        self.incarnation = world.incarnation
+        self.handle(world, CoordinatorConnected(self.name, f"c{self.incarnation}", ""))
+
+    @property
+    def roster(self) -> Roster:
+        return self.agent.roster
+
+    @property
+    def id(self) -> str:
+        """The agent's."""
+        return self.agent.agent
 
     @property
     def is_connected(self) -> bool:
@@ -104,16 +158,23 @@ class Host:
 
     @property
     def num_heirs(self) -> int:
-        return self.roster.num_heirs([rank.name for rank in self.ranks if rank.goes])
+        return 0 if self.is_fenced else self.roster.num_heirs([rank.name for rank in self.ranks if rank.goes])
 
     # -- what it can do
 
     def moves(self, world: World) -> list[str]:
-        moves = [f"restarts {local_rank}" for local_rank in self.restarts]
-        if not self.ranks and not self.restarts:
-            moves.append("ends")
-        if self.is_cut:
-            moves.append("fences itself")
+        timers = self.agent.timers()
+        moves = [f"{kind}s {what}" for kind, _, what in map(_split, timers) if kind == "restart"]
+        if self.forking is not None:
+            moves += ["cannot start a rank"] if self.is_exhausted else ["starts a rank", "fails to start a rank"]
+        moves += self._moves_by_word(world)
+        return moves + [f"times out: {name}" for name in timers if _split(name)[0] != "restart"]
+
+    def _moves_by_word(self, world: World) -> list[str]:
+        """What comes from the coordinator and the other agents."""
+        if self.is_fenced:
+            return ["rejoins"] if self.rejoins and not self.is_cut else []
+        moves = ["fences itself"] if self.is_cut else []
         if self.calls:
             moves += self._moves_of(world, self.calls[-1], "")
             if len(self.calls) > 1:
@@ -126,7 +187,7 @@ class Host:
             moves.append("asks")
         if world.finished and not self.roster.finished:
             moves.append("hears of the end")
-        if self.has_asked and self.name not in world.lighthouse.healthy:
+        if self.has_asked and self.id not in world.lighthouse.healthy:
             moves.append("heartbeats")
         if self.calls and self._has_joiner(world):
             moves.append("posts a joiner")
@@ -136,7 +197,7 @@ class Host:
                 notice = (record.generation, over)
                 if notice in world.notices and notice not in self.noticed:
                     moves.append("notices an end" if over else "notices a joiner")
-        if world.num_dead_hosts:
+        if world.num_lost_agents:
             moves += [f"finds {name} lost" for name in self._absent(world)]
         return moves
 
@@ -161,7 +222,7 @@ class Host:
         """Agents of the record whose lease is over, and that it has not found lost."""
         if world.record is not None:
             for name in (*world.record.agents, *world.record.away):
-                if not world.hosts[name].alive and name not in self.found_lost:
+                if world.is_lost(name) and name not in self.found_lost:
                     yield name
 
     # -- doing it
@@ -169,19 +230,26 @@ class Host:
     def perform(self, world: World, verb: str) -> None:
         what, *about = verb.split()
         match what:
-            case "fences" | "ends":
-                world.end_host(self, "")
+            case "fences":
+                self.handle(world, LeaseExpired())
+            case "rejoins":
+                self.connect(world)
+            case "starts":
+                self._start(world)
+            case "fails" | "cannot":
+                self._fail_to_start(world)
+            case "times":
+                self._wait(world, verb.removeprefix("times out: "))
             case "finds":
                 self.found_lost.add(about[0])
                 self.handle(world, HostLost(about[0]))
             case "restarts":
-                self.restarts.remove(int(about[0]))
-                self._start(world, int(about[0]))
+                self._wait(world, f"restart {about[0]}")
             case "reconnects":
                 self.incarnation = world.incarnation
-                self.roster.coordinator = f"c{self.incarnation}"
+                self.handle(world, CoordinatorReturned(f"c{self.incarnation}"))
             case "heartbeats":
-                world.lighthouse.healthy.add(self.name)
+                world.lighthouse.healthy.add(self.id)
             case "asks":
                 self._ask(world)
             case "hears":
@@ -200,25 +268,68 @@ class Host:
                 else:
                     self._answer(world, call, Void("no answer"))
 
-    def _start(self, world: World, local_rank: int) -> None:
+    def harm(self, world: World, verb: str) -> None:
+        """A fault of `faults`."""
+        match verb:
+            case "is exhausted":
+                self.is_exhausted = self.forks_late = True
+            case "recovers":
+                self.is_exhausted = False
+            case "forks late":
+                self.forks_late = True
+            case _:
+                self.signal = _SIGNALS[verb]
+                self.handle(world, SignalReceived(self.signal))
+
+    def faults(self) -> list[str]:
+        return [
+            *_SIGNALS,
+            "recovers" if self.is_exhausted else "is exhausted",
+            *([] if self.forks_late else ["forks late"]),
+        ]
+
+    def _wait(self, world: World, name: str) -> None:
+        """Until the timer `name` ends, and those that end before."""
+        world.seen.add(f"timed out: {_split(name)[0]}")
+        self.now_s = max(self.now_s, self.agent.timers()[name])
+        self.handle(world, TimePassed())
+
+    def _start(self, world: World) -> None:
+        assert self.forking is not None
+        (local_rank, agent), self.forking = self.forking, None
+        self.num_not_started = 0
+        self.ended.pop(local_rank, None)
         self.num_started[local_rank] += 1
         number = self.num_started[local_rank]
         name = f"{self.name}{local_rank}" + (f".{number}" if number > 1 else "")
-        rank = Rank(name, self.name, local_rank)
+        rank = Rank(name, self.name, local_rank, agent)
         self.ranks.append(rank)
         world.ranks[name] = rank
         world.actors.append(rank)
         self.handle(world, Started(name, local_rank))
+        if rank.alive and world.is_lost(agent):
+            raise Violation(f"R3: {self.name} starts {name} of agent {agent}, which may be held to be lost")
+
+    def _fail_to_start(self, world: World) -> None:
+        assert self.forking is not None
+        (local_rank, _), self.forking = self.forking, None
+        self.num_not_started += 1
+        world.seen.add("failed start")
+        self.handle(world, NotStarted(local_rank, "no memory"))
+        if self.alive and not self.ranks and not self.is_fenced and self.num_not_started > _MAX_NOT_STARTED:
+            raise Violation(f"E2: {self.name} goes on although {self.num_not_started} starts in a row have failed")
 
     def hear(self, world: World, rank: Rank) -> None:
         """The next message of `rank`."""
         kind, what = rank.told.popleft()
-        event: Event
+        event: AgentEvent
         if kind == "ask":
             report, layout, broken = what
             event = Asked(rank.name, report, layout, broken)
         elif kind == "committed":
             event = Committed(rank.name, what)
+        elif kind == "raised":
+            event = ScriptRaised(rank.name)
         else:
             event = Left(rank.name, *what)
         self.handle(world, event)
@@ -226,20 +337,30 @@ class Host:
     def bury(self, world: World, rank: Rank) -> None:
         self.ranks.remove(rank)
         self.num_exited += 1
+        self.ended[rank.local_rank] = rank.status == 0 or rank.goes
         self.roster.restarts.committed(rank.local_rank)  # no failure ends the job here: each is in a step of its own
-        self.handle(world, Exited(rank.name, rank.status, goes=rank.goes, step=self.num_exited))
+        event = Exited(
+            rank.name,
+            rank.status,
+            goes=rank.goes,
+            joined=True,
+            raised=rank.raised,
+            step=self.num_exited,
+            at_s=self.now_s,
+        )
+        self.handle(world, event)
 
-    def handle(self, world: World, event: Event) -> None:
-        before = self.roster.record
-        for instruction in self.roster.handle(event):
+    def handle(self, world: World, event: AgentEvent) -> None:
+        roster, before = self.roster, self.roster.record
+        for instruction in self.agent.handle(event, self.now_s):
             if self.alive:
                 self._follow(world, instruction)
-        world.finished = world.finished or (self.roster.finished and self.is_connected)
         record = self.roster.record
-        if before is not None and record is not before and (record is None or record.generation <= before.generation):
+        is_older = record is None or before is None or record.generation <= before.generation
+        if roster is self.roster and before is not None and record is not before and is_older:
             raise Violation(f"R2: {self.name} goes back from generation {before.generation}")
 
-    def _follow(self, world: World, instruction: Instruction) -> None:
+    def _follow(self, world: World, instruction: AgentInstruction) -> None:
         match instruction:
             case Abort(members, generation, _):
                 self._tell(members, "abort", generation)
@@ -251,14 +372,83 @@ class Host:
                 self._tell(members, "record", record)
             case Ask():
                 self.wants_to_ask = True
-            case Restart(local_rank, _):
-                self.restarts.append(local_rank)
+            case NotifyOver(generation, _):
+                self._post(world, generation, over=True)
+            case NotifyFinished():
+                world.finished = world.finished or not self.is_cut
             case Dismiss(members, _):
+                self._tell(members, "over", None)
+            case Warn():
+                world.seen.add("warned")
+            case End(reason) | Fail(_, reason):
+                world.seen.add("ended" if isinstance(instruction, End) else "failed")
+                self.reason = reason if isinstance(instruction, Fail) else ""
+                world.told.append(f"{self.name} ends: {reason}")
+            case _:
+                self._follow_processes(world, instruction)
+
+    def _follow_processes(self, world: World, instruction: AgentInstruction) -> None:
+        match instruction:
+            case StartRank(local_rank):
+                if self.forking is not None or self.signal or self.is_fenced:
+                    raise Violation(f"E1: {self.name} starts rank {local_rank}, but ends, is fenced, or forks another")
+                self.forking = (local_rank, self.id)
+                if not self.forks_late:
+                    self._start(world)
+            case KillRanks(members):
+                self._end_ranks(members, KILLED)
+            case SignalRanks(members, number, drains):
+                world.seen.add("drained" if drains else "signalled")
                 for rank in self.ranks:
-                    if rank.name in members and rank.alive:
-                        rank.end(KILLED)
-            case Fail(_, reason):
-                world.end_host(self, reason)
+                    rank.goes = rank.goes or (drains and rank.name in members)
+                self._end_ranks(() if drains else members, -number)
+            case Fence(members):
+                self._end_ranks(members, KILLED)
+                self.is_fenced, self.wants_to_ask, self.has_asked = True, False, False
+                for call in self.calls:
+                    call.phase = CLOSED
+                self.calls.clear()
+                world.num_lost_agents += 1
+                world.seen.add("fenced")
+            case Rejoin(agent):
+                self._check_empty(f"rejoins as {agent}")
+                self.rejoins = True
+                world.agents[agent] = self
+            case Exit(code):
+                self._exit(world, code)
+
+    def _end_ranks(self, members: Collection[str], status: int) -> None:
+        for rank in self.ranks:
+            if rank.alive and rank.name in members:
+                rank.end(status)
+
+    def _check_empty(self, what: str) -> None:
+        for rank in self.ranks:
+            if rank.alive:
+                raise Violation(f"R3: {self.name} {what} while {rank.name} runs")
+        if self.forking is not None:
+            raise Violation(f"R3: {self.name} {what} while rank {self.forking[0]} is forked")
+
+    def _exit(self, world: World, code: int) -> None:
+        """E1."""
+        is_good = self.roster.finished or (len(self.ended) == self.num_ranks and all(self.ended.values()))
+        expected = 128 + self.signal if self.signal else 0
+        if code != expected and (self.signal or not self.reason):
+            raise Violation(f"E1: {self.name} exits with code {code}, not {expected}")
+        if code == 0 and (self.ranks or self.reason or not is_good):
+            raise Violation(f"E1: {self.name} exits with code 0, but {self.reason or self.ranks or self.ended}")
+        world.end_host(self, self.reason)
+        self._report_last(world)
+
+    def _report_last(self, world: World) -> None:
+        """What the agent stamped on the way out: its ranks' commits are on their pages, and all of them end."""
+        for rank in self.ranks:
+            for kind, what in rank.told:
+                if kind == "committed":
+                    self.agent.handle(Committed(rank.name, what), self.now_s)
+        report = self.agent.last_report()
+        if report is not None and not self.is_cut and self.incarnation == world.incarnation:
+            world.lighthouse.inbox.append(Call(self, report))
 
     def _tell(self, members: Collection[str], kind: str, what: Any) -> None:
         for rank in self.ranks:
@@ -319,3 +509,7 @@ class Host:
         assert record is not None
         self.noticed.add((record.generation, over))
         self.handle(world, Noticed(record.generation, over))
+
+
+def _split(timer: str) -> tuple[str, str, str]:
+    return timer.partition(" ")

@@ -46,7 +46,7 @@ class Lighthouse:
                 moves.append("decides")
             elif len(present) > len(self.healthy) // 2:
                 moves.append("decides" if len(present) == len(self.healthy) else "decides early")
-        silent = [name for name in self.healthy if not world.hosts[name].is_connected]
+        silent = [name for name in self.healthy if not world.hears_of(name)]
         return moves + [f"forgets {name}" for name in sorted(silent)] if silent else moves
 
     def _present(self) -> dict[str, Call]:
@@ -56,8 +56,8 @@ class Lighthouse:
         match verb.split():
             case ["hears", *late]:
                 call = self.inbox.pop(-1 if late else 0)
-                self.participants[call.host.name] = call
-                self.healthy.add(call.host.name)
+                self.participants[call.agent] = call
+                self.healthy.add(call.agent)
             case ["forgets", name]:
                 self.healthy.discard(name)
             case ["decides", *_]:
@@ -75,4 +75,5 @@ class Lighthouse:
     def _answered(self, present: Mapping[str, Call]) -> Iterator[Call]:
         """Also the older questions of those in the quorum."""
         for call in present.values():
-            yield from (other for other in call.host.calls if other is call or not self.has(other))
+            mine = (other for other in call.host.calls if other.agent == call.agent)
+            yield from (other for other in mine if other is call or not self.has(other))

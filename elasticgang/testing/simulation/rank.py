@@ -41,8 +41,9 @@ class Rank:
     """`state`, `gradient` and `model` are what it really has; `ledger` is what it says. `told` and `heard` are its
     socket to the agent. `round`: how many tries at a step it has begun in its generation."""
 
-    def __init__(self, name: str, host: str, local_rank: int) -> None:
+    def __init__(self, name: str, host: str, local_rank: int, agent: str) -> None:
         self.name = name
+        self.agent = agent
         self.host = self.home = host
         self.local_rank = local_rank
         self.ledger = Ledger(name)
@@ -55,6 +56,10 @@ class Rank:
         self.round = 0
         self.missed = False
         self.goes = False  # it was asked to leave
+        self.hangs = False  # and never does anything more
+        self.raised = False  # its script has, and the process has not exited
+        self.by_script = False  # it was its own script that asked
+        self.is_dismissed = False
         self.says_so = self.told_all = False  # in the vote under way; in one that all have counted
         self.had_part = False  # in the generation before it asked
         self.num_lost = 0  # tries at a step, in a row
@@ -84,11 +89,15 @@ class Rank:
             return moves
         if self.heard:
             moves.append("hears")
+        if self.raised or (self.hangs and not self.goes):
+            return moves
         phase = self.phase
         if phase is STARTING:
             moves.append("goes" if self.goes else "asks")
         elif phase is ASKING:
-            if self.goes and not self.had_part:
+            if self.is_dismissed:
+                moves.append("ends")
+            elif self.goes and not self.had_part:
                 moves.append("goes")
             elif self.records:
                 moves.append("acts")
@@ -136,12 +145,17 @@ class Rank:
 
     def faults(self) -> list[str]:
         faults = ["dies"]
+        if self.raised:
+            return faults
         if self.generation is not None and not self.poisoned:
             faults.append("breaks")
         if not self.goes:
             faults.append("is to go")
-        if self.phase is not STARTING:
-            faults.append("leaves")
+            faults.append("leaves by its script")
+        if self.phase is STARTING:
+            faults.append("hangs")
+        else:
+            faults += ["leaves", "exits early", "raises"]
         if self.phase is APPLYING:
             faults.append("tears")
         return faults
@@ -181,9 +195,20 @@ class Rank:
                 self.end(DONE)
             case "is to go":
                 self.goes = True
+            case "leaves by its script":
+                self.goes = self.by_script = True
+            case "hangs":
+                self.hangs = True
+            case "raises":
+                self.raised = True
+                self.told.append(("raised", None))
+            case "exits early":
+                self.end(DONE)
+            case "ends":
+                self.end(DONE)
             case "goes":
                 if self.phase is not STARTING:
-                    self.told.append(("left", (False, self.told_all)))
+                    self.told.append(("left", (False, self.told_all, self.by_script)))
                 self.end(DONE)
             case "tears":  # and the script goes on
                 self.ledger.begin_apply()
@@ -225,6 +250,8 @@ class Rank:
     def _hear(self, kind: str, what: Any) -> None:
         if kind == "record":
             self.records.append(what)
+        elif kind == "over":
+            self.is_dismissed = True
         elif kind == "join":
             self.joining = what
         else:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elasticgang.layout import ParallelLayout
+from elasticgang.testing.simulation.host import Host
 from elasticgang.testing.simulation.rank import APPLYING, REDUCING, VOTING, Rank
 from elasticgang.testing.simulation.truth import Model, Violation
 from elasticgang.testing.simulation.world import HICCUPS, Move, Setting, World
@@ -49,8 +50,9 @@ _TIMEOUT_MOVES = 400  # a question is open no longer
 _FAULT_RATES = (0.007, 0.02, 0.06)
 _BURST_MOVES, _BURST_RATE = 40, 0.1
 _LIKINGS = (0.0, 1.0, 1.0, 4.0)
+_RARITY = 0.25
 _HICCUP_RATES = (0.01, 0.1, 0.5)
-_SELDOM = {"gives up": 0.05, "gives up late": 0.05, "fences itself": 0.2}
+_SELDOM = {"gives up": 0.05, "gives up late": 0.05, "fails to start a rank": 0.5, "times out: ": 0.2}
 _FAULTS = (
     "joins",
     "restarts",
@@ -63,8 +65,22 @@ _FAULTS = (
     "tears",
     "is to go",
 )
+_RARE_FAULTS = (
+    "leaves by its script",
+    "exits early",
+    "raises",
+    "hangs",
+    "gets SIGTERM",
+    "gets SIGINT",
+    "is exhausted",
+    "recovers",
+    "forks late",
+)
+_TIMER = "times out: "  # of an agent: mostly, much happens before it ends
+_OF_HOSTS = frozenset({"is cut off", "host dies", "gets SIGTERM", "gets SIGINT"})
 _STRANGERS = ("job", "layout", "protocol")
 _STRANGE_RATE = 0.1
+_SLOW_JOIN_RATE = 0.5
 _RUTHLESS_RATE = 0.02
 _AIMED_RATE = 0.5
 _SLOWNESS = 0.95
@@ -93,7 +109,9 @@ class Schedule:
         self.num_waits = 0
         self._num_storm_moves = 0
         self._likings = [self._chance.choice(_LIKINGS) for _ in _FAULTS]
-        self._hiccups = {verb: self._chance.choice(_HICCUP_RATES) * _SELDOM.get(verb, 1.0) for verb in sorted(HICCUPS)}
+        self._likings += [self._chance.choice(_LIKINGS) * _RARITY for _ in _RARE_FAULTS]
+        seldom = [*sorted(HICCUPS), _TIMER]
+        self._hiccups = {verb: self._chance.choice(_HICCUP_RATES) * _SELDOM.get(verb, 1.0) for verb in seldom}
         self._slow = ""
 
     def run(self) -> Failure | None:
@@ -135,25 +153,31 @@ class Schedule:
             options = actor.moves(world)
             if options:
                 verb = options[int(chance() * len(options))]
-                if verb not in HICCUPS or chance() < self._hiccups[verb]:
+                kind = _TIMER if verb.startswith(_TIMER) else verb
+                if kind not in self._hiccups or chance() < self._hiccups[kind]:
                     self._do((actor.name, verb))
 
     def _fault(self) -> None:
         world, chance = self.world, self._chance
         hosts = [host for host in world.hosts.values() if host.alive]
-        (kind,) = chance.choices(_FAULTS, [liking + 0.01 for liking in self._likings])
+        (kind,) = chance.choices([*_FAULTS, *_RARE_FAULTS], [liking + 0.01 for liking in self._likings])
         if not hosts or kind == "joins":
             if len(hosts) < _MAX_HOSTS:
                 # Before the first record, who is the stranger is a matter of numbers.
                 is_strange = chance.random() < _STRANGE_RATE and world.record is not None
                 stranger = f" of another {chance.choice(_STRANGERS)}" if is_strange else ""
-                self._do(("host", f"joins with {chance.randint(1, self._num_whole())}{stranger}"))
+                slowly = "slowly " * (chance.random() < _SLOW_JOIN_RATE)
+                self._do(("host", f"joins {slowly}with {chance.randint(1, self._num_whole())}{stranger}"))
         elif kind == "restarts":
             self._do(("lighthouse", "restarts"))
         elif kind == "is back":
             cut = [host for host in hosts if host.is_cut]
             if cut:
                 self._do((chance.choice(cut).name, "is back"))
+        elif kind in ("is exhausted", "recovers", "forks late"):
+            able = [host for host in hosts if kind in host.faults()]
+            if able:
+                self._do((chance.choice(able).name, kind))
         else:
             self._harm(kind)
 
@@ -175,8 +199,8 @@ class Schedule:
             elif critical:
                 rank = chance.choice(critical)
         host = world.hosts[rank.host]
-        if kind in ("is cut off", "host dies"):
-            if not host.is_cut and self._may_harm(host.ranks):
+        if kind in _OF_HOSTS:
+            if not (host.is_cut and kind == "is cut off") and self._may_harm(host.ranks):
                 self._do((host.name, kind.removeprefix("host ")))
             return
         verb = kind.removeprefix("rank ")
@@ -239,26 +263,40 @@ class Schedule:
         for host in hosts:
             if host.is_cut:
                 self._do((host.name, "is back"))
-        staying = [
-            sum(not rank.goes for rank in host.ranks) + len(host.restarts) for host in hosts if not host.stranger
-        ]
+            if host.is_exhausted:
+                self._do((host.name, "recovers"))
+        staying = [self._num_staying(host) for host in hosts if not host.stranger]
         lacking = self.setting.min_hosts - sum(map(bool, staying)) if self.world.record is None else 0
         if max(staying, default=0) < self.setting.layout.unit:
             lacking = max(lacking, 1)
         for _ in range(lacking):
             self._do(("host", f"joins with {self._num_whole()}"))
 
+    @staticmethod
+    def _num_staying(host: Host) -> int:
+        """Ranks that take part, or will."""
+        if host.signal:
+            return 0
+        if host.is_fenced:
+            return host.num_ranks
+        ready = sum(rank.alive and not (rank.goes or rank.hangs or rank.raised) for rank in host.ranks)
+        return ready + host.agent.num_coming
+
     def _num_whole(self) -> int:
         """Ranks of a host that makes up a replica group, and its spares."""
         return self.setting.layout.unit + self.setting.num_spares
 
     def _is_over(self) -> bool:
-        return bool(self.world.given_up) or self.world.num_dead_hosts == len(self.world.hosts)
+        return bool(self.world.given_up) or not any(host.alive for host in self.world.hosts.values())
 
     def _wait(self) -> None:
-        """Nothing happens until a question to the lighthouse times out."""
+        """Nothing happens until a question to the lighthouse times out, or its join timeout ends: it hears of an agent
+        that has asked once, and whose ranks hang as they start."""
         self.num_waits += 1
-        if not self._time_out() or self.num_waits > _MAX_WAITS:
+        early = "decides early" in self.world.lighthouse.moves(self.world)
+        if early:
+            self._do(("lighthouse", "decides early"))
+        if not (early or self._time_out()) or self.num_waits > _MAX_WAITS:
             raise Violation(f"R7: nothing happens any more; {self._standstill()}")
 
     def _time_out(self) -> bool:
@@ -281,7 +319,7 @@ class Schedule:
             for host in self.world.hosts.values()
             if host.alive
             for rank in host.ranks
-            if rank.alive
+            if rank.alive and not rank.hangs
         )
 
     def _standstill(self) -> str:

@@ -16,6 +16,8 @@ R10  what is torn is no state
 C1   what was committed, and is held whole, stays committed; what was told is dropped only in so many words
 C4   what was given up does not come back
 D3   who is seated as active holds the state, and there is such a one for each part of the model
+E1   an agent exits once, with the code that its members' ends imply
+E2   it gives up when its ranks cannot be started
 N2   spares wait only while there are as many replica groups as seats are asked for
 """
 
@@ -45,7 +47,7 @@ class Violation(Exception):
 
 def is_broken(told: str) -> bool:
     """Whether `told` is the text of a violation."""
-    return re.match(r"[RCDN]\d+: ", told) is not None
+    return re.match(r"[RCDEN]\d+: ", told) is not None
 
 
 class State:

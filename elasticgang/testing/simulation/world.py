@@ -8,6 +8,7 @@ long. `truth.py` checks the promises after every move.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TypeAlias
 from elasticgang.layout import ParallelLayout
 from elasticgang.quorum import decide
 from elasticgang.quorum.decide import ACTIVE, LEARNER, SPARE, Lost, Record, Report, Void
+from elasticgang.quorum.happenings import RankEntered
 from elasticgang.testing.simulation import host as hosts
 from elasticgang.testing.simulation import lighthouse as lighthouses
 from elasticgang.testing.simulation import rank as ranks
@@ -28,6 +30,7 @@ from elasticgang.testing.simulation.truth import Truth, Violation, spell
 HICCUPS = ranks.HICCUPS | hosts.HICCUPS | lighthouses.HICCUPS
 
 _HOST_FAULTS = frozenset({"dies", "is cut off", "is back"})
+_JOINS = re.compile(r"joins (slowly )?with (\d+)(?: of another (\w+))?")
 
 Move = tuple[str, str]  # who, and what it does
 Actor: TypeAlias = Rank | Host | Lighthouse
@@ -79,6 +82,7 @@ class World:
         self.generations: dict[str, Generation] = {}
         self.lighthouse = Lighthouse()
         self.hosts: dict[str, Host] = {}
+        self.agents: dict[str, Host] = {}  # by the id: a host has a new one after it was fenced
         self.ranks: dict[str, Rank] = {}
         self.actors: list[Actor] = [self.lighthouse]
         self.given_up = ""  # why the job was
@@ -86,7 +90,8 @@ class World:
         self.told: list[str] = []
         self._followed: tuple[Record | None, list[Report], bool, Record | Void | Lost] | None = None
         self.num_void = 0  # answers in a row
-        self.num_dead_hosts = 0
+        self.num_lost_agents = 0
+        self.seen: set[str] = set()  # what agents have done
         self.num_only_healed = 0  # votes on steps of which nobody has a share
         layout = setting.layout
         self.truth = Truth(
@@ -108,7 +113,7 @@ class World:
             host = self.hosts[name]
             if verb in _HOST_FAULTS:
                 return host.alive and (verb == "dies" or host.is_cut == (verb == "is back"))
-            return host.alive and verb in host.moves(self)
+            return host.alive and (verb in host.moves(self) or verb in host.faults())
         rank = self.ranks.get(name)
         if rank is None or rank not in self.actors:
             return False
@@ -127,8 +132,10 @@ class World:
         elif name == "store":
             self.forget()
         elif name == "host":
-            _, _, num_ranks, *stranger = verb.split()
-            self.add_host(int(num_ranks), stranger[-1] if stranger else "")
+            joins = _JOINS.fullmatch(verb)
+            if joins is None:
+                raise ValueError(f"`host {verb}` is not a move")
+            self.add_host(int(joins[2]), joins[3] or "", forks_late=bool(joins[1]))
         elif verb == "is heard":
             rank = self.ranks[name]
             self.hosts[rank.host].hear(self, rank)
@@ -137,7 +144,12 @@ class World:
             self.hosts[rank.host].bury(self, rank)
             self.actors.remove(rank)
         else:
-            self.ranks[name].perform(self, verb)
+            rank = self.ranks[name]
+            if self.is_lost(rank.agent) and verb not in rank.faults():
+                raise Violation(f"R3: {name} {verb}, but its agent {rank.agent} may be held to be lost")
+            rank.perform(self, verb)
+            if verb == "configures":
+                self.hosts[rank.host].handle(self, RankEntered())
 
     def _perform_host(self, host: Host, verb: str) -> None:
         match verb:
@@ -150,25 +162,26 @@ class World:
                         generation.sever()
             case "is back":
                 host.is_cut = False
+            case _ if verb in host.faults():
+                host.harm(self, verb)
             case _:
                 host.perform(self, verb)
 
-    def add_host(self, num_ranks: int, stranger: str = "") -> None:
+    def add_host(self, num_ranks: int, stranger: str = "", *, forks_late: bool = False) -> None:
         name = _name_of(len(self.hosts))
-        host = Host(self, name, num_ranks, stranger)
-        self.hosts[name] = host
+        host = Host(self, name, num_ranks, stranger, forks_late=forks_late)
+        self.hosts[name] = self.agents[name] = host
         self.actors.append(host)
+        host.connect(self)
 
     def end_host(self, host: Host, reason: str) -> None:
-        """It dies, or its agent gives up for `reason`."""
+        """It dies, or its agent exits, for `reason` if it has failed."""
         if "state is lost" in reason:
             assert self.record is not None
             self.truth.lose(self.record, self.ranks.values())
             self.given_up = reason
-        if reason:
-            self.told.append(f"{host.name} ends: {reason}")
         host.alive = False
-        self.num_dead_hosts += 1
+        self.num_lost_agents += 1
         self.actors.remove(host)
         for rank in host.ranks:
             if rank.alive:
@@ -196,6 +209,15 @@ class World:
 
     def reaches(self, one: str, other: str) -> bool:
         return one == other or (self.hosts[one].is_connected and self.hosts[other].is_connected)
+
+    def is_lost(self, agent: str) -> bool:
+        """Whether others may find it lost: it is dead, or its lease is over."""
+        host = self.agents[agent]
+        return not host.alive or host.id != agent or host.is_fenced
+
+    def hears_of(self, agent: str) -> bool:
+        """Whether the coordinator does."""
+        return self.agents[agent].is_connected and not self.is_lost(agent)
 
     def num_heirs(self, at: str) -> int:
         """Those that the host `at` has heard of."""
@@ -238,7 +260,7 @@ class World:
         layout, setting = self.layout, self.setting
         lost = {agent for report in proposal for agent in report.lost}
         num_members = {report.agent: len(report.members) for report in proposal if report.agent not in lost}
-        asked = {agent: self.hosts[agent].num_seats for agent in num_members}
+        asked = {agent: self.agents[agent].num_seats for agent in num_members}
         num_asked = sum(num_members[agent] if num is None else num for agent, num in asked.items())
         before = num_going = 0
         if self.record is not None:
