@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 import demo
+import elasticgang
 from elasticgang.launch.cli import make_parser
+from scripts import api_docs
 from tests.documents import DOCUMENTS, PROGRAMS, REPOSITORY, anchors, blocks, inline_code, links
 
 FILE = re.compile(r"`((?:elasticgang|tests|scripts|docker)/[\w./-]+)`")
@@ -74,6 +76,30 @@ def test_every_python_block_is_part_of_a_program_that_a_test_runs() -> None:
     assert len(left_out) == len(NOT_RUN)
     assert all(any(text in each for each in left_out) for text in NOT_RUN)
     assert {block.language for block in blocks()} <= {"python", "console", ""}, "a language that no test looks at"
+
+
+# -- the reference of the public names
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    assert api_docs.main(["--check"]) == 0, "run scripts/api-docs"
+
+
+def test_a_reference_that_is_out_of_date_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = api_docs.OUTPUT.read_text()
+    monkeypatch.setattr(api_docs, "OUTPUT", tmp_path / "api.md")
+    api_docs.OUTPUT.write_text(text.replace("def ", "", 1).replace("`", "", 1))
+    assert api_docs.main(["--check"]) == 1
+    assert "run scripts/api-docs" in capsys.readouterr().err
+    assert api_docs.main([]) == 0
+    assert api_docs.OUTPUT.read_text() == text
+
+
+def test_the_reference_has_every_public_name() -> None:
+    headings = set(re.findall(r"^### (\w+)$", api_docs.OUTPUT.read_text(), re.MULTILINE))
+    assert set(elasticgang.__all__) - headings == set()
 
 
 # -- commands
