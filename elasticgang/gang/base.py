@@ -118,15 +118,18 @@ class Gang(ABC):
 
     @property
     @abstractmethod
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's place in the gang, `0 <= rank < size`."""
 
     @property
     @abstractmethod
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of ranks of the gang."""
 
     @property
     @abstractmethod
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where the tensors of its collectives are."""
 
     @property
     @abstractmethod
@@ -215,8 +218,9 @@ class Gang(ABC):
     def all_to_all(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], *, async_op: bool = False
     ) -> Work | None:
-        """Send `input_tensors[i]` to rank i and receive `output_tensors[i]` from it; the shapes of a pair of ranks must
-        fit each other. Beyond fairseq2."""
+        """Send `input_tensors[i]` to rank i and receive `output_tensors[i]` from it. Both lists have one tensor for
+        each rank, all of one dtype. `input_tensors[j]` of rank i and `output_tensors[i]` of rank j have the same shape.
+        Beyond fairseq2."""
         for name, tensors in (("output_tensors", output_tensors), ("input_tensors", input_tensors)):
             self._check_length(name, tensors)
             for index, tensor in enumerate(tensors):
@@ -231,7 +235,7 @@ class Gang(ABC):
         self, tensor: Tensor, op: ReduceOperation, destination_rank: int = 0, *, async_op: bool = False
     ) -> Work | None:
         """Reduce `tensor` over all ranks into `tensor` of rank `destination_rank`; elsewhere it is undefined
-        afterwards. Beyond fairseq2."""
+        afterwards. Shape: `[*S]`, the same on every rank. Beyond fairseq2."""
         self._check_output("tensor", tensor)
         self._check_rank("destination_rank", destination_rank)
         self._check_op(op)
@@ -245,8 +249,8 @@ class Gang(ABC):
         *,
         async_op: bool = False,
     ) -> Work | None:
-        """Gather `input_tensor` of every rank in `output_tensors` of rank `destination_rank`; None elsewhere. Beyond
-        fairseq2."""
+        """Gather `input_tensor` of every rank in `output_tensors` of rank `destination_rank`; None elsewhere. Shapes:
+        `[*S]`, the same on every rank; `output_tensors` has one tensor for each rank. Beyond fairseq2."""
         self._check("input_tensor", input_tensor)
         self._check_rank("destination_rank", destination_rank)
         outputs = self._at_root("output_tensors", output_tensors, destination_rank)
@@ -263,7 +267,8 @@ class Gang(ABC):
         *,
         async_op: bool = False,
     ) -> Work | None:
-        """Receive this rank's one of the `input_tensors` of rank `source_rank`; None elsewhere. Beyond fairseq2."""
+        """Receive this rank's one of the `input_tensors` of rank `source_rank`; None elsewhere. Shapes: `[*S]`, the
+        same on every rank; `input_tensors` has one tensor for each rank. Beyond fairseq2."""
         self._check_output("output_tensor", output_tensor)
         self._check_rank("source_rank", source_rank)
         inputs = self._at_root("input_tensors", input_tensors, source_rank)
@@ -272,13 +277,23 @@ class Gang(ABC):
         return self._run(Collective("scatter", (output_tensor,), tuple(inputs), peer=source_rank), async_op)
 
     def send(self, tensor: Tensor, destination_rank: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
-        """Send `tensor` to one rank, which must `recv` it under the same `tag`. Beyond fairseq2."""
+        """Send `tensor` to one rank, which must `recv` it under the same `tag`. Shape and dtype are the same on both.
+        Beyond fairseq2.
+
+        Raises:
+            NotSupportedError: the gang is a subclass of your own, with fairseq2's methods only.
+        """
         self._check("tensor", tensor)
         self._check_partner("destination_rank", destination_rank, tag)
         return self._run(Collective("send", (), (tensor,), peer=destination_rank, tag=tag), async_op)
 
     def recv(self, tensor: Tensor, source_rank: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
-        """Receive `tensor` from one rank, which must `send` it under the same `tag`. Beyond fairseq2."""
+        """Receive `tensor` from one rank, which must `send` it under the same `tag`. Shape and dtype are the same on
+        both. Beyond fairseq2.
+
+        Raises:
+            NotSupportedError: the gang is a subclass of your own, with fairseq2's methods only.
+        """
         self._check_output("tensor", tensor)
         self._check_partner("source_rank", source_rank, tag)
         return self._run(Collective("recv", (tensor,), (), peer=source_rank, tag=tag), async_op)

@@ -184,6 +184,7 @@ class QuorumManager:
 
     @property
     def committed_steps(self) -> int:
+        """How many steps the job has committed, as far as this rank knows: the index of the next one."""
         return self._ledger.committed.step
 
     @property
@@ -211,6 +212,7 @@ class QuorumManager:
 
     @property
     def error(self) -> GangError | None:
+        """What ended the present generation for this rank; None while it goes on."""
         return self._membership.error
 
     @property

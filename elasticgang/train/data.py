@@ -96,6 +96,7 @@ class GlobalBatch:
 
     @property
     def num_slots(self) -> int:
+        """Slots in a global batch."""
         return self.size // self.slot
 
     def slots(self, step: Step) -> Slots:
@@ -103,7 +104,11 @@ class GlobalBatch:
         return Slots(self.share(step.index, step.share), step)
 
     def share(self, step_index: int, share: Share | None) -> Slots:
-        """Part `share` of the slots of step `step_index`; none for None."""
+        """Part `share` of the slots of step `step_index`; none for None.
+
+        Raises:
+            ValueError: the ranks of an sdp gang would have different numbers of slots.
+        """
         if share is None:
             return Slots(())
         if self.num_slots % share.alike:

@@ -149,12 +149,15 @@ class Optimizer:
         return math.prod(sizes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer's. A committed `step` has done it."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Into the wrapped optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def _parameters(self) -> list[Tensor]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import re
-import socket
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +21,7 @@ from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedGloo, create_
 from elasticgang.errors import InvalidOperationError, NotSupportedError, StaleGenerationError
 from tests.gang.conftest import Rings
 from tests.gang.rings import SUM
-from tests.support import REPOSITORY, Command
+from tests.support import REPOSITORY
 
 KINDS = {"gloo": ProcessGroupGloo, "isolated-gloo": ProcessGroupIsolatedGloo, "dummy": torchft.ProcessGroupDummy}
 
@@ -197,18 +194,3 @@ def test_a_name_that_is_none_is_refused(name: Any) -> None:
 def test_a_timeout_without_end_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="`timeout` must be above 0 seconds and at most 1e"):
         create_process_group(name, float("inf"))
-
-
-def test_the_readmes_example_runs(tmp_path: Path) -> None:
-    """The one of the process groups alone, word for word, on two ranks."""
-    text = (REPOSITORY / "README.md").read_text()
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "create_process_group(" in code]
-    (tmp_path / "train.py").write_text(code)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, str(tmp_path / "train.py")]
-    ranks = [Command(tmp_path / rank, [*command, rank, "2"], env={"PORT": str(port)}) for rank in "01"]
-    for rank, each in enumerate(ranks):
-        with each:
-            assert each.wait(60.0) == 0, each.stderr
-            assert each.stdout.splitlines() == [f"rank {rank}, configuration {number}: 3.0" for number in range(3)]

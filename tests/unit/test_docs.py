@@ -1,20 +1,28 @@
-"""The documents say what the code says: links, rules, files, and every timeout with its value."""
+"""The documents say what the code says: links, rules, files, commands, and every timeout with its value. Every Python
+block is run by a test of another tier."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
+import os
 import re
+import subprocess
+import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+import demo
+import elasticgang
 from elasticgang.launch.cli import make_parser
+from scripts import api_docs
+from tests.documents import DOCUMENTS, PROGRAMS, REPOSITORY, anchors, blocks, inline_code, links
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 FILE = re.compile(r"`((?:elasticgang|tests|scripts|docker)/[\w./-]+)`")
 CONSTANT = re.compile(r"`(_?[A-Z][A-Z_]+)` ([\d.]+)(?: (s|ms))?")
 OPTION = re.compile(r"`--([a-z-]+)` ([\d.]+) s")
@@ -47,11 +55,124 @@ def in_seconds(value: float, unit: str) -> float:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_and_named_files_exist(document: Path) -> None:
-    text = document.read_text()
-    links = [target for target, _ in LINK.findall(text) if not target.startswith("http")]
-    missing = [target for target in links if not (document.parent / target).exists()]
-    missing += [name for name in FILE.findall(text) if not (REPOSITORY / name).exists()]
+    missing = []
+    for link in links(document):
+        if link.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
+    missing += [name for name in FILE.findall(document.read_text()) if not (REPOSITORY / name).exists()]
     assert missing == []
+
+
+NOT_RUN = ("views = [eg.Axes(", "fully_shard(model, mesh=mesh)\n\ngangs = ")
+
+
+def test_every_python_block_is_part_of_a_program_that_a_test_runs() -> None:
+    run = {block for program in PROGRAMS for block in program.blocks()}
+    left_out = [block.text for block in blocks("python") if block not in run]
+    assert len(left_out) == len(NOT_RUN)
+    assert all(any(text in each for each in left_out) for text in NOT_RUN)
+    assert {block.language for block in blocks()} <= {"python", "console", ""}, "a language that no test looks at"
+
+
+# -- the reference of the public names
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    assert api_docs.main(["--check"]) == 0, "run scripts/api-docs"
+
+
+def test_a_reference_that_is_out_of_date_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = api_docs.OUTPUT.read_text()
+    monkeypatch.setattr(api_docs, "OUTPUT", tmp_path / "api.md")
+    api_docs.OUTPUT.write_text(text.replace("def ", "", 1).replace("`", "", 1))
+    assert api_docs.main(["--check"]) == 1
+    assert "run scripts/api-docs" in capsys.readouterr().err
+    assert api_docs.main([]) == 0
+    assert api_docs.OUTPUT.read_text() == text
+
+
+def test_the_reference_has_every_public_name() -> None:
+    headings = set(re.findall(r"^### (\w+)$", api_docs.OUTPUT.read_text(), re.MULTILINE))
+    assert set(elasticgang.__all__) - headings == set()
+
+
+# -- commands
+
+
+@cache
+def options_of(command: str) -> frozenset[str]:
+    """The long options that `--help` of a command names: `elasticgang run`, `scripts/demo`."""
+    if command.startswith("elasticgang "):
+        commands = next(each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction))
+        return frozenset(commands.choices[command.split()[1]].format_help().split())
+    if command == "scripts/demo":
+        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+            demo.parse_args(["--help"])
+        return frozenset(said.getvalue().split())
+    done = subprocess.run(
+        [REPOSITORY / command, "--help"], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=True
+    )
+    return frozenset(done.stdout.split())
+
+
+def commands_in(document: Path) -> Iterator[list[str]]:
+    """Each command line of the document, in a block or between backticks, as a list of words."""
+    lines = [line for block in blocks("console") if block.path == document for line in block.text.splitlines()]
+    shown = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for line in [*shown, *(" ".join(code.split()) for code in inline_code(document))]:
+        if re.match(r"(\.venv/bin/)?elasticgang [a-z]|scripts/\w+( |$)", line):
+            yield re.sub(r"\s+#.*", "", line.removeprefix(".venv/bin/")).split()
+
+
+COMMANDS = [(path, words) for path in DOCUMENTS for words in commands_in(path)]
+
+
+def test_the_documents_show_commands() -> None:
+    assert len({words[0] for _, words in COMMANDS}) > 5
+
+
+@pytest.mark.parametrize("words", [words for _, words in COMMANDS], ids=" ".join)
+def test_a_command_exists_and_knows_its_options(words: list[str]) -> None:
+    command = words[0]
+    if command == "elasticgang":
+        command += f" {words[1]}"
+    else:
+        assert os.access(REPOSITORY / command, os.X_OK)
+    options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
+    if options:
+        assert options <= {word.strip("[],()`:;.") for word in options_of(command)}
+    if command in ("scripts/chaos", "scripts/bench") and len(words) > 1 and re.match(r"[a-z]", words[1]):
+        assert words[1] in options_of(command)
+
+
+def test_the_shown_job_can_be_started() -> None:
+    """The command line that the README shows is one that the parser takes."""
+    (words,) = [words for _, words in COMMANDS if words[:2] == ["elasticgang", "run"] and words[-1] == "train.py"]
+    assert make_parser().parse_args(words[1:]).script == "train.py"
+
+
+OF_OTHERS = {"--build-arg"}  # docker's
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_option_between_backticks_is_one_of_ours(document: Path) -> None:
+    ours = {
+        option
+        for command in ("elasticgang run", "elasticgang coordinator", "scripts/demo")
+        for word in options_of(command)
+        for option in re.findall(r"--[a-z][a-z-]+", word)
+    }
+    named = {option for code in inline_code(document) for option in re.findall(r"^--[a-z][a-z-]+", code)}
+    assert named - ours - OF_OTHERS == set()
+
+
+# -- timeouts
 
 
 def test_the_table_of_timeouts_has_the_values_of_the_code() -> None:
@@ -86,11 +207,65 @@ def test_the_inequalities_between_timeouts_hold() -> None:
     assert named["PULSE_MS"] * 10 <= 1000 * 1.0  # several pulses in the least time in which a rank counts as hung
 
 
+# -- rules
+
+# `H5`, or `RESTART-5`; a longer name without a hyphen is something else (`GPT2`, `SHA256`).
+LABEL = re.compile(r"(?<![\w`.'/@-])([A-Z]|[A-Z]+-)(\d{1,2})(?![\w'/@-]|\.\d)")
+DEFINED_LABEL = re.compile(r"^((?:[A-Z]|[A-Z]+-)\d{1,2})  \S", re.MULTILINE)
+
+
+def prose(source: str) -> Iterator[str]:
+    """The comments and docstrings of a module."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node, clean=False) or ""
+
+
+def defined_labels() -> dict[str, list[Path]]:
+    """Where each rule is stated: in the header of a module, at the start of a line, or in the design's table."""
+    found: dict[str, list[Path]] = {}
+    for path in (path for folder in ("elasticgang", "tests") for path in (REPOSITORY / folder).rglob("*.py")):
+        for label in DEFINED_LABEL.findall(path.read_text()):
+            found.setdefault(label, []).append(path)
+    for label in re.findall(r"^\| ((?:R|[A-Z]+-)\d+) ", DESIGN, re.MULTILINE):
+        found.setdefault(label, []).append(REPOSITORY / "docs" / "design.md")
+    return found
+
+
+def test_every_label_of_a_rule_resolves() -> None:
+    defined = defined_labels()
+    prefixes = {label.rstrip("0123456789") for label in defined}
+    assert len(defined) > 50
+    paths = [path for folder in ("elasticgang", "scripts", "tests") for path in (REPOSITORY / folder).rglob("*.py")]
+
+    def unknown_in(text: str) -> set[str]:
+        found = {f"{prefix}{number}" for prefix, number in LABEL.findall(text) if prefix in prefixes}
+        return found - set(defined)
+
+    unknown = {f"{path.name}: {label}" for path in DOCUMENTS for label in unknown_in(path.read_text())}
+    for path in paths:
+        source = path.read_text()
+        if unknown_in(source):  # in strings and code, such a word is something else
+            prose_unknown = {label for text in prose(source) for label in unknown_in(text)}
+            unknown |= {f"{path.relative_to(REPOSITORY)}: {label}" for label in prose_unknown}
+    assert unknown == set()
+
+
+def test_a_label_with_a_name_is_defined_once() -> None:
+    assert {label: paths for label, paths in defined_labels().items() if "-" in label and len(paths) > 1} == {}
+
+
 def test_every_rule_of_the_design_that_the_code_names_is_in_its_table() -> None:
     rules = set(re.findall(r"^\| (R\d+) ", DESIGN, re.MULTILINE))
     assert rules == {f"R{number}" for number in range(1, 11)}
     sources = [path.read_text() for path in (REPOSITORY / "elasticgang").rglob("*.py")]
     assert {rule for text in sources for rule in re.findall(r"\b(R\d+)\b(?!')", text)} <= rules
+
+
+# -- the README
 
 
 def test_each_failure_of_the_readme_is_one_short_line() -> None:

@@ -1,0 +1,221 @@
+"""The Markdown documents as tests read them, and the programs that their Python blocks make.
+
+A block shows what matters to its reader and takes the rest (a model, data) for granted. A `Program` adds that rest.
+Each line `#: text` of its source stands for the one Python block that contains `text`, indented like that line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DOCUMENTS = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+NUM_STEPS = 6  # in place of the documents' thousand
+_PLACE = re.compile(r"^( *)#: (.+)\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. `line`: the number of its first line of code."""
+
+    path: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name}:{self.line}"
+
+
+@cache
+def tokens(path: Path) -> tuple[Token, ...]:
+    """All tokens of a document, those inside of paragraphs and tables too."""
+    found = []
+    for token in MarkdownIt("commonmark").enable("table").parse(path.read_text()):
+        found += [token, *(token.children or ())]
+    return tuple(found)
+
+
+def blocks(*languages: str) -> list[Block]:
+    """Of every document. Without languages: all blocks."""
+    return [
+        Block(path, token.map[0] + 2, token.info, token.content)
+        for path in DOCUMENTS
+        for token in tokens(path)
+        if token.type == "fence" and token.map is not None and (not languages or token.info in languages)
+    ]
+
+
+def links(path: Path) -> Iterator[str]:
+    """What the document links to, with anchors."""
+    for token in tokens(path):
+        if token.type in ("link_open", "image"):
+            yield str(token.attrGet("href") or token.attrGet("src"))
+
+
+def inline_code(path: Path) -> Iterator[str]:
+    """What stands between backticks in the document."""
+    return (token.content for token in tokens(path) if token.type == "code_inline")
+
+
+def anchors(path: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    inside = (
+        after for before, after in zip(tokens(path), tokens(path)[1:], strict=False) if before.type == "heading_open"
+    )
+    return {re.sub(r"[^\w\- ]", "", token.content.lower()).replace(" ", "-") for token in inside}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script made of blocks. Each rank writes `{"key": value}` by `report(key=value)`, and must report `expected`.
+
+    num_ranks: as many processes run it.
+    """
+
+    source: str
+    num_ranks: int
+    expected: dict[str, Any]
+
+    def blocks(self) -> list[Block]:
+        """The blocks that it runs."""
+        return [_block_with(match[2]) for match in _PLACE.finditer(self.source)]
+
+    def script(self) -> str:
+        """The whole program."""
+        text = _PLACE.sub(lambda match: textwrap.indent(_block_with(match[2]).text, match[1]), self.source)
+        return _REPORT + re.sub(r"\bsteps\(1000\)", f"steps({NUM_STEPS})", text)
+
+
+def _block_with(text: str) -> Block:
+    found = [block for block in blocks("python") if text in block.text]
+    if len(found) != 1:
+        raise ValueError(f"{text!r} must be in one Python block, but is in {[str(block) for block in found]}")
+    return found[0]
+
+
+def reports(directory: Path) -> list[dict[str, Any]]:
+    """What each rank reported there."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("*.report"))]
+
+
+_REPORT = """\
+def report(**values):
+    import json, os, pathlib
+
+    pathlib.Path(os.environ["REPORTS"], f"{os.getpid()}.report").write_text(json.dumps(values))
+
+
+"""
+
+# For `elasticgang run`.
+JOBS = {
+    "loop": Program(
+        """\
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+data = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
+
+
+def Model():
+    torch.manual_seed(2)
+    return nn.Linear(4, 4)
+
+
+def loss_sum(model, samples):
+    return (model(samples) - samples.flip(1)).square().sum()
+
+
+before = loss_sum(Model(), data).item()
+#: manager = eg.join(layout=eg.ParallelLayout())
+after = loss_sum(model.module, data).item()
+report(committed=manager.committed_steps, size=manager.gangs.dp.size, is_better=after < before)
+""",
+        num_ranks=2,
+        expected={"committed": NUM_STEPS, "size": 2, "is_better": True},
+    ),
+    "parts": Program(
+        """\
+import elasticgang as eg
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+torch.set_num_threads(1)
+PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+data = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
+batches = eg.GlobalBatch(len(data), size=64, slot=8, seed=0)
+
+
+class Model(nn.Module):
+    def __init__(self, seat):
+        super().__init__()
+        assert (seat.pp, seat.sdp, seat.tp) == tuple(getattr(manager.gangs, name).rank for name in ("pp", "sdp", "tp"))
+        torch.manual_seed(2)
+        self.norms = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4)])
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, inputs):
+        return self.norms[1](self.layers(self.norms[0](inputs)))
+
+
+def loss_sum(model, samples):
+    return (model(samples) - samples.flip(1)).square().sum()
+
+
+#: state = manager.build(build)
+parameters = dict(state.model.module.named_parameters())
+report(
+    committed=manager.committed_steps,
+    axes=sorted({axis for each in parameters.values() for axis in each.device_mesh.mesh_dim_names}),
+    is_trained=all(bool((norm.weight.to_local() != 1).all()) for norm in state.model.module.norms),
+)
+""",
+        num_ranks=4,
+        expected={"committed": NUM_STEPS, "axes": ["sdp", "tp"], "is_trained": True},
+    ),
+}
+
+# For ranks that are given RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun gives them.
+GANGS = Program(
+    """\
+import elasticgang as eg
+import torch
+
+torch.set_num_threads(1)
+tensor = torch.tensor([1.0])
+#: gangs = eg.create_parallel_gangs(root, tp_size=2)
+tensor.fill_(float(root.rank))
+gangs["cp"].all_reduce(tensor, eg.ReduceOperation.SUM)  # with the other rank of [0, 2], [1, 3], [4, 6] or [5, 7]
+assert tensor.item() == 2 * (root.rank & ~2) + 2, tensor
+report(sizes={name: gangs[name].size for name in ("root", "tp", "cp", "rdp")})
+""",
+    num_ranks=8,
+    expected={"sizes": {"root": 8, "tp": 2, "cp": 2, "rdp": 2}},
+)
+
+# For ranks that are given rank and size as arguments.
+PROCESS_GROUPS = Program(
+    """\
+#: pg = create_process_group("isolated-gloo", timeout=30.0)
+report(last=tensor.item())
+""",
+    num_ranks=2,
+    expected={"last": 3.0},
+)
+
+PROGRAMS = (*JOBS.values(), GANGS, PROCESS_GROUPS)
