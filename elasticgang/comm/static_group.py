@@ -173,17 +173,18 @@ class StaticProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]
         if not isinstance(tcp, TCPStore):  # a file, or memory of this process: comm processes need one to connect to
             tcp = self._server = TCPStore(_own_host(), 0, is_master=True, wait_for_workers=False)
         address, prefix = f"{tcp.host}:{tcp.port}", f"elasticgang/{uuid.uuid4().hex}"
-        store.set(_MEETING, json.dumps([address, prefix]))
+        store.set(_MEETING, json.dumps([address, prefix, self._size]))
         return address, prefix
 
     def _wait_for_meeting(self, store: Store) -> tuple[str, str]:
         """What rank 0 wrote for this group. The key may still hold the value of an earlier group of the same name:
-        torch counts names from 0 again after `destroy_process_group`. Each rank uses a value once."""
+        torch counts names from 0 again after `destroy_process_group`. Each rank uses a value once, of its group's
+        size: a smaller group left some ranks unused."""
         deadline = time.monotonic() + self._timeout
         used = None
         while True:
-            address, prefix = json.loads(store.get(_MEETING))
-            if prefix != used and store.add(f"{prefix}/{self._rank}", 1) == 1:
+            address, prefix, size = json.loads(store.get(_MEETING))
+            if size == self._size and prefix != used and store.add(f"{prefix}/{self._rank}", 1) == 1:
                 return address, prefix
             used = prefix
             if time.monotonic() >= deadline:
