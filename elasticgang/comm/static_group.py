@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -23,11 +24,13 @@ from elasticgang.comm.group_set import Configuration
 from elasticgang.comm.process_group import IsolatedCollectives
 from elasticgang.comm.supply import own_forks
 from elasticgang.comm.torch_backend import NAME
-from elasticgang.errors import ClosedError, GangError
+from elasticgang.errors import ClosedError, CollectiveTimeoutError, GangError
 from elasticgang.gang.base import check_ranks
 from elasticgang.gang.calls import seconds
 
 _START_TIMEOUT_S = 120.0
+_MEETING = "elasticgang"  # the key in the group's store
+_MEETING_POLL_S = 0.01
 
 
 class _Shared:
@@ -161,16 +164,30 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
     def _meet(self, store: Store) -> tuple[str, str]:
         """The store that comm processes use, and a prefix in it that nobody else has: as rank 0 says."""
         if self._rank:
-            address, prefix = json.loads(store.get("elasticgang"))
-            return address, prefix
+            return self._wait_for_meeting(store)
         tcp = store
         while isinstance(tcp, PrefixStore):
             tcp = tcp.underlying_store
         if not isinstance(tcp, TCPStore):  # a file, or memory of this process: comm processes need one to connect to
             tcp = self._server = TCPStore(_own_host(), 0, is_master=True, wait_for_workers=False)
         address, prefix = f"{tcp.host}:{tcp.port}", f"elasticgang/{uuid.uuid4().hex}"
-        store.set("elasticgang", json.dumps([address, prefix]))
+        store.set(_MEETING, json.dumps([address, prefix, self._size]))
         return address, prefix
+
+    def _wait_for_meeting(self, store: Store) -> tuple[str, str]:
+        """What rank 0 wrote for this group. The key may still hold the value of an earlier group of the same name:
+        torch counts names from 0 again after `destroy_process_group`. Each rank uses a value once, of its group's
+        size: a smaller group left some ranks unused."""
+        deadline = time.monotonic() + self._timeout
+        used = None
+        while True:
+            address, prefix, size = json.loads(store.get(_MEETING))
+            if size == self._size and prefix != used and store.add(f"{prefix}/{self._rank}", 1) == 1:
+                return address, prefix
+            used = prefix
+            if time.monotonic() >= deadline:
+                raise CollectiveTimeoutError(f"rank 0 did not make the process group in {self._timeout:g} seconds")
+            time.sleep(_MEETING_POLL_S)
 
     def _present(self) -> Configuration:
         if self._closed:

@@ -34,7 +34,7 @@ def ranks(directory: Path, case: str, store: str) -> Iterator[list[Command]]:
 
 
 @pytest.mark.timeout(300)  # eight processes import torch, on whatever the machine has left
-@pytest.mark.parametrize("case", ["destroy", "exit"])
+@pytest.mark.parametrize("case", ["destroy", "exit", "same store"])
 def test_backend_groups_can_be_left_as_soon_as_they_are_made(case: str, tmp_path: Path, store: str) -> None:
     with ranks(tmp_path, case, store) as commands:
         codes = [command.wait() for command in commands]
