@@ -59,22 +59,9 @@ if TYPE_CHECKING:
         set_default_process_group,
         set_gangs,
     )
-    from elasticgang.layout import (
-        Axes,
-        Member,
-        ModelCoordinates,
-        ParallelLayout,
-        Plan,
-        plan,
-    )
-    from elasticgang.quorum.manager import QuorumManager
-    from elasticgang.train import (
-        DistributedDataParallel,
-        GlobalBatch,
-        Optimizer,
-        ShardedDataParallel,
-        join,
-    )
+    from elasticgang.layout import Axes, Member, ModelCoordinates, ParallelLayout, Plan, plan
+    from elasticgang.member.manager import QuorumManager
+    from elasticgang.train import DistributedDataParallel, GlobalBatch, Optimizer, ShardedDataParallel, join
 
 _HOMES = {
     "elasticgang.comm": (
@@ -126,22 +113,9 @@ _HOMES = {
         "set_default_process_group",
         "set_gangs",
     ),
-    "elasticgang.layout": (
-        "Axes",
-        "Member",
-        "ModelCoordinates",
-        "ParallelLayout",
-        "Plan",
-        "plan",
-    ),
-    "elasticgang.quorum.manager": ("QuorumManager",),
-    "elasticgang.train": (
-        "DistributedDataParallel",
-        "GlobalBatch",
-        "Optimizer",
-        "ShardedDataParallel",
-        "join",
-    ),
+    "elasticgang.layout": ("Axes", "Member", "ModelCoordinates", "ParallelLayout", "Plan", "plan"),
+    "elasticgang.member.manager": ("QuorumManager",),
+    "elasticgang.train": ("DistributedDataParallel", "GlobalBatch", "Optimizer", "ShardedDataParallel", "join"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -20,13 +20,13 @@ WIDTH = 100
 # The rooms come before the package itself, which exports most of their names again.
 MODULES = {
     "elasticgang.train": "the loop",
-    "elasticgang.quorum.manager": "the rank's part in the job; from `eg.join`",
+    "elasticgang.member.manager": "the rank's part in the job; from `eg.join`",
     "elasticgang.gang": "gangs",
     "elasticgang.comm": "process groups",
     "elasticgang.layout": "layouts",
     "elasticgang.errors": "errors",
 }
-NAMES = {"elasticgang.quorum.manager": ["QuorumManager", "Step"]}  # of a module without `__all__`
+NAMES = {"elasticgang.member.manager": ["QuorumManager", "Step"]}  # of a module without `__all__`
 HEADER = """\
 # API
 

@@ -23,43 +23,43 @@ if TYPE_CHECKING:
     )
 
     from elasticgang.comm.arena import Arena
-    from elasticgang.comm.backends import ProcessGroupGloo, ProcessGroupNCCL, create_process_group
-    from elasticgang.comm.client import CommProcess, GroupSpec
-    from elasticgang.comm.forkserver import ForkServer
-    from elasticgang.comm.managed import ManagedProcessGroup
+    from elasticgang.comm.comm_process import CommProcess, GroupSpec
+    from elasticgang.comm.error_swallowing import SwallowingProcessGroup
+    from elasticgang.comm.error_swallowing import SwallowingProcessGroup as ErrorSwallowingProcessGroupWrapper
+    from elasticgang.comm.in_process import ProcessGroupGloo, ProcessGroupNCCL, create_process_group
+    from elasticgang.comm.isolated import ProcessGroupIsolated as ProcessGroupBaby
+    from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
+    from elasticgang.comm.isolated import ProcessGroupIsolatedGloo as ProcessGroupBabyGloo
+    from elasticgang.comm.managed_group import ManagedProcessGroup
     from elasticgang.comm.mesh import extend_device_mesh
     from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
     from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL as ProcessGroupBabyNCCL
-    from elasticgang.comm.process_group import ProcessGroupIsolated as ProcessGroupBaby
-    from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
-    from elasticgang.comm.process_group import ProcessGroupIsolatedGloo as ProcessGroupBabyGloo
-    from elasticgang.comm.supply import CommSupply
-    from elasticgang.comm.swallowing import SwallowingProcessGroup
-    from elasticgang.comm.swallowing import SwallowingProcessGroup as ErrorSwallowingProcessGroupWrapper
+    from elasticgang.comm.standby_pool import StandbyPool
     from elasticgang.comm.work import CommWork
+    from elasticgang.process.forkserver import ForkServer
 
 _HOMES = {
-    "Arena": "arena",
-    "CommProcess": "client",
-    "CommSupply": "supply",
-    "CommWork": "work",
-    "ForkServer": "forkserver",
-    "GroupSpec": "client",
-    "ManagedProcessGroup": "managed",
-    "ProcessGroupGloo": "backends",
-    "ProcessGroupIsolatedGloo": "process_group",
-    "ProcessGroupIsolatedNCCL": "nccl",
-    "ProcessGroupNCCL": "backends",
-    "SwallowingProcessGroup": "swallowing",
-    "create_process_group": "backends",
-    "extend_device_mesh": "mesh",
+    "Arena": "elasticgang.comm.arena",
+    "CommProcess": "elasticgang.comm.comm_process",
+    "StandbyPool": "elasticgang.comm.standby_pool",
+    "CommWork": "elasticgang.comm.work",
+    "ForkServer": "elasticgang.process.forkserver",
+    "GroupSpec": "elasticgang.comm.comm_process",
+    "ManagedProcessGroup": "elasticgang.comm.managed_group",
+    "ProcessGroupGloo": "elasticgang.comm.in_process",
+    "ProcessGroupIsolatedGloo": "elasticgang.comm.isolated",
+    "ProcessGroupIsolatedNCCL": "elasticgang.comm.nccl",
+    "ProcessGroupNCCL": "elasticgang.comm.in_process",
+    "SwallowingProcessGroup": "elasticgang.comm.error_swallowing",
+    "create_process_group": "elasticgang.comm.in_process",
+    "extend_device_mesh": "elasticgang.comm.mesh",
 }
 _OF_TORCHFT = {
-    "ErrorSwallowingProcessGroupWrapper": "elasticgang.comm.swallowing:SwallowingProcessGroup",
+    "ErrorSwallowingProcessGroupWrapper": "elasticgang.comm.error_swallowing:SwallowingProcessGroup",
     "FakeProcessGroupWrapper": "torchft.process_group:FakeProcessGroupWrapper",
     "ProcessGroup": "torchft.process_group:ProcessGroup",
-    "ProcessGroupBaby": "elasticgang.comm.process_group:ProcessGroupIsolated",
-    "ProcessGroupBabyGloo": "elasticgang.comm.process_group:ProcessGroupIsolatedGloo",
+    "ProcessGroupBaby": "elasticgang.comm.isolated:ProcessGroupIsolated",
+    "ProcessGroupBabyGloo": "elasticgang.comm.isolated:ProcessGroupIsolatedGloo",
     "ProcessGroupBabyNCCL": "elasticgang.comm.nccl:ProcessGroupIsolatedNCCL",
     "ProcessGroupBabyXCCL": "torchft.process_group:ProcessGroupBabyXCCL",
     "ProcessGroupDummy": "torchft.process_group:ProcessGroupDummy",
@@ -72,7 +72,6 @@ _OF_TORCHFT = {
 __all__ = [
     "Arena",
     "CommProcess",
-    "CommSupply",
     "CommWork",
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
@@ -91,6 +90,7 @@ __all__ = [
     "ProcessGroupNCCL",
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
+    "StandbyPool",
     "SwallowingProcessGroup",
     "create_process_group",
     "create_store_client",
@@ -101,7 +101,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        home, attribute = f"elasticgang.comm.{_HOMES[name]}", name
+        home, attribute = _HOMES[name], name
     elif name in _OF_TORCHFT:
         home, _, attribute = _OF_TORCHFT[name].partition(":")
     else:

@@ -2,13 +2,13 @@
 
 A slab is a memfd (not `/dev/shm`, which is 64 MB in a default container): its descriptor travels once to each comm
 process, later messages name its id. Blocks are parts of slabs, and used again. Small and strided tensors are copied
-through blocks; a slab of one block can also be mapped beneath a large tensor (`shared.py`).
+through blocks; a slab of one block can also be mapped beneath a large tensor (`storage_mapping.py`).
 
-M1  A block is free, belongs to exactly one pending work, or lies beneath one storage.
-M2  A block that a killed comm process could still write to is not reused: the owner frees blocks only after the kill
-    was waited for.
-M3  Descriptors are few: blocks of up to 16 MiB share slabs, of 64 blocks but at least 1 and at most 64 MiB (of memory
-    that is there once it is written to); and little of what is free is kept.
+ARENA-1  A block is free, belongs to exactly one pending work, or lies beneath one storage.
+ARENA-2  A block that a killed comm process could still write to is not reused: the owner frees blocks only after the
+    kill was waited for.
+ARENA-3  Descriptors are few: blocks of up to 16 MiB share slabs, of 64 blocks but at least 1 and at most 64 MiB (of
+    memory that is there once it is written to); and little of what is free is kept.
 """
 
 from __future__ import annotations

@@ -32,8 +32,10 @@ from torch._C._distributed_c10d import (
 from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 
-from elasticgang.comm.client import GroupSpec, translated
-from elasticgang.comm.page import CommBlock
+from elasticgang.collectives.collective import Collective, ReduceOperation, Then, Work, follow, writing
+from elasticgang.collectives.preparation import start_prepared
+from elasticgang.collectives.torch_calls import torch_operation
+from elasticgang.comm.comm_process import GroupSpec, translated
 from elasticgang.errors import (
     GangError,
     InternalError,
@@ -42,9 +44,7 @@ from elasticgang.errors import (
     PeerLostError,
     StaleGenerationError,
 )
-from elasticgang.gang.base import Collective, ReduceOperation, Then, Work, follow, writing
-from elasticgang.gang.calls import torch_operation
-from elasticgang.gang.process_group import start_prepared
+from elasticgang.process.status_page import CommBlock
 
 ABORT_TIMEOUT_S = 1.0
 _WAIT_MARGIN_S = 2.0  # for the group's own timeout, which ends the collective, where this one only stops waiting

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from elasticgang.collectives.collective import Collective, ReduceOperation, follow
 from elasticgang.comm import deadlines
-from elasticgang.comm.client import CommProcess, GroupSpec
-from elasticgang.comm.supply import CommSupply
+from elasticgang.comm.comm_process import CommProcess, GroupSpec
+from elasticgang.comm.standby_pool import StandbyPool
 from elasticgang.comm.work import CommWork
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, StaleGenerationError
-from elasticgang.gang.base import Collective, ReduceOperation, follow
 
 _CLOSE_TIMEOUT_S = 2.0
 
@@ -181,7 +181,7 @@ class Configuration:
         return self._is_left
 
 
-class GroupSet(CommSupply):
+class GroupSet(StandbyPool):
     """One rank's configurations, one after another, and the comm processes for them."""
 
     def __init__(
@@ -210,7 +210,7 @@ class GroupSet(CommSupply):
 
     def open(self, timeout: float) -> Configuration:
         """Begin a configuration that has no groups yet, in the process that was left, or in the standby once it is
-        ready, at most `timeout` seconds. Raises as `CommSupply.take`."""
+        ready, at most `timeout` seconds. Raises as `StandbyPool.take`."""
         comm, self._kept = self._kept, None
         if comm is not None and (comm.ended or comm.has_died):
             comm.close()

@@ -3,14 +3,15 @@
 Never run on a GPU: its own code was run over a stand-in for `Cuda` (shared CPU memory, Gloo), whatever CUDA itself does
 was not. Above all unknown: what a stream does that waits for an event whose process was killed.
 
-D1  No tensor is copied, but for those that are not contiguous: the comm process opens a storage once, and lets go of it
-    when it is gone here.
-D2  A collective begins after what the caller's stream held when it was submitted, and `wait` makes the current stream
-    wait for its end, and blocks only until it is queued. Both by events of this process: a killed owner's are lost.
-D3  A work's tensors are held here until its end has passed on the device, and after an abort until the streams that
+NCCL-1  No tensor is copied, but for those that are not contiguous: the comm process opens a storage once, and lets go
+    of it when it is gone here.
+NCCL-2  A collective begins after what the caller's stream held when it was submitted, and `wait` makes the current
+    stream wait for its end, and blocks only until it is queued. Both by events of this process: a killed owner's are
+    lost.
+NCCL-3  A work's tensors are held here until its end has passed on the device, and after an abort until the streams that
     it was ordered with are drained: the allocator gives their memory to nobody before.
-D4  What a killed process had open is released for it.
-D5  A work that has not passed by its deadline is an error, which ends the configuration.
+NCCL-4  What a killed process had open is released for it.
+NCCL-5  A work that has not passed by its deadline is an error, which ends the configuration.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from torch import Tensor
 from torch.futures import Future
 from torch.multiprocessing import reductions
 
+from elasticgang.collectives.collective import Collective, Work, writing
+from elasticgang.collectives.dtypes import device_dtype
+from elasticgang.collectives.torch_calls import Call
+from elasticgang.collectives.torch_methods import TorchWork
 from elasticgang.comm import deadlines
 from elasticgang.comm.arena import Arena
-from elasticgang.comm.client import CommProcess
+from elasticgang.comm.comm_process import CommProcess
 from elasticgang.comm.cuda import Cuda, Handle
-from elasticgang.comm.forkserver import ForkServerClient
+from elasticgang.comm.isolated import ProcessGroupIsolated, check_dtypes
 from elasticgang.comm.nccl_worker import encoded
-from elasticgang.comm.process_group import ProcessGroupIsolated, check_dtypes
 from elasticgang.comm.staging import DTYPE_NAMES
-from elasticgang.comm.supply import own_forks
+from elasticgang.comm.standby_pool import local_launcher
 from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import IN_PLACE, REDUCING
 from elasticgang.errors import CollectiveTimeoutError, GangError, NotSupportedError, StaleGenerationError
-from elasticgang.gang.base import Collective, Work, writing
-from elasticgang.gang.calls import Call
-from elasticgang.gang.dtypes import device_dtype
-from elasticgang.gang.torch_group import TorchWork
+from elasticgang.process.forkserver import ForkServerClient
 
 _POLL_S = 0.0005
 _MAX_FORGOTTEN = 1000  # in one message
@@ -79,7 +80,7 @@ class _Pair:
 
 
 @dataclass(frozen=True)
-class DeviceSpan:
+class StagedDeviceTensor:
     """`tensor` is contiguous. Its result is in it when its work's end has passed: there is nothing to copy."""
 
     tensor: Tensor
@@ -92,8 +93,8 @@ class DeviceSpan:
 
 
 @dataclass(eq=False)
-class _Held:
-    """D3: one work's tensors. `copies`: (what was sent, the caller's) where that is not contiguous."""
+class _InFlight:
+    """NCCL-3: one work's tensors. `copies`: (what was sent, the caller's) where that is not contiguous."""
 
     cuda: Cuda
     device: int
@@ -116,7 +117,7 @@ class _Held:
             return self._has_passed or self.lost is not None
 
     def order(self) -> None:
-        """D2: the current stream waits. Raises GangError when the process was lost first."""
+        """NCCL-2: the current stream waits. Raises GangError when the process was lost first."""
         with self._lock:
             if self.lost is not None:
                 raise self.lost
@@ -149,13 +150,18 @@ class _Held:
 
 
 class DeviceWork(CommWork):
-    """Has ended when the process has queued it; `wait` orders streams (D2)."""
+    """Has ended when the process has queued it; `wait` orders streams (NCCL-2)."""
 
     def __init__(
-        self, comm: CommProcess, name: str, outputs: Sequence[Tensor], spans: Sequence[DeviceSpan], held: _Held
+        self,
+        comm: CommProcess,
+        name: str,
+        outputs: Sequence[Tensor],
+        staged_tensors: Sequence[StagedDeviceTensor],
+        held: _InFlight,
     ) -> None:
-        super().__init__(comm._inbox, name, outputs)
-        self.spans = list(spans)
+        super().__init__(comm._reply_reader, name, outputs)
+        self.staged = list(staged_tensors)
         self.comm, self.held = comm, held
 
     def end(self, error: GangError | None) -> None:
@@ -177,7 +183,7 @@ class DeviceWork(CommWork):
         self.held.order()
 
 
-_draining: list[_Held] = []  # of processes that are no more
+_draining: list[_InFlight] = []  # of processes that are no more
 _draining_lock = threading.Lock()
 
 
@@ -202,12 +208,12 @@ class NCCLCommProcess(CommProcess):
         self._memory_lock = threading.Lock()
         self._shared: dict[int, _Shared] = {}  # by the storage, whose address stays its own while it is weakly known
         self._replaced: list[_Shared] = []
-        self._untold: dict[int, _Shared] = {}  # that the process has not been told of yet
+        self._unsent: dict[int, _Shared] = {}  # that the process has not been told of yet
         self._next_shared = self._next_pair = 0
         self._known: set[int] = set()  # ids of what the process was told to open
         self._known_pairs: set[int] = set()
         self._pairs: list[_Pair] = []
-        self._held: list[_Held] = []
+        self._in_flight: list[_InFlight] = []
         super().__init__(forkserver, arena, timeout=timeout)
 
     def _start_arguments(self) -> dict[str, Any]:
@@ -225,16 +231,16 @@ class NCCLCommProcess(CommProcess):
         stream = self._cuda.current_stream(self._device)
         with torch.no_grad():
             sent = [_contiguous(tensor) for tensor in tensors]
-        spans = [self._span(tensor, call) for tensor in sent]
+        staged_tensors = [self._span(tensor, call) for tensor in sent]
         copies = [pair for pair in zip(sent[: len(outputs)], outputs, strict=True) if pair[0] is not pair[1]]
         pair = self._take_pair()
         pair.began.record(stream)
-        held = _Held(self._cuda, self._device, pair, sent, copies, [stream])
-        work = DeviceWork(self, call, outputs, spans, held)
-        described = [span.described for span in spans]
+        held = _InFlight(self._cuda, self._device, pair, sent, copies, [stream])
+        work = DeviceWork(self, call, outputs, staged_tensors, held)
+        described = [staged_tensor.described for staged_tensor in staged_tensors]
         body = json.dumps([group, call, options, described, self._cuda.key(stream), pair.id]).encode()
         with self._memory_lock:
-            self._held.append(held)
+            self._in_flight.append(held)
         if not self._start(work, body, group):
             error = StaleGenerationError(f"{call}: the comm process of this generation was aborted")
             held.lose(error)
@@ -244,7 +250,7 @@ class NCCLCommProcess(CommProcess):
     @property
     def num_works(self) -> int:
         self._tidy()
-        return len(self._held)
+        return len(self._in_flight)
 
     def close_groups(self, timeout: float) -> None:
         """As the base's, once all works have passed on the device, if they do in time."""
@@ -255,13 +261,13 @@ class NCCLCommProcess(CommProcess):
 
     # -- memory and events
 
-    def _span(self, tensor: Tensor, call: str) -> DeviceSpan:
+    def _span(self, tensor: Tensor, call: str) -> StagedDeviceTensor:
         shared = self._share(tensor.untyped_storage())
         offset = int(tensor.storage_offset()) * tensor.itemsize
         shape, dtype = list(tensor.shape), tensor.dtype
         if call in REDUCING and dtype.is_complex:
             shape, dtype = [*shape, 2], dtype.to_real()
-        return DeviceSpan(tensor, shared, (shared.id, offset, shape, DTYPE_NAMES[dtype]))
+        return StagedDeviceTensor(tensor, shared, (shared.id, offset, shape, DTYPE_NAMES[dtype]))
 
     def _share(self, storage: torch.UntypedStorage) -> _Shared:
         with self._memory_lock:
@@ -287,31 +293,35 @@ class NCCLCommProcess(CommProcess):
         events = (self._cuda.new_event(self._device, shared=True) for _ in range(2))
         return _Pair(id, *events)
 
-    def _introduce(self, spans: Sequence[Any]) -> None:
+    def _introduce(self, staged_tensors: Sequence[Any]) -> None:
         """Under the send lock: storages and events that the process does not know yet."""
-        for shared in {span.shared.id: span.shared for span in spans if span.shared.id not in self._known}.values():
+        for shared in {
+            staged_tensor.shared.id: staged_tensor.shared
+            for staged_tensor in staged_tensors
+            if staged_tensor.shared.id not in self._known
+        }.values():
             if shared.id:
                 self._known.add(shared.id)
                 message = {"kind": "share", "id": shared.id, "handle": encoded(shared.handle)}
                 self._sock.send(json.dumps(message).encode())
         with self._memory_lock:
-            pairs = [held.pair for held in self._held if held.pair.id not in self._known_pairs]
+            pairs = [held.pair for held in self._in_flight if held.pair.id not in self._known_pairs]
         for pair in pairs:
             self._known_pairs.add(pair.id)
             events = [self._cuda.event_handle(event).hex() for event in (pair.began, pair.done)]
             self._sock.send(json.dumps({"kind": "events", "id": pair.id, "events": events}).encode())
 
-    def _give_back(self, spans: Sequence[Any]) -> None:
-        """Not yet: D3."""
+    def _give_back(self, staged_tensors: Sequence[Any]) -> None:
+        """Not yet: NCCL-3."""
 
     def _tidy(self) -> None:
         _drain()
         with self._memory_lock:
             if self._ended:
-                return  # `_bury` has the rest
-            passed = [held for held in self._held if held.done()]
+                return  # `_on_death` has the rest
+            passed = [held for held in self._in_flight if held.done()]
             for held in passed:
-                self._held.remove(held)
+                self._in_flight.remove(held)
                 held.tensors.clear()
                 self._pairs.append(held.pair)
         del passed  # with their tensors, and maybe storages
@@ -321,11 +331,11 @@ class NCCLCommProcess(CommProcess):
             self._replaced.clear()
             for shared in dead:
                 if shared.id in self._known:
-                    self._untold[shared.id] = shared
+                    self._unsent[shared.id] = shared
             never_known = [shared for shared in dead if shared.id not in self._known]
         for shared in never_known:
             self._release(shared)
-        if self._untold and self._send_lock.acquire(blocking=False):  # else by the next, or by who has it, at its next
+        if self._unsent and self._send_lock.acquire(blocking=False):  # else by the next, or by who has it, at its next
             try:
                 self._forget()
             finally:
@@ -335,27 +345,27 @@ class NCCLCommProcess(CommProcess):
         """Under the send lock. Never blocks: who calls it may be the one thread that notices the process's death. From
         here on it is the process that lets go of them."""
         with self._memory_lock:
-            ids = list(self._untold)[:_MAX_FORGOTTEN]
+            ids = list(self._unsent)[:_MAX_FORGOTTEN]
         message = json.dumps({"kind": "forget", "ids": ids}).encode()
         with contextlib.suppress(OSError):  # full, and there is another time; or the process is dead
             self._sock.send(message, socket.MSG_DONTWAIT)
             with self._memory_lock:
                 for id in ids:
-                    self._untold.pop(id, None)
+                    self._unsent.pop(id, None)
 
     def _release(self, shared: _Shared) -> None:
         with contextlib.suppress(RuntimeError):  # of a CUDA that is gone too
             self._cuda.release(shared.handle)
 
-    def _bury(self, error: GangError) -> None:
+    def _on_death(self, error: GangError) -> None:
         with self._memory_lock:
-            helds, self._held = self._held, []
-            shareds, self._shared = [*self._shared.values(), *self._replaced, *self._untold.values()], {}
+            helds, self._in_flight = self._in_flight, []
+            shareds, self._shared = [*self._shared.values(), *self._replaced, *self._unsent.values()], {}
         lost = [held for held in helds if held.lose(error)]
         with _draining_lock:
             _draining.extend(lost)
         for shared in shareds:
-            self._release(shared)  # D4
+            self._release(shared)  # NCCL-4
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
@@ -422,7 +432,7 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
         cuda, self._device = self._cuda, self._cuda.current_device()
         device = self._device  # what is started here does not keep this group alive
         make = self._process_kind()
-        return lambda: own_forks().start(lambda forks, arena: make(forks, arena, device, timeout=60.0, cuda=cuda))
+        return lambda: local_launcher().start(lambda forks, arena: make(forks, arena, device, timeout=60.0, cuda=cuda))
 
     def _process_kind(self) -> type[NCCLCommProcess]:
         return NCCLCommProcess
@@ -451,7 +461,7 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
         timeout = collective.timeout_s or self._timeout
         late = CollectiveTimeoutError(f"{started.name} timed out after {timeout:g} seconds")
         fail = work.fail  # the deadline keeps neither the work nor its tensors
-        deadlines.deadlines.add(started.held, timeout, lambda: fail(late))  # D5
+        deadlines.deadlines.add(started.held, timeout, lambda: fail(late))  # NCCL-5
         return work  # type: ignore[no-any-return]
 
     def _check_device(self, tensor: Tensor) -> None:

@@ -2,9 +2,9 @@
 
 Never run on a GPU; see `nccl.py`.
 
-N1  It makes its CUDA context itself, at its start: the fork server has none.
-N2  A collective runs on a stream that stands for its caller's stream and its group, so that works of two groups wait
-    for nothing but their own tensors. It has "ended" for the rank when it is queued and its event recorded.
+NCCLWORKER-1  It makes its CUDA context itself, at its start: the fork server has none.
+NCCLWORKER-2  A collective runs on a stream that stands for its caller's stream and its group, so that works of two
+    groups wait for nothing but their own tensors. It has "ended" for the rank when it is queued and its event recorded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, TCPStore
 
 from elasticgang.comm.cuda import Cuda
-from elasticgang.comm.page import CommBlock
 from elasticgang.comm.worker import CALLS, MESSAGES, REDUCING, Worker, run
+from elasticgang.process.status_page import CommBlock
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
@@ -47,7 +47,7 @@ class NCCLWorker(Worker):
         self._events: dict[int, tuple[Any, Any]] = {}
         self._streams: dict[tuple[str, int], Any] = {}
         self._queue: dict[bytes, tuple[str, str, dict[str, Any], list[Tensor], int, int]] = {}
-        cuda.begin(self._device)  # N1
+        cuda.begin(self._device)  # NCCLWORKER-1
         super().__init__(sock, args, block)
 
     def _learn(self, command: dict[str, Any]) -> None:

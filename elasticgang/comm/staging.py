@@ -1,7 +1,7 @@
 """How a tensor is shown to the comm process: in shared memory, as a shape and dtype that Gloo takes.
 
-Y1  The caller's tensor stays what it was: its address, strides, version and what its views see.
-Y2  What cannot be reduced is refused here, before anything is sent.
+STAGING-1  The caller's tensor stays what it was: its address, strides, version and what its views see.
+STAGING-2  What cannot be reduced is refused here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from elasticgang.collectives.collective import writing
 from elasticgang.comm.arena import Arena, Block
-from elasticgang.comm.shared import SharedSpan, SharedStorages
-from elasticgang.gang.base import writing
+from elasticgang.comm.storage_mapping import MappedTensor, StorageMappings
 
 
 @dataclass(eq=False)
-class Span:
+class StagedTensor:
     """`tensor` in a block: `staged` is a copy of it there, or None where its own memory is shared."""
 
     tensor: Tensor
     block: Block
     staged: Tensor | None
-    shared: SharedSpan | None
+    shared: MappedTensor | None
     described: tuple[int, int, torch.Size, str]
 
     def copy_in(self) -> None:
@@ -55,7 +55,7 @@ class Staging:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = weakref.proxy(arena)
-        self._storages = SharedStorages(arena)
+        self._storages = StorageMappings(arena)
 
     @classmethod
     def of(cls, arena: Arena) -> Staging:
@@ -63,19 +63,19 @@ class Staging:
         with _made_lock:
             return _made.setdefault(arena, Staging(arena))
 
-    def span(self, tensor: Tensor, dtype: torch.dtype) -> Span:
+    def stage(self, tensor: Tensor, dtype: torch.dtype) -> StagedTensor:
         """Room for `tensor`, to be shown as `dtype`; given back by `give_back`."""
         if dtype == tensor.dtype and (shared := self._storages.find(tensor)) is not None:
-            return Span(
+            return StagedTensor(
                 tensor, shared.block, None, shared, _described(shared.block, shared.offset, tensor.shape, dtype)
             )
         shape = torch.Size([*tensor.shape, 2]) if tensor.is_complex() and not dtype.is_complex else tensor.shape
         block = self._arena.take(shape.numel() * dtype.itemsize)
-        return Span(tensor, block, block.as_tensor(shape, dtype), None, _described(block, 0, shape, dtype))
+        return StagedTensor(tensor, block, block.as_tensor(shape, dtype), None, _described(block, 0, shape, dtype))
 
-    def give_back(self, span: Span) -> None:
-        if span.shared is None:
-            self._arena.give_back(span.block)
+    def give_back(self, staged_tensor: StagedTensor) -> None:
+        if staged_tensor.shared is None:
+            self._arena.give_back(staged_tensor.block)
 
 
 _made: weakref.WeakKeyDictionary[Arena, Staging] = weakref.WeakKeyDictionary()

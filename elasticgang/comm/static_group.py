@@ -1,7 +1,7 @@
 """A process group of fixed ranks in the comm process that all such groups of this process share.
 
-G1  The comm process starts with the first group and ends with the last.
-G2  An error of one group is the end of all: the process that could still write to their tensors is killed.
+STATIC-1  The comm process starts with the first group and ends with the last.
+STATIC-2  An error of one group is the end of all: the process that could still write to their tensors is killed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore
 
-from elasticgang.comm.client import GroupSpec
+from elasticgang.collectives.backend_name import BACKEND_NAME
+from elasticgang.collectives.collective import check_ranks
+from elasticgang.collectives.torch_calls import seconds
+from elasticgang.comm.comm_process import GroupSpec
 from elasticgang.comm.group_set import Configuration
-from elasticgang.comm.process_group import IsolatedCollectives
-from elasticgang.comm.supply import own_forks
-from elasticgang.comm.torch_backend import NAME
+from elasticgang.comm.isolated import IsolatedCollectives
+from elasticgang.comm.standby_pool import local_launcher
 from elasticgang.errors import ClosedError, CollectiveTimeoutError, GangError
-from elasticgang.gang.base import check_ranks
-from elasticgang.gang.calls import seconds
 
 _START_TIMEOUT_S = 120.0
 _MEETING = "elasticgang"  # the key in the group's store
@@ -34,7 +34,7 @@ _MEETING_POLL_S = 0.01
 
 
 class _Shared:
-    """G1: the configuration of this process's comm process, and how many groups are in it."""
+    """STATIC-1: the configuration of this process's comm process, and how many groups are in it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class _Shared:
     def enter(self) -> Configuration:
         with self._lock:
             if self._configuration is None:
-                self._configuration = Configuration(own_forks().start().result(_START_TIMEOUT_S))
+                self._configuration = Configuration(local_launcher().start().result(_START_TIMEOUT_S))
             self._num_groups += 1
             return self._configuration
 
@@ -107,10 +107,10 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
     getSize = size
 
     def getBackendName(self) -> str:
-        return NAME
+        return BACKEND_NAME
 
     def name(self) -> str:
-        return NAME
+        return BACKEND_NAME
 
     def get_group_store(self) -> Store:
         return self._store
@@ -143,7 +143,7 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
         within = self._timeout if timeout is None else seconds(timeout)
         pg = StaticProcessGroup(store, ranks.index(self._rank), len(ranks), within)
         pg._set_group_name(name)
-        pg._set_group_desc(group_desc or NAME)
+        pg._set_group_desc(group_desc or BACKEND_NAME)
         return pg
 
     def shutdown(self) -> None:
@@ -155,7 +155,7 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
             self._server = None
 
     def abort(self) -> None:
-        """Fail every collective that is under way, of every group of this process (G2)."""
+        """Fail every collective that is under way, of every group of this process (STATIC-2)."""
         self._configuration.fail(GangError("the process group was aborted"))
 
     def __repr__(self) -> str:

@@ -15,18 +15,18 @@ import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from elasticgang.collectives.backend_name import BACKEND_NAME
+
 if TYPE_CHECKING:
     from elasticgang.comm.static_group import StaticProcessGroup
-
-NAME = "elasticgang"
 
 
 def register() -> None:
     """Make the backend known to torch. Idempotent; does nothing where torch has no torch.distributed."""
     import torch.distributed as dist
 
-    if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    if dist.is_available() and BACKEND_NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu"])
         _serve_monitored_barrier()
 
 

@@ -14,7 +14,7 @@ from elasticgang.errors import CollectiveTimeoutError, GangError
 
 
 class Awaiting(Protocol):
-    """Where works end: the process's `Inbox`."""
+    """Where works end: the process's `ReplyReader`."""
 
     def add_listeners(self, number: int) -> None: ...
 
@@ -26,12 +26,12 @@ class Awaiting(Protocol):
 class CommWork:
     """One collective under way. `future` resolves to the output tensors, or to a `GangError`."""
 
-    def __init__(self, inbox: Awaiting, name: str, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, reply_reader: Awaiting, name: str, outputs: Sequence[Tensor]) -> None:
         self.name = name
-        self.spans: list[Any] = []  # of the outputs first; with the tensors, inputs too: their memory may be shared
+        self.staged: list[Any] = []  # of the outputs first; with the tensors, inputs too: their memory may be shared
         self.is_sent = False
         self.error: GangError | None = None
-        self._inbox = inbox
+        self._reply_reader = reply_reader
         self._outputs = list(outputs)
         self._is_ended = False
         self._wakes: list[threading.Event] = []  # of threads that wait while another reads
@@ -46,18 +46,19 @@ class CommWork:
                 if self._is_ended:
                     self._resolve(future)
                     return future
-                self._inbox.add_listeners(1)
+                self._reply_reader.add_listeners(1)
                 self._future = future
             return self._future
 
     def end(self, error: GangError | None) -> None:
-        """Once, by who has seen the end. P4: outputs first. P5: the future is left to the inbox's threads."""
-        spans, self.spans = self.spans, []
-        for span in spans[: len(self._outputs)]:
+        """Once, by who has seen the end. COMM-4: outputs first. COMM-5: the future is left to the reply reader's
+        threads."""
+        staged_tensors, self.staged = self.staged, []
+        for staged_tensor in staged_tensors[: len(self._outputs)]:
             if error is None:
-                span.copy_out()
+                staged_tensor.copy_out()
             elif self.is_sent:
-                span.discard()
+                staged_tensor.discard()
         self.error = error
         with self._lock:
             self._is_ended = True
@@ -66,8 +67,8 @@ class CommWork:
                 wake.set()
         if future is not None:
             resolved = future
-            self._inbox.call_back(lambda: self._resolve(resolved))
-            self._inbox.add_listeners(-1)
+            self._reply_reader.call_back(lambda: self._resolve(resolved))
+            self._reply_reader.add_listeners(-1)
 
     def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
         """With an error of its own: one that was raised has frames, with works and futures in them, and no collection
@@ -98,7 +99,7 @@ class CommWork:
             CollectiveTimeoutError: it has not. It is still under way: abort before the tensors are used again.
             GangError: it failed. Its outputs are undefined.
         """
-        if not self._is_ended and not self._inbox.wait_for(self, timeout):
+        if not self._is_ended and not self._reply_reader.wait_for(self, timeout):
             raise CollectiveTimeoutError(f"{self.name} timed out after {timeout:g} seconds")
         if self.error is not None:
             raise self.error

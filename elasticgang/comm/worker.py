@@ -1,11 +1,11 @@
 """The comm process: holds all process groups of one rank, and is killed to abort them.
 
-W1  It never outlives its rank: a thread polls the rank's pidfd. Pipe or socket EOF is not enough, since the rank's
-    own children may hold the other end.
-W2  The command loop starts works and never waits for one; a completion is a message, sent from Gloo's own thread.
-W3  It reads and writes only memory of the arena.
-W4  A rank may leave a group as soon as it is made (be killed, or end with the store's server), and no peer fails to
-    make it: a group with a handshake is made on a rank only when all ranks have connected.
+WORKER-1  It never outlives its rank: a thread polls the rank's pidfd. Pipe or socket EOF is not enough, since the
+    rank's own children may hold the other end.
+WORKER-2  The command loop starts works and never waits for one; a completion is a message, sent from Gloo's own thread.
+WORKER-3  It reads and writes only memory of the arena.
+WORKER-4  A rank may leave a group as soon as it is made (be killed, or end with the store's server), and no peer fails
+    to make it: a group with a handshake is made on a rank only when all ranks have connected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch._C._distributed_c10d import (
 )
 
 from elasticgang.comm.arena import bytes_as, map_memory
-from elasticgang.comm.page import PULSE_MS, CommBlock, Page
+from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
 
 _MAX_MESSAGE = 1 << 17
 MAX_FDS = 253  # the most that one message can carry
@@ -227,7 +227,7 @@ def run(make: Callable[[socket.socket, CommBlock], Worker], args: dict[str, Any]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
     sock = socket.socket(fileno=fds[0])
-    page = Page(fds[2]) if len(fds) > 2 else Page()
+    page = StatusPage(fds[2]) if len(fds) > 2 else StatusPage()
     block = page.block(args.get("block") or 0)
     block.start()
     threading.Thread(target=_die_with, args=(fds[1], block), name="rank-watch", daemon=True).start()
@@ -314,7 +314,7 @@ class Worker:
             elif kind == "configure":
                 self._reply(self._configure, command)
             elif kind == "add":
-                self._block.know_also(command["groups"][0]["name"])
+                self._block.append_group(command["groups"][0]["name"])
                 self._pool.submit(self._reply, self._add, command)  # works of other groups go on meanwhile
             elif kind == "close":
                 self._reply(self._close, command)
@@ -340,7 +340,7 @@ class Worker:
 
     def _configure(self, command: dict[str, Any]) -> None:
         self._close(command)
-        self._block.know([group["name"] for group in command["groups"]])
+        self._block.set_groups([group["name"] for group in command["groups"]])
         self._timeout = timedelta(seconds=command["timeout_s"])
         if command["store"] is not None and command["store"] != self._store:
             self._store, self._stores = command["store"], []
@@ -367,7 +367,7 @@ class Worker:
         return made
 
     def _handshake(self, group: Any) -> None:
-        """W4. A barrier of the group itself, not of the store, whose server may end with the first rank that is
+        """WORKER-4. A barrier of the group itself, not of the store, whose server may end with the first rank that is
         through. A rank that leaves the barrier has written all that its peers still read there."""
         if group.size() > 1:
             group.barrier().wait()

@@ -1,7 +1,8 @@
 """Gangs: sets of ranks that act collectively."""
 
+from elasticgang.collectives.collective import ReduceOperation, Work
 from elasticgang.errors import GangError
-from elasticgang.gang.base import Gang, ReduceOperation, Work
+from elasticgang.gang.base import Gang
 from elasticgang.gang.elastic import ElasticGang
 from elasticgang.gang.fake import FakeGang
 from elasticgang.gang.gangs import (

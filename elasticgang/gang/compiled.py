@@ -3,9 +3,9 @@
 torch reads the rank and size of a process group, or of a mesh, when it traces, and puts them into the code as
 constants. Its guards do not look at them again: the code would go on with a wrong size, or with another rank's part.
 
-K1  Compiled code runs only with the ranks and sizes that it was traced with: when one of those that were read has
-    changed, all compiled code is dropped, between two generations. torch can drop it only as a whole.
-K2  Code that has read no gang's rank or size is not dropped, as long as no other has.
+COMPILED-1  Compiled code runs only with the ranks and sizes that it was traced with: when one of those that were read
+    has changed, all compiled code is dropped, between two generations. torch can drop it only as a whole.
+COMPILED-2  Code that has read no gang's rank or size is not dropped, as long as no other has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The collectives that fairseq2's gangs lack, built on those that they have: what a gang of the user's own gets.
 
-D1  Every rank makes the same calls of the gang, in the same order, whatever its part is.
-D2  What the caller gave as an input is not changed.
+COMPOSED-1  Every rank makes the same calls of the gang, in the same order, whatever its part is.
+COMPOSED-2  What the caller gave as an input is not changed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from elasticgang.collectives.collective import Collective, ReduceOperation, writing
 from elasticgang.errors import NotSupportedError
-from elasticgang.gang.base import Collective, Gang, ReduceOperation, writing
+from elasticgang.gang.base import Gang
 
 
 def perform(gang: Gang, collective: Collective) -> None:

@@ -1,9 +1,9 @@
 """A gang whose rank, size and process group change from generation to generation beneath its users.
 
-E1  The object keeps its identity; `bind` is called between generations only, by the manager's thread. Between two
-    generations, and after the last one, rank and size are those of the generation before, and collectives raise.
-E2  The first error poisons every gang of the rank (the binding's owner does that); from then on until the next `bind`
-    tensor collectives return at once, and object and barrier calls raise `StepAborted`.
+ELASTIC-1  The object keeps its identity; `bind` is called between generations only, by the manager's thread. Between
+    two generations, and after the last one, rank and size are those of the generation before, and collectives raise.
+ELASTIC-2  The first error poisons every gang of the rank (the binding's owner does that); from then on until the next
+    `bind` tensor collectives return at once, and object and barrier calls raise `StepAborted`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,12 @@ from typing import Protocol
 
 import torch
 
+from elasticgang.collectives.collective import Collective, EndedWork, Work, check_ranks
 from elasticgang.errors import InvalidOperationError, StepAborted
-from elasticgang.gang import compiled, world
-from elasticgang.gang.base import (
-    CheckedGang,
-    Collective,
-    EndedWork,
-    Work,
-    check_objects,
-    check_ranks,
-)
+from elasticgang.gang import compiled, torch_registry
+from elasticgang.gang.base import CheckedGang, check_objects
 from elasticgang.gang.fake import simulate
-from elasticgang.gang.torch_group import GangProcessGroup
+from elasticgang.gang.torch_process_group import GangProcessGroup
 
 
 class Group(Protocol):
@@ -40,7 +34,8 @@ class Group(Protocol):
     def getBackendName(self) -> str: ...
 
     def start(self, collective: Collective) -> Work:
-        """Start a checked collective. An error poisons the generation, and the work's `wait` gives False (E2)."""
+        """Start a checked collective. An error poisons the generation, and the work's `wait` gives False
+        (ELASTIC-2)."""
 
 
 # Makes a group of some ranks of the generation, this one among them, until the generation ends. All of them call it
@@ -79,7 +74,7 @@ class ElasticGang(CheckedGang):
         self._made: list[ElasticGang] = []
         self._num_made: Counter[tuple[int, ...]] = Counter()  # by their ranks
         self._closed = False
-        self.is_silent = False  # while the training state is built
+        self.collectives_forbidden = False  # while the training state is built
 
     def bind(self, binding: Binding | None) -> None:
         """Enter a generation, or (None) leave it; the gangs that were made from this one end with it."""
@@ -95,7 +90,7 @@ class ElasticGang(CheckedGang):
             return
         self._binding = binding
         if self._process_group is not None:
-            world.enter(self._process_group, binding.ranks)
+            torch_registry.register(self._process_group, binding.ranks)
 
     def __repr__(self) -> str:
         seat = "" if self._binding is None else f", rank {self._binding.rank} of {self._binding.size}"
@@ -110,9 +105,9 @@ class ElasticGang(CheckedGang):
             )
         return self._binding
 
-    def _speaking(self) -> Binding:
+    def _require_bound(self) -> Binding:
         """For what reaches other ranks."""
-        if self.is_silent:
+        if self.collectives_forbidden:
             raise InvalidOperationError(
                 f"The gang {self._name} cannot be used to communicate while the training state is built: the others "
                 "train meanwhile. Build with `init_sync=False` or `src_data_rank=None`; values come from the peers."
@@ -161,7 +156,7 @@ class ElasticGang(CheckedGang):
         self._closed = True
         compiled.end(self)
         if self._is_made and self._process_group is not None:
-            world.leave(self._process_group)
+            torch_registry.unregister(self._process_group)
 
     def create_gang(self, ranks: Sequence[int]) -> ElasticGang | None:
         """See `Gang.create_gang`. The gang lasts as long as the generation: make it anew in the next one, or declare an
@@ -170,7 +165,7 @@ class ElasticGang(CheckedGang):
         Raises:
             StepAborted: the generation has ended.
         """
-        binding = self._speaking()
+        binding = self._require_bound()
         ranks = check_ranks(ranks, binding.size)
         if binding.rank not in ranks:
             return None
@@ -191,11 +186,11 @@ class ElasticGang(CheckedGang):
         binding = self._last()
         if self._process_group is None:
             self._process_group = GangProcessGroup(self)
-            world.enter(self._process_group, binding.ranks)
+            torch_registry.register(self._process_group, binding.ranks)
         return self._process_group
 
     def _start(self, collective: Collective) -> Work:
-        binding = self._speaking()
+        binding = self._require_bound()
         if binding.group is None:
             with torch.no_grad():
                 simulate(collective, 0, 1)
@@ -207,7 +202,7 @@ class ElasticGang(CheckedGang):
         self._perform(Collective("all_reduce", (token,), (token,)))
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
-        binding = self._speaking()
+        binding = self._require_bound()
         check_objects(objects)
         self._check_rank("source_rank", source_rank)
         if binding.group is None:

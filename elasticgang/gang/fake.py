@@ -11,22 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from elasticgang.collectives.collective import Collective, EndedWork, ReduceOperation, Work, check_ranks
+from elasticgang.collectives.dtypes import WIDENED
+from elasticgang.collectives.torch_calls import BitwiseOperation
 from elasticgang.errors import InvalidOperationError
-from elasticgang.gang import world
-from elasticgang.gang.base import (
-    CheckedGang,
-    Collective,
-    EndedWork,
-    Gang,
-    ReduceOperation,
-    Work,
-    check_objects,
-    check_ranks,
-)
-from elasticgang.gang.calls import BitwiseOperation
-from elasticgang.gang.dtypes import WIDENED
-from elasticgang.gang.torch_group import GangProcessGroup
-from elasticgang.layout import integer_from
+from elasticgang.gang import torch_registry
+from elasticgang.gang.base import CheckedGang, Gang, check_objects
+from elasticgang.gang.torch_process_group import GangProcessGroup
+from elasticgang.integers import integer_from
 
 
 class FakeGang(CheckedGang):
@@ -84,7 +76,7 @@ class FakeGang(CheckedGang):
     def close(self) -> None:
         self._closed = True
         if self._process_group is not None:
-            world.leave(self._process_group)
+            torch_registry.unregister(self._process_group)
 
     def create_gang(self, ranks: Sequence[int]) -> FakeGang | None:
         self._check_open()
@@ -101,7 +93,7 @@ class FakeGang(CheckedGang):
             self._process_group = GangProcessGroup(self)
             is_alone = self._size == 1 and self._origin is self
             alone = [dist.get_rank() if dist.is_initialized() else 0]
-            world.enter(self._process_group, alone if is_alone else self._ranks)
+            torch_registry.register(self._process_group, alone if is_alone else self._ranks)
         return self._process_group
 
     def barrier(self) -> None:

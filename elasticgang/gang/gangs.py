@@ -1,7 +1,7 @@
 """The gangs of one rank, which of them are current, and how static ones are made.
 
-G1  The current gangs are a stack per thread: `with gangs:` in one thread does not show in another.
-G2  Sub-gangs are made in the same order on every rank: by axis, then by the lowest rank of the group.
+GANGS-1  The current gangs are a stack per thread: `with gangs:` in one thread does not show in another.
+GANGS-2  Sub-gangs are made in the same order on every rank: by axis, then by the lowest rank of the group.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from elasticgang.collectives.collective import ReduceOperation
 from elasticgang.environment import JOIN, elastic_job
 from elasticgang.errors import GangError, InternalError, InvalidOperationError, OperationalError, StepAborted
-from elasticgang.gang.base import Gang, ReduceOperation, create_one_of
+from elasticgang.gang.base import Gang, create_one_of
 from elasticgang.gang.fake import FakeGang
 from elasticgang.gang.mesh import axes_of_mesh, device_mesh, gang_of_mesh, refuse_foreign_default
 from elasticgang.gang.process_group import ProcessGroupGang
-from elasticgang.layout import AXES, FAMILIES, groups_over, integer_from
+from elasticgang.integers import integer_from
+from elasticgang.layout import AXES, FAMILIES, groups_over
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _NAMES = ("root", "dp", "rdp", "sdp", "tp", "pp")

@@ -1,8 +1,8 @@
 """Gangs along any named axes of a grid of ranks: HyperCommGrid's job under the Gang API.
 
-H1  `create_gang` is collective over the grid, and makes the gangs of all its ranks in one order.
-H2  A gang is made once; `create_gang` and `get_gang` are two calls because only making one takes options.
-H3  Megatron-LM's names (`create_pg`, `get_pg`, `get_rank_enum`, ...) are the same gangs, as process groups.
+GRID-1  `create_gang` is collective over the grid, and makes the gangs of all its ranks in one order.
+GRID-2  A gang is made once; `create_gang` and `get_gang` are two calls because only making one takes options.
+GRID-3  Megatron-LM's names (`create_pg`, `get_pg`, `get_rank_enum`, ...) are the same gangs, as process groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elasticgang.gang.base import Gang, create_one_of
 from elasticgang.gang.fake import FakeGang
 from elasticgang.gang.gangs import Gangs, get_default_device, get_world_size
 from elasticgang.gang.process_group import ProcessGroupGang
-from elasticgang.gang.torch_group import GangProcessGroup
+from elasticgang.gang.torch_process_group import GangProcessGroup
 from elasticgang.layout import Axes, Grid
 
 Dims = str | Sequence[str]

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from elasticgang.errors import InvalidOperationError, NotSupportedError
-from elasticgang.gang import compiled, world
+from elasticgang.gang import compiled, torch_registry
 from elasticgang.gang.base import Gang
 from elasticgang.gang.elastic import ElasticGang
 from elasticgang.gang.fake import FakeGang
 from elasticgang.gang.process_group import ProcessGroupGang
-from elasticgang.gang.torch_group import GangProcessGroup
+from elasticgang.gang.torch_process_group import GangProcessGroup
 from elasticgang.layout import AXES, FAMILIES
 
 _OF_DATA_PARALLELISM = frozenset(
@@ -43,11 +43,11 @@ def device_mesh(root: Gang, gangs: Mapping[str, Gang]) -> DeviceMesh:
     mesh = _grid(root.rank, ranks)
     default = root.as_process_group()
     if isinstance(default, GangProcessGroup):
-        world.enter(default, range(root.size))
-    world.set_default(default)
+        torch_registry.register(default, range(root.size))
+    torch_registry.set_default(default)
     for name, group in groups.items():
         if isinstance(group, GangProcessGroup):
-            world.enter(group, ranks[name])
+            torch_registry.register(group, ranks[name])
     if len(groups) == 1:
         (group,) = groups.values()
         return DeviceMesh.from_group(group, root.device.type, mesh_dim_names=tuple(groups))
@@ -63,7 +63,7 @@ def set_default_process_group(gang: Gang) -> None:
         InvalidOperationError: there is a default process group already, which is no gang's; or which is, and `gang` is
             a fake one.
     """
-    world.set_default(gang.as_process_group())
+    torch_registry.set_default(gang.as_process_group())
 
 
 def gang_of_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, device: torch.device) -> Gang:

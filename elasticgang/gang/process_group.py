@@ -1,7 +1,7 @@
 """A gang over a process group of torch.distributed: static, for jobs that no manager runs.
 
-S1  Making gangs out of a gang is collective over that gang alone, and needs nothing else to be alike on its ranks: not
-    the number of groups that they are in, nor the order in which they are in others.
+PGGANG-1  Making gangs out of a gang is collective over that gang alone, and needs nothing else to be alike on its
+    ranks: not the number of groups that they are in, nor the order in which they are in others.
 """
 
 from __future__ import annotations
@@ -11,34 +11,21 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.futures import Future
 
+from elasticgang.collectives.collective import Collective, ReduceOperation, Then, Work, check_ranks
+from elasticgang.collectives.preparation import start_prepared
 from elasticgang.environment import JOIN, elastic_job
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
-from elasticgang.gang import world
-from elasticgang.gang.base import (
-    REDUCING,
-    CheckedGang,
-    Collective,
-    Gang,
-    ReduceOperation,
-    Then,
-    Work,
-    check_objects,
-    check_ranks,
-    create_one_of,
-    writing,
-)
-from elasticgang.gang.dtypes import NATIVE, WIDENED
-from elasticgang.gang.torch_group import GangProcessGroup
+from elasticgang.gang import torch_registry
+from elasticgang.gang.base import CheckedGang, Gang, check_objects, create_one_of
+from elasticgang.gang.torch_process_group import GangProcessGroup
 
 _REDUCE_OPS: dict[enum.Enum, Any] = {
     ReduceOperation.SUM: ReduceOp.SUM,
@@ -79,7 +66,7 @@ class ProcessGroupGang(CheckedGang):
         if not dist.is_available():
             raise NotSupportedError("torch.distributed is not available.")
         job = elastic_job()
-        world.drop_fake_default()
+        torch_registry.drop_fake_default()
         if dist.is_initialized():
             root = f"; in the elastic job {job} it is that of `manager.gangs.root`" if job is not None else ""
             raise InvalidOperationError(f"The default process group is initialized already{root}.")
@@ -190,7 +177,8 @@ class ProcessGroupGang(CheckedGang):
         self, groups: Sequence[Sequence[int]], desc: str, timeout: timedelta, backend: str, pg_options: Any
     ) -> ProcessGroup | None:
         """As `torch.distributed.new_group`, under a name of ours. The names that it makes count the groups that a rank
-        is in, or all calls of all ranks: called by some ranks only, those with another count wait for ever (S1)."""
+        is in, or all calls of all ranks: called by some ranks only, those with another count wait for ever
+        (PGGANG-1)."""
         split = _num_splits[self._pg] = _num_splits.get(self._pg, 0) + 1
         mine = next((group for group in groups if self.rank in group), None)
         if mine is None:
@@ -297,58 +285,6 @@ def _device(given: torch.device | str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"`device` must be a torch.device of type `cpu` or `cuda`, but is {given!r} instead.")
     return device
-
-
-def start_prepared(collective: Collective, device: torch.device, issue: Callable[[Collective], Work]) -> Work:
-    """`issue` the collective on contiguous tensors of a dtype that the backend of `device` takes."""
-    taken, unpack = _contiguous(collective)
-    taken, narrow = (taken, None) if device.type == "cuda" else _as_gloo_takes(taken)
-    work = issue(taken)
-    for last in (narrow, unpack):
-        work = work if last is None else Then(work, last)
-    return work
-
-
-def _contiguous(c: Collective) -> tuple[Collective, Callable[[], None] | None]:
-    """The collective on contiguous tensors, and a last step. Gloo goes by where elements lie, not by their index: with
-    gaps between them, or other strides on other ranks, it gives wrong results and says nothing."""
-    if all(tensor.is_contiguous() for tensor in (*c.inputs, *c.outputs)):
-        return c, None
-    with torch.no_grad():
-        inputs = tuple(source.detach().contiguous() for source in c.inputs)
-        if c.is_in_place:
-            outputs = inputs
-        else:
-            outputs = tuple(
-                target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-                for target in c.outputs
-            )
-
-    def unpack() -> None:
-        for target, staged in zip(c.outputs, outputs, strict=True):
-            if staged is not target:
-                _copy(staged, target)
-
-    return replace(c, outputs=outputs, inputs=inputs), unpack
-
-
-def _as_gloo_takes(c: Collective) -> tuple[Collective, Callable[[], None] | None]:
-    """The collective in a dtype that Gloo knows: what moves, as bytes; what is reduced, wider. And a last step."""
-    dtype = (*c.inputs, *c.outputs)[0].dtype
-    if dtype in NATIVE or (dtype.is_complex and c.call in REDUCING):
-        return c, None
-    if c.call not in REDUCING:
-        outputs, inputs = ([t.view(-1).view(torch.uint8) for t in part] for part in (c.outputs, c.inputs))
-        return replace(c, outputs=tuple(outputs), inputs=tuple(inputs)), None
-    wide = WIDENED[dtype]
-    output = c.outputs[0].to(wide)
-    source = output if c.is_in_place else c.inputs[0].to(wide)
-    return replace(c, outputs=(output,), inputs=(source,)), lambda: _copy(output, c.outputs[0])
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    with writing(target):
-        target.copy_(source)
 
 
 def _translated(call: str, perform: Callable[[], Any]) -> Any:

@@ -37,13 +37,13 @@ class PrefixedOutput:
             os.close(stdout)
             raise
 
-    def follow(self, local_rank: int, step: Callable[[], int]) -> None:
+    def track_steps(self, local_rank: int, step: Callable[[], int]) -> None:
         """Ask `step`, on a thread of its own, for the one that stands in front of a line."""
         self._steps[local_rank] = step
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         """Write a line of the agent's own to stderr. Never blocks."""
-        self._stderr.say(line)
+        self._stderr.write_line(line)
 
     def close(self) -> None:
         """Write what is left in the pipes, and end; what nobody reads within a second is given up."""
@@ -55,17 +55,17 @@ def log_to(output: PrefixedOutput, level: str) -> None:
     """The runtime's log records of at least `level` ("info", ...) are lines of the agent's."""
     logger = logging.getLogger("elasticgang")
     logger.setLevel(level.upper())
-    logger.handlers[:] = [_Said(output)]
+    logger.handlers[:] = [_OutputHandler(output)]
     logger.propagate = False
 
 
-class _Said(logging.Handler):
+class _OutputHandler(logging.Handler):
     def __init__(self, output: PrefixedOutput) -> None:
         super().__init__()
         self._output = output
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._output.say(f"elasticgang: {self.format(record)}")
+        self._output.write_line(f"elasticgang: {self.format(record)}")
 
 
 class _Stream:
@@ -88,7 +88,7 @@ class _Stream:
         self._wake()
         return writer
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         self._said.append(line)
         self._wake()
 
@@ -110,7 +110,9 @@ class _Stream:
                 is_over = self._closing
                 if not has_failed:
                     has_failed = True
-                    self.say(f"elasticgang: error in what passes on the ranks' output:\n{traceback.format_exc()}")
+                    self.write_line(
+                        f"elasticgang: error in what passes on the ranks' output:\n{traceback.format_exc()}"
+                    )
 
     def _turn(self) -> bool:
         """Write what there is, once there is something. True: it was the last."""

@@ -12,13 +12,13 @@ import uuid
 os.environ.setdefault("RUST_LOG", "error")
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # errors are raised too
 
+from elasticgang.agent.agent import Agent
+from elasticgang.agent.job import Job
 from elasticgang.comm.kinds import check_available
+from elasticgang.coordinator.server import Coordinator
 from elasticgang.errors import NotSupportedError, OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
-from elasticgang.quorum.agent import Agent
-from elasticgang.quorum.coordinator import Coordinator
-from elasticgang.quorum.job import Job
 
 _LOOKUPS = "RES_OPTIONS"
 
@@ -57,7 +57,7 @@ def run_job(args: argparse.Namespace) -> int:
     output = PrefixedOutput()
     log_to(output, args.log_level)
     try:
-        return Agent(job, output, EventLog(args.log_dir, output.say)).run()
+        return Agent(job, output, EventLog(args.log_dir, output.write_line)).run()
     except OperationalError as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 2

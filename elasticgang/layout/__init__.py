@@ -1,11 +1,11 @@
 """Who sits where: what the user declares, the plan of a generation, and the groups along named axes. Pure."""
 
+from elasticgang.integers import integer, integer_from
 from elasticgang.layout.axes import AXES, FAMILIES, MODEL_AXES, RUNTIME_GANGS, Axes, groups_over, groups_within
 from elasticgang.layout.grid import Grid, View
-from elasticgang.layout.integers import integer, integer_from
-from elasticgang.layout.layout import ParallelLayout
-from elasticgang.layout.planner import Member, Plan, plan
-from elasticgang.layout.seats import ModelCoordinates
+from elasticgang.layout.parallel_layout import ParallelLayout
+from elasticgang.layout.planner import plan
+from elasticgang.layout.seat_plan import Member, ModelCoordinates, Plan
 
 __all__ = [
     "AXES",

@@ -2,10 +2,10 @@
 
 Pure. Refuses to know processes and process groups: `gang/grid.py` makes gangs of what is enumerated here.
 
-A1  Every rank is in exactly one group of each enumeration.
-A2  Groups come in ascending order of their lowest rank, and ranks ascend within a group, unless the caller asks for
+AXES-1  Every rank is in exactly one group of each enumeration.
+AXES-2  Groups come in ascending order of their lowest rank, and ranks ascend within a group, unless the caller asks for
     the order as given. Hence two enumerations with the same groups are equal.
-A3  Equal dims have equal keys, in whatever order they are named; different groups of one grid have different keys.
+AXES-3  Equal dims have equal keys, in whatever order they are named; different groups of one grid have different keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticgang.errors import LayoutError
-from elasticgang.layout.integers import integer_from
+from elasticgang.integers import integer_from
 
 AXES = ("pp", "rdp", "sdp", "tp")  # slowest-varying first
 MODEL_AXES = ("pp", "sdp", "tp")  # a seat's coordinates along these say which part of the model it holds

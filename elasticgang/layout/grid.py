@@ -1,6 +1,6 @@
 """A grid of ranks and further factorisations of the same ranks: the pure half of `GangGrid`.
 
-Pure; `axes.py` has the rules of enumeration (A1 to A3) that are kept here.
+Pure; `axes.py` has the rules of enumeration (AXES-1 to AXES-3) that are kept here.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Members -> plan: who sits where in the next generation, so that as few as possible must move or fetch state.
 
-Pure: no clocks, sockets or torch. `seating.py` does the work in the middle.
+Pure: no clocks, sockets or torch. `assignment.py` does the work in the middle.
 
-N1  Equal members, layout and previous plan give equal plans, in whatever order the members come, on every host and in
-    every Python version.
-N2  As many replica groups are seated as the members and `within_host` allow, up to `max_replicas`.
-N3  A member fetches state when it is seated at model coordinates (pp, sdp, tp) that it did not have in the previous
-    plan. No seating of as many groups has fewer of these. With blocks of one seat there is at most one for each hole in
-    the groups that stay; there are fewer when a member of a dissolved group fills a hole at its own coordinates.
-N4  The groups that stay are those with the fewest holes, then the lowest `rdp`, in their previous order. New groups
+PLAN-1  Equal members, layout and previous plan give equal plans, in whatever order the members come, on every host and
+    in every Python version.
+PLAN-2  As many replica groups are seated as the members and `within_host` allow, up to `max_replicas`.
+PLAN-3  A member fetches state when it is seated at model coordinates (pp, sdp, tp) that it did not have in the previous
+    plan. No assignment of as many groups has fewer of these. With blocks of one seat there is at most one for each hole
+    in the groups that stay; there are fewer when a member of a dissolved group fills a hole at its own coordinates.
+PLAN-4  The groups that stay are those with the fewest holes, then the lowest `rdp`, in their previous order. New groups
     follow them.
-N5  Who waits comes before who would have to leave a seat, and on the hole's host before elsewhere.
-N6  With a previous plan of other model sizes there is nothing to keep: its members are seated like newcomers.
-N7  Each part of the state that somebody holds has one at its coordinates that holds it: else it would be lost with
-    the plan. That comes before N3 to N5, and before `within_host`.
+PLAN-5  Who waits comes before who would have to leave a seat, and on the hole's host before elsewhere.
+PLAN-6  With a previous plan of other model sizes there is nothing to keep: its members are seated like newcomers.
+PLAN-7  Each part of the state that somebody holds has one at its coordinates that holds it: else it would be lost with
+    the plan. That comes before PLAN-3 to PLAN-5, and before `within_host`.
 
 A *block* is the set of seats of a replica group that differ only along `within_host`: it lies on one host. Where
 `within_host` is empty, or its sizes are 1, a block is one seat.
@@ -27,12 +27,12 @@ from operator import attrgetter
 from typing import TypeVar
 
 from elasticgang.errors import LayoutError
+from elasticgang.layout.assignment import assign_seats
 from elasticgang.layout.axes import groups_over
-from elasticgang.layout.holding import with_holders
-from elasticgang.layout.layout import ParallelLayout
-from elasticgang.layout.seating import seat_members
-from elasticgang.layout.seats import Member, ModelCoordinates, Plan
-from elasticgang.layout.staying import Cut, Former
+from elasticgang.layout.holder_repair import repair_holders
+from elasticgang.layout.parallel_layout import ParallelLayout
+from elasticgang.layout.retention import BlockLayout, PreviousSeats
+from elasticgang.layout.seat_plan import Member, ModelCoordinates, Plan
 
 __all__ = ["Member", "Plan", "plan"]
 
@@ -59,21 +59,23 @@ def plan(
             how many members are missing, and on which hosts.
     """
     present = _by_id(members)
-    cut = Cut(groups_over((layout.pp, 1, layout.sdp, layout.tp), layout.within_host))
+    blocks_of_group = BlockLayout(groups_over((layout.pp, 1, layout.sdp, layout.tp), layout.within_host))
     on_host = Counter(member.host for member in present.values())
-    replicas = sum(num // cut.block_size for num in on_host.values()) // cut.num_blocks
+    replicas = sum(num // blocks_of_group.block_size for num in on_host.values()) // blocks_of_group.num_blocks
     if max_replicas is not None:
         replicas = min(replicas, max(max_replicas, layout.min_replicas))
     if replicas < layout.min_replicas:
-        raise LayoutError(_shortage(present, on_host, layout, cut, previous))
+        raise LayoutError(_shortage(present, on_host, layout, blocks_of_group, previous))
     if previous is not None and _model_sizes(previous) != (layout.pp, layout.sdp, layout.tp):
         previous = None
-    former = [] if previous is None else _swap_outer(previous.seats, layout.pp, previous.shape[1])
-    left = Former([present.get(member.id) for member in former], [member.host for member in former])
-    seats, idle = seat_members(cut, replicas, _waiting(present, previous), left)
+    previous_seats = [] if previous is None else _swap_outer(previous.seats, layout.pp, previous.shape[1])
+    left = PreviousSeats(
+        [present.get(member.id) for member in previous_seats], [member.host for member in previous_seats]
+    )
+    seats, idle = assign_seats(blocks_of_group, replicas, _waiting(present, previous), left)
     shape = (layout.pp, replicas, layout.sdp, layout.tp)
     in_rank_order = _swap_outer(seats, replicas, layout.pp)
-    with_holders(layout, in_rank_order, idle, holds or {})
+    repair_holders(layout, in_rank_order, idle, holds or {})
     return Plan(shape, tuple(in_rank_order), tuple(member.id for member in idle), layout.views)
 
 
@@ -110,11 +112,15 @@ def _swap_outer(seats: Sequence[T], outer: int, inner: int) -> list[T]:
 
 
 def _shortage(
-    present: Mapping[str, Member], on_host: Mapping[str, int], layout: ParallelLayout, cut: Cut, previous: Plan | None
+    present: Mapping[str, Member],
+    on_host: Mapping[str, int],
+    layout: ParallelLayout,
+    blocks_of_group: BlockLayout,
+    previous: Plan | None,
 ) -> str:
     """The fewest members that would do, as a message; hosts that lack the fewest to a block come first."""
-    size = cut.block_size
-    blocks = layout.min_replicas * cut.num_blocks - sum(num // size for num in on_host.values())
+    size = blocks_of_group.block_size
+    blocks = layout.min_replicas * blocks_of_group.num_blocks - sum(num // size for num in on_host.values())
     partial = sorted((size - num % size, host) for host, num in on_host.items() if num % size)[:blocks]
     lacking = {host: lack for lack, host in partial}
     elsewhere = (blocks - len(partial)) * size

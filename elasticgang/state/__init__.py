@@ -1,5 +1,5 @@
 """Training state: kept aside, served to peers, and healed from them."""
 
-from elasticgang.state.keeper import Keeper
+from elasticgang.state.snapshot_server import SnapshotServer
 
-__all__ = ["Keeper"]
+__all__ = ["SnapshotServer"]

@@ -11,9 +11,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from elasticgang.quorum.ledger import Share
-from elasticgang.quorum.manager import Step
-from elasticgang.train.slots import runs_of, slots_of
+from elasticgang.member.manager import Step
+from elasticgang.protocol.member_state import Share
+from elasticgang.train.partition import pass_ranges, slots_of
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,13 @@ class GlobalBatch:
         """
         if share is None:
             return Slots(())
-        if self.num_slots % share.alike:
+        if self.num_slots % share.group_size:
             raise ValueError(
-                f"`size` must be a multiple of `slot` x `sdp` ({self.slot} x {share.alike}), so that the ranks of an "
+                f"`size` must be a multiple of `slot` x `sdp` ({self.slot} x {share.group_size}), so that the ranks of "
+                "an "
                 f"sdp gang have as many slots, but is {self.size} instead."
             )
-        numbers = slots_of(self.num_slots, share.index, share.count, share.alike)
+        numbers = slots_of(self.num_slots, share.index, share.count, share.group_size)
         return Slots([self._slot(step_index, number, number == numbers[-1]) for number in numbers])
 
     def samples(self, step_index: int) -> Tensor:
@@ -129,7 +130,7 @@ class GlobalBatch:
 
     def _samples(self, first: int, count: int) -> Tensor:
         return torch.cat(
-            [self._order(run.pass_index)[run.start : run.stop] for run in runs_of(first, count, self.num_samples)]
+            [self._order(run.pass_index)[run.start : run.stop] for run in pass_ranges(first, count, self.num_samples)]
         )
 
     def _order_of(self, pass_index: int) -> Tensor:

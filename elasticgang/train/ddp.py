@@ -1,11 +1,12 @@
 """Data-parallel gradients: torch's own DistributedDataParallel, reduced over the gang.
 
-R1' Building communicates nothing, so that a newcomer builds while the others train.
-R2' The buckets are fixed when built, in the order in which backward is likely to fill them: torch rebuilds them after
+DDP-1 Building communicates nothing, so that a newcomer builds while the others train.
+DDP-2 The buckets are fixed when built, in the order in which backward is likely to fill them: torch rebuilds them after
     the first backward, so that a newcomer's would differ from a veteran's.
-R3' The communication hook never raises and its future never fails: an exception inside backward breaks DDP's next step.
-R4' The hook waits for nothing: its future is done at once, with the bucket, and `finish` waits for what it has started.
-    Until then a gradient is this rank's, or on its way.
+DDP-3 The communication hook never raises and its future never fails: an exception inside backward breaks DDP's next
+    step.
+DDP-4 The hook waits for nothing: its future is done at once, with the bucket, and `finish` waits for what it has
+    started. Until then a gradient is this rank's, or on its way.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -23,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torchft.process_group import ProcessGroupDummy
 
+from elasticgang.collectives.collective import Work
 from elasticgang.gang import ReduceOperation
-from elasticgang.gang.base import Work
-from elasticgang.quorum.manager import QuorumManager
+from elasticgang.member.manager import QuorumManager
 
 log = logging.getLogger("elasticgang")
 
@@ -33,7 +34,7 @@ _Reduced = tuple[list[Tensor], list[Tensor]]
 
 
 class _FixedBuckets(nn.parallel.DistributedDataParallel):
-    """R2'. Torch cuts the buckets of where it looks for unused parameters when it is built; else with the first
+    """DDP-2. Torch cuts the buckets of where it looks for unused parameters when it is built; else with the first
     backward, which is done here instead."""
 
     def _build_params_for_reducer(self) -> Any:

@@ -12,10 +12,10 @@ from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, check_available, check
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import get_world_size
 from elasticgang.layout import ParallelLayout
-from elasticgang.quorum.link import inherited
-from elasticgang.quorum.manager import QuorumManager
-from elasticgang.quorum.membership import AloneMembership, ElasticMembership, Membership
-from elasticgang.state.keeper import Keeper
+from elasticgang.member.manager import QuorumManager
+from elasticgang.member.rank_context import inherited
+from elasticgang.member.rendezvous import ElasticRendezvous, LocalRendezvous, Rendezvous
+from elasticgang.state.snapshot_server import SnapshotServer
 
 if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
@@ -56,12 +56,15 @@ def join(
     if context is None:
         _refuse_other_launchers()
     _joined = True
-    membership: Membership
+    rendezvous: Rendezvous
     if context is None:
-        membership, keeper = AloneMembership(layout, device), Keeper()
+        rendezvous, state_server = LocalRendezvous(layout, device), SnapshotServer()
     else:
-        membership, keeper = ElasticMembership(context, layout, device, process_group), Keeper(context.host)
-    return QuorumManager(membership, keeper, layout, device)
+        rendezvous, state_server = (
+            ElasticRendezvous(context, layout, device, process_group),
+            SnapshotServer(context.host),
+        )
+    return QuorumManager(rendezvous, state_server, layout, device)
 
 
 def _check_process_group(process_group: object, device: torch.device) -> None:

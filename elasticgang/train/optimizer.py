@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from elasticgang.errors import NotSupportedError
 from elasticgang.layout import MODEL_AXES
-from elasticgang.quorum.manager import QuorumManager
-from elasticgang.state.local import replicating_dims, stored
+from elasticgang.member.manager import QuorumManager
+from elasticgang.state.dtensor import replicating_dims, stored
 
 log = logging.getLogger("elasticgang")
 
@@ -168,7 +168,7 @@ class Optimizer:
 
 
 def _refuse_communicating(optimizer: torch.optim.Optimizer) -> None:
-    """R10: applying a step is atomic."""
+    """RULE-10: applying a step is atomic."""
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _COMMUNICATING and kind.__module__.startswith("torch.distributed."):
             raise NotSupportedError(

@@ -1,8 +1,10 @@
 """Gradients of a sharded module, summed over the replica groups.
 
-X1  What the ranks of an sdp gang do to each other's gradients in backward is the module's own matter (`fully_shard`);
-    here each rank's part is summed over the ranks that hold the same part, when the last backward is done.
-X2  Every rank reduces as many bytes in the same order, a learner zeros, so that no rank waits for another's backward.
+SHARDED-1  What the ranks of an sdp gang do to each other's gradients in backward is the module's own matter
+    (`fully_shard`); here each rank's part is summed over the ranks that hold the same part, when the last backward is
+    done.
+SHARDED-2  Every rank reduces as many bytes in the same order, a learner zeros, so that no rank waits for another's
+    backward.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from elasticgang.collectives.collective import Work
 from elasticgang.gang import ReduceOperation
-from elasticgang.gang.base import Work
-from elasticgang.quorum.manager import QuorumManager
-from elasticgang.state.local import like, local
+from elasticgang.member.manager import QuorumManager
+from elasticgang.state.dtensor import like, local
 
 
 class ShardedDataParallel(nn.Module):

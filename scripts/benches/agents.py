@@ -31,26 +31,26 @@ os.environ.setdefault("RUST_LOG", "error")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # as `elasticgang run`
 
+from elasticgang.agent.control_plane import ControlPlane, Limits
+from elasticgang.coordinator.endpoint import Endpoint, reach
 from elasticgang.layout import ParallelLayout
-from elasticgang.quorum.coordinator import Endpoint, reach
-from elasticgang.quorum.decide import MemberReport, Record
-from elasticgang.quorum.happenings import (
+from elasticgang.protocol.agent_events import (
     Abort,
-    Ask,
-    Asked,
+    AnnounceJoin,
     CoordinatorTimedOut,
-    Deliver,
+    DeliverRecord,
     Event,
     Exited,
     Fail,
     LeaseExpired,
-    NoticeJoin,
+    RecordRequested,
+    RequestQuorum,
     Restart,
     Started,
 )
-from elasticgang.quorum.outside import Limits, Outside
-from elasticgang.quorum.restarts import Restarts
-from elasticgang.quorum.roster import Roster
+from elasticgang.protocol.agent_state import AgentState
+from elasticgang.protocol.record import MemberReport, Record
+from elasticgang.protocol.restarts import Restarts
 
 _JOB = "bench"
 _LIMIT_S = 60.0
@@ -60,7 +60,7 @@ _LAYOUT = ParallelLayout()
 
 
 class SimulatedAgent:
-    """The side of `outside.Inside`, with ranks that are nothing but names."""
+    """The side of `control_plane.Inside`, with ranks that are nothing but names."""
 
     def __init__(self, number: int, args: argparse.Namespace, endpoint: Endpoint, told: Callable[..., None]) -> None:
         self._told = told
@@ -69,7 +69,7 @@ class SimulatedAgent:
         self._dead: list[int] = []
         self._ranks: dict[str, MemberReport] = {}
         self._seated: set[str] = set()
-        self.roster = Roster(
+        self.state = AgentState(
             agent=f"agent-{number:03}",
             host=f"host-{number:03}",
             job=_JOB,
@@ -78,14 +78,14 @@ class SimulatedAgent:
             num_ranks=args.ranks,
             min_agents=args.agents,
         )
-        self.outside = Outside(self, endpoint, _JOB, Limits(10.0, 60.0), None)
+        self.control_plane = ControlPlane(self, endpoint, _JOB, Limits(10.0, 60.0), None)
 
     async def start(self) -> None:
-        self.roster.address = await self.outside.open()
-        for local_rank in range(self.roster.num_ranks):
+        self.state.address = await self.control_plane.open()
+        for local_rank in range(self.state.num_ranks):
             self._start(local_rank)
 
-    def end_coordinator(self) -> None: ...
+    def kill_coordinator(self) -> None: ...
 
     def kill_one(self) -> None:
         member = min(self._ranks)
@@ -98,10 +98,10 @@ class SimulatedAgent:
 
     def _start(self, local_rank: int) -> None:
         self._num_started += 1
-        member = f"{self.roster.agent}/{local_rank}/{self._num_started}"
+        member = f"{self.state.agent}/{local_rank}/{self._num_started}"
         self._ranks[member] = MemberReport(member, local_rank, "127.0.0.1:1")
         self.handle(Started(member, local_rank))
-        if self.roster.record is not None:
+        if self.state.record is not None:
             self._told("joins")
         self._ask(member, broken=False)
 
@@ -113,7 +113,7 @@ class SimulatedAgent:
 
     def _ask(self, member: str, broken: bool) -> None:
         self._seated.discard(member)
-        self.handle(Asked(member, self._ranks[member], _LAYOUT, broken))
+        self.handle(RecordRequested(member, self._ranks[member], _LAYOUT, broken))
 
     def handle(self, event: Event | LeaseExpired | CoordinatorTimedOut) -> None:
         if isinstance(event, LeaseExpired):
@@ -121,18 +121,18 @@ class SimulatedAgent:
         if isinstance(event, CoordinatorTimedOut):
             self._fail(event.reason)
             return
-        for instruction in self.roster.handle(event):
+        for instruction in self.state.handle(event):
             match instruction:
                 case Abort(members, generation, reason):
                     self._told("noticed", generation=generation)
-                    self.outside.tell_over(generation, reason)
+                    self.control_plane.broadcast_over(generation, reason)
                     self._leave(members, broken=True)
-                case NoticeJoin(members, generation):
-                    self.outside.tell_join(generation)
+                case AnnounceJoin(members, generation):
+                    self.control_plane.broadcast_join(generation)
                     self._leave(members, broken=False)  # at their step boundary
-                case Ask(delay_s):
-                    self.outside.ask(delay_s)
-                case Deliver(members, record):
+                case RequestQuorum(delay_s):
+                    self.control_plane.request(delay_s)
+                case DeliverRecord(members, record):
                     self._enter(members, record)
                 case Restart(local_rank, _):
                     self._dead.append(local_rank)
@@ -143,8 +143,8 @@ class SimulatedAgent:
 
     def _enter(self, members: tuple[str, ...], record: Record) -> None:
         """A newcomer has healed by the time of the next change."""
-        self._told("record", generation=record.generation, members=len(record.seats_of(self.roster.agent)))
-        self.outside.follow(record)
+        self._told("record", generation=record.generation, members=len(record.seats_of(self.state.agent)))
+        self.control_plane.follow(record)
         self._seated.update(members)
         for member in members:
             mine = self._ranks[member]
@@ -152,7 +152,7 @@ class SimulatedAgent:
                 mine.id, mine.local_rank, mine.address, record.committed, None, (0, 0, 0), record.generation, True
             )
 
-    def run_aside(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -165,16 +165,16 @@ class SimulatedAgent:
     def _fail(self, reason: str) -> None:
         self._told("failed", reason=reason)
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         self._told("said", line=line)
 
-    def hear_waits(self, agent: str, waits: list[list[Any]]) -> None:
+    def on_peer_blocked(self, agent: str, waits: list[list[Any]]) -> None:
         pass
 
-    def hear_heirs(self) -> None: ...
+    def on_successors_changed(self) -> None: ...
 
     def log(self, event: str, **fields: Any) -> None:
-        if event in ("host lost", "coordinator away"):
+        if event in ("host lost", "coordinator unreachable"):
             self._told("said", line=f"{event} {fields}")
 
 

@@ -38,9 +38,9 @@ import torchft.process_group as torchft
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ReduceOp
 
-from elasticgang.comm.client import CommProcess, GroupSpec
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
-from elasticgang.comm.supply import own_forks
+from elasticgang.comm.comm_process import CommProcess, GroupSpec
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
+from elasticgang.comm.standby_pool import local_launcher
 
 TIMEOUT_S = 60.0
 FEWEST_ROUNDS = 2
@@ -88,7 +88,7 @@ class Rank:
 
     def gangs(self, address: str, names: list[str]) -> list[float]:
         if self._comm is None:
-            self._comm = own_forks().start().result(TIMEOUT_S)
+            self._comm = local_launcher().start().result(TIMEOUT_S)
         else:
             self._comm.close_groups(TIMEOUT_S)
         store, _, prefix = address.partition("/")

@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
 
-from account import Ledger, recoveries
 from driver import Job, JobFailedError, JobSpec
 from recovery import KillsAtFullStrength, figure_of
+from run_audit import CommittedRun, recoveries
 
 _SMALL_STEPS = ("--dim", "32", "--layers", "1", "--context", "16")
 _NEVER = 10**7  # steps: the job ends when all has been measured
@@ -67,10 +67,10 @@ def main() -> int:
             return 1
         except KeyboardInterrupt:
             return 130
-        ledger, stopped = Ledger(job.journal), job.killer.happened(job.journal)
-        found = recoveries(job.journal, ledger, stopped, args.ranks)
+        committed_run, stopped = CommittedRun(job.run_log), job.killer.happened(job.run_log)
+        found = recoveries(job.run_log, committed_run, stopped, args.ranks)
         victims = {kill.member for kill in stopped}
-        ended = [exited for exited in job.journal.exited if exited not in victims]
+        ended = [exited for exited in job.run_log.exited if exited not in victims]
         for line in (
             figure_of("recovery_ms", [each.recovery_ms for each in found], p50=50, max=100),
             figure_of("rejoin_ms", [each.rejoin_ms for each in found], p50=50, max=100),

@@ -24,20 +24,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
 
-from account import Ledger, Recovery, recoveries
 from driver import Job, JobFailedError, JobSpec
 from recovery import KillsAtFullStrength, figure_of
+from run_audit import CommittedRun, Recovery, recoveries
 
 _NEVER = 10**7  # steps: the job ends when all has been measured
 
 
 def measure(job: Job, found: list[Recovery]) -> Iterator[dict[str, Any]]:
-    ledger = Ledger(job.journal)
-    commits = sorted((t, attempt) for attempt, t in ledger.committed_at.items())
+    committed_run = CommittedRun(job.run_log)
+    commits = sorted((t, attempt) for attempt, t in committed_run.committed_at.items())
     usual = [
         (after - before) * 1e3
         for (before, first), (after, second) in pairwise(commits)
-        if first.generation == second.generation and ledger.strength(first) == job.spec.ranks
+        if first.generation == second.generation and committed_run.strength(first) == job.spec.ranks
     ]
     step_ms = statistics.median(usual)
     gaps, num_lost = [], 0
@@ -48,7 +48,7 @@ def measure(job: Job, found: list[Recovery]) -> Iterator[dict[str, Any]]:
         inside = [t for t, _ in commits if begin <= t <= end]
         gaps.append(max((after - before) * 1e3 for before, after in pairwise(inside)))
         first, last = (next(attempt for t, attempt in commits if t == edge) for edge in (inside[0], inside[-1]))
-        num_lost += sum(first < attempt < last for attempt in ledger.dropped)
+        num_lost += sum(first < attempt < last for attempt in committed_run.dropped)
     yield {"figure": "step_ms", "count": len(usual), "p50": round(step_ms, 1)}
     yield figure_of("gap_ms", gaps, p50=50, max=100)
     yield figure_of("gap_steps", [gap / step_ms for gap in gaps], p50=50, max=100)
@@ -86,7 +86,7 @@ def main() -> int:
             return 1
         except KeyboardInterrupt:
             return 130
-        found = recoveries(job.journal, Ledger(job.journal), job.killer.happened(job.journal), args.ranks)
+        found = recoveries(job.run_log, CommittedRun(job.run_log), job.killer.happened(job.run_log), args.ranks)
         for line in measure(job, found):
             load = round(os.getloadavg()[0], 2)
             print(json.dumps({"bench": "joins", "ranks": args.ranks, **line, "load": load}), flush=True)

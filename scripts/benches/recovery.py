@@ -31,8 +31,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
 
-from account import Kill, Ledger, Phases, percentile, recoveries
 from driver import Job, JobFailedError, JobSpec
+from run_audit import CommittedRun, Kill, Phases, percentile, recoveries
 from torchft_peer.job import PeerFailedError, PeerJob, PeerSettings, default_settings, tuned_settings
 
 _SMALL_STEPS = ("--dim", "32", "--layers", "1", "--context", "16")
@@ -64,7 +64,7 @@ class KillsAtFullStrength:
             self._kill_at = now + self._source.uniform(*self._wait_s)
         if now < self._kill_at:
             return min(_POLL_S, self._kill_at - now)
-        if self._job.killer.kill(self._job.journal, self._victim()) is not None:
+        if self._job.killer.kill(self._job.run_log, self._victim()) is not None:
             self._kill_at, self._deadline = None, now + _BACK_LIMIT_S
         return _POLL_S
 
@@ -74,22 +74,22 @@ class KillsAtFullStrength:
 
     def _is_whole(self) -> bool:
         """Whether all ranks voted for the newest step, and none of them is the last victim."""
-        journal, sent = self._job.journal, self._job.killer.sent
-        if journal.newest is None or journal.strength() < self._job.spec.ranks:
+        run_log, sent = self._job.run_log, self._job.killer.sent
+        if run_log.newest is None or run_log.strength() < self._job.spec.ranks:
             return False
-        return not sent or journal.newest.generation > journal.generation_of(sent[-1].member)
+        return not sent or run_log.newest.generation > run_log.generation_of(sent[-1].member)
 
 
 def measure(job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) -> Iterator[dict[str, Any]]:
     """The figures. Raises JobFailedError."""
     job.follow(KillsAtFullStrength(job, num_kills, seed, wait_s).tick)
     job.read()
-    kills: Sequence[Kill] = job.killer.happened(job.journal)
-    ledger = Ledger(job.journal)
-    found = recoveries(job.journal, ledger, kills, job.spec.ranks)
+    kills: Sequence[Kill] = job.killer.happened(job.run_log)
+    committed_run = CommittedRun(job.run_log)
+    found = recoveries(job.run_log, committed_run, kills, job.spec.ranks)
     yield figure_of("recovery_ms", [each.recovery_ms for each in found], p50=50, p99=99, max=100)
     yield figure_of("rejoin_ms", [each.rejoin_ms for each in found], p50=50, max=100)
-    yield {"figure": "dropped_steps", "total": len(ledger.dropped), "kills": len(kills)}
+    yield {"figure": "dropped_steps", "total": len(committed_run.dropped), "kills": len(kills)}
     phases = [astuple(each.phases) for each in found if each.phases is not None]
     for column, field in enumerate(fields(Phases)):
         yield {**figure_of("phase_ms", [row[column] for row in phases], p50=50, max=100), "phase": field.name}

@@ -23,9 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
 
-from account import Ledger, Phases, recoveries
 from driver import Job, JobFailedError, JobSpec
 from recovery import KillsAtFullStrength, figure_of
+from run_audit import CommittedRun, Phases, recoveries
 
 TRAIN = Path(__file__).with_name("pairs") / "train.py"
 RANKS, SPARES = 4, 1
@@ -39,24 +39,24 @@ class KillsOfTheSeated(KillsAtFullStrength):
     lack = "not whole again"
 
     def _victim(self) -> int:
-        journal = self._job.journal
-        return journal.spawned[self._source.choice(sorted(journal.sharers()))].local_rank
+        run_log = self._job.run_log
+        return run_log.spawned[self._source.choice(sorted(run_log.sharers()))].local_rank
 
     def _is_whole(self) -> bool:
         """Whether the newest step is of the newest generation, all seats voted for it, and a spare waits."""
-        journal, sent = self._job.journal, self._job.killer.sent
-        if journal.newest is None or journal.newest.generation != journal.generation:
+        run_log, sent = self._job.run_log, self._job.killer.sent
+        if run_log.newest is None or run_log.newest.generation != run_log.generation:
             return False
-        if journal.strength() < RANKS or journal.spares < SPARES:
+        if run_log.strength() < RANKS or run_log.spares < SPARES:
             return False
-        return not sent or journal.generation > journal.generation_of(sent[-1].member)
+        return not sent or run_log.generation > run_log.generation_of(sent[-1].member)
 
 
 def measure(job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) -> Iterator[dict[str, Any]]:
     """The figures. Raises JobFailedError."""
     job.follow(KillsOfTheSeated(job, num_kills, seed, wait_s).tick)
     job.read()
-    found = recoveries(job.journal, Ledger(job.journal), job.killer.happened(job.journal), RANKS)
+    found = recoveries(job.run_log, CommittedRun(job.run_log), job.killer.happened(job.run_log), RANKS)
     percents = {"p50": 50, "p99": 99, "max": 100}
     yield figure_of("recovery_ms", [each.recovery_ms for each in found], **percents)
     yield figure_of("full_ms", [each.rejoin_ms for each in found], **percents)

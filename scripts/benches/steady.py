@@ -38,7 +38,7 @@ def ours(args: argparse.Namespace, directory: Path) -> float:
     with Job(JobSpec(args.ranks, args.steps, args.seed, directory, ("--dim", str(args.dim)))) as job:
         job.follow(lambda: 1.0)
         job.read()
-        times = sorted({line.attempt: line.t for line in reversed(job.journal.committed)}.values())
+        times = sorted({line.attempt: line.t for line in reversed(job.run_log.committed)}.values())
     return _rate(times)
 
 
@@ -70,7 +70,7 @@ def coordinator_bytes(args: argparse.Namespace, directory: Path, train_args: tup
         window: list[tuple[float, int, int]] = []
 
         def tick() -> float | None:
-            newest = job.journal.newest
+            newest = job.run_log.newest
             if newest is None or newest.step < _WARM_UP or (window and time.monotonic() < window[0][0] + _WINDOW_S):
                 return 0.05
             window.append((time.monotonic(), newest.step, _sent(directory)))

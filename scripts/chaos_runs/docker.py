@@ -33,9 +33,9 @@ from types import FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
 
 from containers.engine import EngineError, NotHereError, Project, build, docker, find_compose
-from containers.findings import Host, came_back_wrongly, cut_off_wrongly, host_of, journal_of
-from journal import Attempt, Journal
-from soaking.verdict import broken
+from containers.host_logs import HostLog, came_back_wrongly, cut_off_wrongly, host_log_of, run_log_of
+from run_log import RunLog, StepAttempt
+from soaking.checks import failed_checks
 
 AGENTS = ("agent-1", "agent-2", "agent-3")
 CUT, KILLED = AGENTS[1:]
@@ -57,21 +57,23 @@ class NotSeenError(Exception):
 
 
 class Story:
-    """The job while it runs. `without`: the first generation without the host that was cut off. `due`: the samples of
-    each step."""
+    """The job while it runs. `without`: the first generation without the host that was cut off. `expected_samples`: the
+    samples of each step."""
 
     def __init__(self, project: Project) -> None:
         self.project = project
-        self.hosts: dict[str, Host] = {}
-        self.journal = Journal()
+        self.hosts: dict[str, HostLog] = {}
+        self.run_log = RunLog()
         self.without = 0
-        self.due: list[list[int]] = []
+        self.expected_samples: list[list[int]] = []
         self._began = time.monotonic()
 
     def tell(self) -> None:
         self._wait(f"{len(AGENTS) * RANKS_PER_AGENT} ranks train", lambda: self._strength_is(len(AGENTS)))
-        asked = docker("exec", self.project.container(AGENTS[0]), "python3", f"/app/{_PARTS}/due.py", *train_args())
-        self.due = json.loads(asked)
+        asked = docker(
+            "exec", self.project.container(AGENTS[0]), "python3", f"/app/{_PARTS}/expected_samples.py", *train_args()
+        )
+        self.expected_samples = json.loads(asked)
         container = self.project.container(KILLED)
         docker("kill", container)
         self._say(f"killed {KILLED}")
@@ -105,7 +107,7 @@ class Story:
         hosts = self.hosts.values()
         generations = [line for host in hosts for line in host.named("generation")]
         changes = [line for host in hosts for line in host.named("generation_change")]
-        found += broken(self.journal, generations, changes, self.due, {})
+        found += failed_checks(self.run_log, generations, changes, self.expected_samples, {})
         for name in (KILLED, CUT):
             found += came_back_wrongly(name, self.hosts[name])
         return found + cut_off_wrongly(CUT, self.hosts[CUT], self.without)
@@ -115,7 +117,7 @@ class Story:
         return {
             "passed": not faults,
             "faults": list(faults),
-            "steps": 0 if self.journal.newest is None else self.journal.newest.step + 1,
+            "steps": 0 if self.run_log.newest is None else self.run_log.newest.step + 1,
             "generations": max(generations, default=0),
             "members": sum(len(life) for host in self.hosts.values() for life in host.lives),
             "seconds": round(time.monotonic() - self._began, 1),
@@ -127,10 +129,10 @@ class Story:
         """The first generation in which they commit without it."""
         before = self._newest()
 
-        def others() -> Iterator[Attempt]:
+        def others() -> Iterator[StepAttempt]:
             return (
                 line.attempt
-                for line in self.journal.committed
+                for line in self.run_log.committed
                 if line.attempt.generation > before.generation and line.attempt.step > before.step
             )
 
@@ -145,18 +147,18 @@ class Story:
         return len(host.lives) == 2 and self._strength_is(len(AGENTS)) and bool(host.committed(host.lives[1]))
 
     def _strength_is(self, num_agents: int) -> bool:
-        return self.journal.strength() == num_agents * RANKS_PER_AGENT
+        return self.run_log.strength() == num_agents * RANKS_PER_AGENT
 
-    def _newest(self) -> Attempt:
-        assert self.journal.newest is not None
-        return self.journal.newest
+    def _newest(self) -> StepAttempt:
+        assert self.run_log.newest is not None
+        return self.run_log.newest
 
     def _any_runs(self) -> bool:
         return any(self.project.state(name)["Running"] for name in AGENTS)
 
     def _look(self) -> None:
-        self.hosts = {name: host_of(self.project.files(name)) for name in AGENTS}
-        self.journal = journal_of(self.hosts.values())
+        self.hosts = {name: host_log_of(self.project.files(name)) for name in AGENTS}
+        self.run_log = run_log_of(self.hosts.values())
 
     def _wait(self, what: str, seen: Callable[[], bool], *, may_end: bool = False) -> None:
         deadline = time.monotonic() + _LIMIT_S
@@ -165,14 +167,14 @@ class Story:
             if seen():
                 self._say(what)
                 return
-            if not may_end and (self.journal.finished or not self._any_runs()):
+            if not may_end and (self.run_log.finished or not self._any_runs()):
                 raise NotSeenError(f"the job was done before this was seen: {what}")
             if time.monotonic() > deadline:
                 raise NotSeenError(f"not seen within {_LIMIT_S:g} s: {what}")
             time.sleep(_LOOK_S)
 
     def _say(self, what: str) -> None:
-        step = "-" if self.journal.newest is None else self.journal.newest.step
+        step = "-" if self.run_log.newest is None else self.run_log.newest.step
         print(f"{time.monotonic() - self._began:6.1f} s, step {step}: {what}", file=sys.stderr, flush=True)
 
 

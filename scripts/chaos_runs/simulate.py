@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from elasticgang.testing.simulation.batch import Tally, run_over
-from elasticgang.testing.simulation.scenario import play, read, shrink, write
-from elasticgang.testing.simulation.schedule import Failure
-from elasticgang.testing.simulation.truth import is_broken
+from elasticgang.simulation.invariants import is_broken
+from elasticgang.simulation.runner import Tally, run_over
+from elasticgang.simulation.scenario import play, read, shrink, write
+from elasticgang.simulation.schedule import Failure
 
 _TERMINAL_S, _LOG_S = 0.5, 30.0
 _MAX_PRINTED = 20
@@ -62,7 +62,7 @@ def simulate(seeds: range, num_processes: int) -> int:
             for failure in part.failures:
                 if len(total.failures) < _MAX_PRINTED:
                     progress.clear()
-                    print(spell(failure), flush=True)
+                    print(format_failure(failure), flush=True)
                 total.failures.append(failure)
             part.failures.clear()
             total.add(part)
@@ -76,7 +76,7 @@ def simulate(seeds: range, num_processes: int) -> int:
     return 130 if interrupted else int(bool(total.failures))
 
 
-def spell(failure: Failure) -> str:
+def format_failure(failure: Failure) -> str:
     """As a scenario, as short as can be. What the simulator itself raised is not one."""
     if not is_broken(failure.violation):
         return f"# Seed {failure.seed}.\n{failure.violation}"

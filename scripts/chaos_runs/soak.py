@@ -1,15 +1,15 @@
-"""Train under random blows for some minutes, and check every promise in what the members wrote.
+"""Train under random faults for some minutes, and check every promise in what the members wrote.
 
 The demo's model, on several agents with a coordinator: ranks, comm processes, standbys, agents and the coordinator
 (lighthouse and store) are killed, ranks and comm processes are stopped, some for ever, ranks are drained, several at
 once; and ranks are killed inside a generation change, a heal and a vote, when the events tell of one. What ends is
 started again. One member that holds the state is always left alone.
 
-Checked from the members' own histories, which they write as they go: one chain of records (R2); for each step one
-attempt (R4), made of the step's samples, each once (R5); final parameters equal on all members bit for bit; the loss
-curve beside that of one undisturbed process.
+Checked from the members' own histories, which they write as they go: one chain of records (RULE-2); for each step one
+attempt (RULE-4), made of the step's samples, each once (RULE-5); final parameters equal on all members bit for bit; the
+loss curve beside that of one undisturbed process.
 
-The number of steps is what would nearly fill --minutes undisturbed, by the speed of a first run: under blows the job
+The number of steps is what would nearly fill --minutes undisturbed, by the speed of a first run: under faults the job
 takes longer, and what is left after --minutes is done without.
 """
 
@@ -30,12 +30,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
 
-from account import Ledger
 from driver import TRAIN, Tail
-from journal import Journal
-from soaking.blows import Blows
+from run_audit import CommittedRun
+from run_log import RunLog
+from soaking.checks import failed_checks
+from soaking.fault_injector import FaultInjector
 from soaking.fleet import Fleet, FleetSpec
-from soaking.verdict import broken
 
 _SMALL = ("--dim", "64", "--layers", "1", "--context", "32")
 _TICK_S = 0.004
@@ -63,7 +63,7 @@ def _wait_for_steps(fleet: Fleet, num_steps: int) -> float:
     deadline = time.monotonic() + _STALL_S
     while time.monotonic() < deadline:
         fleet.read()
-        if fleet.journal.newest is not None and fleet.journal.newest.step >= num_steps:
+        if fleet.run_log.newest is not None and fleet.run_log.newest.step >= num_steps:
             return time.monotonic()
         if any(agent.process.poll() is not None for agent in fleet.agents):
             break
@@ -71,22 +71,22 @@ def _wait_for_steps(fleet: Fleet, num_steps: int) -> float:
     raise SoakFailedError(f"the job does not start; see {fleet.spec.directory}")
 
 
-def soak(args: argparse.Namespace, fleet: Fleet, blows: Blows, num_steps: int) -> None:
+def soak(args: argparse.Namespace, fleet: Fleet, injector: FaultInjector, num_steps: int) -> None:
     """Until the job is over. Raises SoakFailedError when it stands still, or an agent fails."""
     began = told = time.monotonic()
     blows_end = math.inf if args.steps is not None else began + args.minutes * 60
-    newest, moved = fleet.journal.newest, began
+    newest, moved = fleet.run_log.newest, began
     while not fleet.is_over:
         fleet.read()
-        if not fleet.journal.finished and time.monotonic() < blows_end:
-            blows.tick()
+        if not fleet.run_log.finished and time.monotonic() < blows_end:
+            injector.tick()
         else:
-            blows.stop()
-        if not fleet.journal.finished:
+            injector.stop()
+        if not fleet.run_log.finished:
             fleet.revive()
         now = time.monotonic()
-        if fleet.journal.newest != newest:
-            newest, moved = fleet.journal.newest, now
+        if fleet.run_log.newest != newest:
+            newest, moved = fleet.run_log.newest, now
         if now - moved > _STALL_S:
             raise SoakFailedError(
                 f"no step was committed for {_STALL_S:g} s, after {newest}; see {fleet.spec.directory}"
@@ -99,7 +99,7 @@ def soak(args: argparse.Namespace, fleet: Fleet, blows: Blows, num_steps: int) -
             print(
                 f"{now - began:5.0f} s: step {done} of {num_steps}, generation "
                 f"{max((line['generation'] for _, line in fleet.generations), default=0)}, "
-                f"{len(fleet.live())} of {fleet.spec.ranks} ranks, {len(blows.done)} blows",
+                f"{len(fleet.live())} of {fleet.spec.ranks} ranks, {len(injector.done)} faults",
                 file=sys.stderr,
                 flush=True,
             )
@@ -116,11 +116,11 @@ def reference_curve(args: argparse.Namespace, num_steps: int, directory: Path) -
         return {}
     command = [sys.executable, str(TRAIN), *train_args(args, num_steps), "--output-dir", str(directory)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    journal = Journal()
+    run_log = RunLog()
     for path in (directory / "history").glob("*.jsonl"):
         for line in Tail(path).read():
-            journal.add_history("alone", line)
-    return Ledger(journal).curve
+            run_log.add_history("alone", line)
+    return CommittedRun(run_log).curve
 
 
 def expected_samples(args: argparse.Namespace, num_steps: int) -> Sequence[Sequence[int]]:
@@ -135,19 +135,21 @@ def train_args(args: argparse.Namespace, num_steps: int) -> list[str]:
     return ["--steps", str(num_steps), "--seed", str(args.seed), *_SMALL]
 
 
-def summary(fleet: Fleet, blows: Blows, num_steps: int, seconds: float, faults: Sequence[str]) -> dict[str, Any]:
+def summary(
+    fleet: Fleet, injector: FaultInjector, num_steps: int, seconds: float, faults: Sequence[str]
+) -> dict[str, Any]:
     phases: list[Mapping[str, float | None]] = [change["phases_ms"] for change in fleet.changes]
     return {
         "passed": not faults,
         "faults": list(faults),
         "minutes": round(seconds / 60, 2),
         "steps": num_steps,
-        "blows": len(blows.done),
-        "by_kind": blows.counts(),
+        "num_faults": len(injector.done),
+        "by_kind": injector.counts(),
         "generations": max((line["generation"] for _, line in fleet.generations), default=0),
-        "members": len(fleet.journal.spawned),
+        "members": len(fleet.run_log.spawned),
         "agents": len(fleet.agents) + len(fleet.past),
-        "dropped_attempts": len(Ledger(fleet.journal).dropped),
+        "dropped_attempts": len(CommittedRun(fleet.run_log).dropped),
         "in_doubt": sum(len(change["in_doubt"]) for change in fleet.changes),
         "configure_ms_max": max((phase["configure"] or 0.0 for phase in phases), default=0.0),
     }
@@ -160,13 +162,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--minutes", type=float, default=1.0, help="of blows (default: %(default)g)")
+    parser.add_argument("--minutes", type=float, default=1.0, help="of faults (default: %(default)g)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the blows, the model and the data (default: %(default)s)"
+        "--seed", type=int, default=0, help="of the faults, the model and the data (default: %(default)s)"
     )
     parser.add_argument("--agents", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="of each agent (default: %(default)s)")
-    parser.add_argument("--every", type=float, default=2.0, help="mean seconds between blows (default: %(default)g)")
+    parser.add_argument("--every", type=float, default=2.0, help="mean seconds between faults (default: %(default)g)")
     parser.add_argument("--steps", type=int, help="this many, whatever time it takes")
     parser.add_argument(
         "--reference-steps", type=int, default=10**9, help="of the undisturbed run, at most (default: all)"
@@ -187,13 +189,13 @@ def run(args: argparse.Namespace, directory: Path) -> int:
     if num_steps is None:
         rate = calibrate(args, directory / "calibration")
         num_steps = max(_MIN_STEPS, int(args.minutes * 60 * rate * _SHARE))
-        print(f"{rate:.1f} steps a second undisturbed; {num_steps} steps under blows", file=sys.stderr, flush=True)
+        print(f"{rate:.1f} steps a second undisturbed; {num_steps} steps under faults", file=sys.stderr, flush=True)
     spec = FleetSpec(args.agents, args.ranks, directory / "job", train_args(args, num_steps))
     began = time.monotonic()
     with Fleet(spec) as fleet:
-        blows = Blows(fleet, random.Random(f"soak {args.seed}"), args.every)
+        injector = FaultInjector(fleet, random.Random(f"soak {args.seed}"), args.every)
         try:
-            soak(args, fleet, blows, num_steps)
+            soak(args, fleet, injector, num_steps)
             faults = []
         except SoakFailedError as error:
             faults = [str(error)]
@@ -201,8 +203,8 @@ def run(args: argparse.Namespace, directory: Path) -> int:
     if not faults:
         reference = reference_curve(args, num_steps, directory / "reference")
         generations = [line for _, line in fleet.generations]
-        faults = broken(fleet.journal, generations, fleet.changes, expected_samples(args, num_steps), reference)
-    found = summary(fleet, blows, num_steps, seconds, faults)
+        faults = failed_checks(fleet.run_log, generations, fleet.changes, expected_samples(args, num_steps), reference)
+    found = summary(fleet, injector, num_steps, seconds, faults)
     text = json.dumps(found, indent=2)
     (directory / "summary.json").write_text(text + "\n")
     print(text)

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from account import Ledger, Recovery, recoveries
 from driver import Job, JobFailedError, JobSpec
 from kills import ScheduledKills
 from progress import Progress, Status
 from report import LOSS_TOLERANCE, Asked, Report, Run
+from run_audit import CommittedRun, Recovery, recoveries
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_RANKS = 8  # the slots of train.py's batch: more ranks would have nothing to do
@@ -131,14 +131,14 @@ def run_job(spec: JobSpec, label: str, kills: ScheduledKills | None) -> tuple[Jo
     with Job(spec) as job, Progress(label, spec.steps) as progress:
 
         def tick() -> float:
-            wait_s = math.inf if kills is None else kills.tick(job.killer, job.journal)
-            if progress.is_due and job.journal.newest is not None:
+            wait_s = math.inf if kills is None else kills.tick(job.killer, job.run_log)
+            if progress.is_due and job.run_log.newest is not None:
                 progress.show(status_of(job))
             return wait_s
 
         try:
             job.follow(tick)
-            if job.journal.newest is not None:
+            if job.run_log.newest is not None:
                 progress.show(status_of(job))
         except JobFailedError as error:
             return job, str(error)
@@ -146,14 +146,14 @@ def run_job(spec: JobSpec, label: str, kills: ScheduledKills | None) -> tuple[Jo
 
 
 def status_of(job: Job) -> Status:
-    ledger = Ledger(job.journal)
-    newest = max(ledger.committed_at)
-    found: list[Recovery] = recoveries(job.journal, ledger, job.killer.sent, job.spec.ranks)
+    committed_run = CommittedRun(job.run_log)
+    newest = max(committed_run.committed_at)
+    found: list[Recovery] = recoveries(job.run_log, committed_run, job.killer.sent, job.spec.ranks)
     measured = [recovery.recovery_ms for recovery in found if recovery.recovery_ms is not None]
     return Status(
-        steps=len(ledger.attempts),
-        loss=ledger.loss(newest),
-        seated=job.journal.seated,
+        steps=len(committed_run.attempts),
+        loss=committed_run.loss(newest),
+        seated=job.run_log.seated,
         ranks=job.spec.ranks,
         kills=len(found),
         recovery_ms=measured[-1] if measured else None,
@@ -180,14 +180,14 @@ def run(args: argparse.Namespace, directory: Path) -> Report:
         spec_of_reference = JobSpec(args.ranks, args.steps, args.seed, directory / "reference")
         undisturbed, failure = run_job(spec_of_reference, "reference", None)
         failure = None if failure is None else f"the undisturbed run: {failure}"
-        reference = Ledger(undisturbed.journal).curve
-    happened = job.killer.happened(job.journal)
+        reference = CommittedRun(undisturbed.run_log).curve
+    happened = job.killer.happened(job.run_log)
     return Report(
         Run(
             asked=Asked(args.ranks, args.steps, args.seed, None if kills is None else args.kill_every),
-            journal=job.journal,
+            run_log=job.run_log,
             failure=failure,
-            due=[] if kills is None else kills.asked(job.journal, len(happened)),
+            due=[] if kills is None else kills.asked(job.run_log, len(happened)),
             carried_out=[] if kills is None else kills.carried_out,
             kills=happened,
             expected=expected_samples(spec),

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from journal import Journal
 from kills import Killer
+from run_log import RunLog
 
 ELASTICGANG = Path(sys.executable).with_name("elasticgang")
 TRAIN = Path(__file__).with_name("train.py")
@@ -84,7 +84,7 @@ class Job:
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
-        self.journal = Journal()
+        self.run_log = RunLog()
         self.log = spec.directory / "job.log"
         self._events = Tail(spec.directory / "events.jsonl")
         self._histories: dict[str, Tail] = {}
@@ -125,15 +125,15 @@ class Job:
             JobFailedError: the job ended in another way, or commits nothing any more. It may still run.
         """
         wait_s: float | None = 0.0
-        newest, deadline = self.journal.newest, time.monotonic() + _START_LIMIT_S
+        newest, deadline = self.run_log.newest, time.monotonic() + _START_LIMIT_S
         while wait_s is not None:
             ended = self._wait(min(wait_s, _TICK_S))
             self.read()
             wait_s = tick()
             if ended:
                 break
-            if self.journal.newest != newest:
-                newest, deadline = self.journal.newest, time.monotonic() + _STALL_LIMIT_S
+            if self.run_log.newest != newest:
+                newest, deadline = self.run_log.newest, time.monotonic() + _STALL_LIMIT_S
             elif time.monotonic() > deadline:
                 committed = 0 if newest is None else newest.step + 1
                 raise JobFailedError(f"no step was committed for long after {committed} steps; see {self.log}")
@@ -141,17 +141,17 @@ class Job:
             raise JobFailedError(f"{self._reason()} (exit code {self._agent.returncode}); see {self.log}")
 
     def read(self) -> None:
-        """Bring the journal up to date."""
+        """Bring the run log up to date."""
         for line in self._events.read():
-            self.journal.add_event(line)
-        for member in self.journal.spawned:
+            self.run_log.add_event(line)
+        for member in self.run_log.spawned:
             if member in self._complete:
                 continue
             if member not in self._histories:
                 self._histories[member] = Tail(self.spec.directory / "history" / f"{member}.jsonl")
             for line in self._histories[member].read():
-                self.journal.add_history(member, line)
-            if member in self.journal.exited:  # so the event was there before its file was read
+                self.run_log.add_history(member, line)
+            if member in self.run_log.exited:  # so the event was there before its file was read
                 self._complete.add(member)
 
     def stop(self) -> None:
@@ -173,7 +173,7 @@ class Job:
         return self._agent.poll() is not None
 
     def _reason(self) -> str:
-        if self.journal.failure is not None:
-            return self.journal.failure
+        if self.run_log.failure is not None:
+            return self.run_log.failure
         lines = self.log.read_text(errors="replace").splitlines()
         return lines[-1] if lines else "it said nothing"

@@ -1,8 +1,8 @@
 """Whom to kill, when, and how to be sure who it was.
 
-K1  Only a process that is, at that moment, a rank of the job is ever sent a signal, whatever became of its pid.
-K2  No kill takes the last live member that holds state; before the first generation, nor the last live rank.
-K3  A kill counts once the agent has reaped that very process as killed by SIGKILL.
+KILL-1  Only a process that is, at that moment, a rank of the job is ever sent a signal, whatever became of its pid.
+KILL-2  No kill takes the last live member that holds state; before the first generation, nor the last live rank.
+KILL-3  A kill counts once the agent has reaped that very process as killed by SIGKILL.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from account import Kill
-from journal import Journal, Spawned
+from run_audit import Kill
+from run_log import RunLog, Spawned
 
 _HELD_UP_S = 0.005
 _LAST_MOMENTS_S = 1.0
@@ -25,30 +25,30 @@ IsRank = Callable[[Spawned], bool]
 
 
 @dataclass(frozen=True)
-class Due:
+class DueKill:
     """A kill as drawn. `after_s`: from the start of the ranks."""
 
     after_s: float
     local_rank: int
 
 
-def draw_schedule(seed: int, ranks: int, every_s: float) -> Iterator[Due]:
+def draw_schedule(seed: int, ranks: int, every_s: float) -> Iterator[DueKill]:
     """An endless schedule: waits between 0.6 and 1.4 times `every_s`, and ranks, each as likely as the other."""
     source = random.Random(f"kills {seed}")
     after_s = 0.0
     while True:
         after_s += every_s * source.uniform(0.6, 1.4)
-        yield Due(after_s, source.randrange(ranks))
+        yield DueKill(after_s, source.randrange(ranks))
 
 
-def choose(journal: Journal, local_rank: int, is_rank: IsRank) -> Spawned | None:
-    """The live member of `local_rank`, or of the next rank that may be killed; None when none may (K2)."""
-    live = {rank: spawned for rank, spawned in journal.live().items() if is_rank(spawned)}
-    if journal.num_generations == 0:
+def choose(run_log: RunLog, local_rank: int, is_rank: IsRank) -> Spawned | None:
+    """The live member of `local_rank`, or of the next rank that may be killed; None when none may (KILL-2)."""
+    live = {rank: spawned for rank, spawned in run_log.live().items() if is_rank(spawned)}
+    if run_log.num_generations == 0:
         needed = set(live)  # nobody holds anything yet, so anybody can begin
     else:
         # Empty before the first commit: who holds the state of step 0 is not written anywhere.
-        holders = journal.holders()
+        holders = run_log.holders()
         needed = {rank for rank, spawned in live.items() if spawned.member in holders}
     for rank in sorted(live, key=lambda rank: (rank < local_rank, rank)):
         if needed - {rank}:
@@ -65,10 +65,10 @@ class Killer:
         self._number = number
         self.sent: list[Kill] = []
 
-    def kill(self, journal: Journal, local_rank: int) -> Kill | None:
+    def kill(self, run_log: RunLog, local_rank: int) -> Kill | None:
         """Kill the member of `local_rank`, or of the next rank that may be killed. None: nobody may be, now."""
         sent = {kill.member for kill in self.sent}  # these may take a while to die
-        victim = choose(journal, local_rank, lambda who: who.member not in sent and self._is_rank(who.pid))
+        victim = choose(run_log, local_rank, lambda who: who.member not in sent and self._is_rank(who.pid))
         if victim is None:
             return None
         try:
@@ -76,7 +76,8 @@ class Killer:
         except ProcessLookupError:
             return None
         try:
-            # K1: the descriptor names one process for ever; that it is the rank is looked up only after it was opened.
+            # KILL-1: the descriptor names one process for ever; that it is the rank is looked up only after it was
+            # opened.
             if not self._is_rank(victim.pid):
                 return None
             t = time.monotonic()
@@ -85,16 +86,16 @@ class Killer:
             return None
         finally:
             os.close(descriptor)
-        step = 0 if journal.newest is None else journal.newest.step + 1
+        step = 0 if run_log.newest is None else run_log.newest.step + 1
         self.sent.append(Kill(victim.member, victim.local_rank, victim.pid, t, step))
         return self.sent[-1]
 
-    def happened(self, journal: Journal) -> list[Kill]:
-        """K3. Those of `sent` that count, so far."""
+    def happened(self, run_log: RunLog) -> list[Kill]:
+        """KILL-3. Those of `sent` that count, so far."""
         return [
             kill
             for kill in self.sent
-            if kill.member in journal.exited and journal.exited[kill.member].status == -signal.SIGKILL
+            if kill.member in run_log.exited and run_log.exited[kill.member].status == -signal.SIGKILL
         ]
 
     def _is_rank(self, pid: int) -> bool:
@@ -114,27 +115,27 @@ class ScheduledKills:
     def __init__(self, seed: int, ranks: int, every_s: float) -> None:
         self._schedule = draw_schedule(seed, ranks, every_s)
         self.drawn = [next(self._schedule)]
-        self.carried_out: list[tuple[Due, Kill]] = []
+        self.carried_out: list[tuple[DueKill, Kill]] = []
 
-    def tick(self, killer: Killer, journal: Journal) -> float:
+    def tick(self, killer: Killer, run_log: RunLog) -> float:
         """Kill whom it is time for. Returns for how many seconds there is nothing to do."""
-        if journal.started_at is None or journal.finished:
+        if run_log.started_at is None or run_log.finished:
             return math.inf
         due = self.drawn[-1]
-        wait_s = journal.started_at + due.after_s - time.monotonic()
+        wait_s = run_log.started_at + due.after_s - time.monotonic()
         if wait_s > 0:
             return wait_s
-        kill = killer.kill(journal, due.local_rank)
+        kill = killer.kill(run_log, due.local_rank)
         if kill is None:
             return _HELD_UP_S
         self.carried_out.append((due, kill))
         self.drawn.append(next(self._schedule))
         return 0.0
 
-    def asked(self, journal: Journal, num_happened: int) -> list[Due]:
+    def asked(self, run_log: RunLog, num_happened: int) -> list[DueKill]:
         """What was due while the job ran; at least one, since a run without a kill shows nothing. What was due in its
         last moments only if it happened: the job may end before that."""
-        if journal.started_at is None or not journal.finished:
+        if run_log.started_at is None or not run_log.finished:
             return self.drawn
-        end_s = min(finished.t for finished in journal.finished) - journal.started_at - _LAST_MOMENTS_S
+        end_s = min(finished.t for finished in run_log.finished) - run_log.started_at - _LAST_MOMENTS_S
         return self.drawn[: max(1, num_happened, sum(due.after_s <= end_s for due in self.drawn))]

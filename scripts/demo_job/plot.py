@@ -65,10 +65,10 @@ def _plot_loss(axes: Axes, report: Report) -> None:
 
 
 def _plot_strength(axes: Axes, report: Report) -> None:
-    steps = sorted(report.ledger.attempts)
+    steps = sorted(report.committed_run.attempts)
     axes.step(
         steps,
-        [report.ledger.strength(report.ledger.attempts[step][0]) for step in steps],
+        [report.committed_run.strength(report.committed_run.attempts[step][0]) for step in steps],
         where="mid",
         color=_LOSS,
         linewidth=1.1,

@@ -1,6 +1,6 @@
 """A run's figures: as JSON, and as lines for people.
 
-Pure, as `account.py` is.
+Pure, as `run_audit.py` is.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from account import (
+from kills import DueKill
+from run_audit import (
     Audit,
+    CommittedRun,
     Difference,
     Kill,
-    Ledger,
     Outcome,
     Recovery,
     Rejoin,
@@ -25,8 +26,7 @@ from account import (
     recoveries,
     rejoins,
 )
-from journal import Journal
-from kills import Due
+from run_log import RunLog
 
 # How far the loss of a step may be from that of the undisturbed run, which adds up the same terms in another order.
 #
@@ -54,10 +54,10 @@ class Run:
     these, the ones that happened. `reference`: the loss curve of the undisturbed run, if there was one."""
 
     asked: Asked
-    journal: Journal
+    run_log: RunLog
     failure: str | None
-    due: Sequence[Due]
-    carried_out: Sequence[tuple[Due, Kill]]
+    due: Sequence[DueKill]
+    carried_out: Sequence[tuple[DueKill, Kill]]
     kills: Sequence[Kill]
     expected: Sequence[Sequence[int]]
     reference: Mapping[int, float] | None
@@ -68,23 +68,23 @@ class Report:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.ledger = Ledger(run.journal)
-        self.curve = self.ledger.curve
-        self.recoveries: list[Recovery] = recoveries(run.journal, self.ledger, run.kills, run.asked.ranks)
-        self.rejoins: list[Rejoin] = rejoins(run.journal, self.ledger)
+        self.committed_run = CommittedRun(run.run_log)
+        self.curve = self.committed_run.curve
+        self.recoveries: list[Recovery] = recoveries(run.run_log, self.committed_run, run.kills, run.asked.ranks)
+        self.rejoins: list[Rejoin] = rejoins(run.run_log, self.committed_run)
         self.difference: Difference | None = None
         if run.reference is not None:
             self.difference = largest_difference(self.curve, run.reference)
         reached = max(self.curve, default=-1) + 1  # of a job that failed, what it committed is still audited
-        self.audit: Audit = audit(self.ledger, run.expected[:reached] if run.failure else run.expected)
+        self.audit: Audit = audit(self.committed_run, run.expected[:reached] if run.failure else run.expected)
         self.faults = faults(
             Outcome(
                 failure=run.failure,
                 steps_asked=run.asked.steps,
                 steps=len(self.curve),
                 audit=self.audit,
-                torn=self.ledger.torn,
-                digests=[finished.digest for finished in run.journal.finished],
+                torn=self.committed_run.torn,
+                digests=[finished.digest for finished in run.run_log.finished],
                 difference=self.difference,
                 tolerance=LOSS_TOLERANCE,
                 kills_asked=len(run.due),
@@ -95,9 +95,9 @@ class Report:
     @property
     def seconds(self) -> float:
         """From the start of the ranks to the last committed step."""
-        if self.run.journal.started_at is None:
+        if self.run.run_log.started_at is None:
             return 0.0
-        return max(self.ledger.committed_at.values(), default=0.0) - self.run.journal.started_at
+        return max(self.committed_run.committed_at.values(), default=0.0) - self.run.run_log.started_at
 
     def summary(self) -> dict[str, Any]:
         asked, reference = self.run.asked, self.run.reference
@@ -110,15 +110,15 @@ class Report:
             "ranks": asked.ranks,
             "kills": len(self.run.kills),
             "rejoins": len(self.rejoins),
-            "generations": self.run.journal.num_generations,
-            "dropped_steps": len(self.ledger.dropped),
+            "generations": self.run.run_log.num_generations,
+            "dropped_steps": len(self.committed_run.dropped),
             "lost_samples": self.audit.lost,
             "duplicate_samples": self.audit.duplicate,
             "final_loss": _last(self.curve),
             "reference_final_loss": None if reference is None else _last(reference),
             "recovery_ms": {name: _rounded(recovery_ms, percent) for name, percent in _PERCENTS.items()},
             "rejoin_ms": {name: _rounded(rejoin_ms, _PERCENTS[name]) for name in ("p50", "max")},
-            "tokens_per_s": round(self.ledger.num_tokens / self.seconds, 1) if self.seconds > 0 else None,
+            "tokens_per_s": round(self.committed_run.num_tokens / self.seconds, 1) if self.seconds > 0 else None,
             "seconds": round(self.seconds, 3),
             "steps_asked": asked.steps,
             "kills_asked": len(self.run.due),
@@ -174,10 +174,10 @@ class Report:
         size = difference.size if math.isfinite(difference.size) else None
         return {"largest": size, "step": difference.step, "tolerance": LOSS_TOLERANCE}
 
-    def _carried_out(self, due: Due, kill: Kill) -> dict[str, Any]:
+    def _carried_out(self, due: DueKill, kill: Kill) -> dict[str, Any]:
         found = next((recovery for recovery in self.recoveries if recovery.kill == kill), None)
         return {
-            "after_s": round(kill.t - (self.run.journal.started_at or 0.0), 3),
+            "after_s": round(kill.t - (self.run.run_log.started_at or 0.0), 3),
             "rank": kill.local_rank,
             "pid": kill.pid,
             "step": kill.step,

@@ -65,9 +65,9 @@ class Count:
 
 
 def wait_for_company(manager: eg.QuorumManager, size: int) -> None:
-    membership: Any = manager._membership
+    rendezvous: Any = manager._rendezvous
     deadline = time.monotonic() + COME_BACK_S
-    while len(membership.record.seats) < size and not (membership.join_noticed or manager.poisoned):
+    while len(rendezvous.record.seats) < size and not (rendezvous.join_noticed or manager.poisoned):
         assert time.monotonic() < deadline, "nobody came back"
         time.sleep(0.002)
 

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor, nn
 
 import elasticgang as eg
-from elasticgang.state import keeper as keeper_module
+from elasticgang.state import snapshot_server as keeper_module
 from tests.support import comm_processes, is_alive, wait_until
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 8, 2, 5
@@ -55,7 +55,7 @@ HOLD_S = 120.0
 
 PLACES = (
     "start", "joined", "built", "step", "forward", "body", "summed", "voted", "told", "torn", "applied",
-    "ask", "asked", "agreed", "configure", "entered", "healing", "half-healed", "serving", "healed", "finished",
+    "request", "requested", "agreed", "configure", "entered", "healing", "half-healed", "serving", "healed", "finished",
 )  # fmt: skip
 
 
@@ -199,37 +199,37 @@ class Faults:
         """In a step that was begun without all ranks: wait for somebody to ask to join."""
         manager = self.manager
         assert manager is not None
-        if manager._membership.record is None:
+        if manager._rendezvous.record is None:
             return
         deadline = time.monotonic() + COME_BACK_S
-        while self.more and not (self._are_all_seated() or manager._membership.join_noticed or manager.poisoned):
+        while self.more and not (self._are_all_seated() or manager._rendezvous.join_noticed or manager.poisoned):
             assert time.monotonic() < deadline, "nobody came back"
             time.sleep(0.002)
 
     def _are_all_seated(self) -> bool:
-        record = self.manager._membership.record if self.manager is not None else None
+        record = self.manager._rendezvous.record if self.manager is not None else None
         return record is not None and len(record.seats) >= self._num_ranks - self._num_going
 
     # -- where it happens
 
     def install(self, manager: eg.QuorumManager) -> None:
         self.manager = manager
-        membership: Any = manager._membership
-        if not hasattr(membership, "_link"):
+        rendezvous: Any = manager._rendezvous
+        if not hasattr(rendezvous, "_link"):
             return  # alone
         self._around(manager, "_totals", after=lambda _: self.at("summed"))
-        self._around(manager._ledger, "count", before=lambda *_: self.at("voted"))
-        self._around(membership, "committed", after=lambda *_: self.at("told"))
+        self._around(manager._member_state, "count", before=lambda *_: self.at("voted"))
+        self._around(rendezvous, "committed", after=lambda *_: self.at("told"))
         self._around(manager, "_apply", after=lambda *_: self.at("applied"))
         self._around(
-            membership._link,
-            "tell",
-            before=lambda kind, **_: self.at("ask") if kind == "ask" else None,
-            after=lambda kind, **_: self.at("asked") if kind == "ask" else None,
+            rendezvous._link,
+            "send",
+            before=lambda kind, **_: self.at("request") if kind == "request" else None,
+            after=lambda kind, **_: self.at("requested") if kind == "request" else None,
         )
         self._around(manager, "_act", before=lambda *_: self.at("agreed"))
-        self._around(membership, "_configure", before=lambda *_: self.at("configure"))
-        self._around(membership, "enter", after=lambda *_: self.at("entered"))
+        self._around(rendezvous, "_configure", before=lambda *_: self.at("configure"))
+        self._around(rendezvous, "next_generation", after=lambda *_: self.at("entered"))
         self._around(
             manager,
             "_heal",
@@ -237,7 +237,7 @@ class Faults:
             after=lambda: self.at("healed") if manager.tip else None,
         )
         self._around(keeper_module, "_receive_tensor", after=lambda *_: self.at("half-healed"))
-        self._around(manager._keeper, "_send_state", before=lambda *_: self.at("serving"))
+        self._around(manager._state_server, "_send_state", before=lambda *_: self.at("serving"))
 
     @staticmethod
     def _around(

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import elasticgang as eg
-from elasticgang.quorum import manager as manager_module
-from elasticgang.state import channel, pull
-from elasticgang.state import keeper as keeper_module
+from elasticgang.member import manager as manager_module
+from elasticgang.state import snapshot_server as keeper_module
+from elasticgang.state import striped_fetch, transport
 from tests.support import wait_until
 
 NUM_STEPS = 5
@@ -23,7 +23,7 @@ MAX_LOST = 3
 
 
 def main() -> None:
-    channel.CHUNK_BYTES = 4096
+    transport.CHUNK_BYTES = 4096
     keeper_module._BY_RANGE_FROM_BYTES = 0
     manager_module._MAX_LOST_STEPS = MAX_LOST
     torch.manual_seed(int(os.environ["LOCAL_RANK"]))
@@ -45,12 +45,12 @@ def main() -> None:
 
 
 def narrow(manager: eg.QuorumManager) -> None:
-    put, lock, num_through = pull.Arrived.put, threading.Lock(), Counter[int]()
+    put, lock, num_through = striped_fetch.ReceivedChunks.put, threading.Lock(), Counter[int]()
 
     def is_over(generation: int) -> bool:
         return manager.generation != generation
 
-    def gated(arrived: pull.Arrived, *args: Any) -> bool:
+    def gated(arrived: striped_fetch.ReceivedChunks, *args: Any) -> bool:
         while True:
             with lock:
                 generation = manager.generation
@@ -59,7 +59,7 @@ def narrow(manager: eg.QuorumManager) -> None:
                     return put(arrived, *args)
             wait_until(partial(is_over, generation), "the next generation")
 
-    pull.Arrived.put = gated  # type: ignore[method-assign, assignment]
+    striped_fetch.ReceivedChunks.put = gated  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ class Cluster:
         self.check_one_chain()
 
     def check_one_chain(self) -> None:
-        """R2: a generation has one digest, whoever tells of it."""
+        """RULE-2: a generation has one digest, whoever tells of it."""
         told = [event for agent in self.agents for event in agent.events() if event["event"] == "generation"]
         chain = {(event["generation"], event["digest"]) for event in told}
         assert len(chain) == len({generation for generation, _ in chain})

@@ -93,7 +93,7 @@ def check(job: Job, sizes: Sizes, faults: list[Line], reference: Reference) -> N
 
 
 def check_agreement(found: dict[str, list[Line]], num_steps: int) -> None:
-    """R4: one attempt at each step is committed, and no step is begun on shards of different steps."""
+    """RULE-4: one attempt at each step is committed, and no step is begun on shards of different steps."""
     committed: defaultdict[int, set[int]] = defaultdict(set)
     tips: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for line in itertools.chain(*found.values()):
@@ -107,7 +107,7 @@ def check_agreement(found: dict[str, list[Line]], num_steps: int) -> None:
 
 
 def check_samples_and_losses(found: dict[str, list[Line]], sizes: Sizes, reference: Reference) -> None:
-    """R5, in each part of the model; and what the last stage computed is what the run without sharding did."""
+    """RULE-5, in each part of the model; and what the last stage computed is what the run without sharding did."""
     generation_of = {
         line["step"]: line["generation"] for line in itertools.chain(*found.values()) if line["kind"] == "committed"
     }

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import elasticgang as eg
-from elasticgang.state.local import local, locally
+from elasticgang.state.dtensor import local, locally
 from tests.chaos.job import Faults, History, digest_of
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 16, 2, 5

@@ -38,7 +38,7 @@ def test_joiners_that_outnumber_the_members(tmp_path: Path, alone: str) -> None:
         cluster.reached(3, 1)
         joiners = [cluster.start(ranks=1) for _ in range(3)]
         for joiner in joiners:
-            joiner.expect("asked")
+            joiner.expect("requested")
         cluster.release(3)
         cluster.reached(9, 2)  # the first one is not alone any more
         cluster.release(9)
@@ -69,7 +69,7 @@ def test_an_agent_that_dies_with_a_question_open_holds_nobody_up(tmp_path: Path,
         first, second = cluster.start(nnodes="2:9", ranks=1), cluster.start(nnodes="2:9", ranks=1)
         cluster.reached(5, 2)
         ghost = cluster.start(ranks=2)
-        ghost.expect("asked", count=2)  # with both ranks
+        ghost.expect("requested", count=2)  # with both ranks
         ghost.process.kill()
         cluster.release(5)
         cluster.check(alone, [first, second])
@@ -136,7 +136,7 @@ def test_hosts_that_are_too_small_together_are_told_of_all_ranks(tmp_path: Path)
 
 OTHER_PROTOCOL = """\
 import importlib.util, pathlib, re, sys
-spec = importlib.util.find_spec("elasticgang.quorum.record")
+spec = importlib.util.find_spec("elasticgang.protocol.record")
 source = pathlib.Path(spec.origin).read_text()
 source, count = re.subn(r"^PROTOCOL = (\\d+)$", r"PROTOCOL = \\g<1>1", source, flags=re.MULTILINE)
 assert count == 1
@@ -169,18 +169,18 @@ def test_who_does_not_fit_is_refused_on_both_sides_and_the_job_goes_on(tmp_path:
         agents = [cluster.start(nnodes="2:9", ranks=1) for _ in range(2)]
         cluster.reached(5, 2)
         if what == "layout":
-            stranger = cluster.start(ranks=1, layout={"min_replicas": 2})
+            mismatched_agent = cluster.start(ranks=1, layout={"min_replicas": 2})
         elif what == "job":
-            stranger = cluster.start(ranks=1, job_id="another")
+            mismatched_agent = cluster.start(ranks=1, job_id="another")
         else:
-            stranger = cluster.start(ranks=1, program=["-c", OTHER_PROTOCOL])
+            mismatched_agent = cluster.start(ranks=1, program=["-c", OTHER_PROTOCOL])
         if what == "job":  # it is found out when the job next asks
             agents[0].expect("join noticed", generation=1)
             cluster.release(5)
-        assert stranger.wait() == 2
-        cluster.agents.remove(stranger)
-        stranger.assert_nothing_left()
-        assert "error: the job refused this host: its " + what in stranger.stderr
+        assert mismatched_agent.wait() == 2
+        cluster.agents.remove(mismatched_agent)
+        mismatched_agent.assert_nothing_left()
+        assert "error: the job refused this host: its " + what in mismatched_agent.stderr
         for agent in agents:
             agent.expect_line("refused")
             agent.expect_line(f"its {what} is")

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticgang.quorum.coordinator import connect, record_key
+from elasticgang.coordinator.endpoint import connect, record_key
 from tests.chaos.several import Cluster, generation_of
 from tests.chaos.test_kills import JOB, NUM_STEPS, check_samples, histories
 from tests.support import Job, kill, wait_until
@@ -42,7 +42,7 @@ def test_a_jobs_own_coordinator_comes_back_on_its_address(
         if with_rank:
             kill(job.rank_pid(1))
         (output / "go-5").touch()
-        job.expect("coordinator back")
+        job.expect("coordinator reachable")
         again = own_coordinator(job)
         assert again.pid != former.pid
         assert address & {connection.laddr for connection in again.net_connections() if connection.status == "LISTEN"}
@@ -72,11 +72,11 @@ def test_a_rank_that_dies_while_it_is_away_is_noticed_and_waited_with(tmp_path: 
         cluster.reached(5, 4)
         cluster.coordinator.process.kill()
         for agent in agents:
-            agent.expect("coordinator away")
+            agent.expect("coordinator unreachable")
         kill(agents[0].rank_pid(0))
         killed_at = time.monotonic()
         for agent in agents:
-            agent.expect("asked", count=2)  # by the connection between them: the others stand still in step 5
+            agent.expect("requested", count=2)  # by the connection between them: the others stand still in step 5
         assert time.monotonic() - killed_at < NOTICED_S
         cluster.release(5)
         time.sleep(1.0)  # nothing may happen
@@ -97,10 +97,10 @@ def test_training_goes_on_without_it_and_a_joiner_that_asks_first_is_not_alone(t
         cluster.reached(5, 2)
         cluster.coordinator.process.kill()
         for agent in agents:
-            agent.expect("coordinator away")
+            agent.expect("coordinator unreachable")
         cluster.release(5)
         cluster.reached(12, 2)
-        assert all(agent.events()[-1]["event"] == "coordinator away" for agent in agents)
+        assert all(agent.events()[-1]["event"] == "coordinator unreachable" for agent in agents)
         cluster.restart_coordinator()
         joiner = cluster.start(ranks=1)
         agents[0].expect("join noticed", generation=1)
@@ -119,7 +119,7 @@ def test_for_how_long_it_was_away_before_it_is_needed_does_not_count(tmp_path: P
         cluster.reached(5, 2)
         cluster.coordinator.process.kill()
         for agent in agents:
-            agent.expect("coordinator away")
+            agent.expect("coordinator unreachable")
         time.sleep(limit_s + 0.5)
         kill(agents[0].rank_pid(0))
         cluster.restart_coordinator()

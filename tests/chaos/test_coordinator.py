@@ -1,4 +1,4 @@
-"""The coordinator and an agent's contact with it, in one process: records that are kept, brought and told."""
+"""The coordinator and an agent's session with it, in one process: records that are kept, brought and told."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from elasticgang.coordinator.endpoint import OPEN_KEY, SilentError, reach, record_key, refuses
+from elasticgang.coordinator.server import Coordinator, ReservedPort
+from elasticgang.coordinator.session import CoordinatorSession, SessionCallbacks, present_record, restore_record
 from elasticgang.errors import OperationalError
 from elasticgang.layout import Member, ParallelLayout, plan
-from elasticgang.quorum.commit import Attempt
-from elasticgang.quorum.contact import Contact, Heard, bring, present_record
-from elasticgang.quorum.coordinator import OPEN_KEY, Coordinator, Reserved, SilentError, reach, record_key, refuses
-from elasticgang.quorum.decide import ACTIVE, Record, Seat
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import ACTIVE, Record, Seat
 from tests.support import wait_until
 
 TIMEOUT_S = 20.0
@@ -25,7 +26,7 @@ TIMEOUT_S = 20.0
 def record(generation: int, parent: Record | None = None, job: str = "job") -> Record:
     seat = Seat("m", "a", "host", 0, "127.0.0.1:1", ACTIVE)
     planned = plan([Member("m", "host")], ParallelLayout())
-    before = ("", ()) if parent is None else (parent.digest, parent.line_before())
+    before = ("", ()) if parent is None else (parent.digest, parent.ancestor_digests())
     return Record(
         job, generation, before[0], ParallelLayout(), planned, (seat,), ("a",), Attempt(0, 1), ancestors=before[1]
     )
@@ -44,15 +45,19 @@ def coordinator() -> Iterator[Coordinator]:
     made.close()
 
 
-def contact(coordinator: Coordinator, agent: str, newest: Record | None = None, job: str = "job") -> Contact:
-    return Contact(reach(coordinator.address, TIMEOUT_S), job, agent, newest, TIMEOUT_S)
+def open_session(
+    coordinator: Coordinator, agent: str, newest: Record | None = None, job: str = "job"
+) -> CoordinatorSession:
+    return CoordinatorSession(reach(coordinator.address, TIMEOUT_S), job, agent, newest, TIMEOUT_S)
 
 
-class Ears:
-    def __init__(self, contact: Contact) -> None:
+class Listener:
+    def __init__(self, session: CoordinatorSession) -> None:
         self.notices: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        contact.start(Heard(beat=lambda _: None, notice=lambda notice, _: self.notices.put(notice), lost=self.lost.put))
+        session.start(
+            SessionCallbacks(beat=lambda _: None, notice=lambda notice, _: self.notices.put(notice), lost=self.lost.put)
+        )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,7 @@ def test_the_newest_record_of_one_chain_wins(
     store = reach(coordinator.address, TIMEOUT_S).store
     if there is not None:
         store.set(record_key("job"), there.text)
-    bring(store, brought)
+    restore_record(store, brought)
     text, read = present_record(store, "job")
     assert (text, read) == (left.text, left)
     assert read is not None
@@ -82,7 +87,7 @@ def test_the_newest_record_of_one_chain_wins(
 def test_a_record_that_somebody_has_written_over_is_brought_again(coordinator: Coordinator) -> None:
     store = reach(coordinator.address, TIMEOUT_S).store
     store.set(record_key("job"), "{}")
-    bring(store, THIRD)
+    restore_record(store, THIRD)
     assert present_record(store, "job") == (THIRD.text, THIRD)
 
 
@@ -90,7 +95,7 @@ def test_a_record_that_somebody_has_written_over_is_brought_again(coordinator: C
 def test_records_are_kept_in_the_state_folder(tmp_path: Path, job: str) -> None:
     newest = record(1, job=job)
     former = Coordinator("127.0.0.1", 0, state_dir=str(tmp_path), grace_s=0.0)
-    contact(former, "a", newest, job)
+    open_session(former, "a", newest, job)
     wait_until(lambda: list(tmp_path.glob("*.record")), "the file")
     former.close()
     again = Coordinator("127.0.0.1", 0, state_dir=str(tmp_path), grace_s=0.0)
@@ -112,36 +117,40 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 
 def test_all_agents_hear_every_notice_in_one_order(coordinator: Coordinator) -> None:
-    agents = [contact(coordinator, f"agent-{number}") for number in range(3)]
-    ears = [Ears(agent) for agent in agents]
+    agents = [open_session(coordinator, f"agent-{number}") for number in range(3)]
+    listener = [Listener(agent) for agent in agents]
     for number in range(5):
         for which, agent in enumerate(agents):
             agent.post({"kind": "over", "generation": number, "reason": f"by {which}"})
-    heard = [[each.notices.get(timeout=TIMEOUT_S) for _ in range(15)] for each in ears]
+    heard = [[each.notices.get(timeout=TIMEOUT_S) for _ in range(15)] for each in listener]
     assert heard[0] == heard[1] == heard[2]
     assert {(notice["generation"], notice["reason"]) for notice in heard[0]} == {
         (number, f"by {which}") for number in range(5) for which in range(3)
     }
-    late = Ears(contact(coordinator, "late"))
+    late = Listener(open_session(coordinator, "late"))
     assert late.notices.get(timeout=TIMEOUT_S) == heard[0][0]
     for agent in agents:
         agent.close()
 
 
 def test_counts_grow_for_those_who_live(coordinator: Coordinator) -> None:
-    one, other = contact(coordinator, "one"), contact(coordinator, "other")
-    Ears(one)
-    wait_until(lambda: one.counts(["one"])["one"] > 2, "beats")
+    one, other = open_session(coordinator, "one"), open_session(coordinator, "other")
+    Listener(one)
+    wait_until(lambda: one.heartbeat_counts(["one"])["one"] > 2, "beats")
     one.close()
-    assert other.counts(["other", "nobody", "one"]) == {"other": 0, "nobody": 0, "one": other.counts(["one"])["one"]}
+    assert other.heartbeat_counts(["other", "nobody", "one"]) == {
+        "other": 0,
+        "nobody": 0,
+        "one": other.heartbeat_counts(["one"])["one"],
+    }
 
 
 def test_a_lost_connection_is_told_once_for_each_thread_and_is_no_notice() -> None:
     made = Coordinator("127.0.0.1", 0, grace_s=0.0)
-    ears = Ears(contact(made, "one"))
+    listener = Listener(open_session(made, "one"))
     made.close()
-    assert ears.lost.get(timeout=TIMEOUT_S)
-    assert ears.notices.empty()
+    assert listener.lost.get(timeout=TIMEOUT_S)
+    assert listener.notices.empty()
 
 
 def test_nobody_asks_before_the_grace_period_is_over() -> None:
@@ -153,7 +162,7 @@ def test_nobody_asks_before_the_grace_period_is_over() -> None:
 
 
 def test_a_reserved_port_refuses_until_a_coordinator_listens_on_it() -> None:
-    reserved = Reserved("127.0.0.1")
+    reserved = ReservedPort("127.0.0.1")
     address = f"127.0.0.1:{reserved.port}"
     assert refuses(address, 1.0)
     for _ in range(2):
@@ -181,7 +190,7 @@ def test_silence_is_no_refusal() -> None:
 
 def test_the_names_of_all_jobs_are_known_to_it(coordinator: Coordinator) -> None:
     for job in ("b", "a", "b"):
-        contact(coordinator, "agent", job=job)
+        open_session(coordinator, "agent", job=job)
     assert json.loads(reach(coordinator.address, TIMEOUT_S).store.get("elasticgang/jobs")) == ["a", "b"]
 
 

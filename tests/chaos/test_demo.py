@@ -40,8 +40,8 @@ def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
         schedule = summary["kill_schedule"]
         assert len(schedule["drawn"]) == summary["kills_asked"] == summary["kills"] >= 1
         events = [json.loads(line) for line in (tmp_path / "run" / "main" / "events.jsonl").read_text().splitlines()]
-        dismissed = {event["member"] for event in events if event["event"] == "dismissed"}  # at the end, without state
-        exited = [event for event in events if event["event"] == "exited" and event["member"] not in dismissed]
+        retired = {event["member"] for event in events if event["event"] == "retired"}  # at the end, without state
+        exited = [event for event in events if event["event"] == "exited" and event["member"] not in retired]
         killed = [event["pid"] for event in exited if event["status"] == -signal.SIGKILL]
         assert killed == [kill["pid"] for kill in schedule["carried_out"] if kill["happened"]]
         assert len(killed) == summary["kills"]

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from containers.findings import Host, came_back_wrongly, cut_off_wrongly, host_of
+from containers.host_logs import HostLog, came_back_wrongly, cut_off_wrongly, host_log_of
 from tests.support import REPOSITORY, wait_until
 
 HEALTH = REPOSITORY / "docker" / "health.py"
@@ -182,7 +182,7 @@ def test_an_agent_that_is_cut_off_is_not() -> None:
 # -- what docker-test finds in what a host wrote
 
 
-def host(*, lives: Sequence[Sequence[str]], committed: Sequence[tuple[str, int, float]]) -> Host:
+def host(*, lives: Sequence[Sequence[str]], committed: Sequence[tuple[str, int, float]]) -> HostLog:
     """A host that was cut off at 10 s and came back at 20 s. `committed`: (member, generation, at)."""
     events: list[dict[str, Any]] = []
     for number, members in enumerate(lives):
@@ -200,7 +200,7 @@ def host(*, lives: Sequence[Sequence[str]], committed: Sequence[tuple[str, int, 
             if name == member
         ]
         files[f"history/{member}.jsonl"] = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    return host_of(files)
+    return host_log_of(files)
 
 
 GOOD = [("a", 1, 5.0), ("b", 3, 25.0)]

@@ -67,9 +67,9 @@ SCENARIOS: dict[str, tuple[list[Fault], set[int], tuple[int, ...]]] = {
         {1, 3},
         (),
     ),
-    "while the first generation is agreed": ([soon("asked", 2, "drain")], {2}, ()),
+    "while the first generation is agreed": ([soon("requested", 2, "drain")], {2}, ()),
     "during a generation change": (
-        [at("body", 1, step=3), soon("asked", 2, "drain"), at("body", 1, step=9), soon("configure", 0, "drain")],
+        [at("body", 1, step=3), soon("requested", 2, "drain"), at("body", 1, step=9), soon("configure", 0, "drain")],
         {0, 2},
         (1, 1),
     ),
@@ -269,7 +269,7 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
     body = f"""
                 if rank == 1 and step.index == 3:
                     pathlib.Path({str(tmp_path)!r}, "busy").write_text("1\\n")
-                    while not manager._drain.asked: time.sleep(0.01)
+                    while not manager._drain.requested: time.sleep(0.01)
                     pathlib.Path({str(tmp_path)!r}, "heeded").write_text("1\\n")
                     time.sleep(50)
                 if rank == 0 and step.index < 200: time.sleep(0.01)

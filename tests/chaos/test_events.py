@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from elasticgang.quorum.changes import PHASES
+from elasticgang.observe.change_report import PHASES
 from tests.chaos.test_kills import JOB, at
 from tests.support import Job
 

@@ -45,7 +45,7 @@ def test_the_coordinator_is_started_again_once_it_can_be(tmp_path: Path) -> None
         kill(coordinator.pid)
         job.expect_line("elasticgang: the coordinator could not be started, and is tried again: [Errno 24]")
         allow_descriptors(job.process.pid, former)
-        job.expect("coordinator back")
+        job.expect("coordinator reachable")
         kill(job.rank_pid(1))
         job.expect("entered", local_rank=1, count=2)
         job.process.terminate()

@@ -57,7 +57,7 @@ SCENARIOS: dict[str, tuple[list[Fault], list[tuple[int, bool]]]] = {
     "stopped on the way to the next generation": (
         [
             at("body", 1, step=3),
-            soon("asked", 2, "stop"),
+            soon("requested", 2, "stop"),
             at("body", 1, step=8),
             soon("configure", 0, "stop"),
             at("body", 1, step=13),

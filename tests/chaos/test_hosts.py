@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticgang.quorum.lease import LEASE_S, MARGIN_S
+from elasticgang.process.lease import LEASE_S, MARGIN_S
 from tests.chaos.network import Network
 from tests.chaos.several import Cluster, generation_of
 from tests.support import Job

@@ -75,7 +75,7 @@ def check(job: Job, faults: list[Fault], alone: str, recovery_s: float = RECOVER
 
 
 def check_samples(found: list[list[dict[str, Any]]]) -> None:
-    """R4 and R5: one attempt at each step is committed, and it is made of the step's samples, each once."""
+    """RULE-4 and RULE-5: one attempt at each step is committed, and it is made of the step's samples, each once."""
     prepared: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     committed: defaultdict[int, set[int]] = defaultdict(set)
     for history in found:
@@ -138,9 +138,9 @@ SCENARIOS: dict[str, list[Fault]] = {
     ],
     "another rank during a generation change": [
         at("body", 1),
-        soon("ask", 2),
+        soon("request", 2),
         at("body", 1),
-        soon("asked", 2),
+        soon("requested", 2),
         at("body", 1),
         soon("agreed", 0),
         at("body", 1),
@@ -152,7 +152,7 @@ SCENARIOS: dict[str, list[Fault]] = {
         at("body", 1),
         soon("configure", 0, "comms"),
         at("body", 1),
-        soon("asked", 2, "standby"),
+        soon("requested", 2, "standby"),
         at("body", 1),
         soon("entered", 0, "comm"),
     ],
@@ -171,7 +171,7 @@ SCENARIOS: dict[str, list[Fault]] = {
     "while ranks start": [
         soon("start", 1, free=True),
         soon("joined", 0, free=True),
-        soon("asked", 2, free=True),
+        soon("requested", 2, free=True),
         soon("configure", 1, free=True),
         soon("entered", 0, free=True),
         at("body", 2),

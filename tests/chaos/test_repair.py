@@ -183,7 +183,7 @@ def test_what_would_make_the_others_wait_for_ever_is_refused(tmp_path: Path, scr
 LARGE = """
 import hashlib, os, pathlib, signal, threading, time
 import torch, elasticgang as eg
-from elasticgang.state import pull
+from elasticgang.state import striped_fetch
 
 manager = eg.join()
 model = torch.nn.Linear(2048, 2048)
@@ -191,19 +191,19 @@ ddp = eg.DistributedDataParallel(manager, model)
 optim = eg.Optimizer(manager, torch.optim.Adam(model.parameters()))
 manager.register_state(model=model, optim=optim)
 batches = eg.GlobalBatch(64, size=6, slot=2)
-inner = pull.Pull.run
+inner = striped_fetch.StripedFetch.run
 def run(self):
     state = inner(self)
     print("pulled from", len(self.given), flush=True)
     return state
-pull.Pull.run = run
-agree, met = pull.Pull._agree, threading.Barrier(2)
+striped_fetch.StripedFetch.run = run
+agree, met = striped_fetch.StripedFetch._agree, threading.Barrier(2)
 def agree_together(self, sock, source):  # nobody has given all before the other one could begin
     small = agree(self, sock, source)
     if len(self._sources) == 2:
         met.wait(60)
     return small
-pull.Pull._agree = agree_together
+striped_fetch.StripedFetch._agree = agree_together
 for step in manager.steps(8):
     with step:
         slots = batches.slots(step)
@@ -214,8 +214,8 @@ for step in manager.steps(8):
         if step.index == 2 and os.environ["LOCAL_RANK"] == "1" and not fired.exists():
             fired.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if step.index == 4 and len(manager._membership.record.seats) < 3:  # nobody finishes before it is back
-            while not (manager._membership.join_noticed or manager.poisoned):
+        if step.index == 4 and len(manager._rendezvous.record.seats) < 3:  # nobody finishes before it is back
+            while not (manager._rendezvous.join_noticed or manager.poisoned):
                 time.sleep(0.002)
         optim.step(weight=slots.num_samples)
 print("digest", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest(), flush=True)

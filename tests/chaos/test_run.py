@@ -71,7 +71,7 @@ def refused(*arguments: str) -> str:
         "import sys\n"
         "from elasticgang.launch.cli import main\n"
         "code = main(sys.argv[1:])\n"
-        "assert not {'torch', 'torchft', 'elasticgang.quorum.agent', 'subprocess'} & set(sys.modules)\n"
+        "assert not {'torch', 'torchft', 'elasticgang.agent.agent', 'subprocess'} & set(sys.modules)\n"
         "sys.exit(code)\n"
     )
     done = subprocess.run(
@@ -396,9 +396,9 @@ def test_an_abort_does_not_keep_a_rank_from_hearing_its_agent(tmp_path: Path) ->
                         is_held.wait(60)
                         (here / "held").write_text("yes\\n")
                         end = time.monotonic() + 5
-                        while "rank 2" not in manager._membership._aborted[1] and time.monotonic() < end:
+                        while "rank 2" not in manager._rendezvous._aborted[1] and time.monotonic() < end:
                             time.sleep(0.005)
-                        (here / "over").write_text(manager._membership._aborted[1])
+                        (here / "over").write_text(manager._rendezvous._aborted[1])
                         let_go.set()
                     else:
                         while not (here / "set").exists():
@@ -645,7 +645,7 @@ def test_what_torch_says_of_a_lost_coordinator_is_said_by_ranks_alone(tmp_path: 
         assert job.expect_file(tmp_path / "at-1") == "WARNING\n"  # as the user has set it
         (coordinator,) = [process for process in job.processes() if process.name() == "eg-coordinator"]
         coordinator.kill()
-        job.expect("coordinator back")
+        job.expect("coordinator reachable")
         job.process.terminate()
         assert job.wait() == 128 + signal.SIGTERM
     assert [line for line in job.stderr.splitlines() if not line.startswith(("elasticgang: ", "[rank "))] == []

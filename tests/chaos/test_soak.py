@@ -1,4 +1,4 @@
-"""`scripts/chaos soak`: a minute of random blows on a job of two agents breaks no promise."""
+"""`scripts/chaos soak`: a minute of random faults on a job of two agents breaks no promise."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_a_minute_of_random_blows_breaks_no_promise(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] is True
-    assert summary["blows"] >= 8
+    assert summary["num_faults"] >= 8
     assert len(summary["by_kind"]) >= 4
-    assert summary["generations"] >= summary["blows"] / 3
+    assert summary["generations"] >= summary["num_faults"] / 3
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from elasticgang.comm.forkserver import ForkServer
+from elasticgang.process.forkserver import ForkServer
 
 
 def describe(args: dict[str, Any], fds: list[int]) -> int:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import pytest
 
 from elasticgang.comm.arena import Arena
-from elasticgang.comm.client import CommProcess, GroupSpec
-from elasticgang.comm.forkserver import ForkServer, ForkServerClient
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+from elasticgang.comm.comm_process import CommProcess, GroupSpec
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError
+from elasticgang.process.forkserver import ForkServer, ForkServerClient
 from tests.gang.rings import Ring, open_store
 from tests.support import DEADLINE_S, REPOSITORY
 

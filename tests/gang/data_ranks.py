@@ -15,10 +15,10 @@ from datetime import timedelta
 import torch
 from torchft.process_group import ProcessGroupGloo
 
-from elasticgang.comm.client import GroupSpec
+from elasticgang.collectives.collective import Collective
+from elasticgang.comm.comm_process import GroupSpec
 from elasticgang.comm.data_groups import DataGroups
 from elasticgang.errors import GangError, OperationalError, PeerLostError
-from elasticgang.gang.base import Collective
 
 TIMEOUT_S = 60.0
 

@@ -26,8 +26,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
-from elasticgang.comm.swallowing import SwallowingProcessGroup
+from elasticgang.comm.error_swallowing import SwallowingProcessGroup
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 
 STEPS = 4
 RATE = 0.1

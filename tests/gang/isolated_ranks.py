@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError, OperationalError
 from tests.gang.rings import Ring, open_store
 

@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 from elasticgang.comm.arena import Arena
-from elasticgang.comm.client import CommProcess
-from elasticgang.comm.forkserver import ForkServerClient
+from elasticgang.comm.comm_process import CommProcess
+from elasticgang.process.forkserver import ForkServerClient
 from tests.gang.children import fork_busy
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticgang.comm.client import GroupSpec
+from elasticgang.comm.comm_process import GroupSpec
 from tests.gang.conftest import Rings, Worlds
 from tests.support import Command
 

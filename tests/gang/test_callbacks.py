@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.futures import Future
 
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
-from elasticgang.comm.swallowing import SwallowingProcessGroup
+from elasticgang.comm.error_swallowing import SwallowingProcessGroup
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from tests.gang.conftest import Rings
 from tests.gang.rings import SUM, Ring
 from tests.support import DEADLINE_S, wait_until
@@ -40,7 +40,7 @@ def isolated(pg: Any) -> ProcessGroupIsolatedGloo:
 def num_threads(pg: Any) -> int:
     comm = isolated(pg)._comm
     assert comm is not None
-    return len(comm._inbox._threads)
+    return len(comm._reply_reader._threads)
 
 
 def kill_comm(pg: Any) -> None:

@@ -20,16 +20,10 @@ import torch
 from torch import Tensor
 
 from elasticgang.comm.arena import Arena
-from elasticgang.comm.client import CommProcess, GroupSpec
-from elasticgang.comm.forkserver import ForkServer, ForkServerClient
+from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.work import CommWork
-from elasticgang.errors import (
-    CollectiveTimeoutError,
-    ElasticGangError,
-    GangError,
-    PeerLostError,
-    StaleGenerationError,
-)
+from elasticgang.errors import CollectiveTimeoutError, ElasticGangError, GangError, PeerLostError, StaleGenerationError
+from elasticgang.process.forkserver import ForkServer, ForkServerClient
 from tests.gang.conftest import World, Worlds
 from tests.support import wait_dead, wait_until
 
@@ -164,7 +158,7 @@ def test_a_comm_process_lets_ranks_compute(trio: World) -> None:
 
 
 def test_works_of_different_groups_overlap(trio: World) -> None:
-    """W2: the order in which groups are used may differ from rank to rank."""
+    """WORKER-2: the order in which groups are used may differ from rank to rank."""
 
     def reduce(rank: int) -> list[float]:
         tensors = {"all": torch.ones(1000), "other": torch.full((1000,), 2.0)}
@@ -336,7 +330,7 @@ def test_an_abort_releases_all_waiters_with_its_error(worlds: Worlds) -> None:
 
 
 def test_no_tensor_is_touched_after_an_abort(worlds: Worlds) -> None:
-    """P2: even when the peer comes at that very moment."""
+    """COMM-2: even when the peer comes at that very moment."""
     for _ in range(3):
         world = worlds(2)
         tensor = torch.zeros(100_000)
@@ -526,7 +520,7 @@ def test_the_death_of_a_peer_during_configure_is_survived(worlds: Worlds) -> Non
 
 
 def test_generations_do_not_meet(worlds: Worlds) -> None:
-    """R1: members that do not agree on the prefix cannot connect."""
+    """RULE-1: members that do not agree on the prefix cannot connect."""
     world = worlds(2, timeout=0.5, names=None)
 
     def configure(rank: int) -> None:
@@ -612,7 +606,7 @@ def test_works_that_block_hold_up_no_other(worlds: Worlds) -> None:
 
 
 def test_it_dies_with_its_rank_whoever_holds_the_descriptors(forkserver: ForkServer, store: str) -> None:
-    """W1: a child of the rank is busy and holds the other end of every socket."""
+    """WORKER-1: a child of the rank is busy and holds the other end of every socket."""
     reader, writer = os.pipe()
     forks = forkserver.connect()
     spawned = forkserver.spawn("tests.gang.ranks:rank", {"store": store}, fds=[writer, forks.fileno()])

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticgang.comm.forkserver import ForkServer
 from elasticgang.errors import InvalidOperationError, LayoutError
 from elasticgang.gang import FakeGang, GangGrid, ReduceOperation
+from elasticgang.process.forkserver import ForkServer
 from tests.gang import contract
 
 _ROOT = Path(__file__).parents[2]

@@ -18,13 +18,13 @@ import pytest
 import torch
 import torchft.process_group as torchft
 
-from elasticgang.comm.backends import ProcessGroupGloo
-from elasticgang.comm.client import GroupSpec
+from elasticgang.collectives.collective import Collective
+from elasticgang.comm.comm_process import GroupSpec
 from elasticgang.comm.data_groups import ABORT_TIMEOUT_S, DataConfiguration, DataGroups
-from elasticgang.comm.swallowing import SwallowingProcessGroup
+from elasticgang.comm.error_swallowing import SwallowingProcessGroup
+from elasticgang.comm.in_process import ProcessGroupGloo
 from elasticgang.errors import NotSupportedError, OperationalError, PeerLostError
 from elasticgang.gang import ElasticGang, Gang, ReduceOperation
-from elasticgang.gang.base import Collective
 from elasticgang.gang.elastic import Binding
 from tests.gang import contract
 from tests.support import REPOSITORY

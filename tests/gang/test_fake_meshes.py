@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import elasticgang as eg
-from elasticgang.gang import world
+from elasticgang.gang import torch_registry
 from elasticgang.gang.elastic import Binding, ElasticGang
 from tests.support import REPOSITORY
 
@@ -87,7 +87,7 @@ def test_fake_gangs_that_have_nothing_to_do_with_each_other_are_none() -> None:
 
 
 def test_a_fake_default_gives_way_to_torchs_own(store: None) -> None:
-    original = world._torch_init_process_group
+    original = torch_registry._torch_init_process_group
     gangs = eg.create_parallel_gangs(eg.FakeGang(CPU, size=4), tp_size=2)
     gangs.device_mesh("rdp", "tp")
     assert dist.get_world_size() == 4

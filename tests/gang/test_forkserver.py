@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from elasticgang.comm.forkserver import ForkServer, ForkServerClient, Spawned
 from elasticgang.errors import OperationalError
+from elasticgang.process.forkserver import ForkServer, ForkServerClient, Spawned
 from tests.support import REPOSITORY, wait_dead, wait_until
 
 CHILDREN = "tests.gang.children"
@@ -200,7 +200,7 @@ def owner(function: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_everything_ends_with_its_owner(number: signal.Signals) -> None:
-    """F3: processes that ignore signals, and their busy children that hold every descriptor."""
+    """FORK-3: processes that ignore signals, and their busy children that hold every descriptor."""
     with owner("own") as (process, pids):
         assert len(pids) == 1 + 2 * 3
         pidfds = [os.pidfd_open(pid) for pid in pids]

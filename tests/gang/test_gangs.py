@@ -18,11 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from elasticgang.comm.client import CommProcess, GroupSpec
-from elasticgang.comm.forkserver import ForkServer
+from elasticgang.comm.comm_process import CommProcess, GroupSpec
+from elasticgang.comm.error_swallowing import SwallowingProcessGroup
 from elasticgang.comm.group_set import Configuration
-from elasticgang.comm.process_group import SharedProcessGroup
-from elasticgang.comm.swallowing import SwallowingProcessGroup
+from elasticgang.comm.isolated import SharedProcessGroup
 from elasticgang.errors import GangError, InvalidOperationError, PeerLostError, StaleGenerationError, StepAborted
 from elasticgang.gang import (
     ElasticGang,
@@ -40,6 +39,7 @@ from elasticgang.gang import (
     maybe_get_current_gangs,
 )
 from elasticgang.gang.elastic import Binding
+from elasticgang.process.forkserver import ForkServer
 from tests.gang import contract
 from tests.gang.conftest import World, Worlds
 
@@ -461,8 +461,8 @@ def test_an_error_inside_leaves_no_gangs_behind() -> None:
 
 
 def test_other_threads_have_their_own() -> None:
-    """G1, also in threads that were started before, and inside each other. There was a fairseq2 that had a stack in the
-    main thread only, and an AttributeError in all others."""
+    """GANGS-1, also in threads that were started before, and inside each other. There was a fairseq2 that had a stack
+    in the main thread only, and an AttributeError in all others."""
     seen: list[Gangs | None] = []
     mine, theirs = gangs_of(), gangs_of()
     inside, leave = threading.Event(), threading.Event()

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
-from elasticgang.comm.swallowing import SwallowingProcessGroup
+from elasticgang.comm.error_swallowing import SwallowingProcessGroup
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from tests.gang.conftest import Rings
 from tests.support import REPOSITORY, Command, busy_core, is_alive, wait_dead, wait_until
 

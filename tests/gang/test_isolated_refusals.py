@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ReduceOp
 
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import NotSupportedError
 from tests.gang.forms import reducing, rooted
 from tests.gang.rings import Ring

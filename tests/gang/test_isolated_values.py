@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ReduceOp
 
-from elasticgang.comm.backends import ProcessGroupGloo
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+from elasticgang.comm.in_process import ProcessGroupGloo
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from tests.gang.forms import FORMS, MOVING, REDUCING, Form, reducing, rooted
 from tests.gang.rings import Ring, bits
 

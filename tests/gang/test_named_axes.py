@@ -13,7 +13,7 @@ import torch
 from elasticgang.errors import LayoutError
 from elasticgang.gang import FakeGang, Gangs
 from elasticgang.layout import Axes, Member, ParallelLayout, plan
-from elasticgang.quorum.membership import CONTROL, FAMILIES, REDUCE, REDUCE_RDP, AloneMembership, ElasticMembership
+from elasticgang.member.rendezvous import CONTROL, FAMILIES, REDUCE, REDUCE_RDP, ElasticRendezvous, LocalRendezvous
 from tests.support import REPOSITORY, Command, Job
 
 CPU = torch.device("cpu")
@@ -114,19 +114,19 @@ def test_groups_of_other_ranks_have_other_names() -> None:
     ranks_of: dict[str, tuple[int, ...]] = {}
     for name, family in families.items():
         for ranks in planned.groups(family):
-            group = ElasticMembership._group_name(ranks, name)
+            group = ElasticRendezvous._group_name(ranks, name)
             assert ranks_of.setdefault(group, ranks) == ranks
             assert (name in group) == (name in (CONTROL, REDUCE, REDUCE_RDP))
 
 
 def test_alone_they_are_fake_gangs_of_one() -> None:
     layout = ParallelLayout(views=(Axes((1, 1), ("cp", "ep")),))
-    gangs: Gangs = AloneMembership(layout, CPU).gangs
+    gangs: Gangs = LocalRendezvous(layout, CPU).gangs
     assert list(gangs)[6:] == ["cp", "ep"]
     assert isinstance(gangs["cp"], FakeGang)
     assert (gangs["cp"].rank, gangs["cp"].size) == (0, 1)
     with pytest.raises(LayoutError, match="needs 4 ranks, but this process is alone"):
-        AloneMembership(ParallelLayout(sdp=4, views=(Axes((4,), ("cp",)),)), CPU)
+        LocalRendezvous(ParallelLayout(sdp=4, views=(Axes((4,), ("cp",)),)), CPU)
 
 
 def test_a_script_with_further_axes_runs_alone(tmp_path: Path) -> None:

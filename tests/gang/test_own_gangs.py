@@ -13,7 +13,7 @@ from torch.distributed import AllreduceOptions, ReduceOp
 
 import elasticgang as eg
 from elasticgang.comm import ProcessGroupGloo
-from elasticgang.gang.torch_group import GangProcessGroup
+from elasticgang.gang.torch_process_group import GangProcessGroup
 from tests.gang.conftest import Rings
 from tests.gang.rings import Ring
 

@@ -20,8 +20,8 @@ from torchft.process_group import ProcessGroup
 import elasticgang as eg
 from elasticgang.comm import ProcessGroupIsolatedGloo, SwallowingProcessGroup, create_process_group, extend_device_mesh
 from elasticgang.errors import InvalidOperationError
-from elasticgang.gang import world
-from elasticgang.gang.torch_group import GangProcessGroup
+from elasticgang.gang import torch_registry
+from elasticgang.gang.torch_process_group import GangProcessGroup
 from tests.gang.extended_ranks import model, train
 from tests.support import REPOSITORY
 
@@ -175,10 +175,10 @@ def test_the_groups_beside_a_gang_that_ends_are_still_found_by_their_ranks(root:
         return {tag: list(groups) for tag, groups in distributed_c10d._world.tags_to_pg.items() if groups}
 
     before = registered()
-    world.leave(ending)
+    torch_registry.unregister(ending)
     expected = {tag: [group for group in groups if group is not ending] for tag, groups in before.items()}
     assert registered() == {tag: groups for tag, groups in expected.items() if groups}
     assert functional.all_reduce(torch.ones(2), "sum", made).tolist() == [1.0, 1.0]
     assert functional.all_reduce(torch.ones(2), "sum", [0]).tolist() == [1.0, 1.0]
-    world.leave(made)  # type: ignore[arg-type]
+    torch_registry.unregister(made)  # type: ignore[arg-type]
     assert functional.all_reduce(torch.ones(2), "sum", [0]).tolist() == [1.0, 1.0]

@@ -30,12 +30,13 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup, ReduceOp
 
+from elasticgang.collectives.collective import Collective, Work
+from elasticgang.collectives.group_backend import BackendQueries
+from elasticgang.collectives.torch_methods import CollectiveMethods
 from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedGloo, SwallowingProcessGroup
 from elasticgang.errors import NotSupportedError
 from elasticgang.gang import FakeGang
-from elasticgang.gang.base import Collective, Work
-from elasticgang.gang.group_backend import BackendQueries
-from elasticgang.gang.torch_group import CollectiveMethods, GangProcessGroup
+from elasticgang.gang.torch_process_group import GangProcessGroup
 from tests.gang.forms import reducing, rooted
 from tests.gang.rings import Ring
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticgang.comm.backends import ProcessGroupGloo
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+from elasticgang.comm.in_process import ProcessGroupGloo
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from tests.gang import torchft_cases
 
 

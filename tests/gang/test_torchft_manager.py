@@ -23,8 +23,8 @@ from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
 
 from elasticgang.comm import ManagedProcessGroup
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
-from elasticgang.comm.swallowing import SwallowingProcessGroup
+from elasticgang.comm.error_swallowing import SwallowingProcessGroup
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import StepAborted
 from tests.gang.rings import open_store
 

@@ -15,8 +15,8 @@ from unittest import mock
 import torch.distributed as dist
 import torchft.process_group_test as theirs
 
-from elasticgang.comm.client import CommProcess
-from elasticgang.comm.process_group import ProcessGroupIsolatedGloo
+from elasticgang.comm.comm_process import CommProcess
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from tests.support import is_alive
 
 
@@ -57,7 +57,7 @@ class WithInternals(ProcessGroupIsolatedGloo):
 
     @property
     def _future_thread(self) -> threading.Thread:
-        (thread,) = self._running._inbox._threads
+        (thread,) = self._running._reply_reader._threads
         return thread
 
     @property

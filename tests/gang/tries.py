@@ -1,5 +1,5 @@
-"""An agent's nursery in a process of its own, whose fork server fails: `python -m tests.gang.tries CASE`, which prints
-what came of it."""
+"""An agent's process supervisor in a process of its own, whose fork server fails: `python -m tests.gang.tries CASE`,
+which prints what came of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elasticgang.comm.forkserver import ForkServer, Spawned
+from elasticgang.agent.process_supervisor import ProcessSupervisor
+from elasticgang.agent.rank_launch import LaunchedRank, RankLaunch
 from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput
-from elasticgang.quorum.lease import Lease
-from elasticgang.quorum.newborn import Birth, Newborn
-from elasticgang.quorum.nursery import Nursery
+from elasticgang.process.forkserver import ForkServer, Spawned
+from elasticgang.process.lease import Lease
 from tests.support import wait_dead
 
 GUARD_S = 20.0
@@ -49,7 +49,7 @@ class _Deaf(ForkServer):
         raise OperationalError("it was killed before it answered")
 
 
-async def _stopped(nursery: Nursery) -> dict[str, Any]:
+async def _stopped(supervisor: ProcessSupervisor) -> dict[str, Any]:
     """The fork server stands still while it is asked."""
     tries: list[int] = []
 
@@ -60,11 +60,11 @@ async def _stopped(nursery: Nursery) -> dict[str, Any]:
             os.kill(server.process.pid, signal.SIGSTOP)
         return server.spawn("tests.gang.children:sleep", {})
 
-    spawned = await nursery.fork(fork, is_own=True)
+    spawned = await supervisor.fork(fork, is_own=True)
     return {"tries": len(tries), "servers": len(set(tries)), "runs": wait_dead([spawned.pidfd], 0.0) != []}
 
 
-async def _twin(nursery: Nursery) -> dict[str, Any]:
+async def _twin(supervisor: ProcessSupervisor) -> dict[str, Any]:
     """The fork server dies between its fork and its answer."""
     script = Path(sys.argv[2])
     script.write_text("import time\ntime.sleep(1000)\n")
@@ -77,40 +77,44 @@ async def _twin(nursery: Nursery) -> dict[str, Any]:
         "job": "job",
         "collective_timeout": 1.0,
     }
-    birth = Birth("agent", 0, args, {}, Lease.create().fd)
+    launch = RankLaunch("agent", 0, args, {}, Lease.create().fd)
     output = PrefixedOutput()
     tries = 0
 
-    def fork(server: ForkServer) -> Newborn:
+    def fork(server: ForkServer) -> LaunchedRank:
         nonlocal tries
         tries += 1
-        return birth.start(_Deaf(server) if tries == 1 else server, output)
+        return launch.start(_Deaf(server) if tries == 1 else server, output)
 
-    newborn = await nursery.fork(fork, is_own=True)
+    launched = await supervisor.fork(fork, is_own=True)
     left = wait_dead([_Deaf.first.pidfd], GUARD_S)
-    return {"tries": tries, "twin lives": left != [], "runs": wait_dead([newborn.pidfd], 0.0) != []}
+    return {"tries": tries, "twin lives": left != [], "runs": wait_dead([launched.pidfd], 0.0) != []}
 
 
-async def _after_the_end(nursery: Nursery) -> dict[str, Any]:
+async def _after_the_end(supervisor: ProcessSupervisor) -> dict[str, Any]:
     """The fork server dies when nothing is forked any more."""
-    nursery.stop()
-    nursery.kill()
+    supervisor.stop()
+    supervisor.kill()
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-    nursery.reap()
+    supervisor.reap()
     return {}
 
 
-CASES: dict[str, Callable[[Nursery], Any]] = {"stopped": _stopped, "twin": _twin, "after the end": _after_the_end}
+CASES: dict[str, Callable[[ProcessSupervisor], Any]] = {
+    "stopped": _stopped,
+    "twin": _twin,
+    "after the end": _after_the_end,
+}
 
 
 async def main() -> None:
-    nursery = Nursery({}, threading.Event(), lambda _: None)
-    nursery.open()
-    await nursery.ready()
+    supervisor = ProcessSupervisor({}, threading.Event(), lambda _: None)
+    supervisor.open()
+    await supervisor.ready()
     try:
-        print(json.dumps(await CASES[sys.argv[1]](nursery)))
+        print(json.dumps(await CASES[sys.argv[1]](supervisor)))
     finally:
-        await nursery.close()
+        await supervisor.close()
 
 
 if __name__ == "__main__":

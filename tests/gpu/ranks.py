@@ -14,13 +14,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from elasticgang.gang import (
-    GangGrid,
-    ProcessGroupGang,
-    ReduceOperation,
-    create_parallel_gangs,
-    get_default_device,
-)
+from elasticgang.gang import GangGrid, ProcessGroupGang, ReduceOperation, create_parallel_gangs, get_default_device
 from tests.gang import contract
 
 

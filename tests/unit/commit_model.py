@@ -5,7 +5,7 @@ checked against what the members really hold. A tip names the whole history of a
 that an attempt is only ever applied to the state that it was computed from.
 
 In a sharded job each member has a part of the model, for life, and a state is whole while every part of it is held;
-there, `shards_model.py` asks `settle.py`.
+there, `shards_model.py` asks `recovery.py`.
 
 What it allows is more than a real job can do, so that nothing is missed: a member prepares without waiting for the
 others to begin; one that is left out of a proposal goes on in its old generation for as long as its vote may succeed;
@@ -13,12 +13,13 @@ a record is entered late, by some, or never; an agent's `known` is heard or not,
 succeeds once every active member of its generation has prepared; one that is prepared but never votes is covered by
 the vote that nobody hears. What it takes for granted:
 
-M1  A member that has asked does nothing more in its old generation (R9).
-M2  A generation prepares a step once. (After a failed vote the next try needs every active member's gradient again, so
-    that it cannot be prepared while somebody is in doubt about the former.)
-M3  A learner becomes active by a vote that all active members take part in, and from the next step on.
-M4  A proposal is void while a seated member may live elsewhere, if it holds no witness (D2) or no holder of the truth.
-M5  State that is not void by M4 and without a holder is lowered, and what was above it is lost.
+MODEL-1  A member that has asked does nothing more in its old generation (RULE-9).
+MODEL-2  A generation prepares a step once. (After a failed vote the next try needs every active member's gradient
+    again, so that it cannot be prepared while somebody is in doubt about the former.)
+MODEL-3  A learner becomes active by a vote that all active members take part in, and from the next step on.
+MODEL-4  A proposal is undecided while a seated member may live elsewhere, if it holds no witness (RECOVERY-1) or no
+    holder of the truth.
+MODEL-5  State that is not undecided by MODEL-4 and without a holder is rolled back, and what was above it is lost.
 
 The scenarios in `golden/` are written in the words of `Op`.
 """
@@ -32,7 +33,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from elasticgang.quorum.commit import Action, Attempt, Fate, Standing
+from elasticgang.protocol.commit import Action, Attempt, Fate, Standing
 
 FIRST = Attempt(0, 1)
 
@@ -78,7 +79,7 @@ class Rec(NamedTuple):
 class World(NamedTuple):
     """`base` maps an attempt to the state it was computed from, `voters` a generation to the number of its active
     members, `votes` an attempt to its yes votes; `passed` attempts had all; `committed` ones have been applied by
-    somebody; `lowered` is the last generation that began with a loss. `given_up`: in a sharded job, those of the
+    somebody; `rolled_back` is the last generation that began with a loss. `given_up`: in a sharded job, those of the
     committed that were dropped."""
 
     mems: tuple[Mem, ...]
@@ -88,7 +89,7 @@ class World(NamedTuple):
     votes: Mapping[Attempt, int] = MappingProxyType({})
     passed: frozenset[Attempt] = frozenset()
     committed: frozenset[Attempt] = frozenset()
-    lowered: int = 0
+    rolled_back: int = 0
     num_parts: int = 1
     given_up: frozenset[Attempt] = frozenset()
 
@@ -116,11 +117,11 @@ class Op(NamedTuple):
             by_fate = {fate: [f"r{i}" for i, f in enumerate(self.fates) if f == fate] for fate in (PRESENT, AWAY, DIES)}
             words = [" ".join(["propose", *by_fate[PRESENT]])]
             words += [f"{fate} {' '.join(by_fate[fate])}" for fate in (AWAY, DIES) if by_fate[fate]]
-            words += [f"heard {spell(self.heard)}"] if self.heard else []
+            words += [f"heard {format_attempt(self.heard)}"] if self.heard else []
             return " ; ".join(words)
         words = [f"r{self.mem}", self.kind]
         words += [f"r{self.other}"] if self.other >= 0 else []
-        words += [spell(self.pending)] if self.pending else []
+        words += [format_attempt(self.pending)] if self.pending else []
         return " ".join(words)
 
 
@@ -129,28 +130,30 @@ def parse(line: str) -> Op:
     first, *rest = (clause.split() for clause in line.split(";"))
     if first[0] != "propose":
         name, kind, *about = first
-        attempts = [unspell(word) for word in about if "@" in word]
+        attempts = [parse_attempt(word) for word in about if "@" in word]
         others = [int(word[1:]) for word in about if "@" not in word]
         return Op(kind, int(name[1:]), others[0] if others else -1, pending=attempts[0] if attempts else None)
     clauses = {words[0]: words[1:] for words in (["present", *first[1:]], *rest)}
     heard = clauses.pop("heard", [])
     fates = {int(name[1:]): fate for fate, names in clauses.items() for name in names}
-    return Op("propose", fates=tuple(fates[at] for at in sorted(fates)), heard=unspell(heard[0]) if heard else None)
+    return Op(
+        "propose", fates=tuple(fates[at] for at in sorted(fates)), heard=parse_attempt(heard[0]) if heard else None
+    )
 
 
 class Violation(Exception):
     """A promise of `commit.py` is broken. Its text says which."""
 
 
-class Void(Exception):
+class Impossible(Exception):
     """The proposal decides nothing."""
 
 
-def spell(attempt: Attempt | None) -> str:
+def format_attempt(attempt: Attempt | None) -> str:
     return "-" if attempt is None else f"{attempt.step}@{attempt.generation}"
 
 
-def unspell(word: str) -> Attempt:
+def parse_attempt(word: str) -> Attempt:
     step, generation = word.split("@")
     return Attempt(int(step), int(generation))
 
@@ -178,10 +181,10 @@ def history(world: World, attempt: Attempt) -> tuple[Attempt, ...]:
 def prepare(world: World, at: int) -> World:
     mem = world.mems[at]
     if not mem.running or mem.pending or mem.tip is None or mem.role == JOINER:
-        raise Void("only a whole, running member prepares, and one step at a time")
+        raise Impossible("only a whole, running member prepares, and one step at a time")
     attempt = Attempt(mem.tip.step + 1, mem.generation)
     if world.base.get(attempt, mem.tip) != mem.tip:
-        raise Violation(f"{spell(attempt)} names two gradients")
+        raise Violation(f"{format_attempt(attempt)} names two gradients")
     world = _with(world, at, mem._replace(pending=attempt))._replace(base={**world.base, attempt: mem.tip})
     if mem.role != ACTIVE:
         return world
@@ -194,9 +197,9 @@ def reduce(world: World, at: int, attempt: Attempt) -> World:
     """A learner whose state is not whole has the reduced gradient of a step that the active members are in."""
     mem = world.mems[at]
     if not (mem.running and mem.role == LEARNER and mem.tip is None and mem.pending != attempt):
-        raise Void("only a healing learner")
+        raise Impossible("only a healing learner")
     if attempt.generation != mem.generation or attempt not in world.votes:
-        raise Void("nobody is in that step")
+        raise Impossible("nobody is in that step")
     return _with(world, at, mem._replace(pending=attempt))
 
 
@@ -220,23 +223,23 @@ def tear(world: World, at: int) -> World:
 def _voted(world: World, at: int) -> Mem:
     mem = world.mems[at]
     if not mem.running or mem.pending not in world.passed or mem.tip is None:
-        raise Void("no vote to act on")
+        raise Impossible("no vote to act on")
     if world.base[mem.pending] != mem.tip:
-        raise Void("it lags behind")
+        raise Impossible("it lags behind")
     return mem
 
 
 def heal(world: World, at: int, source: int) -> World:
     mem, holder = world.mems[at], world.mems[source]
     if not (mem.running and mem.role == LEARNER and mem.tip is None):
-        raise Void("only a healing learner")
+        raise Impossible("only a healing learner")
     if not (
         holder.part == mem.part
         and holder.generation == mem.generation
         and holder.role == ACTIVE
         and holder.tip is not None
     ):
-        raise Void("not a source")
+        raise Impossible("not a source")
     pending = mem.pending if mem.pending and world.base[mem.pending] == holder.tip else None
     return _with(world, at, mem._replace(tip=holder.tip, pending=pending))
 
@@ -244,10 +247,10 @@ def heal(world: World, at: int, source: int) -> World:
 def activate(world: World, at: int) -> World:
     mem = world.mems[at]
     if not (mem.running and mem.role == LEARNER and mem.pending is None and mem.tip in world.passed):
-        raise Void("only a whole learner, at the boundary that a vote announced")
+        raise Impossible("only a whole learner, at the boundary that a vote announced")
     assert mem.tip is not None
     if mem.tip.generation != mem.generation or Attempt(mem.tip.step + 1, mem.generation) in world.votes:
-        raise Void("too late for this boundary")
+        raise Impossible("too late for this boundary")
     voters = {**world.voters, mem.generation: world.voters[mem.generation] + 1}
     return _with(world, at, mem._replace(role=ACTIVE))._replace(voters=voters)
 
@@ -273,7 +276,7 @@ class Rule:
     action: Callable[[Attempt | None, Attempt | None, Attempt], Action]
 
     def decide(self, world: World, fates: Sequence[str], heard: Attempt | None) -> Outcome:
-        """Checked against what the members hold. Raises Void."""
+        """Checked against what the members hold. Raises Impossible."""
         return _decide(world, self, fates, heard)
 
 
@@ -283,7 +286,7 @@ def _decide(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | Non
     absent = [mem for mem, fate in zip(world.mems, fates, strict=True) if fate == AWAY]
     seat_is_absent = any(mem.seat == generation for mem in absent)
     if not present or (seat_is_absent and not any(mem.is_witness(generation) for mem in present.values())):
-        raise Void("no witness")
+        raise Impossible("no witness")
     standings = [Standing(mem.tip, mem.pending, mem.is_active(generation)) for mem in present.values()]
     fate = rule.resolve(record.committed, generation, standings, () if heard is None else (heard,))
     actions = {at: rule.action(mem.tip, mem.pending, fate.committed) for at, mem in present.items()}
@@ -291,7 +294,7 @@ def _decide(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | Non
     is_lost = all(answer is Action.HEAL for answer in actions.values())
     if is_lost:
         if seat_is_absent:
-            raise Void("a holder may live")
+            raise Impossible("a holder may live")
         absent = []  # as far as the record can tell, all that is left is here
     check_truth(world, fate.committed, [*present.values(), *absent])
     if not is_lost:
@@ -304,25 +307,35 @@ def check_actions(world: World, committed: Attempt, actions: Mapping[int, Action
     for at, answer in actions.items():
         mem = world.mems[at]
         if answer is Action.KEEP and mem.tip != committed:
-            raise Violation(f"C2: r{at} keeps {spell(mem.tip)}, but the truth is {spell(committed)}")
+            raise Violation(
+                f"COMMIT-2: r{at} keeps {format_attempt(mem.tip)}, but the truth is {format_attempt(committed)}"
+            )
         if answer is Action.APPLY and not _can_apply(world, mem, committed):
-            raise Violation(f"R4: r{at} applies {spell(mem.pending)} to {spell(mem.tip)} for {spell(committed)}")
+            raise Violation(
+                f"RULE-4: r{at} applies {format_attempt(mem.pending)} to {format_attempt(mem.tip)} for "
+                f"{format_attempt(committed)}"
+            )
 
 
 def check_truth(world: World, committed: Attempt, living: Sequence[Mem]) -> None:
     past, record = history(world, committed), world.records[-1]
-    if any(attempt.generation < world.lowered for attempt in set(past) - set(history(world, record.committed))):
-        raise Violation(f"C4: {spell(committed)} was given up for {spell(record.committed)}, and comes back")
+    if any(attempt.generation < world.rolled_back for attempt in set(past) - set(history(world, record.committed))):
+        raise Violation(
+            f"COMMIT-4: {format_attempt(committed)} was given up for {format_attempt(record.committed)}, and comes back"
+        )
     if not world.given_up.isdisjoint(past):
-        raise Violation(f"C4: {spell(committed)} builds on what was given up")
+        raise Violation(f"COMMIT-4: {format_attempt(committed)} builds on what was given up")
     for attempt in world.committed:
-        if attempt in past or attempt.generation < world.lowered:
+        if attempt in past or attempt.generation < world.rolled_back:
             continue  # the latter was lost with all who had it, as far as the record could tell
         held = {mem.part for mem in living if mem.tip and attempt in history(world, mem.tip)}
         parts = held | {mem.part for mem in living if _can_apply(world, mem, attempt)}
         if len(parts) == world.num_parts:
             how = "held" if len(held) == world.num_parts else "prepared"
-            raise Violation(f"C1: {spell(attempt)} was committed and is {how}, but the truth is {spell(committed)}")
+            raise Violation(
+                f"COMMIT-1: {format_attempt(attempt)} was committed and is {how}, but the truth is "
+                f"{format_attempt(committed)}"
+            )
 
 
 def _can_apply(world: World, mem: Mem, attempt: Attempt) -> bool:
@@ -345,7 +358,7 @@ def propose(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | Non
         mems=tuple(mems),
         records=(*world.records, Rec(committed, is_lost)),
         voters={**world.voters, generation: num_active},
-        lowered=generation if is_lost else world.lowered,
+        rolled_back=generation if is_lost else world.rolled_back,
         given_up=world.given_up | (world.committed - {*history(world, committed)} if world.num_parts > 1 else set()),
     )
 
@@ -354,11 +367,11 @@ def enter(world: World, rule: Rule, at: int, torn: bool = False) -> World:
     """Acts on the record it is seated in, which need not be the newest."""
     mem = world.mems[at]
     if mem.seat <= mem.generation or mem.running:
-        raise Void("nothing to enter")
+        raise Impossible("nothing to enter")
     record = world.records[mem.seat - 1]
     applies = rule.action(mem.tip, mem.pending, record.committed) is Action.APPLY
     if torn and not applies:
-        raise Void("nothing to tear")
+        raise Impossible("nothing to tear")
     tip = None if torn or mem.seated == LEARNER else record.committed
     world = _with(world, at, Mem(tip, None, mem.seat, mem.seated, not torn, mem.seat, mem.seated, mem.part))
     return world._replace(committed=world.committed | {record.committed}) if applies else world
@@ -381,7 +394,7 @@ def replay(scenario: Sequence[str], rule: Rule) -> list[str]:
             if op.kind == "propose":
                 committed, actions, _ = rule.decide(world, op.fates, op.heard)
                 acts = ", ".join(f"r{at} {_ACTS[answer]}" for at, answer in actions.items())
-                told.append(f"generation {world.generation + 1}  {spell(committed)}  {acts}")
+                told.append(f"generation {world.generation + 1}  {format_attempt(committed)}  {acts}")
             world = perform(world, rule, op)
         except Violation as violation:
             return [*told, str(violation)]
@@ -431,7 +444,7 @@ def explore(rule: Rule, first: World, bounds: Bounds) -> Found:
                         rule.decide(world, op.fates, op.heard)
                         continue  # checked, and nothing comes after it
                 after = perform(world, rule, op)
-            except Void:
+            except Impossible:
                 continue
             except Violation as violation:
                 return replace(found, violation=str(violation), scenario=_unwind((path, op)))
@@ -443,7 +456,7 @@ def explore(rule: Rule, first: World, bounds: Bounds) -> Found:
 
 
 def possible(world: World, bounds: Bounds, decides: bool = True) -> Iterator[Op]:
-    """A superset of what can happen next; `perform` raises Void for the rest. `decides`: proposals too."""
+    """A superset of what can happen next; `perform` raises Impossible for the rest. `decides`: proposals too."""
     fingerprints = set()
     for at, mem in enumerate(world.mems):
         if mem in fingerprints:
@@ -528,7 +541,7 @@ def _key(world: World) -> object:
         frozenset(item for item in world.votes.items() if item[0].generation in running),
         frozenset(attempt for attempt in world.passed if attempt.generation in running),
         world.committed - past,
-        world.lowered,
+        world.rolled_back,
         world.given_up,
     )
 
@@ -543,7 +556,7 @@ def _final_key(world: World) -> object:
     named = {attempt for mem in world.mems for attempt in (mem.tip, mem.pending) if attempt}
     kept = past.union(*(history(world, attempt) for attempt in named | world.committed))
     base = frozenset(item for item in world.base.items() if item[0] in kept)
-    truth = world.record, world.committed - past, world.lowered, world.given_up
+    truth = world.record, world.committed - past, world.rolled_back, world.given_up
     return tuple(sorted(map(number, said))), base, truth
 
 

@@ -8,10 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from elasticgang.layout import Plan, plan
-from elasticgang.quorum import decide, ledger, lifecycle, roster, settle
-from elasticgang.quorum.commit import Action, Attempt, Fate, Standing, action, resolve
-from elasticgang.quorum.decide import MemberReport, Record, Report, Seat
-from elasticgang.quorum.happenings import (
+from elasticgang.protocol import agent_lifecycle, agent_state, member_state, next_record, recovery
+from elasticgang.protocol.agent_events import (
     AgentInstruction,
     Exit,
     Fail,
@@ -21,16 +19,18 @@ from elasticgang.quorum.happenings import (
     StartRank,
     StopHelpers,
 )
-from elasticgang.quorum.lifecycle import AgentLifecycle
-from elasticgang.testing.simulation import host, world
+from elasticgang.protocol.agent_lifecycle import AgentLifecycle
+from elasticgang.protocol.commit import Action, Attempt, Fate, Standing, action, resolve
+from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
+from elasticgang.simulation import cluster, host
 
 Patch = tuple[object, str, Any]
 
-_enter = ledger.Ledger.enter
-_left = roster.Roster._left
-_report = roster.Roster.report
-_may_hold = settle._may_hold
-_beyond_max = decide._beyond_max
+_enter = member_state.MemberState.enter
+_left = agent_state.AgentState._member_left
+_report = agent_state.AgentState.report
+_may_hold = recovery._may_hold
+_beyond_max = next_record._surplus_agents
 _started = AgentLifecycle._started
 _fence = AgentLifecycle._fence
 _timers = AgentLifecycle.timers
@@ -73,38 +73,38 @@ def _holds_any_part(member: MemberReport, committed: Attempt, _: object) -> bool
 
 
 def _may_hold_but_spares(record: Record, reports: Sequence[Report], attempt: Attempt, model: Any) -> Any:
-    spares = set(record.members(decide.SPARE))
+    spares = set(record.members(SPARE))
     return [absent for absent in _may_hold(record, reports, attempt, model) if absent.name not in spares]
 
 
 def _is_for_all_its_members(record: Record, mine: Report) -> bool:
     seated = {seat.member for seat in record.seats}
-    return mine.seen.generation < record.generation and all(member.id in seated for member in mine.members)
+    return mine.newest_record.generation < record.generation and all(member.id in seated for member in mine.members)
 
 
-def _enter_and_keep_pending(self: ledger.Ledger, record: Record, seat: Seat) -> None:
+def _enter_and_keep_pending(self: member_state.MemberState, record: Record, seat: Seat) -> None:
     pending = self.pending
     _enter(self, record, seat)
     self.pending = pending
 
 
-def _enter_and_forget_part(self: ledger.Ledger, record: Record, seat: Seat) -> None:
+def _enter_and_forget_part(self: member_state.MemberState, record: Record, seat: Seat) -> None:
     _enter(self, record, seat)
-    if seat.status == decide.SPARE:
+    if seat.status == SPARE:
         self.holds = None
 
 
-def _may_always_ask(self: roster.Roster) -> bool:
-    return bool(self._in(roster._Phase.ASKING)) and not (
+def _may_always_ask(self: agent_state.AgentState) -> bool:
+    return bool(self._in(agent_state._Phase.REQUESTING)) and not (
         self.record is None and self._waits_for_start and self._is_starting()
     )
 
 
-def _left_in_order(self: roster.Roster, member: str, finished: bool, _: bool) -> list[Instruction]:
+def _left_in_order(self: agent_state.AgentState, member: str, finished: bool, _: bool) -> list[Instruction]:
     return _left(self, member, finished, True)
 
 
-def _absent_if_silent(self: host.Host, world: world.World) -> Iterator[str]:
+def _absent_if_silent(self: host.Host, world: cluster.Cluster) -> Iterator[str]:
     if world.record is not None:
         for name in world.record.agents:
             if not world.agents[name].is_connected and name not in self.found_lost:
@@ -119,7 +119,7 @@ def _beyond_max_whoever_holds(record: Record | None, reports: Sequence[Report], 
     return _beyond_max(record, reports, {})
 
 
-def _report_without_spares(self: roster.Roster) -> Report:
+def _report_without_spares(self: agent_state.AgentState) -> Report:
     return replace(_report(self), num_seats=None)
 
 
@@ -129,11 +129,11 @@ def _fence_without_kill(self: AgentLifecycle) -> list[AgentInstruction]:
 
 def _started_unkilled(self: AgentLifecycle, event: Started) -> list[AgentInstruction]:
     done = _started(self, event)
-    return [] if self._phase is lifecycle._Phase.FENCED else done
+    return [] if self._phase is agent_lifecycle._Phase.FENCED else done
 
 
 def _rejoins_at_once(self: AgentLifecycle) -> list[AgentInstruction]:
-    return [*_fence(self), *self._rejoin()] if self._phase is lifecycle._Phase.SERVING else []
+    return [*_fence(self), *self._rejoin()] if self._phase is agent_lifecycle._Phase.SERVING else []
 
 
 def _start_all(self: AgentLifecycle) -> list[AgentInstruction]:
@@ -156,7 +156,7 @@ def _fail_with_code_0(self: AgentLifecycle, code: int, reason: str) -> list[Agen
 
 
 def _exit_as_if_unsignalled(self: AgentLifecycle, code: int) -> list[AgentInstruction]:
-    self._phase = lifecycle._Phase.EXITED
+    self._phase = agent_lifecycle._Phase.EXITED
     return [StopHelpers(), Exit(0 if self._signal else code)]
 
 
@@ -165,25 +165,25 @@ def _always(value: object) -> Callable[..., Any]:
 
 
 MUTANTS: dict[str, tuple[Patch, ...]] = {
-    "decision not in the record": ((settle, "resolve", _resolve_unrecorded),),
-    "never rolled forward": ((settle, "resolve", _resolve_never_forward),),
-    "what was told does not count": ((settle, "resolve", _resolve_untold),),
-    "ghosts count": ((decide, "_outdated", _always(None)),),
-    "nobody is waited for": ((settle, "_absent", _always([])),),
-    "all that is lost begins anew": ((settle, "_is_blind", _always(False)),),
-    "any part will do": ((settle, "_holds", _holds_any_part),),
+    "decision not in the record": ((recovery, "resolve", _resolve_unrecorded),),
+    "never rolled forward": ((recovery, "resolve", _resolve_never_forward),),
+    "what was told does not count": ((recovery, "resolve", _resolve_untold),),
+    "ghosts count": ((next_record, "_outdated", _always(None)),),
+    "nobody is waited for": ((recovery, "_absent", _always([])),),
+    "all that is lost begins anew": ((recovery, "_is_blind", _always(False)),),
+    "any part will do": ((recovery, "_holds", _holds_any_part),),
     "who is silent is lost": ((host.Host, "_absent", _absent_if_silent),),
-    "a torn state has a share": ((ledger.Ledger, "fails", False),),
-    "what is pending stays so": ((ledger.Ledger, "enter", _enter_and_keep_pending),),
-    "a spare forgets its part": ((ledger.Ledger, "enter", _enter_and_forget_part),),
-    "a record is for whose members it seats": ((decide, "is_for", _is_for_all_its_members),),
-    "all leave in order": ((roster.Roster, "_left", _left_in_order),),
-    "an agent asks while its ranks run": ((roster.Roster, "may_ask", _may_always_ask),),
-    "an agent without ranks is silent": ((roster.Roster, "is_awaited", _always(False)),),
-    "whoever holds the state sits anywhere": ((decide, "plan", _plan_whoever_holds),),
-    "a step without shares counts": ((ledger.Ledger, "only_heals", False),),
-    "a seat is asked for each member": ((roster.Roster, "report", _report_without_spares),),
-    "nobody is ever lost": ((roster.Roster, "_lose_host", _always([])),),
+    "a torn state has a share": ((member_state.MemberState, "fails", False),),
+    "what is pending stays so": ((member_state.MemberState, "enter", _enter_and_keep_pending),),
+    "a spare forgets its part": ((member_state.MemberState, "enter", _enter_and_forget_part),),
+    "a record is for whose members it seats": ((next_record, "is_for", _is_for_all_its_members),),
+    "all leave in order": ((agent_state.AgentState, "_member_left", _left_in_order),),
+    "an agent asks while its ranks run": ((agent_state.AgentState, "may_request", _may_always_ask),),
+    "an agent without ranks is silent": ((agent_state.AgentState, "is_awaited", _always(False)),),
+    "whoever holds the state sits anywhere": ((next_record, "plan", _plan_whoever_holds),),
+    "a step without shares counts": ((member_state.MemberState, "only_heals", False),),
+    "a seat is asked for each member": ((agent_state.AgentState, "report", _report_without_spares),),
+    "nobody is ever lost": ((agent_state.AgentState, "_host_lost", _always([])),),
     "a fenced agent's ranks run on": ((AgentLifecycle, "_fence", _fence_without_kill),),
     "an agent exits before its restarts": ((AgentLifecycle, "num_coming", property(_num_coming_but_restarts)),),
     "an agent that ends starts ranks": ((AgentLifecycle, "_is_over", False),),
@@ -196,16 +196,19 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
 
 # Those that take more than a few hundred random schedules, or trouble that there is none of in them. Stories show them.
 TOLD: dict[str, tuple[Patch, ...]] = {
-    "no witness is needed": ((decide, "without_witness", _always(None)),),
-    "spares are not waited for": ((settle, "_may_hold", _may_hold_but_spares),),
-    "who is left behind is forgotten": ((decide, "away", _always(())), (settle, "away", _always(()))),
-    "by step alone": ((ledger, "action", _action_by_step), (settle, "action", _action_by_step)),
+    "no witness is needed": ((next_record, "without_witness", _always(None)),),
+    "spares are not waited for": ((recovery, "_may_hold", _may_hold_but_spares),),
+    "who is left behind is forgotten": (
+        (next_record, "absent_agents", _always(())),
+        (recovery, "absent_agents", _always(())),
+    ),
+    "by step alone": ((member_state, "action", _action_by_step), (recovery, "action", _action_by_step)),
     "chains are told apart by number": ((Record, "builds_on", _always(True)),),
-    "who is one too many waits, whatever it holds": ((decide, "_beyond_max", _beyond_max_whoever_holds),),
+    "who is one too many waits, whatever it holds": ((next_record, "_surplus_agents", _beyond_max_whoever_holds),),
     "a rank forked while its agent is fenced runs on": ((AgentLifecycle, "_started", _started_unkilled),),
     "an agent rejoins at once": ((AgentLifecycle, "_fence", _rejoins_at_once),),
-    "failed starts never give up": ((roster, "_MAX_NOT_STARTED", 1_000),),
-    "learners never decide": ((settle, "resolve", _resolve_without_learners),),
+    "failed starts never give up": ((agent_state, "_MAX_NOT_STARTED", 1_000),),
+    "learners never decide": ((recovery, "resolve", _resolve_without_learners),),
 }
 
 

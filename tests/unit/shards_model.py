@@ -1,4 +1,4 @@
-"""The rule of a sharded job, for `commit_model.py`: what `settle.py` makes of a proposal, checked in the same way.
+"""The rule of a sharded job, for `commit_model.py`: what `recovery.py` makes of a proposal, checked in the same way.
 
 Each member is alone on its host, and has its part of the model (along `tp`) for life. There is no checkpoint.
 """
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elasticgang.layout import Member, ParallelLayout, Plan
-from elasticgang.quorum import settle
-from elasticgang.quorum.commit import Action, Attempt, action, resolve
-from elasticgang.quorum.decide import Lost, MemberReport, Record, Report, Seat, Seen, Void
+from elasticgang.protocol import recovery
+from elasticgang.protocol.commit import Action, Attempt, action, resolve
+from elasticgang.protocol.record import MemberReport, Record, RecordRef, Report, Seat, Undecided, Unrecoverable
 from tests.unit import commit_model
 from tests.unit.commit_model import AWAY, DIES, PRESENT, Mem, Outcome, Rule, World, check_actions, check_truth
 
@@ -20,33 +20,39 @@ from tests.unit.commit_model import AWAY, DIES, PRESENT, Mem, Outcome, Rule, Wor
 class ShardedRule(Rule):
     """`known`: what `settle` has said before, by all that it was asked."""
 
-    known: dict[object, settle.Truth | Void | Lost] = field(default_factory=dict, compare=False)
+    known: dict[object, recovery.CommittedState | Undecided | Unrecoverable] = field(
+        default_factory=dict, compare=False
+    )
 
     def decide(self, world: World, fates: Sequence[str], heard: Attempt | None) -> Outcome:
         present = {at: world.mems[at] for at, fate in enumerate(fates) if fate == PRESENT}
         if {mem.part for mem in present.values()} != set(range(world.num_parts)):
-            raise commit_model.Void("too few for one replica group")
+            raise commit_model.Impossible("too few for one replica group")
         truth = self._truth(world, fates, heard)
-        if not isinstance(truth, settle.Truth):
-            raise commit_model.Void(truth.reason)
+        if not isinstance(truth, recovery.CommittedState):
+            raise commit_model.Impossible(truth.reason)
         actions = {at: self.action(mem.tip, mem.pending, truth.committed) for at, mem in present.items()}
         check_actions(world, truth.committed, actions)
         held = {world.mems[at].part for at, answer in actions.items() if answer is not Action.HEAL}
         if not truth.designated and len(held) < world.num_parts:
-            raise commit_model.Violation(f"D3: nobody holds all of {commit_model.spell(truth.committed)}")
+            raise commit_model.Violation(
+                f"RECOVERY-2: nobody holds all of {commit_model.format_attempt(truth.committed)}"
+            )
         away = [mem for mem, fate in zip(world.mems, fates, strict=True) if fate == AWAY]
         check_truth(world, truth.committed, [*present.values(), *away])
         return Outcome(truth.committed, actions, is_lost=truth.designated)
 
-    def _truth(self, world: World, fates: Sequence[str], heard: Attempt | None) -> settle.Truth | Void | Lost:
+    def _truth(
+        self, world: World, fates: Sequence[str], heard: Attempt | None
+    ) -> recovery.CommittedState | Undecided | Unrecoverable:
         said = sorted(zip(map(commit_model.number, world.mems), fates, strict=True))
         key = (tuple(said), heard, world.record, world.generation)
         if key not in self.known:
             record = _record(world)
             reports = _reports(world, fates)
-            void = settle.without_witness(record, reports)
+            undecided = recovery.without_witness(record, reports)
             known = [] if heard is None else [heard]
-            self.known[key] = void if void is not None else settle.settle(record, reports, known)
+            self.known[key] = undecided if undecided is not None else recovery.recover(record, reports, known)
         return self.known[key]
 
 
@@ -74,7 +80,7 @@ def _record(world: World) -> Record:
         seats=tuple(Seat(_name(at), _name(at), _name(at), 0, "", world.mems[at].seated) for at in seated),
         agents=tuple(_name(at) for at in seated),
         committed=world.record.committed,
-        away=tuple(_name(at) for at, mem in enumerate(world.mems) if 0 < mem.seat < generation),
+        absent_agents=tuple(_name(at) for at, mem in enumerate(world.mems) if 0 < mem.seat < generation),
         digest="record",
     )
 
@@ -88,9 +94,9 @@ def _reports(world: World, fates: Sequence[str]) -> list[Report]:
             job="job",
             coordinator="c",
             layout=ParallelLayout(tp=world.num_parts, within_host=()),
-            seen=Seen(world.generation, "record"),
+            newest_record=RecordRef(world.generation, "record"),
             members=(_member(at, mem, world.generation),),
-            lost=lost,
+            dead_agents=lost,
         )
         for at, (mem, fate) in enumerate(zip(world.mems, fates, strict=True))
         if fate == PRESENT
@@ -103,4 +109,4 @@ def _member(at: int, mem: Mem, generation: int) -> MemberReport:
     return MemberReport(_name(at), 0, "", mem.tip, mem.pending, holds, mem.generation, is_active)
 
 
-SETTLE_PY = ShardedRule("settle.py", resolve, action)
+SETTLE_PY = ShardedRule("recovery.py", resolve, action)

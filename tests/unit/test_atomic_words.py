@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from elasticgang.comm.page import CommBlock, Page
-from elasticgang.quorum.lease import Lease
+from elasticgang.process.lease import Lease
+from elasticgang.process.status_page import CommBlock, StatusPage
 
 HAMMER_S = 2.0
 EVERY_BYTE_DIFFERS = (b"\x11" * 8, b"\x66" * 8)  # any mixture of the two is a third value
@@ -56,19 +56,19 @@ def test_a_lease_is_never_read_torn() -> None:
 
 
 @pytest.fixture
-def pages() -> Iterator[tuple[Page, Page]]:
+def pages() -> Iterator[tuple[StatusPage, StatusPage]]:
     """Two mappings of one page."""
-    fd = Page.create()
-    yield Page(fd), Page(fd)
+    fd = StatusPage.create()
+    yield StatusPage(fd), StatusPage(fd)
     os.close(fd)
 
 
-def test_a_committed_attempt_is_never_read_torn(pages: tuple[Page, Page]) -> None:
+def test_a_committed_attempt_is_never_read_torn(pages: tuple[StatusPage, StatusPage]) -> None:
     rank, agent = pages
     assert seen_while_hammered(lambda: agent.committed, lambda number: rank.commit(*ATTEMPTS[number])) == set(ATTEMPTS)
 
 
-def test_a_counter_of_a_comm_process_is_never_read_torn(pages: tuple[Page, Page]) -> None:
+def test_a_counter_of_a_comm_process_is_never_read_torn(pages: tuple[StatusPage, StatusPage]) -> None:
     """Written through a slice of the page's words, as every word of a block is."""
     rank, agent = pages
     ours, theirs = CommBlock(rank._words, 1), CommBlock(agent._words, 1)

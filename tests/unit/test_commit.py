@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticgang.quorum.commit import Action, Attempt, Fate, Standing, action, resolve
+from elasticgang.protocol.commit import Action, Attempt, Fate, Standing, action, resolve
 from tests.unit.commit_model import FIRST, Bounds, Op, Rule, explore, parse, replay, start
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -190,14 +190,14 @@ RULES = {rule.name: rule for rule in (COMMIT_PY, BY_STEP, UNRECORDED)}
 @pytest.mark.parametrize(
     ("rule", "num_active", "num_learners", "promise"),
     [
-        (BY_STEP, 2, 0, "C4"),
-        (BY_STEP, 3, 0, "R4"),
-        (UNRECORDED, 2, 0, "C1"),
-        (UNRECORDED, 3, 0, "C1"),
-        (Rule("torn members have a say", _resolve_with_torn_voters, action), 2, 0, "C1"),
-        (Rule("learners never decide", _resolve_without_learners, action), 1, 1, "C1"),
-        (Rule("all that is heard counts", _resolve_with_all_heard, action), 1, 0, "C4"),
-        (Rule("applied to any state", resolve, _action_on_any_state), 1, 1, "R4"),
+        (BY_STEP, 2, 0, "COMMIT-4"),
+        (BY_STEP, 3, 0, "RULE-4"),
+        (UNRECORDED, 2, 0, "COMMIT-1"),
+        (UNRECORDED, 3, 0, "COMMIT-1"),
+        (Rule("torn members have a say", _resolve_with_torn_voters, action), 2, 0, "COMMIT-1"),
+        (Rule("learners never decide", _resolve_without_learners, action), 1, 1, "COMMIT-1"),
+        (Rule("all that is heard counts", _resolve_with_all_heard, action), 1, 0, "COMMIT-4"),
+        (Rule("applied to any state", resolve, _action_on_any_state), 1, 1, "RULE-4"),
     ],
     ids=lambda value: value.name if isinstance(value, Rule) else None,
 )

@@ -199,11 +199,11 @@ def test_the_table_of_timeouts_has_the_defaults_of_the_options() -> None:
 
 def test_the_inequalities_between_timeouts_hold() -> None:
     named = {name: value for _, files in timeouts() for path in files for name, value in constants(path).items()}
-    assert named["_COUNT_INTERVAL_S"] * 2 < named["GONE_S"] < named["LEASE_S"]
+    assert named["_COUNT_INTERVAL_S"] * 2 < named["EXITED_S"] < named["LEASE_S"]
     assert named["_REACH_TIMEOUT_S"] + named["_PROBE_TIMEOUT_S"] < named["LEASE_S"]
     assert named["JOIN_TIMEOUT_MS"] >= named["_FLOOR_MS"]
-    assert named["HEARTBEAT_TIMEOUT_MS"] >= 4 * 1000 * named["_BEAT_INTERVAL_S"]
-    assert named["HOLD_TIMEOUT_S"] < named["HEAL_TIMEOUT_S"]
+    assert named["HEARTBEAT_TIMEOUT_MS"] >= 4 * 1000 * named["_HEARTBEAT_INTERVAL_S"]
+    assert named["EXCLUSIVE_TIMEOUT_S"] < named["HEAL_TIMEOUT_S"]
     assert named["PULSE_MS"] * 10 <= 1000 * 1.0  # several pulses in the least time in which a rank counts as hung
 
 
@@ -259,10 +259,10 @@ def test_a_label_with_a_name_is_defined_once() -> None:
 
 
 def test_every_rule_of_the_design_that_the_code_names_is_in_its_table() -> None:
-    rules = set(re.findall(r"^\| (R\d+) ", DESIGN, re.MULTILINE))
-    assert rules == {f"R{number}" for number in range(1, 11)}
+    rules = set(re.findall(r"^\| (RULE-\d+) ", DESIGN, re.MULTILINE))
+    assert rules == {f"RULE-{number}" for number in range(1, 11)}
     sources = [path.read_text() for path in (REPOSITORY / "elasticgang").rglob("*.py")]
-    assert {rule for text in sources for rule in re.findall(r"\b(R\d+)\b(?!')", text)} <= rules
+    assert {rule for text in sources for rule in re.findall(r"\b(RULE-\d+)\b(?!')", text)} <= rules
 
 
 # -- the README

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticgang.errors import StepAborted
-from elasticgang.quorum.ledger import Share
-from elasticgang.quorum.manager import Step
+from elasticgang.member.manager import Step
+from elasticgang.protocol.member_state import Share
 from elasticgang.train.data import GlobalBatch, Slots
 
 SIZES = st.tuples(st.integers(1, 90), st.integers(1, 8), st.integers(1, 5))  # samples, slots in a batch, slot
@@ -123,7 +123,7 @@ def test_seeds_of_slots_differ_between_slots_steps_and_seeds() -> None:
 def test_the_order_is_the_same_in_another_process_and_whatever_pythonhashseed_says() -> None:
     batches = GlobalBatch(23, size=6, slot=3, seed=9)
     code = (
-        "from elasticgang.train.data import GlobalBatch; from elasticgang.quorum.ledger import Share\n"
+        "from elasticgang.train.data import GlobalBatch; from elasticgang.protocol.member_state import Share\n"
         "batches = GlobalBatch(23, size=6, slot=3, seed=9)\n"
         "print([(s.seed, s.index.tolist()) for step in range(9) for s in batches.share(step, Share(0, 1))])"
     )

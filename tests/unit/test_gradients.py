@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elasticgang as eg
-from elasticgang.quorum.manager import QuorumManager
-from elasticgang.quorum.membership import AloneMembership
-from elasticgang.state.keeper import Keeper
+from elasticgang.member.manager import QuorumManager
+from elasticgang.member.rendezvous import LocalRendezvous
+from elasticgang.state.snapshot_server import SnapshotServer
 
 CPU = torch.device("cpu")
 MAX_NORM = 0.5
@@ -34,7 +34,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def manager() -> QuorumManager:
     layout = eg.ParallelLayout()
-    return QuorumManager(AloneMembership(layout, CPU), Keeper(), layout, CPU)
+    return QuorumManager(LocalRendezvous(layout, CPU), SnapshotServer(), layout, CPU)
 
 
 def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:

@@ -6,18 +6,18 @@ from itertools import islice, pairwise
 
 import pytest
 
-from journal import Journal
 from kills import ScheduledKills, choose, draw_schedule
+from run_log import RunLog
 
 
-def journal_of(committed: dict[int, tuple[int, int]], *, ranks: int = 3, generations: int = 1) -> Journal:
+def journal_of(committed: dict[int, tuple[int, int]], *, ranks: int = 3, generations: int = 1) -> RunLog:
     """Live members "m0", "m1"...; `committed`: of each rank, the (step, generation) it committed last."""
-    journal = Journal()
+    run_log = RunLog()
     for rank in range(ranks):
-        journal.add_event({"event": "spawned", "t": 0.0, "member": f"m{rank}", "local_rank": rank, "pid": 100 + rank})
+        run_log.add_event({"event": "spawned", "t": 0.0, "member": f"m{rank}", "local_rank": rank, "pid": 100 + rank})
     for number in range(generations):
         everybody = list(range(ranks))
-        journal.add_event(
+        run_log.add_event(
             {
                 "event": "generation",
                 "t": 0.0,
@@ -29,30 +29,30 @@ def journal_of(committed: dict[int, tuple[int, int]], *, ranks: int = 3, generat
             }
         )
     for rank, (step, generation) in committed.items():
-        journal.add_history(f"m{rank}", {"kind": "committed", "t": 0.0, "step": step, "generation": generation})
-    return journal
+        run_log.add_history(f"m{rank}", {"kind": "committed", "t": 0.0, "step": step, "generation": generation})
+    return run_log
 
 
-def chosen(journal: Journal, rank: int, dead: tuple[int, ...] = ()) -> int | None:
-    victim = choose(journal, rank, lambda who: who.local_rank not in dead)
+def chosen(run_log: RunLog, rank: int, dead: tuple[int, ...] = ()) -> int | None:
+    victim = choose(run_log, rank, lambda who: who.local_rank not in dead)
     return None if victim is None else victim.local_rank
 
 
 def test_the_rank_that_was_drawn_is_killed() -> None:
-    journal = journal_of({0: (5, 1), 1: (5, 1), 2: (5, 1)})
-    assert [chosen(journal, rank) for rank in range(3)] == [0, 1, 2]
+    run_log = journal_of({0: (5, 1), 1: (5, 1), 2: (5, 1)})
+    assert [chosen(run_log, rank) for rank in range(3)] == [0, 1, 2]
 
 
 def test_the_next_rank_is_killed_where_the_drawn_one_is_down() -> None:
-    journal = journal_of({0: (5, 1), 1: (5, 1), 2: (5, 1)})
-    assert chosen(journal, 1, dead=(1,)) == 2
-    assert chosen(journal, 2, dead=(2,)) == 0
+    run_log = journal_of({0: (5, 1), 1: (5, 1), 2: (5, 1)})
+    assert chosen(run_log, 1, dead=(1,)) == 2
+    assert chosen(run_log, 2, dead=(2,)) == 0
 
 
 def test_the_last_member_with_state_is_spared_and_those_without_may_die() -> None:
-    journal = journal_of({0: (5, 1)})
-    assert [chosen(journal, rank) for rank in range(3)] == [1, 1, 2]
-    assert chosen(journal, 0, dead=(1, 2)) is None
+    run_log = journal_of({0: (5, 1)})
+    assert [chosen(run_log, rank) for rank in range(3)] == [1, 1, 2]
+    assert chosen(run_log, 0, dead=(1, 2)) is None
 
 
 def test_a_member_one_step_behind_in_the_same_generation_holds_what_it_needs() -> None:
@@ -65,9 +65,9 @@ def test_a_member_further_behind_or_of_another_generation_does_not(behind: tuple
 
 
 def test_before_the_first_generation_all_but_the_last_may_die() -> None:
-    journal = journal_of({}, ranks=2, generations=0)
-    assert chosen(journal, 0) == 0
-    assert chosen(journal, 0, dead=(1,)) is None
+    run_log = journal_of({}, ranks=2, generations=0)
+    assert chosen(run_log, 0) == 0
+    assert chosen(run_log, 0, dead=(1,)) is None
 
 
 def test_nobody_dies_while_it_is_not_known_who_holds_the_first_state() -> None:
@@ -82,11 +82,11 @@ def test_a_seed_draws_the_same_schedule_again() -> None:
     assert {due.local_rank for due in first} == {0, 1, 2, 3}
 
 
-def finished_at(end_s: float) -> Journal:
-    journal = Journal()
-    journal.add_event({"event": "started", "t": 100.0})
-    journal.add_history("m0", {"kind": "finished", "t": 100.0 + end_s, "digest": "d"})
-    return journal
+def finished_at(end_s: float) -> RunLog:
+    run_log = RunLog()
+    run_log.add_event({"event": "started", "t": 100.0})
+    run_log.add_history("m0", {"kind": "finished", "t": 100.0 + end_s, "digest": "d"})
+    return run_log
 
 
 def test_what_was_due_while_the_job_ran_was_asked_for() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elasticgang.errors import LayoutError
 from elasticgang.layout import AXES, FAMILIES, RUNTIME_GANGS, Axes, Member, ParallelLayout, plan
-from elasticgang.quorum.decide import layout_from_json, layout_to_json
+from elasticgang.protocol.record import layout_from_json, layout_to_json
 
 
 def test_the_default_is_one_seat_to_a_replica_group() -> None:
@@ -139,7 +139,7 @@ def test_groups_across_pipeline_stages_are_in_rank_order() -> None:
 def test_a_place_along_a_further_axis_follows_from_the_model_coordinates(
     sizes: tuple[int, int, int], num_replicas: int, data: st.DataObject
 ) -> None:
-    """L4: and every rank is in one group of each axis."""
+    """LAYOUT-4: and every rank is in one group of each axis."""
     pp, sdp, tp = sizes
     unit = pp * sdp * tp
     size = data.draw(st.sampled_from([number for number in range(1, unit + 1) if unit % number == 0]))

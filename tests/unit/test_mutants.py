@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticgang.testing.simulation.schedule import Schedule
-from elasticgang.testing.simulation.truth import is_broken
+from elasticgang.simulation.invariants import is_broken
+from elasticgang.simulation.schedule import Schedule
 from tests.unit.mutants import MUTANTS, mutated
 
 NUM_SCHEDULES = 3_000

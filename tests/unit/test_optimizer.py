@@ -1,4 +1,4 @@
-"""What an optimizer must not do: applying a step is atomic (R10)."""
+"""What an optimizer must not do: applying a step is atomic (RULE-10)."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def output(screen: Screen) -> Iterator[PrefixedOutput]:
 
 
 def test_what_cannot_be_encoded_is_written_escaped(output: PrefixedOutput, screen: Screen) -> None:
-    output.say("file \udcff is bad")
-    output.say("after it")
+    output.write_line("file \udcff is bad")
+    output.write_line("after it")
     wait_until(lambda: screen.holds(b"file \\udcff is bad\nafter it\n"), "both lines")
 
 
@@ -48,14 +48,14 @@ def test_an_error_is_told_once_and_the_next_line_passes(output: PrefixedOutput, 
     stdout, stderr = output.open(0)
     with open(stdout, "wb", buffering=0) as out:
         os.close(stderr)
-        output.follow(0, step)
+        output.track_steps(0, step)
         for line in (b"[rank 0 step 7] passed\n", b"[rank 0 step 7] passed too\n"):
             out.write(b"lost\n")
             wait_until(lambda: screen.holds(b"RuntimeError: no step"), "the error")
-            output.follow(0, lambda: 7)
+            output.track_steps(0, lambda: 7)
             out.write(line.partition(b"] ")[2])
             wait_until(partial(screen.holds, line), "the next line")
-            output.follow(0, step)
+            output.track_steps(0, step)
     assert screen.getvalue().count(b"Traceback") == 1
 
 

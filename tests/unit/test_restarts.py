@@ -1,4 +1,5 @@
-"""Whether a rank whose script has failed is restarted: the rules of `quorum/restarts.py`, against a second account."""
+"""Whether a rank whose script has failed is restarted: the rules of `protocol/restarts.py`, against a second
+account."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticgang.quorum.restarts import WINDOW_S, Failure, Restarts
+from elasticgang.protocol.restarts import WINDOW_S, Failure, Restarts
 
 
 def failure(rank: int, step: int | None, at_s: float = 0.0, number: int = 0) -> Failure:
@@ -94,7 +95,7 @@ def test_restart_4_failures_of_more_than_an_hour_ago_do_not_count() -> None:
 
 Happening = tuple[str, int, int, float]  # what, rank, step (-1: none was begun), seconds since the one before
 
-HAPPENINGS = st.lists(
+EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["fails", "commits", "elsewhere"]),
         st.integers(0, 2),
@@ -125,7 +126,7 @@ def ends_job(past: list[Happening], max_restarts: int) -> bool:
     return len(recent) >= max_restarts
 
 
-@given(st.integers(0, 4), HAPPENINGS)
+@given(st.integers(0, 4), EVENTS)
 def test_any_story_is_judged_as_by_a_reading_of_its_whole_past(max_restarts: int, story: list[Happening]) -> None:
     restarts, now_s = Restarts(max_restarts), 0.0
     for number, (what, rank, step, seconds) in enumerate(story):

@@ -1,6 +1,6 @@
 """The commit rule where a replica group has shards: never is one at a step that another part of the model is not at.
 
-Every schedule of small jobs with two parts, as in `test_commit.py`, decided by `settle.py`. All there is of up to 4
+Every schedule of small jobs with two parts, as in `test_commit.py`, decided by `recovery.py`. All there is of up to 4
 members and two generation changes; ELASTICGANG_EXHAUSTIVE=1 adds that of 5 members, and longer schedules (minutes).
 """
 
@@ -11,8 +11,8 @@ from collections import Counter
 
 import pytest
 
-from elasticgang.quorum.commit import Attempt, action, resolve
-from elasticgang.quorum.settle import Truth
+from elasticgang.protocol.commit import Attempt, action, resolve
+from elasticgang.protocol.recovery import CommittedState
 from tests.unit.commit_model import AWAY, DIES, FIRST, PRESENT, Bounds, explore, start
 from tests.unit.mutants import mutated
 from tests.unit.shards_model import ShardedRule
@@ -35,7 +35,7 @@ LARGE = [
 
 
 def settle_py() -> ShardedRule:
-    return ShardedRule("settle.py", resolve, action)
+    return ShardedRule("recovery.py", resolve, action)
 
 
 @pytest.mark.parametrize(("num_active", "num_learners", "bounds"), SMALL)
@@ -45,10 +45,10 @@ def test_no_schedule_breaks_a_promise(num_active: int, num_learners: int, bounds
     assert not found.violation, "\n".join([found.violation, *map(str, found.scenario)])
     assert found.num_proposals > 5 * found.num_worlds
     said = Counter(type(answer).__name__ for answer in rule.known.values())
-    assert said["Truth"] > 50
-    assert any(isinstance(answer, Truth) and answer.rolled_forward for answer in rule.known.values())
+    assert said["CommittedState"] > 50
+    assert any(isinstance(answer, CommittedState) and answer.rolled_forward for answer in rule.known.values())
     if num_active + num_learners > 2:  # somebody can be left out
-        assert min(said["Void"], said["Lost"]) > 50
+        assert min(said["Undecided"], said["Unrecoverable"]) > 50
 
 
 @pytest.mark.skipif("ELASTICGANG_EXHAUSTIVE" not in os.environ, reason="takes minutes; set ELASTICGANG_EXHAUSTIVE=1")
@@ -61,12 +61,12 @@ def test_no_longer_schedule_breaks_a_promise(num_active: int, num_learners: int,
 @pytest.mark.parametrize(
     ("name", "num_active", "num_learners", "promise"),
     [
-        ("decision not in the record", 3, 0, "C1"),
-        ("never rolled forward", 3, 0, "C1"),
-        ("nobody is waited for", 3, 0, "C1"),
-        ("any part will do", 2, 0, "D3"),
-        ("by step alone", 2, 0, "D3"),
-        ("learners never decide", 2, 2, "C1"),
+        ("decision not in the record", 3, 0, "COMMIT-1"),
+        ("never rolled forward", 3, 0, "COMMIT-1"),
+        ("nobody is waited for", 3, 0, "COMMIT-1"),
+        ("any part will do", 2, 0, "RECOVERY-2"),
+        ("by step alone", 2, 0, "RECOVERY-2"),
+        ("learners never decide", 2, 2, "COMMIT-1"),
     ],
 )
 def test_the_check_fails_other_rules(name: str, num_active: int, num_learners: int, promise: str) -> None:

@@ -9,10 +9,10 @@ import os
 
 import pytest
 
-from elasticgang.testing.simulation.batch import Tally, run, run_over
-from elasticgang.testing.simulation.scenario import replay, shrink, write
-from elasticgang.testing.simulation.schedule import Schedule
-from elasticgang.testing.simulation.truth import is_broken
+from elasticgang.simulation.invariants import is_broken
+from elasticgang.simulation.runner import Tally, run, run_over
+from elasticgang.simulation.scenario import replay, shrink, write
+from elasticgang.simulation.schedule import Schedule
 from tests.unit.mutants import mutated
 
 NUM_SCHEDULES = 10_000
@@ -50,13 +50,13 @@ def test_random_schedules() -> None:
     total = Tally()
     for part in run_over(range(NUM_SCHEDULES), min(4, os.cpu_count() or 1)):
         total.add(part)
-        assert not part.failures, spell(part)
+        assert not part.failures, format_failure(part)
     assert total.num_schedules == NUM_SCHEDULES
     assert total.num_steps > 3 * NUM_SCHEDULES
     assert {name: count for name, count in PER_MILLE.items() if total.seen[name] < count * NUM_SCHEDULES / 1000} == {}
 
 
-def spell(part: Tally) -> str:
+def format_failure(part: Tally) -> str:
     failure = part.failures[0]
     return write(shrink(failure)) if is_broken(failure.violation) else f"seed {failure.seed}: {failure.violation}"
 
@@ -81,7 +81,7 @@ def test_what_the_rules_raise_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
     def raise_it(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("elasticgang.quorum.decide.settle", raise_it)
+    monkeypatch.setattr("elasticgang.protocol.next_record.recover", raise_it)
     (failure,) = run(range(1)).failures
     assert "ZeroDivisionError" in failure.violation
     assert not is_broken(failure.violation)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elasticgang.quorum import stacks
-from elasticgang.quorum.stacks import Frame, StackSource, describe, merge, parse
+from elasticgang.process import stacks
+from elasticgang.process.stacks import Frame, StackSource, describe, merge, parse
 from tests.support import wait_until
 
 GUARD_S = 20.0
@@ -54,25 +54,25 @@ def test_frames_that_started_the_script_are_left_out() -> None:
     runtime = [
         Frame("<frozen runpy>", 88, "_run_code"),
         Frame("<frozen runpy>", 291, "run_path"),
-        Frame(f"{PACKAGE}/launch/child.py", 50, "_run"),
-        Frame(f"{PACKAGE}/comm/forkserver.py", 400, "_serve"),
+        Frame(f"{PACKAGE}/member/rank_main.py", 50, "_run"),
+        Frame(f"{PACKAGE}/process/forkserver.py", 400, "_serve"),
     ]
     assert describe([(script, *runtime)]) == '  File "/home/me/train.py", line 12 in <module>'
-    inside = Frame(f"{PACKAGE}/quorum/manager.py", 1, "commit")  # of the script's own thread
+    inside = Frame(f"{PACKAGE}/member/manager.py", 1, "commit")  # of the script's own thread
     assert describe([(inside, script, *runtime)]).count("\n") == 1
 
 
 def test_threads_of_the_runtime_are_left_out() -> None:
     threads = [
-        (Frame(f"{PACKAGE}/comm/inbox.py", 2, "_serve"), Frame("/lib/threading.py", 1, "run")),
+        (Frame(f"{PACKAGE}/comm/reply_reader.py", 2, "_serve"), Frame("/lib/threading.py", 1, "run")),
         (Frame("/lib/concurrent/futures/thread.py", 81, "_worker"), Frame("/lib/threading.py", 1, "run")),
         (
-            Frame(f"{PACKAGE}/quorum/membership.py", 2, "_start"),
+            Frame(f"{PACKAGE}/member/rendezvous.py", 2, "_start"),
             Frame("/lib/concurrent/futures/thread.py", 58, "run"),
             Frame("/lib/concurrent/futures/thread.py", 83, "_worker"),
             Frame("/lib/threading.py", 1, "run"),
         ),
-        (Frame(f"{PACKAGE}/quorum/wire.py", 3, "receive"), Frame(f"{PACKAGE}/quorum/link.py", 2, "_read")),
+        (Frame(f"{PACKAGE}/process/framing.py", 3, "receive"), Frame(f"{PACKAGE}/member/agent_link.py", 2, "_read")),
     ]  # fmt: skip
     assert describe(threads) == "  no frame of the script"
     assert describe([*threads, (Frame("/home/me/a.py", 1, "f"),)]) == '  File "/home/me/a.py", line 1 in f'

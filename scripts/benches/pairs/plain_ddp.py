@@ -16,7 +16,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_job"))
 
-from elasticgang.quorum.ledger import Share
+from elasticgang.protocol.member_state import Share
 from train import ByteTransformer, load_text, make_batches
 from train import parse_args as train_args
 

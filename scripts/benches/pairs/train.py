@@ -1,6 +1,6 @@
 """Train a small model in pairs (`tp=2`): two linear layers, split over the pair, with its sums in forward and backward.
 
-Run by `repair.py`; writes the history that `demo_job/journal.py` reads.
+Run by `repair.py`; writes the history that `demo_job/run_log.py` reads.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_job"))
 
 import elasticgang as eg
 import train
-from elasticgang.quorum.manager import Step
+from elasticgang.member.manager import Step
 from elasticgang.train.data import Slots
 
 _STEP_S = 0.25

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from driver import ELASTICGANG, TRAIN, Tail
-from journal import Journal, Spawned, member_name
+from run_log import RunLog, Spawned, member_name
 
 _PR_SET_PDEATHSIG = 1
 _STOP_S = 3.0
@@ -61,7 +61,7 @@ class Fleet:
 
     def __init__(self, spec: FleetSpec) -> None:
         self.spec = spec
-        self.journal = Journal()
+        self.run_log = RunLog()
         self.agents: list[AgentProcess] = []
         self.past: list[AgentProcess] = []
         self.fresh: list[tuple[AgentProcess, dict[str, Any]]] = []
@@ -86,16 +86,16 @@ class Fleet:
         self.close()
 
     def read(self) -> None:
-        """Bring the journal up to date."""
+        """Bring the run log up to date."""
         self.fresh = []
         for agent in (*self.agents, *self.past[-4:]):
             for line in agent.events.read():
                 self._add_event(agent, line)
-        for member in self.journal.spawned:
+        for member in self.run_log.spawned:
             if member not in self._histories:
                 self._histories[member] = Tail(self.spec.directory / "history" / f"{member}.jsonl")
             for line in self._histories[member].read():
-                self.journal.add_history(member, line)
+                self.run_log.add_history(member, line)
 
     def _add_event(self, agent: AgentProcess, line: dict[str, Any]) -> None:
         self.fresh.append((agent, line))
@@ -103,7 +103,7 @@ class Fleet:
             case "spawned":
                 name = member_name(line["member"])
                 agent.members[name] = Spawned(name, line["t"], line["local_rank"], line["pid"])
-                self.journal.spawned[name] = agent.members[name]
+                self.run_log.spawned[name] = agent.members[name]
             case "exited":
                 agent.exited.add(member_name(line["member"]))
             case "generation":
@@ -118,7 +118,7 @@ class Fleet:
             self.coordinator = self._start_coordinator()
             started.append("coordinator")
         for place, agent in enumerate(self.agents):
-            if agent.process.poll() is not None and not self.journal.finished:
+            if agent.process.poll() is not None and not self.run_log.finished:
                 self.past.append(agent)
                 lives = sum(past.index == agent.index for past in self.past)
                 self.agents[place] = self._start_agent(agent.index, lives)
@@ -128,7 +128,7 @@ class Fleet:
     @property
     def is_over(self) -> bool:
         """All agents have ended, after a rank of theirs had done all steps."""
-        return bool(self.journal.finished) and all(agent.process.poll() is not None for agent in self.agents)
+        return bool(self.run_log.finished) and all(agent.process.poll() is not None for agent in self.agents)
 
     def live(self) -> dict[str, tuple[AgentProcess, Spawned]]:
         return {name: (agent, spawned) for agent in self.agents for name, spawned in agent.live().items()}

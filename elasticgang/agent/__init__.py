@@ -1,0 +1,1 @@
+"""The agent: starts one host's ranks, watches them, and speaks for them."""

@@ -1,0 +1,562 @@
+"""The agent: starts the rank processes of one host, reaps them, and speaks for them.
+
+It decides nothing: it hands events to `agent_lifecycle.py` and executes its instructions. `control_plane.py` deals with
+the coordinator and the other agents. One asyncio loop owns all state; threads do what blocks.
+
+On every way out, whatever was started here is killed and reaped before `run` returns; if the agent itself is killed,
+the fork server does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import astuple
+from typing import Any
+
+from elasticgang import environment
+from elasticgang.agent.control_plane import ControlPlane, Limits
+from elasticgang.agent.embedded_coordinator import EmbeddedCoordinator
+from elasticgang.agent.hang_monitor import HangMonitor, kill_comm
+from elasticgang.agent.job import Events, Job, Output
+from elasticgang.agent.process_supervisor import ProcessSupervisor
+from elasticgang.agent.rank_launch import RankLaunch
+from elasticgang.agent.rank_processes import RankProcess, RankProcesses
+from elasticgang.coordinator.client import in_daemon_thread
+from elasticgang.coordinator.endpoint import reach
+from elasticgang.errors import OperationalError, WireError
+from elasticgang.observe.change_report import ChangeReporter, format_change
+from elasticgang.process import stacks
+from elasticgang.process.lease import Lease
+from elasticgang.protocol.agent_events import (
+    Abort,
+    AgentEvent,
+    AgentInstruction,
+    AnnounceJoin,
+    BroadcastFailure,
+    Committed,
+    CoordinatorConnected,
+    DeliverRecord,
+    End,
+    Exit,
+    Exited,
+    Fail,
+    Fence,
+    InternalError,
+    KillRanks,
+    MemberLeft,
+    NotifyFinished,
+    NotifyOver,
+    NotStarted,
+    RankEntered,
+    RecordRequested,
+    Rejoin,
+    RequestQuorum,
+    RetireMembers,
+    ScriptRaised,
+    SignalRanks,
+    SignalReceived,
+    Started,
+    StartRank,
+    StopHelpers,
+    TimePassed,
+    Warn,
+)
+from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
+from elasticgang.protocol.agent_state import AgentState, describe_exit
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.hang_detector import CommHung, HangReport, Standstill
+from elasticgang.protocol.record import Record, layout_from_json, member_from_json
+
+log = logging.getLogger("elasticgang")
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Agent:
+    """Runs one job's ranks on this host. `run` blocks until the job is over and returns its exit code."""
+
+    def __init__(self, job: Job, output: Output, events: Events) -> None:
+        self._job = job
+        self._output = output
+        self._events = events
+        self._lifecycle = AgentLifecycle(_new_id(), _options_of(job))
+        self._timer: asyncio.TimerHandle | None = None
+        self._exit: asyncio.Future[int] | None = None
+        self._stopping = threading.Event()
+        self._supervisor = ProcessSupervisor(job.env, self._stopping, self._spawn_task)
+        self._ranks = RankProcesses(self._supervisor, output, _AgentCallbacks(self))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._coordinator: EmbeddedCoordinator | None = None  # of the job's own
+        self._lease = Lease.create()
+        self._control: ControlPlane | None = None
+        self._hang_monitor = HangMonitor(job.hang_timeout)
+        self._change_reporter = ChangeReporter()
+        self._counts: dict[str, int] = {}
+        self._is_reporting = False  # a standstill
+
+    def run(self) -> int:
+        """Raises OperationalError when the job could not be started; nothing is left running then."""
+        return asyncio.run(self._run())
+
+    # -- life of the job
+
+    async def _run(self) -> int:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._on_bug)
+        self._exit = self._loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            if self._job.coordinator is not None:
+                reaching = in_daemon_thread(reach, self._job.coordinator, self._job.connect_timeout)
+                if not await self._unless_exiting(reaching):
+                    self._supervisor.stop()
+                    return self._exit.result()
+                self._endpoint = reaching.result()
+            self._supervisor.open()
+        except BaseException:
+            self._supervisor.stop()
+            raise
+        try:
+            return await self._serve()
+        finally:
+            await self._kill_everything()
+
+    async def _serve(self) -> int:
+        assert self._exit is not None
+        starting = asyncio.ensure_future(self._start())
+        if not await self._unless_exiting(starting):  # a signal while the fork server imports
+            self._supervisor.kill()
+            with contextlib.suppress(OperationalError):
+                await starting
+            return self._exit.result()
+        starting.result()
+        return await self._exit
+
+    async def _unless_exiting(self, future: asyncio.Future[Any]) -> bool:
+        """Wait for `future`. False: the job has ended before."""
+        assert self._exit is not None
+        either: list[asyncio.Future[Any]] = [future, self._exit]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return future.done()
+
+    async def _start(self) -> None:
+        await self._supervisor.ready()
+        if self._job.coordinator is None:
+            self._coordinator = EmbeddedCoordinator(self._supervisor, self._stopping, _AgentCallbacks(self))
+            await self._coordinator.start(None)
+            self._endpoint = await in_daemon_thread(reach, self._coordinator.address, self._job.connect_timeout)
+        lease = None if self._coordinator is not None else self._lease
+        limits = Limits(self._job.connect_timeout, self._job.coordinator_timeout)
+        self._control = ControlPlane(_AgentCallbacks(self), self._endpoint, self._job.job_id, limits, lease)
+        address = await self._control.open()
+        self._loop.add_signal_handler(signal.SIGCHLD, self._supervisor.reap)
+        self._spawn_task(self._watch_ranks())
+        self._connected(address)
+
+    def _connected(self, address: str) -> None:
+        agent, endpoint = self._lifecycle.agent, self._endpoint
+        self._events.write("started", agent=agent, coordinator=endpoint.address, ranks=self._job.num_processes)
+        self._handle(CoordinatorConnected(endpoint.host, self._control_plane.incarnation, address))
+
+    def _kill_coordinator(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.kill()
+
+    def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception that nobody handles ends the job: half an agent is worse than none."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context["message"]:
+            self._events.write("accept failed", error=str(error))  # asyncio tries again in a second
+            return
+        try:
+            self._handle(InternalError(f"internal error in the agent: {context['message']}: {error!r}"))
+        finally:
+            if self._exit is not None and not self._exit.done():  # the error is in `_handle` itself
+                self._exit.set_result(1)
+
+    def _on_signal(self, number: int) -> None:
+        self._events.write("signal", signal=signal.Signals(number).name)
+        self._handle(SignalReceived(number))
+
+    async def _kill_everything(self) -> None:
+        self._stopping.set()
+        self._report_changes(self._change_reporter.ended())
+        for task in self._tasks:
+            task.cancel()
+        self._ranks.kill()
+        if self._coordinator is not None:
+            self._coordinator.close()
+        await self._supervisor.close()
+        if self._control is not None:
+            self._collect_commits()
+            await self._control.leave_job(self._lifecycle.last_report())
+
+    def _spawn_task(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._stopping.is_set():
+            self._handle(InternalError(f"{type(error).__name__}: {error}"))
+
+    # -- events and instructions
+
+    def _handle(self, event: AgentEvent) -> None:
+        self._collect_commits()
+        instructions = self._lifecycle.handle(event, time.monotonic())
+        if self._control is not None:
+            self._stamp_successors()  # before anybody votes in a generation that is begun now
+        for instruction in instructions:
+            self._carry_out(instruction)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline_s = self._lifecycle.deadline_s  # of the loop's own clock
+        self._timer = None if deadline_s is None else self._loop.call_at(deadline_s, self._handle, TimePassed())
+
+    def _collect_commits(self) -> None:
+        """Before any decision: what a rank has told was stamped before."""
+        for rank in self._ranks.all():
+            self._collect_commit(rank)
+
+    def _collect_commit(self, rank: RankProcess) -> None:
+        attempt = Attempt(*rank.page.committed)
+        if attempt != rank.committed:
+            rank.committed = attempt
+            self._lifecycle.handle(Committed(rank.member, attempt), time.monotonic())
+
+    def _stamp_successors(self, *, again: bool = False) -> None:
+        """Those that could follow a rank that goes. `again`: tell the other agents once more."""
+        ranks = self._ranks.all()
+        num = self._lifecycle.state.num_successors([rank.member for rank in ranks if rank.page.draining])
+        self._control_plane.broadcast_successors(num, again=again)
+        for rank in ranks:
+            rank.page.set_successors(num + self._control_plane.num_successors)
+
+    @property
+    def _control_plane(self) -> ControlPlane:
+        assert self._control is not None
+        return self._control
+
+    def _carry_out(self, instruction: AgentInstruction) -> None:
+        match instruction:
+            case Abort(members, generation, reason):
+                self._change_reporter.caused(reason, time.monotonic())
+                self._ranks.send(members, "abort", generation=generation, reason=reason)
+                self._control_plane.broadcast_over(generation, reason)
+            case AnnounceJoin(members, generation):
+                self._change_reporter.caused("a rank waits to join", time.monotonic())
+                self._ranks.send(members, "join", generation=generation)
+                self._control_plane.broadcast_join(generation)
+            case DeliverRecord(members, record):
+                self._ranks.send(members, "record", text=record.text)
+                self._announce(record)
+                self._control_plane.follow(record)
+            case RequestQuorum(delay_s):
+                self._control_plane.request(delay_s)
+            case BroadcastFailure(member, local_rank, step):
+                self._control_plane.broadcast_failed(member, local_rank, step)
+            case NotifyOver(generation, reason):
+                self._control_plane.broadcast_over(generation, reason)
+            case NotifyFinished():
+                self._control_plane.broadcast_finished()
+            case Warn(text):
+                self._warn(text)
+            case End(reason):
+                self._events.write("ended", reason=reason)
+                self._output.write_line(f"elasticgang: {reason}")
+            case Fail(code, reason):
+                self._report_changes(self._change_reporter.ended())
+                self._events.write("failed", code=code, reason=reason)
+                self._output.write_line(f"elasticgang: error: {reason}")
+            case _:
+                self._carry_out_on_processes(instruction)
+
+    def _carry_out_on_processes(self, instruction: AgentInstruction) -> None:
+        match instruction:
+            case StartRank(local_rank):
+                self._spawn_task(self._spawn(local_rank))
+            case KillRanks(members):
+                for rank in self._ranks.of(members):
+                    rank.kill()
+            case SignalRanks(members, number, drains):
+                for rank in self._ranks.of(members):
+                    rank.page.mark_draining() if drains else rank.page.mark_job_ending()
+                    rank.send(number)
+            case RetireMembers(members, reason):
+                for rank in self._ranks.of(members):
+                    self._events.write("retired", member=rank.member, reason=reason)
+                self._ranks.send(members, "over")
+            case Fence(members):
+                self._events.write("fenced", agent=self._lifecycle.agent)
+                where = f"the coordinator at {self._endpoint.address} cannot be reached"
+                self._output.write_line(
+                    f"elasticgang: {where}: the ranks here are ended, and started again when it can"
+                )
+                for rank in self._ranks.of(members):
+                    rank.kill()
+            case Rejoin():
+                self._spawn_task(self._rejoin())
+            case StopHelpers():
+                self._stopping.set()
+            case Exit(code):
+                assert self._exit is not None
+                self._exit.set_result(code)
+
+    def _warn(self, text: str) -> None:
+        self._events.write("warned", text=text)
+        log.warning("%s", text)
+
+    def _announce(self, record: Record) -> None:
+        for agent in self._control_plane.exited_agents - set(record.agents):
+            self._change_reporter.agent_lost(agent, time.monotonic())
+        self._report_changes(self._change_reporter.agreed(record, self._lifecycle.agent))
+        self._counts = {status: len(record.members(status)) for status in ("active", "learner", "spare")}
+        self._events.write(
+            "generation",
+            generation=record.generation,
+            digest=record.digest,
+            committed=list(record.committed),
+            rolled_forward=record.rolled_forward,
+            ranks=sorted(seat.local_rank for seat in record.seats),
+            **self._counts,
+        )
+
+    def _report_changes(self, changes: Iterable[dict[str, Any]]) -> None:
+        for change in changes:
+            self._events.write("generation_change", **change)
+            log.info("%s", format_change(change, self._counts))
+
+    # -- ranks
+
+    async def _spawn(self, local_rank: int) -> None:
+        try:
+            rank = await self._ranks.fork(self._rank_launch(local_rank))
+        except OperationalError as exc:
+            self._handle(NotStarted(local_rank, str(exc)))
+            return
+        self._events.write("spawned", member=rank.member, local_rank=local_rank, pid=rank.pid)
+        self._handle(Started(rank.member, local_rank))
+        self._ranks.follow(rank)
+
+    def _rank_launch(self, local_rank: int) -> RankLaunch:
+        return RankLaunch(
+            agent=self._lifecycle.agent,
+            local_rank=local_rank,
+            args={
+                "command": self._job.command,
+                "agent_pid": os.getpid(),
+                "num_ranks": self._job.num_processes,
+                "store": self._endpoint.address,
+                "host": self._endpoint.host,
+                "job": self._job.job_id,
+                "collective_timeout": self._job.collective_timeout,
+                "process_group": self._job.process_group,
+            },
+            env={
+                **self._job.rank_env,
+                environment.JOB_ID: self._job.job_id,
+                "LOCAL_WORLD_SIZE": str(self._job.num_processes),
+            },
+            lease=self._lease.fd,
+        )
+
+    def _on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "joined":
+                rank.has_joined = True
+            case "request":
+                layout = layout_from_json(message["layout"])
+                report = member_from_json(message["report"])
+                self._change_reporter.requested(rank.member, report.pending)
+                if report.draining and not message["broken"]:
+                    self._change_reporter.caused(
+                        f"rank {rank.local_rank} is to go, and a spare may follow", time.monotonic()
+                    )
+                self._handle(RecordRequested(rank.member, report, layout, message["broken"], message["timed_out"]))
+            case "committed":
+                attempt = Attempt(message["step"], message["generation"])
+                self._report_changes(self._change_reporter.committed(rank.member, attempt, time.monotonic()))
+                self._handle(Committed(rank.member, attempt))
+            case "healed":
+                self._change_reporter.healed(rank.member, message["generation"], time.monotonic())
+            case "entered":
+                phases = message["phases"]
+                self._change_reporter.entered(rank.member, phases["generation"], phases)
+                self._events.write("entered", member=rank.member, local_rank=rank.local_rank, **message["phases"])
+                self._handle(RankEntered())
+            case "spare":
+                self._events.write(
+                    "spare",
+                    member=rank.member,
+                    local_rank=rank.local_rank,
+                    generation=message["generation"],
+                    reason=message["reason"],
+                )
+            case "left":
+                finished, in_order = message["finished"], message["in_order"]
+                rank.has_finished = finished
+                if in_order and not finished:
+                    self._change_reporter.caused(f"rank {rank.local_rank} leaves", time.monotonic())
+                self._handle(MemberLeft(rank.member, finished, in_order, message["by_script"], message["num_steps"]))
+            case "failed":
+                rank.failure = message
+                self._handle(ScriptRaised(rank.member))
+            case kind:
+                raise WireError(f"unknown kind {kind!r}")
+
+    def _on_exit(self, rank: RankProcess, died_at: float) -> None:
+        assert rank.status is not None
+        status, failure = rank.status, rank.failure
+        is_dismissed = self._lifecycle.is_retired(rank.member)
+        self._collect_commit(rank)
+        self._events.write(
+            "exited", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, status=status, monotonic=died_at
+        )
+        if failure is not None:
+            self._ranks.show_failure(rank)
+        elif status and not self._stopping.is_set() and not is_dismissed:
+            self._output.write_line(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
+        record = self._lifecycle.state.record
+        if record is not None and record.seat(rank.member) is not None:
+            is_early = status == 0 and not (rank.has_finished or is_dismissed or rank.page.draining)
+            how = describe_exit(status, is_early=is_early)
+            self._change_reporter.caused(f"rank {rank.local_rank} {how}", died_at, is_root=True)
+        blameless = bool(failure and failure["blameless"])
+        self._handle(
+            Exited(
+                rank.member,
+                status,
+                blameless,
+                draining=rank.page.draining,
+                joined=rank.has_joined,
+                raised=failure is not None and not blameless,
+                step=rank.page.step,
+                at_s=died_at,
+            )
+        )
+
+    async def _watch_ranks(self) -> None:
+        """RULE-8. A rank that is ended here comes back like any that was killed."""
+        while True:
+            await asyncio.sleep(self._hang_monitor.interval_s)
+            now = time.monotonic()
+            self._stamp_successors(again=True)
+            for report in self._hang_monitor.detect(now, self._ranks.pages(), finished=self._lifecycle.state.finished):
+                self._kill_hung(self._ranks[report.member], report)
+            if (waits := self._hang_monitor.unsent(now)) is not None:
+                self._control_plane.broadcast_blocked_on([list(astuple(wait)) for wait in waits])
+            if (standstill := self._hang_monitor.standstill()) is not None and not self._is_reporting:
+                self._is_reporting = True
+                self._spawn_task(self._report(standstill))
+
+    async def _report(self, standstill: Standstill) -> None:
+        """HANG-5 of the hang detector: each rank's stack, on stderr and in the events. Nobody is killed."""
+        sources = {rank: source for rank in self._ranks.of(standstill.members) if (source := rank.stack_source())}
+        try:
+            found = await asyncio.gather(*(in_daemon_thread(stacks.read, source) for source in sources.values()))
+        finally:
+            self._is_reporting = False
+        told = [(rank.local_rank, rank.pid, stack) for rank, stack in zip(sources, found, strict=True)]
+        stalled_s = standstill.stalled_ms / 1000
+        self._events.write(
+            "standstill",
+            stalled_s=stalled_s,
+            ranks=[{"local_rank": local_rank, "pid": pid, "stack": stack} for local_rank, pid, stack in told],
+        )
+        self._output.write_line(
+            f"elasticgang: warning: no rank of this host has made progress for {stalled_s:.1f} s. No rank waits for "
+            'another, so none is killed. Use `manager.paused("...")` around work that takes long. Their stacks, '
+            f"innermost frame first:\n{stacks.merge(told)}"
+        )
+
+    def _on_peer_blocked(self, agent: str, waits: list[list[Any]]) -> None:
+        record = self._lifecycle.state.record
+        self._hang_monitor.retain_peers(() if record is None else record.agents)
+        self._hang_monitor.update_peer(agent, waits)
+
+    def _kill_hung(self, rank: RankProcess, report: HangReport) -> None:
+        what = f"rank {rank.local_rank} (pid {rank.pid})"
+        comm = report.pid if isinstance(report, CommHung) else None
+        self._events.write("hung", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, comm=comm)
+        if comm is None:
+            rank.kill()
+        else:
+            what = f"the comm process (pid {comm}) of {what}"
+            kill_comm(comm, rank.pid)
+        stalled_s = report.stalled_ms / 1000
+        self._change_reporter.caused(f"{what} hung", time.monotonic() - stalled_s, is_root=True)
+        self._output.write_line(
+            f"elasticgang: {what} was waited for and has stood still for {stalled_s:.1f} s: it is ended"
+        )
+
+    # -- rejoining
+
+    async def _rejoin(self) -> None:
+        """As another agent with new members, once the coordinator answers."""
+        self._control_plane.leave()
+        endpoint = await self._control_plane.reconnect()
+        if endpoint is not None:
+            self._endpoint = endpoint
+            self._connected(await self._control_plane.adopt_endpoint(endpoint))
+
+
+class _AgentCallbacks:
+    """The agent, as `control_plane.py`, `rank_processes.py` and `embedded_coordinator.py` see it."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.handle = agent._handle
+        self.spawn_task = agent._spawn_task
+        self.on_peer_blocked = agent._on_peer_blocked
+        self.on_successors_changed = agent._stamp_successors
+        self.kill_coordinator = agent._kill_coordinator
+        self.write_line = agent._output.write_line
+        self.log = agent._events.write
+        self.warn = agent._warn
+        self.on_message = agent._on_message
+        self.on_exit = agent._on_exit
+
+    @property
+    def state(self) -> AgentState:
+        return self._agent._lifecycle.state
+
+    @property
+    def id(self) -> str:
+        return self._agent._lifecycle.agent
+
+    @property
+    def record(self) -> Record | None:
+        return self._agent._lifecycle.state.record
+
+
+def _new_id() -> str:
+    return f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+
+
+def _options_of(job: Job) -> AgentOptions:
+    return AgentOptions(
+        job=job.job_id,
+        num_ranks=job.num_ranks,
+        num_spares=job.num_spares,
+        min_agents=job.min_agents,
+        max_agents=job.max_agents,
+        max_restarts=job.max_restarts,
+        grace_period_s=job.grace_period,
+    )

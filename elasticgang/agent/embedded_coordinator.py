@@ -1,0 +1,155 @@
+"""The coordinator that `elasticgang run` starts for a job of its own, and starts again, on the same address, when it
+has died."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from elasticgang.agent.process_supervisor import ProcessSupervisor
+from elasticgang.agent.rank_processes import kill_group
+from elasticgang.coordinator.server import GRACE_S, ReservedPort
+from elasticgang.errors import OperationalError
+from elasticgang.process.forkserver import ForkServerClient, Spawned
+from elasticgang.protocol.record import Record
+
+_HOST = "127.0.0.1"
+_START_TIMEOUT_S = 60.0
+_RETRY_S = 1.0
+_ENDED = b'{"error": "the coordinator ended while it was starting"}'
+
+
+class CoordinatorLauncher:
+    def __init__(self) -> None:
+        """Raises OperationalError: there is no port to be had."""
+        self._reserved = ReservedPort(_HOST)
+        self.address = f"{_HOST}:{self._reserved.port}"
+
+    def start(self, forkserver: ForkServerClient, agent: str, record: Record | None) -> Spawned:
+        """Blocks until it listens, and has `record`. Other agents than `agent` are given time to come back.
+
+        Raises:
+            OperationalError: it could not be started.
+        """
+        records = {} if record is None else {record.job: record.text}
+        is_shared = record is not None and any(other != agent for other in (*record.agents, *record.absent_agents))
+        args = {
+            "host": _HOST,
+            "port": self._reserved.port,
+            "records": records,
+            "grace_s": GRACE_S if is_shared else 0.0,
+        }
+        reader, writer = os.pipe()
+        owner = os.pidfd_open(os.getpid())
+        try:
+            spawned = forkserver.spawn(
+                "elasticgang.coordinator.server:main", args, fds=[writer, owner], name="eg-coordinator"
+            )
+        except BaseException:
+            os.close(reader)  # what may have been started all the same ends when it announces itself
+            raise
+        finally:
+            os.close(writer)
+            os.close(owner)
+        try:
+            told = json.loads(_read_all(reader, _START_TIMEOUT_S) or _ENDED)
+            if "error" in told:
+                raise OperationalError(told["error"])
+        except BaseException:
+            signal.pidfd_send_signal(spawned.pidfd, signal.SIGKILL)
+            os.close(spawned.pidfd)
+            raise
+        return spawned
+
+    def close(self) -> None:
+        self._reserved.close()
+
+
+class EmbeddedCoordinatorCallbacks(Protocol):
+    """The agent."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def record(self) -> Record | None: ...
+
+    def log(self, event: str, **fields: Any) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+    def spawn_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """As a task that ends with the agent, and with which the agent fails."""
+
+
+class EmbeddedCoordinator:
+    """An `CoordinatorLauncher` that is started again whenever it has died, with the newest record. For the agent's
+    loop."""
+
+    def __init__(
+        self, supervisor: ProcessSupervisor, stopping: threading.Event, owner: EmbeddedCoordinatorCallbacks
+    ) -> None:
+        """Raises as CoordinatorLauncher."""
+        self._supervisor, self._stopping, self._callbacks = supervisor, stopping, owner
+        self._launcher = CoordinatorLauncher()
+        self._pid = 0
+        self.address = self._launcher.address
+
+    async def start(self, record: Record | None) -> None:
+        """Raises OperationalError: it could not be started."""
+        agent = self._callbacks.id
+        spawned = await self._supervisor.fork(lambda server: self._launcher.start(server, agent, record), is_own=False)
+        self._pid = spawned.pid
+        asyncio.get_running_loop().add_reader(spawned.pidfd, self._on_death, spawned.pidfd)
+
+    def kill(self) -> None:
+        if self._pid:
+            kill_group(self._pid)
+
+    def close(self) -> None:
+        self.kill()
+        self._launcher.close()
+
+    def _on_death(self, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        self._pid = 0
+        self._supervisor.reap()
+        if not self._stopping.is_set():
+            self._callbacks.log("coordinator died")
+            self._callbacks.spawn_task(self._restart())
+
+    async def _restart(self) -> None:
+        """Again and again: the job goes on without it, and has a limit of its own for when it cannot."""
+        told = ""
+        while True:
+            try:
+                return await self.start(self._callbacks.record)
+            except (OperationalError, OSError) as exc:  # an OSError of this process: no descriptor is left, say
+                if told != str(exc):
+                    told = str(exc)
+                    self._callbacks.warn(f"the coordinator could not be started, and is tried again: {exc}")
+                await asyncio.sleep(_RETRY_S)
+
+
+def _read_all(reader: int, timeout: float) -> bytes:
+    """What is written to `reader`, which is closed here. Raises OperationalError: it has no end within `timeout`."""
+    deadline, told = time.monotonic() + timeout, b""
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    try:
+        while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            data = os.read(reader, 1 << 16)
+            if not data:
+                return told
+            told += data
+    finally:
+        os.close(reader)
+    raise OperationalError(f"the coordinator did not start within {timeout:g} s")

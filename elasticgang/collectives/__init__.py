@@ -1,0 +1,1 @@
+"""What gangs and process groups have in common: the checked call, its forms, its work."""

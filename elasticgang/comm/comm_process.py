@@ -1,0 +1,502 @@
+"""The rank's side of its comm process.
+
+COMM-1  One `CommProcess` is one subprocess; it is never reused after `abort`. The next generation takes the standby.
+COMM-2  `kill` only marks and signals. After `abort` returned, every work has ended, and neither the process nor this
+    side touches a caller's tensor.
+COMM-3  A work ends exactly once: completed, failed by its group, or failed by the abort.
+COMM-4  A completed work has written its outputs before any waiter is released.
+COMM-5  Callbacks of futures may do anything, also block. Threads of the reply reader run them, which neither read nor
+    serve meanwhile (REPLY-4). The server alone reports errors and notices the death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elasticgang.collectives.dtypes import reduced_dtype
+from elasticgang.comm.arena import Arena
+from elasticgang.comm.reply_reader import ReplyReader
+from elasticgang.comm.staging import Staging
+from elasticgang.comm.work import CommWork
+from elasticgang.comm.worker import IN_PLACE, MAX_FDS, MESSAGES, REDUCING, RUN, RUN_MARK
+from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
+from elasticgang.process.forkserver import ForkServerClient
+from elasticgang.process.status_page import CommBlock, StatusPage
+
+_REAP_TIMEOUT_S = 5.0
+_CALLBACKS_TIMEOUT_S = 5.0
+_START_TIMEOUT_S = 60.0
+_MAX_BODIES = 4096
+# Of Gloo, of its pairs that it closes then, of the store, of NCCL; not of TCP ("Connection timed out").
+_TIMED_OUT = re.compile(
+    r"Timed out waiting|Application timeout|[Ww]ait timeout|timed out after|ran for \d+ milliseconds"
+    r"|Ranks [\d, ]+ failed to pass monitoredBarrier"
+)
+
+log = logging.getLogger("elasticgang")
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One group to configure: this process's `rank` in a group of `size`."""
+
+    name: str
+    rank: int
+    size: int
+
+
+class CommProcess:
+    """A comm process and the works given to it. Thread-safe but for `configure` and `close_groups` (one caller)."""
+
+    target = "elasticgang.comm.worker:main"
+
+    def __init__(
+        self,
+        forkserver: ForkServerClient,
+        arena: Arena,
+        *,
+        timeout: float,
+        store: str | None = None,
+        host: str | None = None,
+        group: int = 0,
+        name: str = "eg-comm",
+        page: StatusPage | None = None,
+    ) -> None:
+        """Start the process. `timeout`: seconds for a collective. `store`: "host:port" of the one to connect to at
+        once. `host`: the address that its peers reach it by; None is Gloo's choice. `group`: the process group that it
+        joins, 0 for one of its own. `name`: its name for `ps`. `page`: the rank's, where both sides stamp how far
+        they are."""
+        self.timeout = timeout
+        self._page = page
+        self.block: CommBlock | None = None if page is None or page.fd is None else page.take_block()
+        self._arena = arena
+        self._staging = Staging.of(arena)
+        self._num_discarded = len(arena.discarded)
+        self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
+        self._add_lock = threading.Lock()
+        self._ended = self._dead = self._has_died = self._has_slow_callback = False
+        self._abort_error: GangError | None = None
+        self._works: dict[int, CommWork] = {}
+        self._next_id = 0
+        self._bodies: dict[tuple[object, ...], bytes] = {}
+        self._sent_slabs: set[int] = set()
+        self._replies: list[dict[str, Any]] = []
+        self._replied = threading.Condition(self._lock)
+        self._found: deque[tuple[int, str]] = deque()  # the errors of works, until the server reports them
+        self._on_error: Callable[[GangError], None] = self.abort
+        arguments = {"store": store, "host": host, "timeout_s": timeout, "block": self.block and self.block.index}
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._give_back_block)
+            try:
+                self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.enter_context(self._sock)
+                with theirs:
+                    self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                    undo.callback(os.close, self._bell)
+                    watch = os.pidfd_open(os.getpid())
+                    try:
+                        spawned = forkserver.spawn(
+                            self.target,
+                            {**arguments, **self._start_arguments()},
+                            fds=[theirs.fileno(), watch, *self._page_fds()],
+                            stdio=_stdio(),
+                            group=group,
+                            name=name,
+                        )
+                    finally:
+                        os.close(watch)
+            except OSError as exc:  # no descriptor is left, say
+                raise OperationalError(f"a comm process could not be started: {exc}") from exc
+            undo.pop_all()
+        self.pid, self._pidfd = spawned.pid, spawned.pidfd
+        self._reply_reader = ReplyReader(self._sock, self._pidfd, self._bell, self, f"comm-{self.pid}")
+        self._reply_reader.start()
+
+    def _page_fds(self) -> list[int]:
+        return [] if self._page is None or self._page.fd is None or self.block is None else [self._page.fd]
+
+    def _give_back_block(self) -> None:
+        block, self.block = self.block, None
+        if self._page is not None and block is not None:
+            self._page.give_back(block)
+
+    def _start_arguments(self) -> dict[str, Any]:
+        """For `target`, beyond those of all."""
+        return {}
+
+    def wait_ready(self, timeout: float = _START_TIMEOUT_S) -> None:
+        """Block until the process can be configured. Raises GangError when it died or is not ready in time."""
+        self._reply("ready", timeout, "start")
+
+    def configure(
+        self,
+        prefix: str,
+        groups: Sequence[GroupSpec],
+        on_error: Callable[[GangError], None],
+        *,
+        store: str | None = None,
+        timeout: float | None = None,
+        handshake: bool = False,
+    ) -> None:
+        """Replace all groups by `groups`, under the `prefix`, which no other generation may use, of the store (None:
+        the one it was started with). `timeout`: seconds for this and for each collective of the groups. `handshake`:
+        return only when all peers have connected too, so that this rank may leave at once and none of them fails;
+        without it they must be able to configure anew.
+
+        `on_error` is called, once per failed work, from the thread that learned of it, before the work ends.
+
+        Raises:
+            GangError: a peer did not come, or the process was aborted meanwhile. Abort it.
+        """
+        self._on_error = on_error
+        specs = [{"name": spec.name, "rank": spec.rank, "size": spec.size} for spec in groups]
+        self.timeout = timeout or self.timeout
+        message = {
+            "kind": "configure",
+            "prefix": prefix,
+            "groups": specs,
+            "store": store,
+            "timeout_s": self.timeout,
+            "handshake": handshake,
+        }
+        if self.block is not None:
+            self.block.configure([spec.name for spec in groups])
+        self._send(message)
+        self._reply("configured", self.timeout + (5.0 if timeout is None else 0.0), "configure")
+
+    def add_group(
+        self, prefix: str, group: GroupSpec, *, store: str | None = None, timeout: float | None = None
+    ) -> None:
+        """One more group beside those that are configured, under the `prefix` of the store; works of those go on.
+        Returns when all peers have connected too.
+
+        Raises:
+            GangError: a peer did not come, or the process was aborted meanwhile. Abort it.
+        """
+        spec = {"name": group.name, "rank": group.rank, "size": group.size}
+        timeout = timeout or self.timeout
+        message = {"kind": "add", "prefix": prefix, "groups": [spec], "store": store, "timeout_s": timeout}
+        with self._add_lock:  # their replies come in the order in which the groups are made
+            if self.block is not None:
+                self.block.add(group.name)
+            self._send(message)
+            self._reply("configured", timeout + 5.0, "configure")
+
+    def remove_group(self, name: str) -> None:
+        """Let go of a group; none of its works may be under way. Nothing when the process has ended."""
+        with contextlib.suppress(PeerLostError):
+            self._send({"kind": "remove", "name": name})
+
+    def close_groups(self, timeout: float) -> None:
+        """End a generation without ending the process. Raises GangError when that fails, and when a work is under way,
+        which only a kill can end, or a callback runs, which may begin another: abort it."""
+        if self.num_works:
+            raise StaleGenerationError(f"{self.num_works} works are under way")
+        if not self._reply_reader.wait_for_callbacks(timeout):
+            raise StaleGenerationError("a callback of a collective has not returned")
+        self._send({"kind": "close"})
+        self._reply("configured", timeout, "close")
+
+    def submit(
+        self, group: str, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
+    ) -> CommWork:
+        """Start the collective `call` of the worker on `group`. `outputs` are written when it completes; a tensor that
+        is input and output stands in both. `timeout_s` among the `options` is of this call alone. Never raises a
+        `GangError`: the work that is returned has failed.
+
+        Raises:
+            ValueError: the call reduces, and its dtype cannot be. Nothing was sent.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # what is made for this call is used for others
+                return self.submit(group, call, outputs, inputs, **options)
+        in_place = call in IN_PLACE
+        work = CommWork(self._reply_reader, call, outputs)
+        tensors = list(outputs) if in_place else [*outputs, *inputs]
+        dtypes = [tensor.dtype for tensor in tensors]
+        if call in REDUCING:
+            dtypes = [reduced_dtype(call, options.get("op"), dtype) for dtype in dtypes]
+        with torch.no_grad():
+            try:
+                for tensor, dtype in zip(tensors, dtypes, strict=True):
+                    work.staged.append(self._staging.stage(tensor, dtype))
+            except OSError as exc:  # the peers wait for what cannot be sent: the configuration is lost
+                error = PeerLostError(f"there was no memory to send {call} by: {exc}")
+                self._on_error(error)
+                self._end(work, error)
+                return work
+            for index, staged_tensor in enumerate(work.staged):
+                if in_place or index >= len(outputs):
+                    staged_tensor.copy_in()
+        if not self._start(work, self._encoded(group, call, options, work.staged), group):
+            self._end(work, StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
+        return work
+
+    def _encoded(self, group: str, call: str, options: dict[str, object], staged_tensors: Sequence[Any]) -> bytes:
+        """The same calls come again, since blocks do."""
+        described = [staged_tensor.described for staged_tensor in staged_tensors]
+        key = (group, call, *options.items(), *described)
+        body = self._bodies.get(key)
+        if body is None:
+            if len(self._bodies) >= _MAX_BODIES:
+                self._bodies.clear()
+            body = self._bodies[key] = json.dumps([group, call, options, described]).encode()
+        return body
+
+    def _start(self, work: CommWork, body: bytes, group: str) -> bool:
+        """Register and send. False: the process had ended before, and nothing was registered or sent."""
+        with self._send_lock:  # `abort` never takes it: a send that blocks is ended by the kill
+            with self._lock:
+                if self._ended:
+                    return False
+                self._next_id += 1
+                id = self._next_id
+                self._works[id] = work
+            if (block := self.block) is not None:
+                block.submitted(group, work.name in MESSAGES)
+            try:
+                self._introduce(work.staged)
+                work.is_sent = True  # before it is: the process may be quick
+                self._sock.send(RUN.pack(RUN_MARK, id) + body)
+            except (BrokenPipeError, ConnectionResetError):
+                work.is_sent = False  # the process is dead: the reader thread fails all works
+            except OSError as exc:  # it lives and was not told (too long a message, say): the work ends by a kill alone
+                work.is_sent = False
+                error = PeerLostError(f"comm process {self.pid} could not be told of {work.name}: {exc}")
+                threading.Thread(target=self._on_error, args=(error,), name="comm-abort", daemon=True).start()
+        return True
+
+    def _introduce(self, staged_tensors: Sequence[Any]) -> None:
+        """Let the process map the memory that it does not know yet, and unmap what is no more."""
+        unknown = {
+            slab.id: slab
+            for staged_tensor in staged_tensors
+            if (slab := staged_tensor.block.slab).id not in self._sent_slabs
+        }
+        discarded = self._arena.discarded
+        if len(discarded) > self._num_discarded:
+            gone, self._num_discarded = discarded[self._num_discarded :], len(discarded)
+            for first in range(0, len(gone), MAX_FDS):
+                self._sock.send(json.dumps({"kind": "unmap", "slabs": gone[first : first + MAX_FDS]}).encode())
+        new = list(unknown.values())
+        for first in range(0, len(new), MAX_FDS):
+            part = new[first : first + MAX_FDS]
+            message = {"kind": "map", "slabs": [(slab.id, slab.size) for slab in part]}
+            socket.send_fds(self._sock, [json.dumps(message).encode()], [slab.fd for slab in part])
+            self._sent_slabs.update(slab.id for slab in part)
+
+    def kill(self, error: GangError) -> None:
+        """Kill the process and do not wait for its death, after which the reply reader's server fails every work with
+        `error`. Nothing more is submitted. Idempotent, from any thread; never blocks."""
+        with self._replied:
+            first, self._ended = not self._ended, True
+            if first:
+                self._abort_error = error
+                self._replied.notify_all()
+            if self._pidfd >= 0:  # closed otherwise, which a notice may come after
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if first:
+            self._reply_reader.ring()  # it may have no server, while a callback runs
+
+    def abort(self, error: GangError) -> None:
+        """Kill the process, wait until it is dead, and fail every work with `error`. Idempotent, from any thread. The
+        callbacks of works have returned too, except those that wait for something else: they are left to run after
+        `_CALLBACKS_TIMEOUT_S`. A callback that aborts waits for no other.
+
+        Raises:
+            OperationalError: it could not be reaped in time; the rank must exit, since its memory is not fenced
+                (RULE-3).
+        """
+        self.kill(error)
+        if self._reply_reader.is_served_here:
+            dead = _exited(self._pidfd, _REAP_TIMEOUT_S)
+        else:  # the descriptor belongs to the reply reader, and after it to `close`
+            self._reply_reader.ring()
+            self._reply_reader.wait_ended(2 * _REAP_TIMEOUT_S)
+            dead = self._dead
+            self._wait_for_callbacks()
+        if (block := self.block) is not None:
+            block.clear()
+        if not dead:
+            raise OperationalError(f"comm process {self.pid} was killed but not dead within {_REAP_TIMEOUT_S:g} s")
+
+    def _wait_for_callbacks(self) -> None:
+        """Once in vain."""
+        if not self._has_slow_callback and not self._reply_reader.wait_for_callbacks(_CALLBACKS_TIMEOUT_S):
+            self._has_slow_callback = True
+            log.warning(
+                "a callback of a collective still runs %g s after its comm process %d was killed: it is not waited for",
+                _CALLBACKS_TIMEOUT_S,
+                self.pid,
+            )
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @property
+    def has_died(self) -> bool:
+        """By itself, not by an `abort`; also when nobody has noticed yet."""
+        with self._lock:
+            died = self._has_died or (not self._ended and self._pidfd >= 0 and _exited(self._pidfd, 0.0))
+        return died
+
+    @property
+    def num_works(self) -> int:
+        """Collectives under way."""
+        return len(self._works)
+
+    def close(self) -> None:
+        """Abort, and give every descriptor back."""
+        self.abort(StaleGenerationError("the comm process was closed"))
+        self._sock.close()
+        with self._lock:
+            pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            if not self._has_slow_callback:
+                self._reply_reader.join(_REAP_TIMEOUT_S)
+            with contextlib.suppress(ChildProcessError):  # a child only where this process owns the fork server
+                os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+            os.close(pidfd)
+            os.close(self._bell)
+            self._give_back_block()
+
+    def descriptors(self) -> list[int]:
+        """What a forked child of the rank must not keep open."""
+        return [self._sock.fileno(), self._pidfd, self._bell]
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._sock.send(json.dumps(message).encode())
+        except OSError as exc:
+            with self._lock:
+                self._has_died = self._has_died or not self._ended
+            raise PeerLostError(f"comm process {self.pid} is gone") from exc
+
+    def _reply(self, key: str, timeout: float, what: str) -> None:
+        deadline = time.monotonic() + timeout
+        self._reply_reader.add_listeners(1)
+        try:
+            message = self._next_reply(key, timeout, what, deadline)
+        finally:
+            self._reply_reader.add_listeners(-1)
+        if key == "configured" and message[key] is not None:
+            raise translated(f"could not {what} the generation's groups", message[key])
+
+    def _next_reply(self, key: str, timeout: float, what: str, deadline: float) -> dict[str, Any]:
+        with self._replied:
+            while True:
+                if self._ended:
+                    raise PeerLostError(f"comm process {self.pid} ended during {what}")
+                if self._replies and key in self._replies[0]:
+                    break
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._replied.wait(left):
+                    raise CollectiveTimeoutError(
+                        f"{what} timed out after {timeout:g} seconds (comm process {self.pid})"
+                    )
+            return self._replies.pop(0)
+
+    # -- the reply reader's receiver
+
+    @property
+    def has_works(self) -> bool:
+        return bool(self._works)
+
+    def replied(self, message: dict[str, Any]) -> None:
+        with self._replied:
+            self._replies.append(message)
+            self._replied.notify_all()
+
+    def finished(self, id: int, reason: str | None) -> None:
+        if reason is not None:
+            self._found.append((id, reason))
+            self._reply_reader.ring()
+            return
+        with self._lock:
+            work = self._works.pop(id)
+        self._end(work, None)
+
+    def _end(self, work: CommWork, error: GangError | None) -> None:
+        staged_tensors = work.staged
+        work.end(error)
+        self._give_back(staged_tensors)
+
+    def _give_back(self, staged_tensors: Sequence[Any]) -> None:
+        """Their work has ended."""
+        for staged_tensor in staged_tensors:
+            self._staging.give_back(staged_tensor)
+
+    def maintain(self) -> None:
+        self.end_found()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Now and then, by the reply reader's server."""
+
+    def end_found(self) -> None:
+        """The error of one work is that of all: the abort it leads to ends them."""
+        while self._found:
+            id, reason = self._found.popleft()
+            if id in self._works:
+                self._on_error(translated(self._works[id].name, reason))
+
+    def process_ended(self) -> None:
+        error: GangError = PeerLostError(f"comm process {self.pid} died")
+        with self._replied:
+            unexpected, self._ended = not self._ended, True
+            self._has_died = self._has_died or unexpected
+            self._replied.notify_all()
+        if unexpected:
+            self._on_error(error)
+        self._dead = _exited(self._pidfd, _REAP_TIMEOUT_S)  # ARENA-2: EOF may come before the last thread is gone
+        if (block := self.block) is not None:  # who has killed it may not wait, and the hang detector reads the block
+            block.clear()
+        error = self._abort_error or error
+        self._on_death(error)
+        with self._lock:
+            works, self._works = self._works, {}
+        for work in works.values():
+            self._end(work, error)
+
+    def _on_death(self, error: GangError) -> None:
+        """The process is dead, and its works end by `error` next."""
+
+
+def translated(what: str, reason: str) -> GangError:
+    """torch's error text as our error."""
+    kind = CollectiveTimeoutError if _TIMED_OUT.search(reason) else PeerLostError
+    return kind(f"{what}: {reason}")
+
+
+def _exited(pidfd: int, timeout: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
+
+
+def _stdio() -> list[int]:
+    """What torch says in the comm process is said where this process says what it does."""
+    try:
+        os.fstat(1), os.fstat(2)
+    except OSError:  # closed
+        return []
+    return [1, 2]

@@ -1,0 +1,322 @@
+"""Process groups that swallow errors: torchft's `ErrorSwallowingProcessGroupWrapper`, for every collective.
+
+SWALLOW-1  After the first error nothing more is sent until the next `configure`. An error counts in the configuration
+    that its collective was started in, and in no later one. Misuse (ValueError, TypeError, InvalidOperationError,
+    NotSupportedError) is raised.
+SWALLOW-2  What a collective leaves after an error is finite and the same every time: zeros in a pure output; what an
+    in-place tensor held before, or zeros where a group that was told of it may have written to it already.
+SWALLOW-3  Where only the true result will do (barriers, and integers that are moved and not reduced, of which torch's
+    object collectives are made), `StepAborted` is raised.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch._C._distributed_c10d import Work as TorchWorkBase
+from torch.futures import Future
+from torchft.process_group import ProcessGroup
+
+from elasticgang.collectives.collective import Collective, EndedWork, Work, follow, writing
+from elasticgang.collectives.torch_calls import Call
+from elasticgang.collectives.torch_methods import CollectiveMethods
+from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
+
+MISUSE = (ValueError, TypeError, InvalidOperationError, NotSupportedError)
+
+
+class Swallower(Protocol):
+    """The group whose errors are swallowed, as its works see it."""
+
+    @property
+    def parent(self) -> ProcessGroup: ...
+
+    def _report(self, configuration: object, error: Exception) -> None: ...
+
+
+class Outcome:
+    """What becomes of one collective. It keeps no group alive: futures have it until their end."""
+
+    def __init__(self, pg: Swallower, configuration: object, call: Call, why: Exception | None) -> None:
+        """`why` it was not sent, if it was not."""
+        self.call = call
+        self._pg = weakref.ref(pg)
+        self._configuration = configuration
+        self._keeps_in_place = why is not None or getattr(pg.parent, "keeps_in_place", False)
+        self._lock = threading.Lock()
+        self._error = why
+        self.has_failed = False
+
+    def report(self, error: Exception) -> None:
+        """SWALLOW-1: of the present configuration alone."""
+        self._error = self._error or error
+        pg = self._pg()
+        if pg is not None:
+            pg._report(self._configuration, error)
+
+    def resolve(self) -> None:
+        """SWALLOW-2 and SWALLOW-3, once."""
+        with self._lock:
+            first, self.has_failed = not self.has_failed, True
+            if first:
+                for part in self.call.parts:
+                    if not (part.is_in_place and self._keeps_in_place):
+                        neutral_outputs(part)
+        if self.call.is_exact:
+            raise StepAborted(f"the process group failed before: {self._error}")
+
+
+class SwallowedWork(TorchWorkBase):
+    """A collective whose errors become the group's `error`, while the configuration that it was started in is the
+    present one. `work` is None when it was never sent."""
+
+    def __init__(self, pg: Swallower, work: Any, outcome: Outcome) -> None:
+        super().__init__()
+        self._pg, self._work, self._outcome = pg, work, outcome
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True, also after an error. Raises StepAborted where SWALLOW-3 holds."""
+        try:
+            if self._work is not None and not self._outcome.has_failed:
+                _ = self._work.wait(timeout) if timeout else self._work.wait()
+                return True
+        except Exception as error:
+            self._outcome.report(error)
+        self._outcome.resolve()
+        return True
+
+    def _source_rank(self) -> int:
+        if self._work is None or self._outcome.has_failed:
+            raise StepAborted("nothing was received: the process group failed before")
+        return int(self._work._source_rank())
+
+    source_rank = _source_rank
+
+    def get_future(self) -> Future[Any]:
+        outcome = self._outcome
+
+        def finish(future: Future[Any]) -> Any:
+            try:
+                future.value()
+            except Exception as error:
+                outcome.report(error)
+                outcome.resolve()
+            return outcome.call.result
+
+        if self._work is None:
+            done: Future[Any] = Future()
+            try:
+                outcome.resolve()
+                done.set_result(outcome.call.result)
+            except StepAborted as error:
+                done.set_exception(error)
+            return done
+        then: Future[Any] = self._work.get_future().then(finish)
+        return then
+
+    def result(self) -> Any:
+        self.wait()
+        return self._outcome.call.result
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+def neutral_outputs(collective: Collective) -> None:
+    """Zeros in all of them."""
+    for output in collective.outputs:
+        with writing(output):
+            output.zero_()
+
+
+class SwallowedGangWork:
+    """A gang's collective whose errors are swallowed: `wait` gives False then."""
+
+    def __init__(
+        self, pg: SwallowingProcessGroup, configuration: object, collective: Collective, work: Work | None
+    ) -> None:
+        """`work` is None when it was never sent."""
+        self._pg, self._configuration, self._collective, self._work = pg, configuration, collective, work
+        self.reason: str | None = None  # why it failed
+        if work is None:
+            error = pg.errored()
+            self.reason = str(error)
+            Outcome(pg, configuration, Call((collective,), []), error).resolve()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._work is None or self.reason is not None:
+            return False
+        try:
+            return self._work.wait(timeout)
+        except GangError as error:
+            self._swallow(error)
+        return False
+
+    def get_future(self) -> Future[bool]:
+        if self._work is None:
+            return EndedWork(False).get_future()
+
+        def completed(future: Future[bool]) -> bool:
+            try:
+                return future.value()
+            except GangError as error:
+                self._swallow(error.with_traceback(None))
+                return False
+
+        return follow(self._work.get_future(), completed)
+
+    def _swallow(self, error: GangError) -> None:
+        self.reason = str(error)
+        self._pg._report(self._configuration, error)
+        Outcome(self._pg, self._configuration, Call((self._collective,), []), None).resolve()
+
+
+class Owner(Protocol):
+    """What several groups belong to, and end with."""
+
+    @property
+    def error(self) -> Exception | None: ...
+
+    def fail(self, error: GangError) -> None:
+        """End all of them, and wait until none of their works touches a tensor any more."""
+
+
+class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
+    """`pg` with its errors swallowed (SWALLOW-1 to SWALLOW-3). Thread-safe where `pg` is."""
+
+    def __init__(
+        self, pg: ProcessGroup, *, start: Callable[[Collective], Work] | None = None, owner: Owner | None = None
+    ) -> None:
+        """For a gang of one generation: `start` starts a collective of `pg`, and its first error ends the `owner`,
+        whose error counts as the group's."""
+        super().__init__(0, 1)
+        self._pg, self._start_on_pg, self._owner = pg, start, owner
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._configuration = object()
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        """As `pg.configure`, which may raise; and forget the error. What fails of the configuration before, then or
+        later, is no error of this one."""
+        with self._lock:
+            before, self._configuration = self._configuration, object()
+        try:
+            self._pg.configure(*args, **kwargs)
+        except ValueError:  # nothing has changed
+            self._configuration = before
+            raise
+        except Exception as error:
+            self.report_error(error)
+            raise
+        with self._lock:
+            self._error = None
+
+    def error(self) -> Exception | None:
+        """The first error since `configure`."""
+        return self._error
+
+    def report_error(self, e: Exception) -> None:
+        """Let the group fail by `e`: nothing more is sent until `configure`. Only the first is kept."""
+        with self._lock:
+            self._error = self._error or e
+
+    def _report(self, configuration: object, error: Exception) -> None:
+        with self._lock:
+            if configuration is self._configuration:
+                self._error = self._error or error
+        if self._owner is not None and isinstance(error, GangError):
+            self._owner.fail(error)
+
+    def errored(self) -> Exception | None:
+        if self._owner is not None:
+            return self._error or self._owner.error
+        return self._error or self._pg.errored()
+
+    @property
+    def is_poisoned(self) -> bool:
+        return self.errored() is not None
+
+    def start(self, collective: Collective) -> SwallowedGangWork:
+        """Start a gang's checked collective. Misuse is raised; after any other error the work's `wait` gives False."""
+        assert self._start_on_pg is not None
+        configuration, work = self._configuration, None
+        if self.errored() is None:
+            try:
+                work = self._start_on_pg(collective)
+            except MISUSE:  # nothing was sent
+                raise
+            except GangError as error:
+                self._report(configuration, error)
+        return SwallowedGangWork(self, configuration, collective, work)
+
+    @property
+    def parent(self) -> ProcessGroup:
+        """The group that is wrapped."""
+        return self._pg
+
+    def abort(self, errored: bool = True) -> None:
+        self._pg.abort()
+
+    def shutdown(self) -> None:
+        self._pg.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._pg.set_timeout(timeout)
+
+    def rank(self) -> int:
+        return int(self._pg.rank())
+
+    def size(self) -> int:
+        return int(self._pg.size())
+
+    getRank = rank
+    getSize = size
+
+    def getBackendName(self) -> str:
+        return str(self._pg.getBackendName())
+
+    def _served(self) -> Sequence[str]:
+        return [device.type for device in self._pg._device_types]
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """See `CollectiveMethods.monitored_barrier`. Raises StepAborted, which names the ranks, for its error
+        (SWALLOW-3)."""
+        with self._lock:
+            configuration, why = self._configuration, self._error
+        if why is None:
+            try:
+                self._pg.monitored_barrier(timeout, wait_all_ranks)
+                return
+            except MISUSE:
+                raise
+            except Exception as error:
+                self._report(configuration, error)
+                why = error
+        raise StepAborted(f"the process group failed before: {why}") from why
+
+    def __repr__(self) -> str:
+        return f"SwallowingProcessGroup({self._pg!r})"
+
+    def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SwallowedWork:
+        work = None
+        with self._lock:
+            configuration, why = self._configuration, self._error
+        if why is None:
+            try:
+                work = getattr(self._pg, name)(*args, **kwargs)
+            except MISUSE:  # nothing was sent
+                raise
+            except Exception as error:
+                self._report(configuration, error)
+                why = error
+        outcome = Outcome(self, configuration, call, why)
+        if work is None:
+            outcome.resolve()
+        return SwallowedWork(self, work, outcome)

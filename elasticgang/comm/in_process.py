@@ -1,0 +1,124 @@
+"""Reconfigurable process groups by name, and those that run in this process.
+
+Isolated groups (`isolated.py`) can always be aborted. Of those in process, NCCL can; Gloo cannot (its `abort`
+leaves waiting threads waiting, in torch 2.13), so that a lost peer costs a collective's timeout there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torchft.process_group as torchft
+from torch._C._distributed_c10d import Work as TorchWorkBase
+from torch.futures import Future
+from torchft.process_group import ProcessGroup
+
+from elasticgang.collectives.torch_calls import Call
+from elasticgang.collectives.torch_methods import CollectiveMethods
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo, _seconds
+from elasticgang.comm.kinds import PROCESS_GROUPS, check_available
+from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
+from elasticgang.errors import InvalidOperationError, StaleGenerationError
+
+
+class _InProcess(CollectiveMethods):
+    """Every collective, checked, of the torch group that the last `configure` made."""
+
+    _pg: Any
+    _place = (0, 1)  # also after an `abort`, which leaves no group
+    _was_configured = False
+
+    def configure(
+        self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any, **options: Any
+    ) -> None:
+        """As torchft's. Blocks until all have met, at most the timeout."""
+        super().configure(store_addr, replica_id, rank, world_size, *args, **options)  # type: ignore[misc]
+        self._place = rank, world_size
+        self._was_configured = True
+
+    def rank(self) -> int:
+        return self._place[0]
+
+    def size(self) -> int:
+        return self._place[1]
+
+    getRank = rank
+    getSize = size
+    _kind = "cpu"
+
+    def _served(self) -> Sequence[str]:
+        return [self._kind] if self._pg is None else [device.type for device in self._pg._device_types]
+
+    def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._pg is None and self._was_configured:
+            raise StaleGenerationError("the process group was aborted; call `configure` first")
+        if self._pg is None:
+            raise InvalidOperationError("the process group is not configured; call `configure` first")
+        return getattr(self._pg, name)(*args, **kwargs)
+
+
+class ProcessGroupGloo(_InProcess, torchft.ProcessGroupGloo):  # type: ignore[misc]  # names that torch fixes
+    """torchft's `ProcessGroupGloo`, with the collectives that it refuses and torch's Gloo has."""
+
+    def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        work = super()._perform(name, call, args, kwargs)
+        return _WithFuture(work, call) if name.lstrip("_").startswith("reduce_scatter") else work
+
+
+class _WithFuture(TorchWorkBase):
+    """Gloo's reduce-scatter gives a work that has no future."""
+
+    def __init__(self, work: Any, call: Call) -> None:
+        super().__init__()
+        self._work, self._call = work, call
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return bool(self._work.wait(timeout) if timeout else self._work.wait())
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def get_future(self) -> Future[Any]:
+        started: Future[None] = Future()
+
+        def finish(_: Future[None]) -> Any:
+            self._work.wait()
+            return self._call.result
+
+        following: Future[Any] = started.then(finish)
+        threading.Thread(target=started.set_result, args=(None,), name="gloo-future", daemon=True).start()
+        return following
+
+
+class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[misc]  # names that torch fixes
+    """torchft's `ProcessGroupNCCL`, which aborts its communicators, with every collective."""
+
+    _kind = "cuda"
+
+
+def create_process_group(name: str, timeout: float | timedelta = 60.0) -> ProcessGroup:
+    """A group of that kind, to be configured: "gloo", "nccl", "isolated-gloo", "isolated-nccl" or "dummy".
+
+    `timeout`: seconds, for `configure` and for each collective.
+
+    Raises:
+        ValueError: there is no such kind, or `timeout` is not above 0, or no number of seconds.
+        NotSupportedError: it is not available here; it says why.
+    """
+    if name not in list(_KINDS):  # whatever it is
+        raise ValueError(f"`name` must be one of {', '.join(_KINDS)}, but is {name!r} instead.")
+    if name in PROCESS_GROUPS:
+        check_available(name)
+    return _KINDS[name](timedelta(seconds=_seconds(timeout)))
+
+
+_KINDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
+    "gloo": ProcessGroupGloo,
+    "nccl": ProcessGroupNCCL,
+    "isolated-gloo": ProcessGroupIsolatedGloo,
+    "isolated-nccl": ProcessGroupIsolatedNCCL,
+    "dummy": lambda timeout: torchft.ProcessGroupDummy(0, 1),
+}

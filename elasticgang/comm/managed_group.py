@@ -1,0 +1,198 @@
+"""The data-parallel group of a manager: elasticgang's, or torchft's.
+
+It is what takes a process group and divides by its size: that is the number of members that take part in the step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ReduceOp
+from torch.futures import Future
+from torchft.process_group import ProcessGroup
+
+from elasticgang.collectives.collective import Collective, ReduceOperation, Work, start_mean
+from elasticgang.collectives.torch_calls import Call, torch_operation
+from elasticgang.collectives.torch_methods import CollectiveMethods, TorchWork
+from elasticgang.comm.error_swallowing import MISUSE, Outcome, SwallowedWork
+from elasticgang.errors import GangError
+from elasticgang.gang import Gang, Gangs
+
+
+class Manager(Protocol):
+    """What a `ManagedProcessGroup` needs of `elasticgang.QuorumManager`."""
+
+    @property
+    def gangs(self) -> Gangs: ...
+
+    @property
+    def num_active(self) -> int: ...
+
+    @property
+    def error(self) -> GangError | None: ...
+
+
+class ManagedProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
+    """The data-parallel gang of a manager, whose size is the number of active members along `gangs.dp`. Learners take
+    part with what they give, by convention zeros. An error ends the manager's generation; collectives then return as
+    those of its gangs do.
+
+    Of torchft's own `Manager` it is what torchft's `ManagedProcessGroup` is: its size is `num_participants()`, and
+    all-reduces are the manager's. Errors of the other collectives are reported to the manager too, and swallowed as a
+    `SwallowingProcessGroup` does.
+    """
+
+    def __new__(cls, manager: Any) -> ManagedProcessGroup:
+        is_torchfts = cls is ManagedProcessGroup and hasattr(manager, "num_participants")
+        kind = _OfTorchft if is_torchfts else cls
+        made: ManagedProcessGroup = super().__new__(kind)
+        return made
+
+    def __init__(self, manager: Any) -> None:
+        """`manager`: a `Manager`, or torchft's."""
+        super().__init__(0, 1)
+        self._manager: Any = manager
+
+    @property
+    def _ours(self) -> Manager:
+        manager: Manager = self._manager
+        return manager
+
+    def rank(self) -> int:
+        return self._ours.gangs.dp.rank
+
+    def size(self) -> int:
+        gangs = self._ours.gangs
+        return max(1, self._ours.num_active * gangs.dp.size // gangs.root.size)
+
+    getRank = rank
+    getSize = size
+
+    def _num_members(self) -> int:
+        return self._ours.gangs.dp.size  # learners too
+
+    def _served(self) -> Sequence[str]:
+        return (self._ours.gangs.dp.device.type,)
+
+    def getBackendName(self) -> str:
+        return "elasticgang-managed"
+
+    def errored(self) -> Exception | None:
+        """What ended the manager's generation; None while it is sound."""
+        return self._ours.error
+
+    def __repr__(self) -> str:
+        return f"ManagedProcessGroup({self._ours.gangs.dp!r})"
+
+    def _submit(self, call: Call) -> TorchWork:
+        gang = self._ours.gangs.dp
+        return TorchWork([self._start(gang, part) for part in call.parts], call)
+
+    def _start(self, gang: Gang, collective: Collective) -> Work:
+        if collective.op is ReduceOperation.MEAN:
+            return start_mean(gang.start, collective, self.size())
+        return gang.start(collective)
+
+
+class _OfTorchft(ManagedProcessGroup):
+    """Over `manager._pg`, as the last quorum configured it."""
+
+    def rank(self) -> int:
+        return int(self._configured().rank())
+
+    def size(self) -> int:
+        return int(self._manager.num_participants())
+
+    getRank = rank
+    getSize = size
+
+    def _num_members(self) -> int:
+        return int(self._configured().size())  # those that heal too
+
+    def _served(self) -> Sequence[str]:
+        return [device.type for device in self._configured()._device_types] or ("cpu",)
+
+    def getBackendName(self) -> str:
+        return str(self._manager._pg.getBackendName())
+
+    @property
+    def parent(self) -> ProcessGroup:
+        """The manager's group."""
+        return self._manager._pg
+
+    def errored(self) -> Exception | None:
+        """What was reported to the manager in this step; None while nothing was."""
+        error = self._manager.errored()
+        found: Exception | None = error.original_exception if error else self.parent.errored()
+        return found
+
+    def __repr__(self) -> str:
+        return f"ManagedProcessGroup({self.parent!r})"
+
+    def _configured(self) -> Any:
+        """The one that knows its rank: torchft's wrappers do not."""
+        pg = self.parent
+        while not isinstance(pg, CollectiveMethods) and getattr(pg, "_pg", None) is not None:
+            pg = pg._pg
+        return pg
+
+    def _report(self, configuration: object, error: Exception) -> None:
+        self._manager.report_error(error)
+
+    def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not call.is_barrier and all(part.call == "all_reduce" for part in call.parts):
+            return TorchWork([self._all_reduce(part) for part in call.parts], call)
+        self._manager.wait_quorum()
+        error, work = self._manager.errored(), None
+        why: Exception | None = error.original_exception if error else None
+        if why is None:
+            try:
+                work = getattr(self.parent, name)(*args, **kwargs)
+            except MISUSE:
+                raise
+            except Exception as failure:
+                self._report(None, failure)
+                why = failure
+        outcome = Outcome(self, None, call, why)
+        if why is not None:
+            outcome.resolve()
+        elif work is None:  # of what has waited
+            return None
+        return SwallowedWork(self, work, outcome)
+
+    def _all_reduce(self, part: Collective) -> Work:
+        operation: ReduceOp = torch_operation(part.op)
+        return _OfManager(self._manager.allreduce(part.outputs[0], reduce_op=operation))
+
+
+class _OfManager:
+    """torchft's work: its future is one only once somebody waits for the work."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._future: Future[bool] | None = None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """False when an error was reported to the manager."""
+        with self._lock:
+            return bool(self._work.wait())
+
+    def get_future(self) -> Future[bool]:
+        if self._future is None:
+            self._future = Future()
+            if torch.accelerator.is_available():  # torchft's work wants to be waited for on the stream that made it
+                self._finish()
+            else:
+                threading.Thread(target=self._finish, name="managed-future", daemon=True).start()
+        return self._future
+
+    def _finish(self) -> None:
+        assert self._future is not None
+        try:
+            self._future.set_result(self.wait())
+        except Exception as error:
+            self._future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong

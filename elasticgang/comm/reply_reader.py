@@ -1,0 +1,373 @@
+"""Who reads what a comm process says, and who runs the callbacks of its works.
+
+REPLY-1  One thread at a time reads: the first of those that wait for works, so that no other has to wake it; or the
+    server, while a future or a reply is waited for, and else now and then.
+REPLY-2  Each waiter has a wake of its own. Who stops reading wakes the next one, and so does a waiter that was woken to
+    read and does not.
+REPLY-3  When the process is dead, or as good as, the rest is the server's, which reads what is left, and ends.
+REPLY-4  Leader and followers: at most one thread is the server. It gives up that place before it runs a callback, which
+    may block, and takes it again afterwards if no other has it. Whoever needs a server while there is none (`ring`)
+    wakes the spare thread, or starts one. There are no more threads than blocked callbacks, a server and a spare.
+REPLY-5  Callbacks begin in the order in which they were queued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from elasticgang.comm.work import CommWork
+from elasticgang.comm.worker import RUN, RUN_MARK
+
+_MAX_MESSAGE = 1 << 17
+_UNREAD_MS = 100  # at most, of a message that nobody waits for
+_LONGEST_POLL_MS = 1 << 30
+_LAST_READER_S = 5.0
+
+log = logging.getLogger("elasticgang")
+
+
+class _Here(threading.local):
+    runs_callback = False  # this thread, of any process
+
+
+_here = _Here()
+
+
+class ReplyReceiver(Protocol):
+    """What takes the messages. `finished` and `replied` are called by whichever thread reads, the others by the
+    server."""
+
+    @property
+    def has_works(self) -> bool: ...
+
+    def finished(self, id: int, reason: str | None) -> None: ...
+
+    def replied(self, message: dict[str, Any]) -> None: ...
+
+    def end_found(self) -> None:
+        """Report the errors that were left to the server by `finished`, which rings."""
+
+    def maintain(self) -> None:
+        """That, and whatever else; now and then, too."""
+
+    def process_ended(self) -> None:
+        """The process is dead, or as good as, and everything that it said was read. Called once, last."""
+
+
+class ReplyReader:
+    """Of the process with that pidfd, behind that socket. The descriptors are their owner's."""
+
+    def __init__(self, sock: socket.socket, pidfd: int, bell: int, receiver: ReplyReceiver, name: str) -> None:
+        """`bell`: an eventfd that wakes the server."""
+        self._sock, self._pidfd, self._bell = sock, pidfd, bell
+        self._receiver = receiver
+        self._buffer = bytearray(_MAX_MESSAGE)
+        lock = threading.RLock()
+        self._turn, self._spare_called = threading.Condition(lock), threading.Condition(lock)
+        self._is_read = self._is_over = False
+        self._num_listeners = 0
+        self._waiting: dict[threading.Event, CommWork] = {}
+        self._poll = select.poll()
+        for fd in (sock.fileno(), pidfd):
+            self._poll.register(fd, select.POLLIN)
+        self._idle_poll = select.poll()
+        for fd in (bell, pidfd):
+            self._idle_poll.register(fd, select.POLLIN)
+        self._name = name
+        self._callbacks: deque[Callable[[], None]] = deque()
+        self._num_running = 0  # callbacks
+        self._is_ended = False  # `process_ended` has returned
+        self._server: int | None = None  # REPLY-4: its thread's identifier
+        self._is_called = self._has_spare = False
+        self._threads: set[threading.Thread] = set()
+
+    def start(self) -> None:
+        """Once the receiver is ready."""
+        with self._turn:
+            self._call_server()
+
+    def add_listeners(self, number: int) -> None:
+        """For whom the server reads."""
+        with self._turn:
+            self._num_listeners += number
+        if number > 0:
+            self.ring()
+
+    def ring(self) -> None:
+        """Wake the server, or let there be one. The server itself looks at everything before it waits."""
+        with self._turn:
+            if self._server is None:
+                self._call_server()
+            elif self._server != threading.get_ident() and not self._is_ended:
+                os.eventfd_write(self._bell, 1)
+
+    def call_back(self, callback: Callable[[], None]) -> None:
+        """Run `callback`, which may do anything, by a thread that nobody waits for."""
+        with self._turn:
+            self._callbacks.append(callback)
+        self.ring()
+
+    @property
+    def is_served_here(self) -> bool:
+        """By the thread that asks."""
+        return self._server == threading.get_ident()
+
+    def wait_ended(self, timeout: float) -> None:
+        """Until every work has ended after the process's death. Not for the server."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_ended, timeout)
+
+    def wait_for_callbacks(self, timeout: float) -> bool:
+        """Until none runs and none is queued. False: one has not returned in time. A callback waits for no others."""
+        if _here.runs_callback:
+            return True
+        with self._turn:
+            return self._turn.wait_for(lambda: not (self._callbacks or self._num_running), timeout)
+
+    def join(self, timeout: float) -> None:
+        """After the process has ended: wait for the threads. A callback waits for none."""
+        if _here.runs_callback:
+            return
+        deadline = time.monotonic() + timeout
+        with self._turn:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def wait_for(self, work: CommWork, timeout: float) -> bool:
+        """Wait until `work` has ended, reading if nobody else does. False: it has not, in time."""
+        deadline = time.monotonic() + timeout
+        while not work.done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                with self._turn:  # REPLY-2
+                    if not self._is_read:
+                        self._wake_next()
+                return False
+            if self._take_turn():
+                try:
+                    self._read_until(work.done, deadline)
+                finally:
+                    self._hand_over()
+            else:
+                self._wait_beside(work, left)
+        return True
+
+    def _take_turn(self) -> bool:
+        with self._turn:
+            if self._is_read or self._is_over:
+                return False
+            self._is_read = True
+            return True
+
+    def _wait_beside(self, work: CommWork, seconds: float) -> None:
+        """Until `work` has ended, or it is this thread's turn."""
+        wake = threading.Event()
+        with self._turn:
+            if not (self._is_read or self._is_over):
+                return
+            self._waiting[wake] = work
+        goes_on = False
+        try:
+            work.wake_at_end(wake)
+            wake.wait(min(seconds, threading.TIMEOUT_MAX))
+            goes_on = True
+        finally:
+            work.forget_wake(wake)
+            with self._turn:
+                del self._waiting[wake]
+                if not (goes_on or self._is_read):  # REPLY-2: a signal's handler has raised
+                    self._wake_next()
+
+    def _hand_over(self) -> None:
+        with self._turn:
+            self._is_read = False
+            self._turn.notify_all()
+            self._wake_next()
+
+    def _wake_next(self) -> None:
+        """Whoever waits for a work, or else the server, for those that listen."""
+        following = self._next_waiter()
+        if following is not None:
+            following.set()
+        elif self._num_listeners:
+            self.ring()
+
+    def _next_waiter(self) -> threading.Event | None:
+        return next((wake for wake, work in self._waiting.items() if not work.done()), None)
+
+    def _read_until(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
+        """Read messages until that, the deadline, or the process's end."""
+        number = self._sock.fileno()
+        while not is_over():
+            left = None if deadline is None else (deadline - time.monotonic()) * 1000
+            if left is not None and left <= 0:
+                return
+            ready = {fd for fd, _ in self._poll.poll(None if left is None else min(left, _LONGEST_POLL_MS))}
+            if number in ready:
+                if not self._read_one():
+                    return
+            elif ready:
+                self._over()
+                return
+
+    def _over(self) -> None:
+        """REPLY-3."""
+        self._is_over = True
+        self.ring()
+
+    def _read_one(self) -> bool:
+        """False at the end of the messages, or when there is none."""
+        try:
+            length = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        data = self._buffer[:length]
+        if not data:
+            self._over()
+            return False
+        if data[0] == RUN_MARK:
+            _, id = RUN.unpack_from(data)
+            self._receiver.finished(id, data[RUN.size :].decode() or None)
+        else:
+            self._receiver.replied(json.loads(data))
+        return True
+
+    # -- the threads
+
+    def _call_server(self) -> None:
+        """REPLY-4. With the lock held."""
+        if self._is_called or (self._is_ended and not self._callbacks):
+            return
+        self._is_called = True
+        if self._has_spare:
+            self._spare_called.notify()
+            return
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # no more can be started: the thread that returns from a callback first serves
+            self._threads.discard(thread)
+            self._is_called = False
+
+    def _run(self) -> None:
+        try:
+            while self._take_place():
+                self._serve()
+        finally:
+            with self._turn:
+                self._threads.discard(threading.current_thread())
+
+    def _take_place(self) -> bool:
+        """Become the server, maybe after a while as the spare. False: the thread is not needed any more."""
+        with self._turn:
+            while True:
+                if self._server is None and (self._callbacks or not self._is_ended):
+                    self._server, self._is_called = threading.get_ident(), False
+                    return True
+                if self._is_ended:
+                    self._is_called = False
+                    return False
+                if self._has_spare:
+                    return False
+                self._has_spare = True
+                self._spare_called.wait()
+                self._has_spare = False
+
+    def _serve(self) -> None:
+        """Until another thread serves, or there is nothing left to do."""
+        try:
+            while self._run_callbacks() and not self._is_ended:
+                self._serve_once()
+        finally:
+            if self.is_served_here:
+                if not self._is_ended:
+                    self._end()
+                with self._turn:
+                    self._server = None
+
+    def _run_callbacks(self) -> bool:
+        """All that are queued. False: another thread serves now."""
+        while self._callbacks:
+            with self._turn:
+                callback = self._callbacks.popleft()
+                self._num_running += 1
+                self._server = None
+                is_awaited = self._num_listeners > 0 and not self._is_read and self._next_waiter() is None
+                if self._callbacks or is_awaited:
+                    self._call_server()
+            _here.runs_callback = True
+            try:
+                callback()
+            except Exception:
+                log.exception("a callback of a collective raised")
+            finally:
+                _here.runs_callback = False
+                del callback  # with the tensors of its work
+                with self._turn:
+                    self._num_running -= 1
+                    self._turn.notify_all()
+            with self._turn:
+                if self._server is not None:
+                    return False
+                self._server, self._is_called = threading.get_ident(), False
+        return True
+
+    def _serve_once(self) -> None:
+        self._receiver.maintain()
+        if self._is_over:
+            self._end()
+            return
+        if self._num_listeners and self._take_turn():
+            try:
+                self._read_until(self._has_more_to_do)
+            finally:
+                self._hand_over()
+            return
+        ready = {fd for fd, _ in self._idle_poll.poll(_UNREAD_MS)}
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        if self._pidfd in ready:
+            self._is_over = True
+        elif self._receiver.has_works and self._take_turn():
+            try:
+                while self._read_one():  # works that nobody waits for hold memory and descriptors
+                    pass
+            finally:
+                self._hand_over()
+
+    def _has_more_to_do(self) -> bool:
+        """The server, than to read."""
+        self._receiver.end_found()
+        return bool(self._callbacks) or not self._num_listeners
+
+    def _end(self) -> None:
+        try:
+            self._read_the_rest()
+            self._receiver.process_ended()
+        finally:
+            with self._turn:
+                self._is_ended = True
+                self._turn.notify_all()
+                self._spare_called.notify_all()
+
+    def _read_the_rest(self) -> None:
+        """What had been said before the process died."""
+        with self._turn:  # it is dead, or has closed its socket: who reads notices, and ends soon
+            self._turn.wait_for(lambda: not self._is_read, _LAST_READER_S)
+            self._is_read = True
+        self._is_over = True
+        while self._read_one():
+            pass
+        self._receiver.end_found()

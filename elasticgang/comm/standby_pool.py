@@ -1,0 +1,165 @@
+"""Where comm processes come from, and the one that stands by.
+
+STANDBY-1  Starting takes place on a thread of its own; `take` is the only wait.
+STANDBY-2  A process that has no agent starts one fork server, when the first comm process is asked for; it ends with
+    it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from elasticgang.comm.arena import Arena
+from elasticgang.comm.comm_process import CommProcess
+from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError
+from elasticgang.process.forkserver import ForkServer, ForkServerClient
+
+PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
+_MAX_STARTS = 20
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class StandbyPool:
+    """Keeps one comm process ready: the standby. For one thread, but for what `start` does."""
+
+    def __init__(self, start: Callable[[], Future[CommProcess]]) -> None:
+        """`start` begins to start a process, which is ready when the future has it."""
+        self._start = start
+        self._standby: Future[CommProcess] | None = start()
+
+    def take(self, timeout: float | None = None) -> CommProcess:
+        """The standby, once it is ready; a dead one is replaced.
+
+        Raises:
+            CollectiveTimeoutError: it was not ready within `timeout` seconds. It is still being started.
+            OperationalError: none could be started, or all died while they started.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for _ in range(_MAX_STARTS):
+            is_new = self._standby is None
+            self.prepare()
+            assert self._standby is not None
+            try:
+                comm = self._standby.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except GangError:  # also one that was not ready in its own time
+                self._standby = None
+                continue
+            except FutureTimeoutError:
+                raise CollectiveTimeoutError(f"starting a comm process timed out after {timeout:g} seconds") from None
+            except OperationalError:
+                self._standby = None
+                if is_new:
+                    raise
+                continue  # that was then
+            self._standby = None
+            if not (comm.ended or comm.has_died):
+                return comm
+            comm.close()
+        raise OperationalError(f"{_MAX_STARTS} comm processes in a row died while they started")
+
+    def prepare(self) -> None:
+        """Begin to start a standby, if there is none."""
+        if self._standby is None:
+            self._standby = self._start()
+
+    def close(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is None or standby.cancel():
+            return
+        try:
+            standby.result(_CLOSE_TIMEOUT_S).close()
+        except FutureTimeoutError:  # it ends when it has come up
+            standby.add_done_callback(_close)
+        except (GangError, OperationalError):  # it never came up
+            pass
+
+
+def _close(started: Future[CommProcess]) -> None:
+    with contextlib.suppress(GangError, OperationalError):
+        started.result().close()
+
+
+MakeProcess = Callable[[ForkServerClient, Arena], CommProcess]
+
+
+def _make_process(forks: ForkServerClient, arena: Arena) -> CommProcess:
+    return CommProcess(forks, arena, timeout=60.0)
+
+
+class CommLauncher:
+    """Starts comm processes, on one thread of its own."""
+
+    def __init__(self, client: ForkServerClient | None = None) -> None:
+        """`client`: a connection to the agent's fork server. Without it, and once that server is gone, this process
+        starts a fork server of its own."""
+        self._client = client
+        self._arena = Arena()
+        self._newest: CommProcess | None = None
+        self._thread = ThreadPoolExecutor(1, "comm-start")
+
+    def start(self, make: MakeProcess = _make_process) -> Future[CommProcess]:
+        return self._thread.submit(self._start, make)
+
+    def descriptors(self) -> list[int]:
+        """What a forked child must not keep open. Without a lock: a forked child calls it, where nobody would release
+        one."""
+        client, newest = self._client, self._newest
+        return [*([] if client is None else [client.fileno()]), *([] if newest is None else newest.descriptors())]
+
+    def _start(self, make: MakeProcess) -> CommProcess:
+        if self._client is not None and not isinstance(self._client, ForkServer):
+            try:
+                return self._start_from(self._client, make)
+            except OperationalError:
+                self._client.close()
+                self._client = None
+        if not isinstance(self._client, ForkServer) or self._client.process.poll() is not None:
+            self._client = _new_fork_server()
+        return self._start_from(self._client, make)
+
+    def _start_from(self, client: ForkServerClient, make: MakeProcess) -> CommProcess:
+        comm = self._newest = make(client, self._arena)
+        try:
+            comm.wait_ready()
+        except GangError:
+            comm.close()
+            raise
+        return comm
+
+
+def _new_fork_server() -> ForkServer:
+    try:
+        server = ForkServer(PRELOAD, new_session=False)  # comm processes can join this process's group
+    except OSError as exc:  # no descriptor is left, say
+        raise OperationalError(f"the fork server could not be started: {exc}") from exc
+    try:
+        server.wait_ready()
+    except OperationalError:
+        server.close()
+        raise
+    return server
+
+
+_lock = threading.Lock()
+_launchers: dict[int, CommLauncher] = {}
+
+
+def local_launcher() -> CommLauncher:
+    """Of this process; a forked child has its own."""
+    with _lock:
+        return _launchers.setdefault(os.getpid(), CommLauncher())
+
+
+def _forget_parents() -> None:
+    global _lock
+    _lock = threading.Lock()  # the parent's may have been held at the fork
+    _launchers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents)

@@ -1,0 +1,232 @@
+"""Large tensors whose memory the comm process shares, so that nothing is copied: a block is mapped beneath them.
+
+The storage keeps its address and every view of it stays what it was; only the pages beneath change, from anonymous ones
+to those of a block. Pages of which the storage has a part only (its first and last) stay as they are, and their bytes
+are copied at each call.
+
+MAPPING-1  A storage is taken over only while one tensor that covers all of it is given to a collective: nobody else may
+    write to it then, so that no write is lost between the copy and the mapping.
+MAPPING-2  Only memory that is unmapped when it is freed, and never used again by the allocator, is taken over: a chunk
+    that glibc has mapped by itself. Whatever else (small tensors, other allocators, files) is copied.
+MAPPING-3  Before each use it is seen that the block still lies beneath the storage, which may have been freed and made
+    anew (`resize_`) at the same address.
+MAPPING-4  A forked child has the pages for itself: what it writes does not reach the parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import struct
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from elasticgang.comm.arena import PAGE, Arena, Block, max_descriptors
+
+SMALLEST_BYTES = 1 << 20
+_SHARE_OF_DESCRIPTORS = 4  # at most one in so many lies beneath a storage
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_POPULATE = 0x01, 0x02, 0x10, 0x8000
+_ENTRY = struct.Struct("=Q")
+_PRESENT, _OF_FILE = 1 << 63, 1 << 61  # of a page's entry in /proc/self/pagemap, which every kernel tells its owner
+_IS_MMAPPED = 0x2  # in the size field of a chunk of glibc's malloc
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+
+
+@dataclass(eq=False)
+class _Region:
+    """A block beneath the storage at `address`. Block and storage have the same offsets within a page."""
+
+    storage: StorageWeakRef
+    block: Block
+    address: int
+    num_bytes: int
+
+    @property
+    def base(self) -> int:
+        return self.address // PAGE * PAGE
+
+    @property
+    def first(self) -> int:
+        """The first and the last address of whole pages: those that are shared."""
+        return -(-self.address // PAGE) * PAGE
+
+    @property
+    def last(self) -> int:
+        return (self.address + self.num_bytes) // PAGE * PAGE
+
+    def is_alive(self) -> bool:
+        """Whether the storage still has its memory, as far as it tells."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return storage is not None and storage.data_ptr() == self.address  # type: ignore[redundant-expr]
+
+    def map(self, flags: int) -> None:
+        self._check(_libc.mmap(self.first, self.last - self.first, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED,
+                               self.block.slab.fd, self.first - self.base))  # fmt: skip
+
+    def _check(self, result: int) -> None:
+        if result != self.first:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def lies_beneath(self) -> bool:
+        """MAPPING-3, as the kernel says: nobody's memory is read or written. Where no other arena has put a block
+        since, a storage that lives at the same address has either this one or, made anew there, what the allocator
+        gave, which is no file's."""
+        if _newest.get(self.address) is not self or not self.is_alive():
+            return False
+        of_file = _is_of_file(self.first)
+        return _mapped_at(self.first) == self.block.slab.path if of_file is None else of_file
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """Where a tensor lies in a block. `edges`: (its bytes, the block's) that are not the same memory."""
+
+    block: Block
+    offset: int
+    edges: tuple[tuple[Tensor, Tensor], ...]
+
+
+class StorageMappings:
+    """The storages that blocks lie beneath. Thread-safe."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._lock = threading.Lock()
+        self._regions: dict[int, _Region] = {}
+        _all.add(self)
+
+    def find(self, tensor: Tensor) -> MappedTensor | None:
+        """`tensor` in shared memory, which is put beneath it if need be; None where it has to be copied. `tensor` must
+        be given to a collective, and not be touched by others."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes < SMALLEST_BYTES or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return None
+        if tensor.is_conj() or tensor.is_neg():  # its memory is not what it is
+            return None
+        storage = tensor.untyped_storage()
+        address, start = storage.data_ptr(), tensor.data_ptr()
+        with self._lock:
+            region = self._regions.get(address)
+            if region is not None and not region.lies_beneath():
+                self._forget(region)
+                region = None
+            if region is None:
+                self._forget_dead()
+                if num_bytes != storage.nbytes() or not _is_own_mapping(address, num_bytes):
+                    return None
+                region = self._take_over(storage)
+        return None if region is None else _mapped_tensor(region, tensor, start, num_bytes)
+
+    def _take_over(self, storage: torch.UntypedStorage) -> _Region | None:
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        base = address // PAGE * PAGE
+        if len(self._regions) >= max_descriptors() // _SHARE_OF_DESCRIPTORS:
+            return None
+        try:
+            block = self._arena.take_whole(-(-(address + num_bytes) // PAGE) * PAGE - base)
+        except OSError:
+            return None
+        region = _Region(StorageWeakRef(storage), block, address, num_bytes)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            contents = torch.empty(0, dtype=torch.uint8).set_(storage)
+            block.bytes[address - base : address - base + num_bytes].copy_(contents)
+        try:
+            region.map(_MAP_SHARED | _MAP_POPULATE)
+        except OSError:  # too many mappings
+            self._arena.give_back(block)
+            return None
+        self._regions[address] = _newest[address] = region
+        return region
+
+    def _forget_dead(self) -> None:
+        """Blocks whose storage is gone may lie beneath others."""
+        for region in list(self._regions.values()):
+            if not region.is_alive():
+                self._forget(region)
+
+    def _forget(self, region: _Region) -> None:
+        del self._regions[region.address]
+        if _newest.get(region.address) is region:
+            del _newest[region.address]
+        self._arena.give_back(region.block)
+
+    def _separate(self) -> None:
+        """MAPPING-4, in a forked child, where no other thread is."""
+        self._lock = threading.Lock()  # somebody's who is not here may hold it
+        for region in self._regions.values():
+            if region.is_alive():
+                region.map(_MAP_PRIVATE)
+        self._regions.clear()
+
+
+_newest: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()  # by address, of all arenas
+_all: weakref.WeakSet[StorageMappings] = weakref.WeakSet()
+
+
+def _separate_all() -> None:
+    for storages in list(_all):
+        storages._separate()
+    _newest.clear()
+
+
+os.register_at_fork(after_in_child=_separate_all)
+
+
+def _mapped_tensor(region: _Region, tensor: Tensor, start: int, num_bytes: int) -> MappedTensor:
+    offset = start - region.base
+    edges = []
+    end = start + num_bytes
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    for low, high in ((start, min(end, region.first)), (max(start, region.last), end)):
+        if low < high:
+            inside = region.block.bytes[low - region.base : high - region.base]
+            edges.append((flat[low - start : high - start], inside))
+    return MappedTensor(region.block, offset, tuple(edges))
+
+
+def _is_of_file(address: int) -> bool | None:
+    """Whether the page there is a file's, or shared; None when it is not in memory, or nobody says."""
+    entry = b""
+    with contextlib.suppress(OSError):
+        pages = os.open("/proc/self/pagemap", os.O_RDONLY)  # anew each time: it is of the process that opened it
+        try:
+            entry = os.pread(pages, _ENTRY.size, address // PAGE * _ENTRY.size)
+        finally:
+            os.close(pages)
+    if len(entry) != _ENTRY.size:
+        return None
+    (flags,) = _ENTRY.unpack(entry)
+    return bool(flags & _OF_FILE) if flags & _PRESENT else None
+
+
+def _mapped_at(address: int) -> str:
+    """The path of the file that is mapped there; "" where there is none."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            bounds, *_, path = line.rstrip("\n").split(" ", 5)
+            low, high = (int(bound, 16) for bound in bounds.split("-"))
+            if low <= address < high:
+                return path.lstrip()
+    return ""
+
+
+def _is_own_mapping(address: int, num_bytes: int) -> bool:
+    """MAPPING-2: whether `address` is a chunk of glibc's malloc that has a mapping of its own, read off the chunk's
+    header."""
+    if address % PAGE < 16:  # the header would be in a page that may not be there
+        return False
+    before = ctypes.c_size_t.from_address(address - 16).value
+    field = ctypes.c_size_t.from_address(address - 8).value
+    start, size = address - 16 - before, (field & ~7) + before
+    slack = size - before - 16 - num_bytes
+    return bool(field & _IS_MMAPPED) and start % PAGE == 0 and size % PAGE == 0 and 0 <= slack <= 2 * PAGE

@@ -1,0 +1,1 @@
+"""The coordinator's server, and an agent's client of it."""

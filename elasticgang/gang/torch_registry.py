@@ -1,0 +1,130 @@
+"""Gangs' process groups in torch's registry: what lets `torch.distributed`, DeviceMesh and DTensor find them.
+
+REGISTRY-1  The default group is set here only when there is none, or when it is a gang's: a group of the user's stays.
+    So does an elastic gang's that the user chose. A fake gang's gives way to any other, torch's own too, and takes
+    the place of none.
+REGISTRY-2  A gang's group is registered once, under a name of its own; which ranks it has is written anew with each
+    generation.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, _unregister_process_group
+from torch.distributed import distributed_c10d
+
+from elasticgang.collectives.backend_name import BACKEND_NAME
+from elasticgang.errors import InvalidOperationError
+from elasticgang.gang.base import Gang
+from elasticgang.gang.torch_process_group import GangProcessGroup
+
+_numbers = itertools.count()
+_world = distributed_c10d._world
+
+
+def register(pg: GangProcessGroup, ranks: Sequence[int]) -> None:
+    """Make `pg` known to torch, as the group of these ranks of the default group."""
+    mapping = {rank: index for index, rank in enumerate(ranks)}
+    if pg in _world.pg_map:
+        _world.pg_group_ranks[pg] = mapping
+        return
+    name = distributed_c10d.GroupName(f"{BACKEND_NAME}-{next(_numbers)}")
+    pg._set_group_name(name)
+    pg._set_group_desc(pg.gang.description or BACKEND_NAME)
+    distributed_c10d._register_pg_in_world(
+        pg,
+        backend_name=BACKEND_NAME,
+        store=HashStore(),
+        group_name=name,
+        backend_config=f"cpu:{BACKEND_NAME}",
+        rank_mapping=mapping,
+    )
+
+
+def unregister(pg: GangProcessGroup) -> None:
+    """Make torch forget `pg`, and the default group if it is that one."""
+    if pg not in _world.pg_map:
+        return
+    if _world.default_pg is pg:
+        _make_default(None)
+    for tag in (_world.pg_to_tag.pop(pg), ""):
+        if pg in _world.tags_to_pg.get(tag, ()):
+            _world.tags_to_pg[tag].remove(pg)
+    _world.pg_coalesce_state.pop(pg, None)
+    for registered in (_world.pg_map, _world.pg_group_ranks, _world.pg_backend_config):
+        del registered[pg]
+    _unregister_process_group(_world.pg_names.pop(pg))
+
+
+def follow_root(root: GangProcessGroup, gangs: Collection[Gang]) -> bool:
+    """When a generation begins: make `root`, of one of these `gangs`, the default group, and tell torch its rank.
+
+    Another one of `gangs` stays the default group, since the user made it so. Returns False where a group that is no
+    gang's is the default one: it stays, and follows nothing.
+    """
+    present = _world.default_pg
+    if present is not None and not isinstance(present, GangProcessGroup):
+        return False
+    is_chosen = present is not None and present in _world.pg_map and present.gang in gangs
+    _make_default(present if is_chosen else root)
+    return True
+
+
+def set_default(pg: dist.ProcessGroup) -> None:
+    """Make `pg`, whose ranks every mesh counts in, the default group.
+
+    Raises:
+        InvalidOperationError: there is another one that is not a gang's; or one that is no fake gang's, and `pg` is.
+    """
+    present = _world.default_pg
+    if present is pg:
+        return
+    stays = not isinstance(present, GangProcessGroup) or (_is_fake(pg) and not _is_fake(present))
+    if present is not None and stays:
+        raise InvalidOperationError(
+            f"torch's default process group is another one, of {present.size()} ranks (the gang has {pg.size()}); "
+            "destroy it first, or make the gangs from it."
+        )
+    _make_default(pg)
+
+
+def drop_fake_default() -> None:
+    """Let torch have no default group, where that is a fake gang's."""
+    if _is_fake(_world.default_pg):
+        _make_default(None)
+
+
+def _is_fake(pg: dist.ProcessGroup | None) -> bool:
+    from elasticgang.gang.fake import FakeGang  # which needs what is here
+
+    return isinstance(pg, GangProcessGroup) and isinstance(pg.gang, FakeGang)
+
+
+def _make_default(pg: dist.ProcessGroup | None) -> None:
+    """While a fake gang's group is the default one, torch's `init_process_group`, which refuses to begin when there is
+    any, drops it first."""
+    distributed_c10d._update_default_pg(pg)
+    by_ranks = _world.tags_to_pg.setdefault("", [])  # where functional collectives look up a list of ranks
+    if pg in _world.pg_map and pg not in by_ranks:
+        by_ranks.insert(0, pg)  # on every rank, whatever other groups of the same ranks it has
+    present, wanted = _torch_init_process_group, _init_process_group
+    if not _is_fake(pg):
+        present, wanted = wanted, present
+    modules: tuple[Any, ...] = (dist, distributed_c10d)
+    for module in modules:
+        if module.init_process_group is present:  # what somebody else has put there stays
+            module.init_process_group = wanted
+
+
+_torch_init_process_group = distributed_c10d.init_process_group
+
+
+@functools.wraps(_torch_init_process_group)
+def _init_process_group(*args: Any, **kwargs: Any) -> None:
+    drop_fake_default()
+    _torch_init_process_group(*args, **kwargs)

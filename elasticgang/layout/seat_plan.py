@@ -1,0 +1,120 @@
+"""What a plan is: who sits where in one generation.
+
+Pure. Refuses to decide: `planner.py` makes plans.
+
+SEAT-1  A plan never changes, and plans with equal fields have equal digests, in every process and Python version.
+SEAT-2  Ranks count along `AXES`, `tp` fastest, so that the ranks of a tp group are adjacent.
+SEAT-3  A member has at most one seat, and is never seated and a spare at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from elasticgang.layout.axes import FAMILIES, Axes, groups_over, groups_within
+
+
+class Member(NamedTuple):
+    """One incarnation of a rank process, and the host it runs on."""
+
+    id: str
+    host: str
+
+
+class ModelCoordinates(NamedTuple):
+    """Which part of the model a seat holds: its indices along `MODEL_AXES`. Seats that are alike in them hold the
+    same."""
+
+    pp: int
+    sdp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who sits where. `shape`: sizes of pp, rdp, sdp, tp; `seats`: the active members in rank order; `spares`: ids,
+    those that have waited longest first; `views`: the layout's."""
+
+    shape: tuple[int, int, int, int]
+    seats: tuple[Member, ...]
+    spares: tuple[str, ...] = ()
+    views: tuple[Axes, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Active members."""
+        return len(self.seats)
+
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """Rank of each active member, by its id; in rank order, and read-only."""
+        return MappingProxyType({member.id: rank for rank, member in enumerate(self.seats)})
+
+    def coordinates(self, member_id: str) -> dict[str, int]:
+        """Index along each of `AXES` of the member's seat.
+
+        Raises:
+            KeyError: the member has no seat: it is a spare, or unknown.
+        """
+        rank = self.ranks[member_id]
+        pp, rdp, sdp, tp = self.shape
+        return {
+            "pp": rank // (rdp * sdp * tp) % pp,
+            "rdp": rank // (sdp * tp) % rdp,
+            "sdp": rank // tp % sdp,
+            "tp": rank % tp,
+        }
+
+    def groups(self, family: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each gang of the family or further axis, in rank order; every rank is in exactly one.
+
+        Raises:
+            ValueError: there is no such family.
+        """
+        if family in FAMILIES:
+            return groups_over(self.shape, FAMILIES[family])
+        for axes in self.views:
+            if family in axes.dim_names:
+                return groups_within(self.shape, axes, family)
+        known = dict.fromkeys((*FAMILIES, *(name for axes in self.views for name in axes.dim_names)))
+        raise ValueError(f"`family` must be one of {', '.join(known)}, but is {family!r} instead.")
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits, equal for equal plans."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            "shape": list(self.shape),
+            "seats": [[member.id, member.host] for member in self.seats],
+            "spares": list(self.spares),
+        }
+        return {**data, "views": [axes.to_json() for axes in self.views]} if self.views else data
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Plan:
+        """Raises KeyError, TypeError or ValueError when `data` is not a plan."""
+        pp, rdp, sdp, tp = map(int, data["shape"])
+        seats = tuple([Member(id, host) for id, host in data["seats"]])
+        spares = tuple(map(str, data["spares"]))
+        if min(pp, rdp, sdp, tp) < 1 or math.prod((pp, rdp, sdp, tp)) != len(seats):
+            raise ValueError(f"A plan of shape {(pp, rdp, sdp, tp)} must not have {len(seats)} seats.")
+        if len({*spares, *(member.id for member in seats)}) != len(seats) + len(spares):
+            raise ValueError("A member must appear once in a plan.")
+        views = tuple(map(Axes.from_json, data.get("views", ())))
+        if any(axes.size != pp * sdp * tp for axes in views):
+            raise ValueError(f"A plan of shape {(pp, rdp, sdp, tp)} must not have the views {views}.")
+        return Plan((pp, rdp, sdp, tp), seats, spares, views)
+
+    def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
+        """Without what is cached: a read-only mapping does not pickle."""
+        return Plan, (self.shape, self.seats, self.spares, self.views)

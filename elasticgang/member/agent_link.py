@@ -1,0 +1,63 @@
+"""A rank's connection to its agent.
+
+LINK-1  One thread reads; what it learns goes to a queue (records) or to two callbacks that only mark and kill, and wait
+    for nothing.
+LINK-2  When the agent is gone the rank has nobody to speak for it: the thread ends the rank's whole process group.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from elasticgang.errors import WireError
+from elasticgang.process import framing
+from elasticgang.protocol.record import Record
+
+
+class AgentLink:
+    """Messages to and from the agent. `send` is thread-safe."""
+
+    def __init__(self, fd: int, *, on_abort: Callable[[int, str], None], on_join: Callable[[int], None]) -> None:
+        self._sock = socket.socket(fileno=fd)
+        self._lock = threading.Lock()
+        self._on_abort, self._on_join = on_abort, on_join
+        self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()  # None only wakes who waits
+        self.is_job_over = False  # the job, without this rank
+        self._thread = threading.Thread(target=self._read, name="agent-link", daemon=True)
+        self._thread.start()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send one message. A lost agent is noticed by the reading thread, not here."""
+        data = framing.pack(kind, **fields)
+        with self._lock:
+            try:
+                self._sock.sendall(data)
+            except OSError:
+                return
+
+    def _read(self) -> None:
+        try:
+            while (message := framing.receive(self._sock)) is not None:
+                match message["kind"]:
+                    case "record":
+                        self.records.put(Record.from_text(message["text"]))
+                    case "over":
+                        self.is_job_over = True
+                        self.records.put(None)
+                    case "abort":
+                        self._on_abort(message["generation"], message["reason"])
+                    case "join":
+                        self._on_join(message["generation"])
+        except (OSError, WireError):
+            pass
+        except Exception:
+            traceback.print_exc()  # the process ends here, so that this is all that tells why
+        finally:
+            os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,73 @@
+"""A rank that is to go: asked by SIGTERM or by its script, it leaves at a boundary that the others come to with it.
+
+DRAIN-1  It leaves only after a vote in which it said so, and that let it (MEMBER-6 of `member_state.py`): then all come
+    to the same boundary, and no step is lost. One that never took part, or is a spare, leaves at once.
+DRAIN-2  Its agent reads on its page that it goes, and does not start it again, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+from elasticgang.process.status_page import StatusPage
+
+log = logging.getLogger("elasticgang")
+
+
+class Drained(Exception):
+    """This rank was asked to go while it had no part in the job."""
+
+
+class Drain:
+    """`request` may be called from a signal handler and from any thread; the rest is the training thread's.
+
+    `requested`: it is to go. `by_signal`: the process is to end too. `granted`: the others know, and come to the next
+    boundary.
+    """
+
+    def __init__(self, page: StatusPage) -> None:
+        self.requested = self.by_signal = self.granted = False
+        self._has_stayed = False
+        self.in_loop = False
+        self.wake: Callable[[], None] = lambda: None
+        self.page = page
+
+    def request(self) -> None:
+        self.page.mark_draining()
+        self.requested = True
+        self.wake()
+
+    def vote_counted(self, *, draining: bool, leaves: bool) -> None:
+        """By a vote in which this rank said that it `draining`."""
+        self.granted = leaves
+        if draining and not leaves and not self._has_stayed:
+            self._has_stayed = True
+            log.warning(
+                "this rank is to go, but stays until another has healed the state that it alone holds: one that "
+                "starts, or spares once they fill a replica group; a second SIGTERM ends it now, and the state with it"
+            )
+
+    # -- SIGTERM
+
+    def install(self) -> None:
+        """Heed SIGTERM in this process, which is the rank itself; forked children do not."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.page.job_ending or self.by_signal:  # the agent passes on the end of the job, or somebody asks once more
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self.by_signal = True
+        self.request()
+        if not self.in_loop:
+            raise SystemExit(0)

@@ -1,0 +1,199 @@
+"""What one generation change was: its cause, who came, went and moved, what was in doubt, and where the time went.
+
+Pure: `agent.py` brings what happens, with CLOCK_MONOTONIC seconds; each change comes out once, when it is over.
+
+CHANGE-1  A change is over once every rank here that has a seat in its generation knows of a step committed in it; or
+    with the next generation, if that comes before; or with the job.
+CHANGE-2  A phase ends with the slowest rank of this host. What did not happen, or was not seen from here, is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import SPARE, Record
+
+PHASES = ("detect", "abort", "quorum", "resolve", "configure", "heal", "first_commit")
+_START = "the job starts"
+
+
+@dataclass
+class _RankTimeline:
+    """One rank's way into the generation: when it had done what."""
+
+    began: float
+    aborted: float
+    agreed: float
+    resolved: float
+    configured: float
+    healed: float | None = None
+    committed: float | None = None
+
+
+@dataclass
+class _GenerationChange:
+    before: Record | None
+    record: Record
+    cause: str
+    caused_at: float | None
+    in_doubt: tuple[Attempt, ...]
+    here: frozenset[str]
+    timelines: dict[str, _RankTimeline] = field(default_factory=dict)
+
+
+class ChangeReporter:
+    """The generation changes that one agent sees."""
+
+    def __init__(self) -> None:
+        self._record: Record | None = None
+        self._cause: tuple[str, float, bool] | None = None
+        self._pending: dict[str, Attempt] = {}
+        self._change: _GenerationChange | None = None
+
+    def caused(self, cause: str, at: float, *, is_root: bool = False) -> None:
+        """Why the present generation ends. The first cause counts, until the next is agreed; but a root (a death) takes
+        the place of its effects (a peer that was lost)."""
+        if self._cause is None:
+            self._cause = cause, at, is_root
+        elif is_root and not self._cause[2]:
+            self._cause = cause, min(at, self._cause[1]), True
+
+    def agent_lost(self, agent: str, at: float) -> None:
+        """The agent is not there any more: the root of what its peers see, unless the cause names it already."""
+        is_named = self._cause is not None and f"agent {agent} " in self._cause[0]
+        if self._record is not None and self._record.seats_of(agent) and not is_named:
+            self.caused(f"agent {agent} is lost", at, is_root=True)
+
+    def requested(self, member: str, pending: Attempt | None) -> None:
+        """`member` has left its generation; `pending` is what is in doubt for it."""
+        self._pending.pop(member, None)
+        if pending is not None:
+            self._pending[member] = pending
+
+    def agreed(self, record: Record, agent: str) -> Iterator[dict[str, Any]]:
+        """`agent`: this one, whose members are those here."""
+        yield from self.ended()
+        unknown = _START if self._record is None else "a change elsewhere"
+        cause, caused_at, _ = self._cause or (unknown, None, False)
+        in_doubt = tuple(sorted(set(self._pending.values())))
+        here = frozenset(seat.member for seat in record.seats_of(agent) if seat.status != SPARE)
+        self._change = _GenerationChange(self._record, record, cause, caused_at, in_doubt, here)
+        self._record, self._cause = record, None
+        self._pending.clear()
+
+    def entered(self, member: str, generation: int, times: Mapping[str, float]) -> None:
+        if self._change is not None and self._change.record.generation == generation:
+            names = ("began", "aborted", "agreed", "resolved", "configured")
+            self._change.timelines[member] = _RankTimeline(**{name: times[name] for name in names})
+
+    def healed(self, member: str, generation: int, at: float) -> None:
+        if (timeline := self._timeline(member, generation)) is not None:
+            timeline.healed = at
+
+    def committed(self, member: str, attempt: Attempt, at: float) -> Iterator[dict[str, Any]]:
+        if (timeline := self._timeline(member, attempt.generation)) is None or self._change is None:
+            return
+        timeline.committed = timeline.committed or at
+        if {
+            member for member, timeline in self._change.timelines.items() if timeline.committed is not None
+        } >= self._change.here:
+            yield from self.ended()
+
+    def ended(self) -> Iterator[dict[str, Any]]:
+        """The change under way, as far as it came."""
+        change, self._change = self._change, None
+        if change is not None:
+            yield describe(change)
+
+    def _timeline(self, member: str, generation: int) -> _RankTimeline | None:
+        if self._change is None or self._change.record.generation != generation:
+            return None
+        return self._change.timelines.get(member)
+
+
+def describe(change: _GenerationChange) -> dict[str, Any]:
+    """The change as plain data."""
+    before, record = change.before, change.record
+    old = {} if before is None else {seat.member: seat for seat in before.seats}
+    new = {seat.member: seat for seat in record.seats}
+    places = {} if before is None else _places(before)
+    moved = [
+        {"member": member, "from": places[member], "to": place}
+        for member, place in _places(record).items()
+        if member in old and places[member] != place
+    ]
+    return {
+        "generation": record.generation,
+        "digest": record.digest,
+        "parent": record.parent,
+        "cause": change.cause,
+        "left": sorted(set(old) - set(new)),
+        "joined": sorted(set(new) - set(old)),
+        "moved": moved,
+        "in_doubt": [
+            {"step": attempt.step, "generation": attempt.generation, "outcome": _outcome(attempt, record)}
+            for attempt in change.in_doubt
+        ],
+        "committed": list(record.committed),
+        "phases_ms": _phases(change),
+    }
+
+
+def _places(record: Record) -> dict[str, dict[str, int] | None]:
+    """Which part of the model each member sits at; None for a spare. (Replica groups are renumbered as others come and
+    go: that moves nobody.)"""
+    return {
+        seat.member: dict(zip(("pp", "sdp", "tp"), record.model_coordinates(seat.member), strict=True))
+        if seat.member in record.plan.ranks
+        else None
+        for seat in record.seats
+    }
+
+
+def _outcome(attempt: Attempt, record: Record) -> str:
+    if attempt != record.committed:
+        return "dropped"
+    return "rolled forward" if record.rolled_forward else "applied"
+
+
+def _phases(change: _GenerationChange) -> dict[str, float | None]:
+    timelines = list(change.timelines.values())
+    if not timelines:
+        return dict.fromkeys(PHASES)
+    newcomers = change.record.generation == 1 or change.caused_at is None
+    survivors = [
+        timeline for timeline in timelines if newcomers or timeline.began >= (change.caused_at or 0.0)
+    ] or timelines
+    began = max(timeline.began for timeline in survivors)
+    aborted = max(timeline.aborted for timeline in survivors)
+    agreed = max(timeline.agreed for timeline in timelines)
+    resolved = max(timeline.resolved for timeline in timelines)
+    configured = max(timeline.configured for timeline in timelines)
+    healed = [timeline.healed for timeline in timelines if timeline.healed is not None]
+    committed = [timeline.committed for timeline in timelines if timeline.committed is not None]
+    found = {
+        "detect": None if change.caused_at is None else began - change.caused_at,
+        "abort": aborted - began,
+        "quorum": agreed - aborted,
+        "resolve": resolved - agreed,
+        "configure": configured - resolved,
+        "heal": max(healed) - configured if healed else None,
+        "first_commit": min(committed) - configured if committed else None,
+    }
+    return {name: None if s is None else round(max(0.0, s) * 1e3, 1) for name, s in found.items()}
+
+
+def format_change(change: Mapping[str, Any], counts: Mapping[str, int]) -> str:
+    """A change in one line. `counts`: seats by status."""
+    seats = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    parts = [f"generation {change['generation']} ({change['cause']}): {seats}"]
+    parts += [f"{len(change[what])} {what}" for what in ("left", "joined", "moved") if change[what]]
+    parts += [f"step {doubt['step']} in doubt was {doubt['outcome']}" for doubt in change["in_doubt"]]
+    spent = {name: ms for name, ms in change["phases_ms"].items() if ms is not None}
+    if spent and "first_commit" in spent:
+        times = ", ".join(f"{name} {ms:.0f}" for name, ms in spent.items() if name != "heal" and ms >= 0.5)
+        parts.append(f"{sum(ms for name, ms in spent.items() if name != 'heal'):.0f} ms ({times})")
+    return "; ".join(parts)

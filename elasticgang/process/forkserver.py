@@ -1,0 +1,382 @@
+"""A process that has torch imported and nothing running, from which ready processes are forked.
+
+Importing torch takes seconds; a fork of a process that has imported it takes milliseconds. Rank processes, comm
+processes and the embedded coordinator all start here.
+
+FORK-1  The server imports and forks, and does nothing else: no thread, no parallel operation, no CUDA. A process forked
+    from one with live threads hangs later; the server refuses to start when it finds a second thread in itself.
+FORK-2  What it starts is not its child but its owner's (double fork under the owner's subreaper flag), so that the
+    owner reaps it and knows its exit status, and the server's own death changes nothing for those that run.
+FORK-3  When the owner is gone, however it died, every process group that was started here is killed. The server knows
+    by the owner's pidfd, which nobody can inherit by accident.
+FORK-4  A connection on which an answer was late or an error came is closed and never used again: the next answer on it
+    could be that to an earlier question.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elasticgang.errors import OperationalError
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch._dynamo",  # the first optimizer step imports it: 2 s
+    "torchft.coordination",
+    "torchft.process_group",
+    "elasticgang.comm.worker",
+    "elasticgang.coordinator.server",
+    "elasticgang.train",
+    "elasticgang.member.rank_main",
+)
+
+# numpy's OpenBLAS would start its threads on import (FORK-1). torch's own threads start at the first parallel
+# operation.
+_SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
+
+_MAX_MESSAGE = 1 << 17
+_MAX_FDS = 16
+_START_TIMEOUT_S = 120.0
+_SPAWN_TIMEOUT_S = 6.0
+_KILL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """A started process. The receiver owns `pidfd` and closes it."""
+
+    pid: int
+    pidfd: int
+
+
+class ForkServerClient:
+    """One connection to a fork server. Not thread-safe: its owner is one thread at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.settimeout(_SPAWN_TIMEOUT_S)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def is_lost(self) -> bool:
+        """It has been closed, here or by the server (FORK-4)."""
+        return self._sock.fileno() < 0
+
+    def spawn(
+        self,
+        target: str,
+        args: dict[str, Any],
+        *,
+        fds: Sequence[int] = (),
+        stdio: Sequence[int] = (),
+        env: dict[str, str] | None = None,
+        group: int = 0,
+        name: str = "eg-child",
+    ) -> Spawned:
+        """Start a process that calls `target` ("module:function") with `args` and `fds`, the numbers they have there.
+
+        `stdio`: nothing, or two descriptors for its stdout and stderr. `group`: the process group that it joins,
+        0 for one of its own. `name`: as `ps -o comm` and `pgrep` show it, at most 15 bytes.
+
+        Raises:
+            OperationalError: the server is gone or could not fork. Nothing was started, or it ends by itself.
+        """
+        request = {
+            "target": target,
+            "args": args,
+            "env": env or {},
+            "stdio": len(stdio),
+            "group": group,
+            "name": name,
+        }
+        try:
+            socket.send_fds(self._sock, [json.dumps(request).encode()], [*stdio, *fds])
+            data, received, _, _ = socket.recv_fds(self._sock, _MAX_MESSAGE, _MAX_FDS)
+        except OSError as exc:
+            self._sock.close()
+            raise OperationalError(f"the fork server did not start {target}: {exc}") from exc
+        if not data:
+            self._sock.close()
+            raise OperationalError(f"the fork server is gone; it did not start {target}")
+        reply = json.loads(data)
+        if "error" in reply:
+            raise OperationalError(f"the fork server could not start {target}: {reply['error']}")
+        if not received:  # the process ends by itself
+            raise OperationalError(f"{target} was started, but this process has no descriptor left for it")
+        return Spawned(reply["pid"], received[0])
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class ForkServer(ForkServerClient):
+    """The owner's side: starts the server, hands out connections to it, and ends it."""
+
+    def __init__(
+        self, preload: Sequence[str] = PRELOAD, *, env: dict[str, str] | None = None, new_session: bool = True
+    ) -> None:
+        """`new_session`: a Ctrl-C in the terminal is for the owner, who forwards it in order. Without it, what is
+        started here can join the process group of the owner."""
+        become_subreaper()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), *preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(env or {}), **_SINGLE_THREADED},
+                start_new_session=new_session,
+            )
+        super().__init__(ours)
+
+    def wait_ready(self, timeout: float = _START_TIMEOUT_S) -> None:
+        """Block until the server has imported everything. Raises OperationalError when it could not."""
+        try:
+            self._sock.settimeout(timeout)
+            data = self._sock.recv(_MAX_MESSAGE)
+        except OSError as exc:
+            self._sock.close()
+            raise OperationalError(f"the fork server was not ready within {timeout:.0f} s") from exc
+        self._sock.settimeout(_SPAWN_TIMEOUT_S)
+        if not data:
+            self._sock.close()
+            raise OperationalError("the fork server ended while it was starting")
+        reply = json.loads(data)
+        if "error" in reply:
+            self._sock.close()
+            raise OperationalError(f"the fork server could not start: {reply['error']}")
+
+    def connect(self) -> socket.socket:
+        """A new connection for another process, to be wrapped in a `ForkServerClient` there."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                socket.send_fds(self._sock, [b'{"connect": true}'], [theirs.fileno()])
+                if not self._sock.recv(_MAX_MESSAGE):
+                    raise ConnectionResetError("it has closed the connection")
+            except OSError as exc:
+                ours.close()
+                self._sock.close()
+                raise OperationalError(f"the fork server is gone: {exc}") from exc
+        return ours
+
+    def close(self) -> None:
+        """End the server and reap it. What it has started goes on."""
+        super().close()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it; it starts nothing more
+            self.process.wait(_KILL_TIMEOUT_S)
+
+
+def _set_name(name: str) -> None:
+    ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
+
+
+def _die_with_parent(wanted: bool) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL if wanted else 0, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def become_subreaper() -> None:
+    """Orphans below this process become its children (prctl PR_SET_CHILD_SUBREAPER)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(36, 1, 0, 0, 0) != 0:
+        raise OperationalError(f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The server process. Ends with its owner; returns in every process that it forks."""
+    control_fd, owner_pid, preload = int(argv[1]), int(argv[2]), argv[3:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _set_name("eg-forkserver")
+    _die_with_parent(True)  # while it imports it looks at nothing
+    if os.getppid() != owner_pid:
+        return 1  # the owner died before that
+    control = socket.socket(fileno=control_fd)
+    try:
+        owner = os.pidfd_open(owner_pid)
+        for module in preload:
+            importlib.import_module(module)
+        threads = len(os.listdir("/proc/self/task"))
+        if threads != 1:
+            raise RuntimeError(f"{threads} threads are alive after the imports; a fork would inherit their locks")
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            raise RuntimeError("CUDA was initialized by the imports; what is forked could not use it")
+        _die_with_parent(False)  # from here on FORK-3: the owner's pidfd, and first those that were started
+    except Exception as exc:
+        control.send(json.dumps({"error": f"{type(exc).__name__}: {exc}"}).encode())
+        return 1
+    import gc
+
+    gc.collect()
+    gc.freeze()  # the image stays shared: a collection in a child does not touch its pages
+    control.send(b"{}")
+    task = _Server(control, owner).serve()
+    if task is None:
+        os._exit(0)  # a finalizer of all that was imported takes half a second
+    return task()
+
+
+class _Server:
+    def __init__(self, control: socket.socket, owner: int) -> None:
+        self._clients = {control.fileno(): control}
+        self._owner = owner
+        self._started: dict[int, int] = {}  # pidfd -> process group
+        self._poll = select.poll()
+        for fd in (control.fileno(), owner):
+            self._poll.register(fd, select.POLLIN)
+
+    def serve(self) -> Callable[[], int] | None:
+        """Answer requests until the owner is gone. Returns a task in the processes that are forked, None here."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._owner:
+                    self._end_all()
+                    return None
+                if fd in self._started:
+                    self._forget(fd)
+                elif fd in self._clients:
+                    task = self._answer(self._clients[fd])
+                    if task is not None:
+                        return task
+
+    def _answer(self, client: socket.socket) -> Callable[[], int] | None:
+        try:
+            data, fds, _, _ = socket.recv_fds(client, _MAX_MESSAGE, _MAX_FDS)
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            self._drop(client)
+            return None
+        request = json.loads(data)
+        if "connect" in request:
+            if not fds:  # no descriptor is left here
+                self._drop(client)
+                return None
+            accepted = socket.socket(fileno=fds[0])
+            self._clients[accepted.fileno()] = accepted
+            self._poll.register(accepted.fileno(), select.POLLIN)
+            client.send(b"{}")
+            return None
+        try:
+            return self._start(client, request, fds)
+        finally:
+            for fd in fds:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+    def _drop(self, client: socket.socket) -> None:
+        self._poll.unregister(client.fileno())
+        del self._clients[client.fileno()]
+        client.close()
+
+    def _start(self, client: socket.socket, request: dict[str, Any], fds: list[int]) -> Callable[[], int] | None:
+        pair: tuple[socket.socket, ...] = ()
+        try:
+            ours, theirs = pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            middle = os.fork()
+        except OSError as exc:
+            for sock in pair:
+                sock.close()
+            client.send(json.dumps({"error": str(exc)}).encode())
+            return None
+        if middle == 0:
+            pid = _fork_and_report(theirs)
+            if pid:
+                os._exit(0)
+            kept = [os.dup(fd) for fd in fds]  # `fds` themselves are closed while this returns
+            for sock in (ours, theirs, *self._clients.values()):
+                sock.detach()  # closed below; its finalizer must not close a later file of the same number
+            return _prepare_child(request, kept)
+        theirs.close()
+        os.waitpid(middle, 0)
+        data, pidfds, _, _ = socket.recv_fds(ours, 64, 1)
+        ours.close()
+        reply: dict[str, Any] = json.loads(data) if data else {"error": "the intermediate process died"}
+        with contextlib.suppress(OSError):  # the client may be gone; what was started notices that itself
+            socket.send_fds(client, [json.dumps(reply).encode()], pidfds)
+        if pidfds:
+            self._started[pidfds[0]] = request["group"] or reply["pid"]
+            self._poll.register(pidfds[0], select.POLLIN)
+        return None
+
+    def _forget(self, pidfd: int) -> None:
+        self._poll.unregister(pidfd)
+        del self._started[pidfd]
+        os.close(pidfd)
+
+    def _end_all(self) -> None:
+        for group in set(self._started.values()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def _fork_and_report(report: socket.socket) -> int:
+    """Fork in the intermediate process. Returns the pid there, once reported with its pidfd, and 0 in the child."""
+    middle = os.getpid()
+    try:
+        pid = os.fork()
+        if pid:
+            socket.send_fds(report, [json.dumps({"pid": pid}).encode()], [os.pidfd_open(pid)])
+        while not pid and os.getppid() == middle:  # FORK-2: until its parent is the one that will stay so
+            time.sleep(0.0002)
+        return pid
+    except OSError as exc:
+        report.send(json.dumps({"error": str(exc)}).encode())
+        return -1
+
+
+def _prepare_child(request: dict[str, Any], fds: list[int]) -> Callable[[], int]:
+    """Cut every tie to the server; what remains is a process as fresh as one that was executed."""
+    try:
+        os.setpgid(0, request["group"])
+    except PermissionError:
+        os._exit(1)  # the group, and with it who asked for this process, is gone
+    _set_name(request["name"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    num_stdio = request["stdio"]
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    for target, fd in zip((1, 2), fds[:num_stdio], strict=False):
+        os.dup2(fd, target)
+    kept = fds[num_stdio:]
+    lowest = 3
+    for fd in sorted(kept):
+        os.closerange(lowest, fd)
+        lowest = fd + 1
+    os.closerange(lowest, max(lowest, os.sysconf("SC_OPEN_MAX")))
+    os.environ.update(request["env"])
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    module, _, function = request["target"].partition(":")
+
+    def task() -> int:
+        return int(getattr(importlib.import_module(module), function)(request["args"], kept) or 0)
+
+    return task
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

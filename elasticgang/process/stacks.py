@@ -1,0 +1,185 @@
+"""The Python stacks of rank processes, for reports: read without the rank's help, as far as that is possible.
+
+STACK-1  Nobody is harmed by being looked at: `STACK_SIGNAL` goes only to a process that handles it, by a pidfd, so
+    never to another that has the pid by then.
+STACK-2  Every read ends: py-spy within `_PY_SPY_S`, faulthandler within `_ANSWER_S`. A process that is stopped cannot
+    answer, and is not asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+STACK_SIGNAL = signal.SIGRTMAX - 2  # of the ranks; a script has SIGUSR1 and SIGUSR2 for itself
+
+_PY_SPY_S = 5.0
+_ANSWER_S = 5.0
+_POLL_S = 0.01
+_QUIET_S = 0.5  # a dump that does not show its end is taken as whole once nothing has come for so long
+_OUTERMOST = "in _run_module_as_main\n"  # of the fork server, and so of its children's main threads, which come last
+_MAX_BYTES = 1 << 18
+_STOPPED = "Tt"
+_HEADER = re.compile(r"(Current thread|Thread) 0x")
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+_STARTERS = ("/threading.py", "/concurrent/futures/thread.py")  # of threads that run something else
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_CHILD = os.path.join(_PACKAGE, "launch", "rank_main.py")
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f'File "{self.file}", line {self.line} in {self.name}'
+
+
+Thread = tuple[Frame, ...]  # the innermost frame first
+
+
+@dataclass(frozen=True)
+class StackSource:
+    """A process to look at. The descriptors are the reader's: its pidfd, and the file of `serve`."""
+
+    pid: int
+    pidfd: int
+    file: int
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        os.close(self.file)
+
+
+def create_file() -> int:
+    """A descriptor for `serve` in the process, and for `StackSource` outside it; the caller closes it."""
+    return os.memfd_create("elasticgang-stack", os.MFD_CLOEXEC)
+
+
+def serve(file: int) -> None:
+    """From here on this process writes the stacks of its threads to `file` by `STACK_SIGNAL`, also while it holds the
+    GIL. Forked children do not."""
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+
+    def forget() -> None:
+        faulthandler.unregister(STACK_SIGNAL)
+        with contextlib.suppress(OSError):  # the script has closed it
+            os.close(file)
+
+    os.register_at_fork(after_in_child=forget)
+
+
+def read(source: StackSource) -> str:
+    """The script's part of the stacks, or why there is none. Blocks for some seconds at most, and closes `source`."""
+    try:
+        state = _state(source.pid)
+        if state in _STOPPED:
+            return f"stopped (state {state})"
+        threads = _by_py_spy(source.pid) or _by_faulthandler(source)
+        return describe(threads) if threads else f"its stack cannot be read (state {state})"
+    except (OSError, ValueError):
+        return "it has ended"
+    finally:
+        source.close()
+
+
+def _state(pid: int) -> str:
+    """One letter, as `ps` shows it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _handles(pid: int, number: int) -> bool:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _by_py_spy(pid: int) -> list[Thread]:
+    """Nothing where it is not installed, or may not look."""
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    program = shutil.which("py-spy") or shutil.which(beside)
+    if program is None:
+        return []
+    command = [program, "dump", "--json", "--full-filenames", "--pid", str(pid)]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PY_SPY_S, check=False)
+        return [
+            tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in thread["frames"])
+            for thread in json.loads(done.stdout)
+        ]
+    return []
+
+
+def _by_faulthandler(source: StackSource) -> list[Thread]:
+    if not _handles(source.pid, STACK_SIGNAL):
+        return []
+    os.ftruncate(source.file, 0)
+    os.lseek(source.file, 0, os.SEEK_SET)  # of the process too: they share the open file
+    signal.pidfd_send_signal(source.pidfd, STACK_SIGNAL)
+    now = time.monotonic()
+    dump, deadline, grown_at = "", now + _ANSWER_S, now
+    while now < deadline and not (dump and (dump.endswith(_OUTERMOST) or now - grown_at > _QUIET_S)):
+        time.sleep(_POLL_S)
+        now, before = time.monotonic(), dump
+        dump = os.pread(source.file, _MAX_BYTES, 0).decode(errors="replace")
+        grown_at = now if len(dump) > len(before) else grown_at
+    return parse(dump)
+
+
+# -- pure
+
+
+def parse(dump: str) -> list[Thread]:
+    """What faulthandler has written, by thread."""
+    threads: list[list[Frame]] = []
+    for line in dump.splitlines():
+        if _HEADER.match(line):
+            threads.append([])
+        elif (found := _FRAME.match(line)) is not None and threads:
+            threads[-1].append(Frame(found["file"], int(found["line"]), found["name"]))
+    return [tuple(frames) for frames in threads if frames]
+
+
+def describe(threads: Iterable[Thread]) -> str:
+    """The script's frames, the innermost first: neither the runtime's threads nor what has started the script."""
+    own = [frames for thread in threads if (frames := _own_frames(thread))]
+    return "\n\n".join("\n".join(f"  {frame}" for frame in frames) for frames in own) or "  no frame of the script"
+
+
+def _own_frames(thread: Thread) -> Thread:
+    files = [frame.file for frame in thread]
+    if _CHILD in files:
+        frames = list(thread[: files.index(_CHILD)])
+        while frames and "runpy" in frames[-1].file:
+            frames.pop()
+        return tuple(frames)
+    started = [file for file in files if not file.endswith(_STARTERS)]
+    is_idle = not started or files[0].endswith(_STARTERS[1])  # a worker of a pool that has nothing to do
+    return () if is_idle or started[-1].startswith(_PACKAGE) else thread
+
+
+def merge(stacks: Sequence[tuple[int, int, str]]) -> str:
+    """(local rank, pid, stack) of each rank as text; the ranks of one stack together."""
+    by_stack: dict[str, list[tuple[int, int]]] = {}
+    for local_rank, pid, stack in sorted(stacks):
+        by_stack.setdefault(stack, []).append((local_rank, pid))
+    parts = []
+    for stack, ranks in by_stack.items():
+        names, pids = ", ".join(str(rank) for rank, _ in ranks), ", ".join(str(pid) for _, pid in ranks)
+        who = f"rank {names} (pid {pids})" if len(ranks) == 1 else f"ranks {names} (pids {pids})"
+        parts.append(f"{who}:\n{stack}" if stack.startswith(" ") else f"{who}: {stack}")
+    return "\n".join(parts)

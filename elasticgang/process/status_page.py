@@ -1,0 +1,344 @@
+"""How far a rank has come, on a page of shared memory that its agent reads without the rank's help.
+
+A rank that is stopped, or whose threads all wait for the GIL, can tell nobody anything; what it has stamped stays.
+
+STATUS-1  Every word has one writer at a time: the rank's training thread, whoever holds the block's lock, the pulse
+    thread, the agent, or the comm process of that block. A word is read and written whole: a memoryview of format "Q"
+    compiles to one aligned 8-byte load or store. What belongs together is in one word (`commit`), or is checked
+    (`groups`).
+STATUS-2  `submitted` is stamped before a collective is sent, `completed` before its end is told: what is under way is
+    never missed.
+STATUS-3  A block is given back only once its comm process is dead, so that no earlier one stamps what a later one owns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+SIZE = 16 << 10
+PULSE_MS = 100
+
+_NUM_GROUPS = 64
+_NUM_BLOCKS = 5
+_ROW = 5
+_BLOCK_HEAD = 2
+_BLOCK = _BLOCK_HEAD + _NUM_GROUPS * _ROW
+_FIRST_BLOCK = 16
+
+
+class ThreadState(enum.IntEnum):
+    """Where the training thread is. OWN: in the script. WAITING: in a wait of the runtime. ASKING: on its way to the
+    next generation. SPARE: without a place in this one."""
+
+    STARTING = 0
+    USER_CODE = 1
+    WAITING = 2
+    REQUESTING = 3
+    SPARE = 4
+    LEFT = 5
+
+
+(
+    _BEATS,
+    _PULSE,
+    _STEPS,
+    _THREAD_STATE,
+    _PAUSED,
+    _GENERATION,
+    _COMM,
+    _ENDING,
+    _DRAINING,
+    _COMMITTED,
+    _SUCCESSORS,
+    _STEP,
+) = range(12)
+_STEP_BITS = 40  # of the word that names a committed attempt; the rest is the generation
+
+
+@dataclass(frozen=True)
+class GroupStamps:
+    """A process group, by a number that is the same on all its ranks. Collectives come in one order on all of them;
+    `messages` (sends and receives) do not."""
+
+    group: int
+    submitted: int
+    completed: int
+    messages_submitted: int
+    messages_completed: int
+
+
+class CommBlock:
+    """The part of a page that belongs to one comm process and to its rank's client."""
+
+    def __init__(self, words: memoryview, index: int) -> None:
+        first = _FIRST_BLOCK + index * _BLOCK
+        self.index = index
+        self._words = words[first : first + _BLOCK]
+        self._rows: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    # -- the rank
+
+    def reset(self) -> None:
+        """Nothing of an earlier process."""
+        for index in range(_BLOCK):
+            self._words[index] = 0
+
+    def configure(self, names: Sequence[str]) -> None:
+        """These groups and no others; nothing of the former ones is under way."""
+        self.clear()
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        """One more group. Those beyond what there is room for are not seen."""
+        with self._lock:
+            row = len(self._rows)
+            if name in self._rows or row >= _NUM_GROUPS:
+                return
+            at = _BLOCK_HEAD + row * _ROW
+            for column in range(1, _ROW):
+                self._words[at + column] = 0
+            self._words[at] = key_of(name)
+            self._rows[name] = row
+
+    def clear(self) -> None:
+        """Nothing is under way: the process is dead, or its groups are closed."""
+        with self._lock:
+            for row in range(len(self._rows)):
+                self._words[_BLOCK_HEAD + row * _ROW] = 0
+            self._rows = {}
+
+    def submitted(self, name: str, is_message: bool) -> None:
+        with self._lock:  # else a count of before `clear` could go to the group that has the row next
+            self._count(name, 3 if is_message else 1)
+
+    # -- the comm process
+
+    def start(self) -> None:
+        self._words[1] = 0
+        self._words[0] = os.getpid()
+
+    def beat(self) -> None:
+        self._words[1] += 1
+
+    def set_groups(self, names: Sequence[str]) -> None:
+        """The groups, in the order in which the rank has named them."""
+        self._rows = {name: row for row, name in enumerate(names[:_NUM_GROUPS])}
+
+    def append_group(self, name: str) -> None:
+        if len(self._rows) < _NUM_GROUPS:
+            self._rows[name] = len(self._rows)
+
+    def completed(self, name: str, is_message: bool) -> None:
+        with self._lock:  # works end on several threads
+            self._count(name, 4 if is_message else 2)
+
+    def _count(self, name: str, column: int) -> None:
+        row = self._rows.get(name)
+        if row is not None:
+            self._words[_BLOCK_HEAD + row * _ROW + column] += 1
+
+    # -- the agent
+
+    @property
+    def pid(self) -> int:
+        return self._words[0]
+
+    @property
+    def beats(self) -> int:
+        return self._words[1]
+
+    def groups(self) -> list[GroupStamps]:
+        found = []
+        for at in range(_BLOCK_HEAD, _BLOCK, _ROW):
+            group = self._words[at]
+            if not group:
+                break
+            completed, messages_completed = (
+                self._words[at + 2],
+                self._words[at + 4],
+            )  # STATUS-2: before what was submitted
+            stamps = GroupStamps(group, self._words[at + 1], completed, self._words[at + 3], messages_completed)
+            if self._words[at] == group:  # else the rank configures other groups at this moment
+                found.append(stamps)
+        return found
+
+
+class StatusPage:
+    """One rank's page. Made by its agent, mapped by the rank and its comm processes."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """Map the page of `fd`, which the caller keeps; None makes a new one, for this process alone."""
+        memory = mmap.mmap(-1, SIZE) if fd is None else mmap.mmap(fd, SIZE)
+        self.fd = fd
+        self._words = memoryview(memory).cast("Q")
+        self._free = list(range(_NUM_BLOCKS))
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def create() -> int:
+        """A descriptor of a new page; the caller closes it."""
+        fd = os.memfd_create("elasticgang-page", os.MFD_CLOEXEC)
+        os.ftruncate(fd, SIZE)
+        return fd
+
+    # -- the training thread
+
+    def beat(self) -> None:
+        """It is alive and gets on."""
+        self._words[_BEATS] += 1
+
+    def begin_step(self, index: int) -> None:
+        self._words[_STEP] = index + 1
+        self.beat()
+
+    def step_done(self) -> None:
+        self._words[_STEPS] += 1
+        self.beat()
+
+    def entered(self, generation: int) -> None:
+        self._words[_GENERATION] = generation
+
+    def commit(self, step: int, generation: int) -> None:
+        """The rank knows that `step` steps are committed, the last of them in `generation`."""
+        self._words[_COMMITTED] = generation << _STEP_BITS | step
+
+    def set_thread_state(self, doing: ThreadState) -> None:
+        self._words[_THREAD_STATE] = doing
+        self.beat()
+
+    @contextlib.contextmanager
+    def in_thread_state(self, doing: ThreadState) -> Iterator[None]:
+        """WAITING, ASKING: around a wait of the runtime, whose time does not count. OWN: around code of the script in
+        the midst of one."""
+        before = self.thread_state
+        self.set_thread_state(doing)
+        try:
+            yield
+        finally:
+            self.set_thread_state(before)
+
+    def forget_steps(self) -> None:
+        """The next ones may take long again: what is trained is built anew."""
+        self._words[_STEPS] = 0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._words[_PAUSED] += 1
+        try:
+            yield
+        finally:
+            self._words[_PAUSED] -= 1
+            self.beat()
+
+    # -- any thread of the rank
+
+    def pulse(self) -> None:
+        """The process runs, and its threads get the GIL."""
+        self._words[_PULSE] += 1
+
+    def mark_draining(self) -> None:
+        """It is to leave, and not to be started again."""
+        self._words[_DRAINING] = 1
+
+    def take_block(self) -> CommBlock | None:
+        """A block for a comm process about to be started; None when there is no room."""
+        with self._lock:
+            if not self._free:
+                return None
+            block = CommBlock(self._words, self._free.pop(0))
+        block.reset()
+        return block
+
+    def give_back(self, block: CommBlock) -> None:
+        """STATUS-3."""
+        with self._lock:
+            self._free.append(block.index)
+
+    def use(self, block: CommBlock | None) -> None:
+        """The comm process of the present generation."""
+        self._words[_COMM] = 0 if block is None else block.index + 1
+
+    # -- the comm process
+
+    def block(self, index: int) -> CommBlock:
+        return CommBlock(self._words, index)
+
+    # -- the agent
+
+    def mark_job_ending(self) -> None:
+        """The job is being ended: a signal that comes now is for that."""
+        self._words[_ENDING] = 1
+
+    def set_successors(self, num: int) -> None:
+        """So many others of this job have no seat yet, and may get the state: they start, or wait."""
+        self._words[_SUCCESSORS] = num
+
+    @property
+    def successors(self) -> int:
+        """What the agent has stamped last."""
+        return self._words[_SUCCESSORS]
+
+    @property
+    def job_ending(self) -> bool:
+        return bool(self._words[_ENDING])
+
+    @property
+    def draining(self) -> bool:
+        return bool(self._words[_DRAINING])
+
+    @property
+    def beats(self) -> int:
+        return self._words[_BEATS]
+
+    @property
+    def pulses(self) -> int:
+        return self._words[_PULSE]
+
+    @property
+    def steps(self) -> int:
+        """Steps that the rank has computed its share of, committed or not."""
+        return self._words[_STEPS]
+
+    @property
+    def step(self) -> int | None:
+        """The index of the step that was begun last; None before the first."""
+        word = self._words[_STEP]
+        return word - 1 if word else None
+
+    @property
+    def committed(self) -> tuple[int, int]:
+        """(steps, generation of the last), as `commit` was told; (0, 0) before."""
+        word = self._words[_COMMITTED]
+        return word & (1 << _STEP_BITS) - 1, word >> _STEP_BITS
+
+    @property
+    def thread_state(self) -> ThreadState:
+        return ThreadState(self._words[_THREAD_STATE])
+
+    @property
+    def is_paused(self) -> bool:
+        return self._words[_PAUSED] > 0
+
+    @property
+    def generation(self) -> int:
+        return self._words[_GENERATION]
+
+    @property
+    def comm(self) -> CommBlock | None:
+        """The block of the comm process in use."""
+        index = self._words[_COMM]
+        return CommBlock(self._words, index - 1) if 0 < index <= _NUM_BLOCKS else None
+
+
+def key_of(name: str) -> int:
+    """The number of a group by its name; never 0."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") or 1

@@ -1,0 +1,1 @@
+"""The pure rules: records, recovery, and the state machines of members and agents. No clock, no socket."""

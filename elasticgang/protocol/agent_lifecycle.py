@@ -1,0 +1,408 @@
+"""The agent as a state machine: it starts ranks, supervises them, drains, fences, rejoins and exits.
+
+Pure: events in, instructions out, the time an argument. `agent_state.py` decides what the ranks do under one id of the
+agent; this module decides when a rank is started or killed, and when the agent changes its id or exits. The driver
+executes every instruction, and hands in `TimePassed` at `deadline_s`.
+
+LIFE-1  Forks come one at a time. None begins once the job has finished here, or a signal has come.
+LIFE-2  A failed fork of the first start ends the agent. Later ones are tried again, within the roster's budget.
+LIFE-3  A restart waits until a survivor has entered the next generation, `_ENTER_TIMEOUT_S` at most: a start takes the
+        cores that the survivors need. Then it waits for the roster's delay.
+LIFE-4  The agent kills a dismissed member that has not exited after `_RETIRE_TIMEOUT_S`, at once if it never asked;
+        and a member whose script has raised and that has not exited after `_EXIT_TIMEOUT_S`.
+LIFE-5  The first SIGTERM drains, if other agents go on. Another signal, or a second one, ends the ranks. The agent
+        exits `grace_period_s` after the first signal at the latest.
+LIFE-6  When the lease is over, the agent kills all ranks and decides nothing else until every one has exited and no
+        fork is under way. Then it rejoins under a new id, and declares the old one lost.
+LIFE-7  The agent exits once no rank runs, starts or waits for its restart. The code is 128 + N after signal N, else
+        the failure's, else 0. It exits once.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections import deque
+from dataclasses import dataclass
+
+from elasticgang.protocol.agent_events import (
+    Abort,
+    AgentEvent,
+    AgentInstruction,
+    Committed,
+    CoordinatorConnected,
+    CoordinatorTimedOut,
+    End,
+    Event,
+    Exit,
+    Exited,
+    Fail,
+    Fence,
+    Finished,
+    HostLost,
+    InternalError,
+    KillRanks,
+    LeaseExpired,
+    NotifyFinished,
+    NotifyOver,
+    NotStarted,
+    RankEntered,
+    RecordRequested,
+    Rejoin,
+    Restart,
+    RetireMembers,
+    ScriptRaised,
+    SignalRanks,
+    SignalReceived,
+    Started,
+    StartExpired,
+    StartRank,
+    StopHelpers,
+    TimePassed,
+)
+from elasticgang.protocol.agent_state import AgentState
+from elasticgang.protocol.record import Report
+from elasticgang.protocol.restarts import Restarts
+
+_START_TIMEOUT_S = 60.0
+_ENTER_TIMEOUT_S = 0.5
+_RETIRE_TIMEOUT_S = 10.0
+_EXIT_TIMEOUT_S = 10.0  # after an exception
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """`num_spares`: processes beside those of `num_ranks`. `max_agents`: 0 for any number."""
+
+    job: str
+    num_ranks: int
+    num_spares: int = 0
+    min_agents: int = 1
+    max_agents: int = 0
+    max_restarts: int = 3
+    grace_period_s: float = 1.0
+
+
+class _Phase(enum.Enum):
+    CONNECTING = "connecting"
+    SERVING = "serving"  # drains too
+    ENDING = "ending"  # a signal has ended the ranks
+    FENCED = "fenced"  # the ranks are killed, and have not all exited
+    EXITED = "exited"
+
+
+@dataclass
+class _Delayed:
+    """A restart: at `at_s`, or, once a survivor has entered, `delay_s` after that if it is sooner."""
+
+    at_s: float
+    delay_s: float
+    waits_for_survivor: bool
+
+
+class AgentLifecycle:
+    """`handle` is the only way in. `state`: of the present id; read it, but let it handle nothing."""
+
+    def __init__(self, agent: str, options: AgentOptions) -> None:
+        self._options = options
+        self._first_id = agent
+        self._incarnation = 1
+        self._restarts = Restarts(options.max_restarts)
+        self.state = self._new_state(agent)
+        self._lost_id = ""  # of this agent, before it was fenced
+        self._phase = _Phase.CONNECTING
+        self._is_fenced = False  # until it is in contact under the next id
+        self._now_s = 0.0
+        self._members: dict[str, bool] = {}  # those that run, and whether they have asked
+        self._retired: set[str] = set()
+        self._forking: int | None = None
+        self._to_start: deque[int] = deque()
+        self._delayed: dict[int, _Delayed] = {}
+        self._has_entered = False  # a survivor, since a generation was last ended
+        self._has_started_all = False  # all ranks, for the first time
+        self._start_expires_s: float | None = None
+        self._kill_at_s: dict[str, float] = {}
+        self._grace_ends_s: float | None = None
+        self._signal = 0
+        self._has_finished = False
+
+    def _new_state(self, agent: str) -> AgentState:
+        options = self._options
+        return AgentState(
+            agent=agent,
+            host="",
+            job=options.job,
+            coordinator="",
+            restarts=self._restarts,
+            num_ranks=options.num_ranks,
+            num_spares=options.num_spares,
+            min_agents=options.min_agents,
+            max_agents=options.max_agents,
+        )
+
+    # -- what the driver reads
+
+    @property
+    def agent(self) -> str:
+        return self.state.agent
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When to hand in `TimePassed`. None: there is nothing to wait for."""
+        return min(self.timers().values(), default=None)
+
+    def timers(self) -> dict[str, float]:
+        """When each ends, by what it is for."""
+        if self._phase is _Phase.EXITED:
+            return {}
+        timers = {f"restart {local_rank}": delayed.at_s for local_rank, delayed in self._delayed.items()}
+        timers |= {f"exit {member}": at_s for member, at_s in self._kill_at_s.items()}
+        if self._start_expires_s is not None and self.state.waits_for_start:
+            timers["start"] = self._start_expires_s
+        if self._grace_ends_s is not None:
+            timers["grace period"] = self._grace_ends_s
+        return timers
+
+    @property
+    def num_coming(self) -> int:
+        """Ranks that are being started, or wait for that."""
+        return (self._forking is not None) + len(self._to_start) + len(self._delayed)
+
+    def is_retired(self, member: str) -> bool:
+        return member in self._retired
+
+    def last_report(self) -> Report | None:
+        """What to bring to the lighthouse on the way out. None: nobody waits for this agent."""
+        return None if self._is_fenced else self.state.last_report()
+
+    # -- events
+
+    def handle(self, event: AgentEvent, now_s: float) -> list[AgentInstruction]:
+        self._now_s = now_s
+        if isinstance(event, Committed) and not self._is_fenced:
+            return list(self.state.handle(event))  # after the end too: `last_report` has it
+        if self._has_exited:
+            return []
+        done = self._on(event)
+        if self._is_over:
+            self._to_start.clear()
+            self._delayed.clear()
+        if not self._has_exited:
+            done += self._notify_finished(event)
+            done += self._start_next()
+            done += self._when_empty()
+        return done
+
+    @property
+    def _has_exited(self) -> bool:
+        return self._phase is _Phase.EXITED
+
+    @property
+    def _is_over(self) -> bool:
+        """No rank is started any more."""
+        return self._signal != 0 or self.state.finished
+
+    def _on(self, event: AgentEvent) -> list[AgentInstruction]:
+        match event:
+            case CoordinatorConnected():
+                return self._connected(event)
+            case Started():
+                return self._started(event)
+            case NotStarted():
+                return self._not_started(event)
+            case Exited():
+                return self._exited(event)
+            case SignalReceived(number):
+                return self._signalled(number)
+            case LeaseExpired():
+                return self._fence()
+            case CoordinatorTimedOut(reason) | InternalError(reason):
+                return self._fail(1, reason)
+            case TimePassed():
+                return self._time_passed()
+            case RankEntered():
+                self._survivor_entered()
+                return []
+            case ScriptRaised(member):
+                if self._phase is _Phase.SERVING and member in self._members:
+                    self._kill_at_s.setdefault(member, self._now_s + _EXIT_TIMEOUT_S)
+                return []
+            case RecordRequested(member) if member in self._members:
+                self._members[member] = True
+        return self._decide(event)
+
+    def _decide(self, event: Event) -> list[AgentInstruction]:
+        """By the roster, while it serves."""
+        if self._phase is not _Phase.SERVING:
+            return []
+        done: list[AgentInstruction] = []
+        for instruction in self.state.handle(event):
+            match instruction:
+                case Restart(local_rank, delay_s):
+                    settle_s = 0.0 if self._has_entered else _ENTER_TIMEOUT_S
+                    self._delayed[local_rank] = _Delayed(
+                        self._now_s + settle_s + delay_s, delay_s, not self._has_entered
+                    )
+                case RetireMembers(members, reason):
+                    done += self._retire(members, reason)
+                case Fail(code, reason):
+                    return [*done, *self._fail(code, reason)]
+                case End():
+                    return [*done, instruction, *self._exit(self._code)]
+                case _:
+                    if isinstance(instruction, Abort):
+                        self._has_entered = False
+                    done.append(instruction)
+        return done
+
+    def _time_passed(self) -> list[AgentInstruction]:
+        if self._grace_ends_s is not None and self._grace_ends_s <= self._now_s:
+            return self._exit(self._code)
+        done: list[AgentInstruction] = []
+        if self._start_expires_s is not None and self._start_expires_s <= self._now_s:
+            self._start_expires_s = None
+            done += self._decide(StartExpired())
+        late = tuple(member for member, at_s in self._kill_at_s.items() if at_s <= self._now_s)
+        for member in late:
+            del self._kill_at_s[member]
+        if late:
+            done.append(KillRanks(late))
+        for local_rank in [rank for rank, delayed in self._delayed.items() if delayed.at_s <= self._now_s]:
+            del self._delayed[local_rank]
+            self._to_start.append(local_rank)
+        return done
+
+    # -- starts
+
+    def _connected(self, event: CoordinatorConnected) -> list[AgentInstruction]:
+        if self._phase is not _Phase.CONNECTING:
+            return []
+        self._phase, self._is_fenced = _Phase.SERVING, False
+        agent_state = self.state
+        agent_state.host, agent_state.coordinator, agent_state.address = event.host, event.incarnation, event.address
+        if self._lost_id:
+            agent_state.handle(HostLost(self._lost_id))
+        self._start_expires_s = self._now_s + _START_TIMEOUT_S
+        self._to_start.extend(range(self._options.num_ranks + self._options.num_spares))
+        return []
+
+    def _start_next(self) -> list[AgentInstruction]:
+        """LIFE-1."""
+        if self._forking is not None or not self._to_start:
+            return []
+        self._forking = self._to_start.popleft()
+        return [StartRank(self._forking)]
+
+    def _started(self, event: Started) -> list[AgentInstruction]:
+        self._forking = None
+        self._has_started_all = self._has_started_all or not self._to_start
+        self._members[event.member] = False
+        if self._phase is _Phase.FENCED:  # LIFE-6
+            return [KillRanks((event.member,))]
+        passed: list[AgentInstruction] = (
+            [SignalRanks((event.member,), self._signal, drains=False)] if self._signal else []
+        )
+        return passed + self._decide(event)
+
+    def _not_started(self, event: NotStarted) -> list[AgentInstruction]:
+        self._forking = None
+        if not self._has_started_all and self._phase is _Phase.SERVING and not self._is_over:  # LIFE-2
+            return self._fail(2, f"rank {event.local_rank} cannot be started: {event.reason}")
+        return self._decide(event)
+
+    def _survivor_entered(self) -> None:
+        """LIFE-3."""
+        self._has_entered = True
+        for delayed in self._delayed.values():
+            if delayed.waits_for_survivor:
+                delayed.waits_for_survivor = False
+                delayed.at_s = min(delayed.at_s, self._now_s + delayed.delay_s)
+
+    # -- ends
+
+    def _exited(self, event: Exited) -> list[AgentInstruction]:
+        self._members.pop(event.member, None)
+        self._kill_at_s.pop(event.member, None)
+        self._retired.discard(event.member)
+        return self._decide(event)
+
+    def _retire(self, members: tuple[str, ...], reason: str) -> list[AgentInstruction]:
+        """LIFE-4."""
+        new = tuple(member for member in members if member in self._members and member not in self._retired)
+        if not new:
+            return []
+        self._retired.update(new)
+        asking = [member for member in new if self._members[member]]
+        for member in asking:
+            self._kill_at_s.setdefault(member, self._now_s + _RETIRE_TIMEOUT_S)
+        others = tuple(member for member in new if member not in asking)
+        return [RetireMembers(new, reason), *([KillRanks(others)] if others else [])]
+
+    def _signalled(self, number: int) -> list[AgentInstruction]:
+        """LIFE-5."""
+        is_serving = self._phase is _Phase.SERVING
+        drains = number == signal.SIGTERM and not self._signal and is_serving and self.state.is_awaited()
+        how = f"is ended by {signal.Signals(number).name}"
+        told: list[AgentInstruction] = [] if drains else [*self._notify_over(how), StopHelpers()]
+        if is_serving and not drains:
+            self._phase = _Phase.ENDING
+        self._signal = number
+        if self._grace_ends_s is None:
+            self._grace_ends_s = self._now_s + self._options.grace_period_s
+        return [*told, SignalRanks(tuple(self._members), number, drains)]
+
+    def _notify_over(self, how: str) -> list[AgentInstruction]:
+        """Before the other agents' connections to the ranks here break."""
+        generation = None if self._is_fenced else self.state.ended_generation()
+        return [] if generation is None else [NotifyOver(generation, f"agent {self.agent} {how}")]
+
+    def _notify_finished(self, event: AgentEvent) -> list[AgentInstruction]:
+        if self._has_finished or not self.state.finished:
+            return []
+        self._has_finished = True
+        return [] if isinstance(event, Finished) else [NotifyFinished()]
+
+    @property
+    def _code(self) -> int:
+        """Of an exit without a failure."""
+        return 128 + self._signal if self._signal else 0
+
+    def _fail(self, code: int, reason: str) -> list[AgentInstruction]:
+        return [Fail(code, reason), *self._exit(self._code or code)]
+
+    def _exit(self, code: int) -> list[AgentInstruction]:
+        """LIFE-7."""
+        how = f"is ended by {signal.Signals(self._signal).name}" if self._signal else "ends"
+        told = self._notify_over(how)
+        self._phase = _Phase.EXITED
+        return [*told, StopHelpers(), Exit(code)]
+
+    def _when_empty(self) -> list[AgentInstruction]:
+        if self._members or self.num_coming:
+            return []
+        if self._phase is _Phase.CONNECTING and not self._signal:
+            return []
+        if self._phase is _Phase.FENCED and not self._is_over:
+            return self._rejoin()
+        return self._exit(self._code)
+
+    # -- fencing
+
+    def _fence(self) -> list[AgentInstruction]:
+        """LIFE-6."""
+        if self._phase is not _Phase.SERVING:
+            return []
+        self._phase, self._is_fenced = _Phase.FENCED, True
+        self._to_start.clear()
+        self._delayed.clear()
+        self._kill_at_s.clear()
+        self._start_expires_s = None
+        return [Fence(tuple(self._members))]
+
+    def _rejoin(self) -> list[AgentInstruction]:
+        self._phase = _Phase.CONNECTING
+        self._lost_id = self.agent
+        self._incarnation += 1
+        self._has_entered = False
+        self.state = self._new_state(f"{self._first_id}.{self._incarnation}")
+        return [Rejoin(self.agent)]

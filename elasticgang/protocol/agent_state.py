@@ -1,0 +1,491 @@
+"""What an agent does about its ranks under one id: events in, instructions out.
+
+Pure. `agent_lifecycle.py` has the events, and passes on the instructions, or what it makes of them.
+
+AGENT-1  The lighthouse is asked only when every live member of the present generation has asked, so that the proposal
+    is the barrier behind which nothing of that generation runs (RULE-3). A newer question takes the place of an open
+    one.
+AGENT-2  A member that dies, or that asks because of an error, ends its generation for all others at once.
+AGENT-3  A newcomer ends no generation: the others are told, and come at their next step boundary.
+AGENT-4  Before the first generation, ranks that are still starting are waited for, until `StartExpired`.
+AGENT-5  Once a member has finished its steps, nobody is restarted, and who cannot agree with the others on the last one
+    gives up after a while.
+AGENT-6  An agent that takes part and has nobody running has a question open, though it have no live rank at all: the
+    lighthouse waits for every agent that it hears of.
+AGENT-7  Another agent's word that a generation is over counts for those up to it when it is the present one or the
+    next. Of one further on it counts for that one alone: whatever number is told, those before it can begin.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from elasticgang.layout import ParallelLayout
+from elasticgang.protocol.agent_events import (
+    Abort,
+    AnnounceJoin,
+    BroadcastFailure,
+    Committed,
+    CoordinatorReturned,
+    DeliverRecord,
+    End,
+    Event,
+    Exited,
+    Fail,
+    Finished,
+    HostLost,
+    Instruction,
+    MemberLeft,
+    NotStarted,
+    PeerFailed,
+    PeerNotice,
+    QuorumAnswered,
+    RecordRequested,
+    RequestQuorum,
+    Restart,
+    RetireMembers,
+    Started,
+    StartExpired,
+    Warn,
+)
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.next_record import infeasible
+from elasticgang.protocol.record import NO_RECORD, SPARE, MemberReport, Record, Report, Unrecoverable
+from elasticgang.protocol.restarts import Failure, Restarts
+
+_RETRY_UNDECIDED_S = 0.05
+_FREE_UNDECIDED = 10
+_MAX_RETRY_S = 1.0
+_MAX_UNDECIDED_AT_END = 40  # about half a minute
+_MAX_BACKOFF_S = 10.0
+_FREE_DEATHS = 5
+_MAX_ANNOUNCED = 16
+_MAX_NOT_STARTED = 12  # about a minute and a half
+
+# The signals by which a process is ended from outside; any other signal is the script's own crash.
+_KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+
+class _Phase(enum.Enum):
+    STARTING = "starting"
+    REQUESTING = "asking"
+    SEATED = "seated"
+    LEFT = "left"
+
+
+@dataclass
+class _Rank:
+    local_rank: int
+    phase: _Phase = _Phase.STARTING
+    report: MemberReport | None = None
+    entered_any: bool = False
+    finished: bool = False
+    by_script: bool = False
+
+
+@dataclass
+class AgentState:
+    """The ranks of one agent. `handle` is the only way in."""
+
+    agent: str
+    host: str
+    job: str
+    coordinator: str
+    restarts: Restarts
+    num_ranks: int
+    num_spares: int = 0
+    address: str = ""
+    min_agents: int = 1
+    max_agents: int = 0
+    record: Record | None = None
+    newest_commit: Attempt | None = None
+    finished: bool = False
+    _layout: ParallelLayout | None = None
+    _ranks: dict[str, _Rank] = field(default_factory=dict)
+    _num_undecided: int = 0
+    _dead_agents: set[str] = field(default_factory=set)
+    _over: int = 0  # the newest generation whose end the other agents have told, or been told
+    _announced_over: deque[int] = field(
+        default_factory=lambda: deque(maxlen=_MAX_ANNOUNCED)
+    )  # far beyond the present one
+    _num_started: int = 0
+    _num_restarting: int = 0
+    _num_restarts: int = 0
+    _waits_for_start: bool = True
+    _early_deaths: dict[int, int] = field(default_factory=dict)
+    _num_not_started: int = 0  # in a row
+    _num_steps: int = 0
+    _all_by_script: bool = True  # of those that have gone
+    _has_warned_unjoined: bool = False
+
+    def handle(self, event: Event) -> list[Instruction]:
+        match event:
+            case Started(member, local_rank):
+                self._ranks[member] = _Rank(local_rank)
+                self._num_started += 1
+                self._num_restarting = max(0, self._num_restarting - 1)
+                self._num_not_started = 0
+                return []
+            case NotStarted(local_rank, reason):
+                return self._not_started(local_rank, reason)
+            case RecordRequested():
+                return self._record_requested(event)
+            case Committed(member, attempt):
+                self._note_commit(attempt)
+                if member in self._ranks and attempt.step > 0:
+                    self.restarts.committed(self._ranks[member].local_rank)
+                return []
+            case MemberLeft(member, finished, in_order, by_script, num_steps):
+                if member in self._ranks:
+                    self._ranks[member].by_script, self._num_steps = by_script, num_steps
+                return self._member_left(member, finished, in_order)
+            case Exited():
+                return self._exited(event)
+            case StartExpired():
+                self._waits_for_start = False
+                return self._request_if_ready()
+            case PeerNotice():
+                return self._peer_noticed(event)
+            case HostLost(agent):
+                return self._host_lost(agent)
+            case PeerFailed(agent, member, local_rank, step):
+                why = self.restarts.failed_elsewhere(member, f"rank {local_rank} of agent {agent}", step)
+                return [] if why is None else [Fail(1, why)]
+            case CoordinatorReturned(incarnation):
+                self.coordinator = incarnation
+                return []
+            case Finished():
+                self.finished = True
+                return self._retire_the_rest() + self._request_if_ready()
+            case QuorumAnswered():
+                return self._quorum_answered(event)
+
+    def report(self) -> Report:
+        """What to bring to the lighthouse now."""
+        assert self._layout is not None
+        own = () if self.record is None else self.record.seats_of(self.agent)
+        live = self._live()
+        return Report(
+            agent=self.agent,
+            host=self.host,
+            job=self.job,
+            coordinator=self.coordinator,
+            layout=self._layout,
+            newest_record=NO_RECORD if self.record is None else self.record.ref,
+            members=tuple(rank.report for rank in self._in(_Phase.REQUESTING).values() if rank.report is not None),
+            newest_commit=self.newest_commit,
+            exited=tuple(seat.member for seat in own if seat.member not in live),
+            dead_agents=tuple(sorted(self._dead_agents)),
+            num_ranks=self.num_ranks,
+            num_seats=self.num_ranks if self.num_spares else None,
+            address=self.address,
+            min_agents=self.min_agents,
+            max_agents=self.max_agents,
+        )
+
+    def last_report(self) -> Report | None:
+        """What an agent brings that has ended all of its members in the midst of the job (AGENT-6). None: nobody waits
+        for it."""
+        if self.finished or self._layout is None or self.record is None or not self.is_awaited():
+            return None
+        own = tuple(seat.member for seat in self.record.seats_of(self.agent))
+        return replace(self.report(), members=(), exited=own) if own else None
+
+    def ended_generation(self) -> int | None:
+        """The generation that ends for the other agents when all members here are ended now; None: none does."""
+        record = self.record
+        if self.finished or record is None or not self.is_awaited() or not self._in(_Phase.SEATED):
+            return None
+        return None if self._is_over(record.generation) else record.generation
+
+    def num_successors(self, going: Collection[str]) -> int:
+        """Who has no seat and may come to one: ranks that are started, or started again, and those that wait. Not
+        those of `going`, which were told to go."""
+        if self.finished:
+            return 0
+        num_to_start = max(0, self.num_ranks + self.num_spares + self._num_restarts - self._num_started)
+        waiting = self._in(_Phase.STARTING).keys() | self._in(_Phase.REQUESTING).keys()
+        return num_to_start + len(waiting.difference(going))
+
+    def live(self) -> tuple[str, ...]:
+        return tuple(self._ranks)
+
+    def _live(self) -> set[str]:
+        return {member for member, rank in self._ranks.items() if rank.phase is not _Phase.LEFT}
+
+    def _in(self, phase: _Phase) -> dict[str, _Rank]:
+        return {member: rank for member, rank in self._ranks.items() if rank.phase is phase}
+
+    def _note_commit(self, attempt: Attempt | None) -> None:
+        if attempt is not None and attempt.step > 0 and (self.newest_commit is None or attempt > self.newest_commit):
+            self.newest_commit = attempt
+
+    def _record_requested(self, event: RecordRequested) -> list[Instruction]:
+        rank = self._ranks.get(event.member)
+        if rank is None:
+            return []
+        is_alone = self.max_agents == 1  # else other hosts may have as many ranks as it takes
+        if is_alone and (lack := infeasible(event.layout, self.num_ranks)) is not None:
+            return [Fail(2, lack)]
+        if self._layout is not None and event.layout != self._layout:
+            return [Fail(2, f"rank {rank.local_rank} declares {event.layout}, but the other ranks {self._layout}")]
+        self._layout = event.layout
+        newcomer = rank.phase is _Phase.STARTING
+        rank.phase, rank.report = _Phase.REQUESTING, event.report
+        self._note_commit(event.report.tip)
+        if self.finished and not self._can_finish(rank):
+            return [RetireMembers((event.member,), "the job has finished")]
+        what = "timed out in a collective" if event.timed_out else "lost a peer"
+        instructions = self._abort(f"rank {rank.local_rank} {what}") if event.broken and not newcomer else []
+        instructions += self._request_if_ready()
+        return self._notice_join() if newcomer and not instructions else instructions
+
+    def _host_lost(self, agent: str) -> list[Instruction]:
+        self._dead_agents.add(agent)
+        is_seated = self.record is not None and bool(self.record.seats_of(agent))
+        return (self._abort(f"the host of agent {agent} is lost") if is_seated else []) + self._request_if_ready()
+
+    def _peer_noticed(self, event: PeerNotice) -> list[Instruction]:
+        if not event.over:
+            is_mine = self.record is not None and self.record.generation == event.generation
+            return self._notice_join() if is_mine else []
+        if self._is_over(event.generation):
+            return []
+        if self.record is None or event.generation > self.record.generation + 1:  # AGENT-7
+            self._announced_over.append(event.generation)
+            return []
+        self._over = event.generation
+        return self._abort_seated(event.reason)
+
+    def _is_over(self, generation: int) -> bool:
+        return generation <= self._over or generation in self._announced_over
+
+    def _notice_join(self) -> list[Instruction]:
+        seated = tuple(self._in(_Phase.SEATED))
+        return [AnnounceJoin(seated, self.record.generation)] if seated and self.record is not None else []
+
+    def _abort(self, reason: str) -> list[Instruction]:
+        """The generation has ended: for the members here, and, once, for the other agents."""
+        record = self.record
+        if record is None or self._is_over(record.generation) or not self.is_awaited():
+            return self._abort_seated(reason)
+        self._over = record.generation
+        return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason)]
+
+    def _abort_seated(self, reason: str) -> list[Instruction]:
+        seated = tuple(self._in(_Phase.SEATED))
+        record = self.record
+        return [Abort(seated, record.generation, reason)] if seated and record is not None else []
+
+    def _request_if_ready(self, delay_s: float = 0.0) -> list[Instruction]:
+        return [RequestQuorum(delay_s)] if self.may_request() else []
+
+    def may_request(self) -> bool:
+        """AGENT-1. To be looked at again when an `RequestQuorum` is carried out: an answer may have come in between."""
+        asking = self._in(_Phase.REQUESTING)
+        if self._in(_Phase.SEATED) or not (asking or self.is_awaited()):
+            return False
+        if self.waits_for_start:
+            return False
+        return not self.finished or any(map(self._can_finish, asking.values()))
+
+    def is_awaited(self) -> bool:
+        """Other agents take part, which cannot go on before this one asks."""
+        return self.record is not None and len(self.record.agents) > 1
+
+    @property
+    def waits_for_start(self) -> bool:
+        """AGENT-4."""
+        return self.record is None and self._waits_for_start and self._is_starting()
+
+    def _is_starting(self) -> bool:
+        return self._num_started < self.num_ranks + self.num_spares or bool(self._in(_Phase.STARTING))
+
+    def _member_left(self, member: str, finished: bool, in_order: bool) -> list[Instruction]:
+        rank = self._ranks.get(member)
+        if rank is None:
+            return []
+        is_missed = rank.phase is _Phase.SEATED and not in_order  # one that asks, or is a spare, is in no generation
+        rank.phase, rank.finished = _Phase.LEFT, finished
+        self.finished = self.finished or finished
+        instructions = (
+            self._abort(f"rank {rank.local_rank} left before the last step") if is_missed and not finished else []
+        )
+        if self.finished:
+            instructions += self._retire_the_rest()
+        return instructions + self._request_if_ready()
+
+    def _retire_the_rest(self) -> list[Instruction]:
+        """Those that have no part in what is finished: they are without state, or, as spares, with that of before."""
+        rest = tuple(
+            member
+            for member, rank in {**self._in(_Phase.REQUESTING), **self._in(_Phase.STARTING)}.items()
+            if not self._can_finish(rank)
+        )
+        return [RetireMembers(rest, "the job has finished")] if rest else []
+
+    def _can_finish(self, rank: _Rank) -> bool:
+        """It has done the last step, or is in doubt about it."""
+        report = rank.report
+        held = [] if report is None else [attempt for attempt in (report.tip, report.pending) if attempt is not None]
+        return bool(held) and (self.newest_commit is None or max(held) >= self.newest_commit)
+
+    def _exited(self, event: Exited) -> list[Instruction]:
+        rank = self._ranks.pop(event.member, None)
+        if rank is None:
+            return []
+        instructions: list[Instruction] = []
+        is_early = event.status == 0 and not event.draining
+        if rank.phase is _Phase.SEATED:
+            instructions += self._abort(f"rank {rank.local_rank} {describe_exit(event.status, is_early=is_early)}")
+        if rank.phase is not _Phase.LEFT and (self.record is None or rank.phase is not _Phase.STARTING):
+            instructions += self._request_if_ready()
+        by_kill = event.blameless or (-event.status in _KILLS and not event.raised)
+        self._all_by_script = self._all_by_script and (rank.by_script or not event.draining)
+        if event.draining and (event.status == 0 or by_kill):
+            return instructions + self._end_if_too_few()
+        if event.status == 0:
+            return instructions + self._warn_if_early(rank, event.joined)
+        if self.finished and by_kill:
+            return instructions
+        if not by_kill:
+            failed = self._failed(rank, event)
+            if self.finished or isinstance(failed[-1], Fail):  # it took longer to exit than the others to finish
+                return failed if isinstance(failed[-1], Fail) else instructions
+            instructions = [*failed, *instructions]
+        if event.draining:
+            return instructions + self._end_if_too_few()
+        self._num_restarting += 1
+        self._num_restarts += 1
+        return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
+
+    def _failed(self, rank: _Rank, event: Exited) -> list[Instruction]:
+        """The script has failed. The last instruction is Fail, unless the rank may be restarted."""
+        status = 1 if event.raised and event.status <= 0 else event.status  # it was killed while it exited
+        what = f"rank {rank.local_rank} {describe_exit(status)}"
+        code = status if status > 0 else 128 - status
+        if rank.finished:
+            return [Fail(code, what)]
+        reason = self.restarts.failed(Failure(event.member, rank.local_rank, event.step, event.at_s))
+        told: list[Instruction] = []
+        if event.step is not None and self.is_awaited():
+            told = [BroadcastFailure(event.member, rank.local_rank, event.step)]
+        if reason is not None:
+            return [*told, Fail(code, what + reason)]
+        where = "before it began a step" if event.step is None else f"in step {event.step}"
+        number, allowed = self.restarts.num_recent(rank.local_rank), self.restarts.max_restarts
+        rest = "" if self.finished or event.draining else f": restart {number} of {allowed} that it has in an hour"
+        return [*told, Warn(f"{what} {where}{rest}")]
+
+    def _warn_if_early(self, rank: _Rank, joined: bool) -> list[Instruction]:
+        """Its script has ended well, as if the job were done."""
+        has_seat = rank.phase is not _Phase.STARTING
+        if not (joined or has_seat):
+            return self._warn_unjoined(rank)
+        if rank.finished or self.finished:
+            return []
+        others = has_seat and (self._live() or self.is_awaited())
+        cost = ", and those that go on lose the step under way (`manager.leave()` costs them none)" if others else ""
+        return [Warn(f"rank {rank.local_rank} {describe_exit(0, is_early=True)}: it is not started again{cost}")]
+
+    def _warn_unjoined(self, rank: _Rank) -> list[Instruction]:
+        """Once: the others run the same script."""
+        if self._has_warned_unjoined or self.finished:
+            return []
+        self._has_warned_unjoined = True
+        return [
+            Warn(
+                f"rank {rank.local_rank} exited with code 0 and never called `elasticgang.join`: it took no part in "
+                "this job, and is not started again. A script for `elasticgang run` calls `manager = "
+                "elasticgang.join()`, loops over `manager.steps(...)`, and uses `manager.gangs`"
+            )
+        ]
+
+    def _not_started(self, local_rank: int, reason: str) -> list[Instruction]:
+        self._num_not_started += 1
+        if not self._ranks and self._num_not_started > _MAX_NOT_STARTED:
+            return [Fail(1, f"rank {local_rank} cannot be started: {reason}")]
+        delay_s = float(min(2 ** (self._num_not_started - 1), _MAX_BACKOFF_S))
+        warning = f"rank {local_rank} could not be started, and is tried again in {delay_s:g} s: {reason}"
+        return [Warn(warning), Restart(local_rank, delay_s)]
+
+    def _end_if_too_few(self) -> list[Instruction]:
+        """Ranks have left before the job was done, and those that stay cannot go on; nor do other agents."""
+        num_staying = len(self._live()) + self._num_restarting
+        if self.finished or (num_staying == 0 and self._ranks):
+            return []
+        step = 0 if self.newest_commit is None else self.newest_commit.step
+        if num_staying == 0 and (self._all_by_script or self.is_awaited()):
+            where = " of this host" if self.is_awaited() else ""
+            done = f"{step} of {self._num_steps}" if self._num_steps else f"{step}"
+            return [End(f"all ranks{where} have left: {done} steps are committed")]
+        if self.is_awaited():
+            return []
+        if num_staying == 0:
+            return [Fail(1, f"all ranks have left; the last committed step is {step}")]
+        lack = None if self._layout is None or self.max_agents != 1 else infeasible(self._layout, num_staying)
+        return [] if lack is None else [Fail(1, f"{lack}: the others have left; the last committed step is {step}")]
+
+    def _backoff(self, rank: _Rank) -> float:
+        """Seconds before a restart: none, but for a rank that dies again and again before it takes part."""
+        deaths = 0 if rank.entered_any else self._early_deaths.get(rank.local_rank, 0) + 1
+        self._early_deaths[rank.local_rank] = deaths
+        return 0.0 if deaths <= _FREE_DEATHS else float(min(2 ** (deaths - _FREE_DEATHS - 1), _MAX_BACKOFF_S))
+
+    def _quorum_answered(self, event: QuorumAnswered) -> list[Instruction]:
+        answer = event.answer
+        if isinstance(answer, Record):
+            self._num_undecided = 0
+            if self.record is not None and answer.generation <= self.record.generation:
+                return []  # the answer to another question brought it
+            self.record = answer
+            self.newest_commit = None  # what was heard before is in the record, or was given up with it
+            self._note_commit(answer.committed)
+            return self._deliver(answer)
+        if not event.is_newest:
+            return []
+        if isinstance(answer, Unrecoverable):
+            return [Fail(1, f"the job's state is lost: {answer.reason}")]
+        why = dict(answer.refused).get(self.agent)
+        if why is not None:
+            return [Fail(2, f"the job refused this host: {why}")]
+        self._num_undecided += 1
+        if self.finished and self._num_undecided > _MAX_UNDECIDED_AT_END:
+            return [Fail(1, f"others have finished, but here the last step is in doubt: {answer.reason}")]
+        return self._request_if_ready(
+            min(_RETRY_UNDECIDED_S * 2 ** max(0, self._num_undecided - _FREE_UNDECIDED), _MAX_RETRY_S)
+        )
+
+    def _deliver(self, record: Record) -> list[Instruction]:
+        own = {seat.member: seat for seat in record.seats_of(self.agent)}
+        seated = []
+        for member, rank in self._in(_Phase.REQUESTING).items():
+            if (seat := own.get(member)) is not None:
+                # A spare runs nothing: it goes on asking, in the name of its last report.
+                rank.phase = _Phase.REQUESTING if seat.status == SPARE else _Phase.SEATED
+                rank.entered_any = True
+                seated.append(member)
+        instructions: list[Instruction] = [DeliverRecord(tuple(seated), record)]
+        live = self._live()
+        dead = [str(seat.local_rank) for seat in own.values() if seat.status != SPARE and seat.member not in live]
+        if dead:
+            instructions += self._abort(f"rank {', '.join(dead)} died before the generation began")
+        elif self._is_over(record.generation):
+            instructions += self._abort_seated("it was over before it began")
+        elif any(member not in own for member in self._in(_Phase.REQUESTING)):
+            instructions += self._notice_join()
+        return instructions + self._request_if_ready()
+
+
+def describe_exit(status: int, *, is_early: bool = False) -> str:
+    """In words: "was killed by SIGKILL", "exited with code 3". `is_early`: before its loop had ended."""
+    if status >= 0:
+        return f"exited with code {status}" + (" before its loop had ended" if is_early else "")
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

@@ -1,0 +1,46 @@
+"""Which agents are lost: dead with all of their members, or cut off for so long that they have ended them.
+
+Pure. An agent lives while its count in the store grows.
+
+DETECTOR-1  Nobody is lost before the coordinator has been there, and has not heard of it, for as long as the agent
+    could have gone on: `LEASE_S + MARGIN_S`; or, once it is known that its process is gone, `EXITED_S`, within which
+    all that it had started has ended.
+DETECTOR-2  A new incarnation of the coordinator has heard of nobody yet: all of it begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+EXITED_S = 1.2
+
+
+@dataclass
+class FailureDetector:
+    """`silence_s`: see DETECTOR-1."""
+
+    silence_s: float
+    _incarnation: str = ""
+    _since: dict[str, tuple[int, float]] = field(default_factory=dict)  # count, and when it was first seen
+    _exited: dict[str, float] = field(default_factory=dict)
+
+    def detect(
+        self, incarnation: str, counts: Mapping[str, int], exited: Collection[str], asked_s: float, now_s: float
+    ) -> list[str]:
+        """Who is lost by `counts`, asked for at `asked_s`, answered at `now_s`. `exited`: whose process is."""
+        if incarnation != self._incarnation:
+            self._incarnation = incarnation
+            self._since, self._exited = {}, {}
+        self._exited = {agent: self._exited.get(agent, now_s) for agent in exited}
+        self._since = {
+            agent: self._since[agent] if self._since.get(agent, (-1, 0.0))[0] == count else (count, now_s)
+            for agent, count in counts.items()
+        }
+        return [agent for agent, (_, since) in self._since.items() if asked_s - self._begin(agent, since) >= 0]
+
+    def _begin(self, agent: str, since: float) -> float:
+        """When it will be lost."""
+        exited = self._exited.get(agent)
+        by_silence = since + self.silence_s
+        return by_silence if exited is None else min(by_silence, max(since, exited) + EXITED_S)

@@ -1,0 +1,332 @@
+"""Which rank is behind: alive, perhaps, but without progress while others wait for it (RULE-8).
+
+Pure: `hang_monitor.py` reads the ranks' pages and performs what is decided here.
+
+HANG-1  Only one that others wait for is hung, and nobody who waits is: so never all, and nobody while all are slow
+    alike. Once the job has finished, the agent waits for those that still take part.
+HANG-2  A collective that not all have come to is waited for by those that have, and held up by those that have not. Who
+    has one under way waits for it, in whatever way.
+HANG-3  Time in the runtime's own waits does not count while the process lives (its pulse), nor does paused time, nor
+    time in which the agent itself did not run.
+HANG-4  A comm process that stands still, while its rank lives and needs it, is ended by itself. Without its rank, the
+    rank.
+HANG-5  When no member makes progress, and HANG-1 finds nobody, that is reported, and nobody is killed: at the limit,
+    and again whenever it has lasted twice as long.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+_FLOOR_MS = 30_000
+_FIRST_STEPS_MS = 600_000
+_NUM_STEPS_UNARMED = 2
+_STEPS_PER_LIMIT = 10
+_STRETCHES_PER_LIMIT = 2
+_NUM_STEP_TIMES = 64
+_MAX_LOOKS = 4
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a member has come in one group's collectives, and in its sends and receives."""
+
+    submitted: int
+    completed: int
+    messages_submitted: int = 0
+    messages_completed: int = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.submitted > self.completed or self.messages_submitted > self.messages_completed
+
+
+@dataclass(frozen=True)
+class Comm:
+    """The comm process in use. `beats` grow while it runs. `groups`: by a key that is the same on all members."""
+
+    pid: int
+    beats: int
+    groups: Mapping[int, Reached] = field(default_factory=dict)
+
+    @property
+    def is_under_way(self) -> bool:
+        return any(reached.is_under_way for reached in self.groups.values())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one member's page says. `beats` count what its training thread does, `pulses` grow while the process runs.
+
+    `steps`: those that it has computed. `is_waiting`: the training thread is in a wait of the runtime; `is_requesting`:
+    in that for the next generation. `takes_part`: it has asked before, and not left; `has_left`: it has. `generation`:
+    the one entered last, 0 before the first.
+    """
+
+    member: str
+    generation: int
+    beats: int
+    pulses: int
+    steps: int
+    is_waiting: bool = False
+    is_requesting: bool = False
+    paused: bool = False
+    takes_part: bool = True
+    has_left: bool = False
+    comm: Comm | None = None
+
+
+@dataclass(frozen=True)
+class BlockedOn:
+    """`member` waits for those that have not come as far: agents can tell each other.
+
+    `group` None: it has asked for what follows `generation`. Otherwise it has submitted `reached` collectives there;
+    `reached` None: it waits for a message, from whomever.
+    """
+
+    member: str
+    generation: int
+    group: int | None = None
+    reached: int | None = None
+
+
+@dataclass(frozen=True)
+class Hung:
+    """`member` holds the others up, and has stood still for `stalled_ms`."""
+
+    member: str
+    stalled_ms: int
+
+
+@dataclass(frozen=True)
+class CommHung:
+    """The comm process `pid` of `member` has stood still for `stalled_ms`, while its rank waits for it."""
+
+    member: str
+    pid: int
+    stalled_ms: int
+
+
+HangReport = Hung | CommHung
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """None of `members` has made progress for `stalled_ms` (HANG-5)."""
+
+    members: tuple[str, ...]
+    stalled_ms: int
+
+
+@dataclass
+class _Tracked:
+    """One member over time. `*_ms`: when that last changed. `moved_ms` moves on with time that does not count (HANG-3);
+    `progressed_ms` does not."""
+
+    reading: Reading
+    progressed_ms: int
+    moved_ms: int
+    pulsed_ms: int
+    comm_ms: int
+    step_ms: int
+    awaited_ms: int | None = None
+    needs_comm_ms: int | None = None
+    reported_comm: int = 0
+
+
+class HangDetector:
+    """Of the members of one agent. `detect` is the only way in.
+
+    `limit_ms` None: adaptive. It is then the largest of a floor, ten times the usual step, and twice the longest time
+    that a rank has stood still and got on by itself.
+    """
+
+    def __init__(self, limit_ms: int | None = None) -> None:
+        self._given_ms = limit_ms
+        self._tracked: dict[str, _Tracked] = {}
+        self._finished = False
+        self._clock_ms = 0
+        self._detected_ms: int | None = None
+        self._step_times_ms: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
+        self._longest_ms = 0
+        self._reported_ms = 0  # of the present standstill
+
+    @property
+    def interval_ms(self) -> int:
+        """How often to look."""
+        return min(250, max(20, (self._given_ms or _FLOOR_MS) // 40))
+
+    @property
+    def limit_ms(self) -> int:
+        if self._given_ms is not None:
+            return self._given_ms
+        usual = median(self._step_times_ms) if self._step_times_ms else 0
+        return max(_FLOOR_MS, int(_STEPS_PER_LIMIT * usual), _STRETCHES_PER_LIMIT * self._longest_ms)
+
+    def detect(
+        self, now_ms: int, readings: Sequence[Reading], peer_edges: Sequence[BlockedOn] = (), *, finished: bool = False
+    ) -> list[HangReport]:
+        """Who is hung, by the pages as they are now and what other agents have told. Each member is judged once, but
+        for its comm processes, each of which is. `finished`: a member has done all steps."""
+        self._advance(now_ms)
+        self._finished = finished
+        self._tracked = {reading.member: self._track(reading) for reading in readings}
+        edges = [*self.blocked_on(), *peer_edges]
+        reports = [report for tracked in self._tracked.values() if (report := self._check(tracked, edges)) is not None]
+        for report in reports:
+            if isinstance(report, Hung):
+                del self._tracked[report.member]
+        return reports
+
+    def standstill(self) -> Standstill | None:
+        """HANG-5, after a `detect`. Members that have left do not count. One member at least is stopped, or in the
+        script's own code: waits of the runtime alone have deadlines of their own."""
+        members = [tracked for tracked in self._tracked.values() if not tracked.reading.has_left]
+        if not members:
+            return None
+        stalled_ms = self._clock_ms - max(tracked.progressed_ms for tracked in members)
+        if stalled_ms < self._reported_ms:
+            self._reported_ms = 0  # somebody got on meanwhile
+        limits = [self._limit_of(tracked) for tracked in members if not self._is_excused(tracked)]
+        if not limits or any(tracked.reading.paused for tracked in members):
+            return None
+        if stalled_ms < max(*limits, self.limit_ms, 2 * self._reported_ms):
+            return None
+        self._reported_ms = stalled_ms
+        return Standstill(tuple(tracked.reading.member for tracked in members), stalled_ms)
+
+    def blocked_on(self) -> list[BlockedOn]:
+        """Whom the members here that are alive wait for."""
+        return [
+            edge
+            for tracked in self._tracked.values()
+            if self._is_alive(tracked)
+            for edge in _blocked_on(tracked.reading)
+        ]
+
+    def _advance(self, now_ms: int) -> None:
+        """HANG-3: an agent that did not run itself has not seen anybody stand still."""
+        if self._detected_ms is not None:
+            self._clock_ms += min(now_ms - self._detected_ms, _MAX_LOOKS * self.interval_ms)
+        self._detected_ms = now_ms
+
+    def _track(self, reading: Reading) -> _Tracked:
+        now = self._clock_ms
+        tracked = self._tracked.get(reading.member)
+        if tracked is None:
+            return _Tracked(reading, now, now, now, now, now)
+        before, tracked.reading = tracked.reading, reading
+        if reading.pulses != before.pulses:
+            tracked.pulsed_ms = now
+        if _comm_sign(reading) != _comm_sign(before):
+            tracked.comm_ms = now
+        if _sign(reading) != _sign(before):
+            self._learn(tracked, before, reading)
+            tracked.moved_ms = tracked.progressed_ms = now
+        elif self._is_excused(tracked):
+            tracked.moved_ms = max(tracked.moved_ms, min(tracked.pulsed_ms, now))
+        if reading.paused:
+            tracked.moved_ms = tracked.progressed_ms = now
+        return tracked
+
+    def _learn(self, tracked: _Tracked, before: Reading, reading: Reading) -> None:
+        """What a step takes here, and for how long a rank may stand still that is not hung."""
+        now = self._clock_ms
+        is_usual = before.steps >= _NUM_STEPS_UNARMED
+        if is_usual and not before.paused:
+            self._longest_ms = max(self._longest_ms, now - tracked.moved_ms)
+        if reading.steps > before.steps:
+            if is_usual:
+                self._step_times_ms.append((now - tracked.step_ms) / (reading.steps - before.steps))
+            tracked.step_ms = now
+
+    def _is_alive(self, tracked: _Tracked) -> bool:
+        return self._clock_ms - tracked.pulsed_ms < self.limit_ms // 2
+
+    def _is_comm_alive(self, tracked: _Tracked) -> bool:
+        return self._clock_ms - tracked.comm_ms < self.limit_ms // 2
+
+    def _is_excused(self, tracked: _Tracked) -> bool:
+        """HANG-2, HANG-3: it waits, for others, and lives."""
+        comm = tracked.reading.comm
+        under_way = comm is not None and comm.is_under_way and self._is_comm_alive(tracked)
+        return self._is_alive(tracked) and (tracked.reading.is_waiting or under_way)
+
+    def _check(self, tracked: _Tracked, edges: Iterable[BlockedOn]) -> HangReport | None:
+        now = self._clock_ms
+        report = self._check_comm(tracked, self.limit_ms)
+        if report is not None:
+            return report
+        reading = tracked.reading
+        awaited = reading.takes_part and (self._finished or any(self._blocks(tracked, edge) for edge in edges))
+        tracked.awaited_ms = (now if tracked.awaited_ms is None else tracked.awaited_ms) if awaited else None
+        if tracked.awaited_ms is None or reading.paused:
+            return None
+        stalled_ms = now - tracked.moved_ms
+        # That others have waited too, and not just come, tells one that hangs from all being slow.
+        is_over = self._is_over(stalled_ms, now - tracked.awaited_ms, self._limit_of(tracked))
+        return Hung(reading.member, stalled_ms) if is_over else None
+
+    def _limit_of(self, tracked: _Tracked) -> int:
+        """For how long this member may stand still."""
+        if tracked.reading.is_waiting or tracked.reading.steps >= _NUM_STEPS_UNARMED:
+            return self.limit_ms
+        return max(self.limit_ms, _FIRST_STEPS_MS if self._is_alive(tracked) else _FLOOR_MS)
+
+    def _check_comm(self, tracked: _Tracked, limit_ms: int) -> CommHung | None:
+        """HANG-4."""
+        now, reading = self._clock_ms, tracked.reading
+        comm = reading.comm
+        needed = comm is not None and (comm.is_under_way or reading.is_waiting)
+        tracked.needs_comm_ms = (now if tracked.needs_comm_ms is None else tracked.needs_comm_ms) if needed else None
+        if comm is None or tracked.needs_comm_ms is None or comm.pid in (0, tracked.reported_comm):
+            return None
+        stalled_ms = now - tracked.comm_ms
+        if not (self._is_alive(tracked) and self._is_over(stalled_ms, now - tracked.needs_comm_ms, limit_ms)):
+            return None
+        tracked.reported_comm = comm.pid
+        tracked.moved_ms = now  # what it does when that process is gone is another matter
+        return CommHung(reading.member, comm.pid, stalled_ms)
+
+    def _is_over(self, stalled_ms: int, awaited_ms: int, limit_ms: int) -> bool:
+        """At the next look it would be too late; and what is seen at one look came before it."""
+        return min(stalled_ms, 2 * awaited_ms) + 2 * self.interval_ms > limit_ms
+
+    def _blocks(self, tracked: _Tracked, edge: BlockedOn) -> bool:
+        """Whether `edge` is for this member."""
+        mine = tracked.reading
+        if edge.member == mine.member:
+            return False
+        if edge.group is None:
+            return True  # who asks waits for all, newcomers too: they are to come along
+        reached = mine.comm.groups.get(edge.group) if mine.comm is not None else None
+        if reached is None or mine.generation != edge.generation:
+            return False
+        return edge.reached is None or reached.submitted < edge.reached or not self._is_comm_alive(tracked)
+
+
+def _blocked_on(reading: Reading) -> list[BlockedOn]:
+    if not reading.takes_part or reading.generation == 0:
+        return []  # a newcomer comes when the others have time
+    if reading.is_requesting:
+        return [BlockedOn(reading.member, reading.generation)]
+    edges = []
+    for group, reached in ({} if reading.comm is None else reading.comm.groups).items():
+        if reached.submitted > reached.completed:
+            edges.append(BlockedOn(reading.member, reading.generation, group, reached.submitted))
+        elif reached.is_under_way:
+            edges.append(BlockedOn(reading.member, reading.generation, group))
+    return edges
+
+
+def _sign(reading: Reading) -> tuple[int, int, int]:
+    groups = () if reading.comm is None else tuple(reading.comm.groups.values())
+    submitted = sum(reached.submitted + reached.messages_submitted for reached in groups)
+    return reading.beats, reading.generation, submitted
+
+
+def _comm_sign(reading: Reading) -> tuple[int, int]:
+    return (0, 0) if reading.comm is None else (reading.comm.pid, reading.comm.beats)

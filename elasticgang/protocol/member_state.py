@@ -1,0 +1,251 @@
+"""What one rank knows and holds of what is committed: the rank's side of `commit.py`.
+
+Pure: `manager.py` does what is decided here to tensors, and the simulator to names of them.
+
+MEMBER-1  `tip` names the state that is held; while an apply runs there is none (RULE-10).
+MEMBER-2  A prepared attempt is kept until its fate is known: a vote that was counted, or a record (RULE-4).
+MEMBER-3  A gradient of a state that is not whole is not used (RULE-5).
+MEMBER-4  Whoever counts the same round of votes has the same active members afterwards.
+MEMBER-5  A step of which nobody has slots commits nothing: learners heal in it, and it is tried again (RULE-5).
+MEMBER-6  Who is asked to go stays while all active members of its model coordinates go and somebody could still get the
+    state from them: a learner there, who waits to join, or a *successor*: a spare, or a rank that is started. A learner
+    that goes does not become active.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elasticgang.errors import InternalError, StateLostError
+from elasticgang.layout import ParallelLayout
+from elasticgang.protocol.commit import Action, Attempt, action
+from elasticgang.protocol.record import ACTIVE, LEARNER, SPARE, MemberReport, Record, Seat
+
+_NOTHING = Attempt(0, 0)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a step's slots falls to this rank: part `index` of `count`; a learner has none. Each `group_size`
+    consecutive parts (those of a replica group) are of one size."""
+
+    index: int
+    count: int
+    group_size: int = 1
+
+
+@dataclass(frozen=True)
+class VoteOutcome:
+    """What a round of votes has led to. `regroups`: all come to the next generation at the next boundary, for somebody
+    waits to join, or leaves, or is to be followed by a spare; `leaves`: this rank does."""
+
+    passed: bool
+    regroups: bool
+    leaves: bool
+
+
+@dataclass
+class MemberState:
+    """`committed`: the newest attempt known to be committed; `entered`: the generation entered last; `holds`: the model
+    coordinates of the state in `tip` and `pending`; `was_whole`: there was a state when the step under way began."""
+
+    member: str
+    tip: Attempt | None = None
+    pending: Attempt | None = None
+    committed: Attempt = _NOTHING
+    active: set[str] = field(default_factory=set)
+    entered: int = 0
+    record: Record | None = None
+    holds: tuple[int, int, int] | None = None
+    torn: bool = False
+    was_whole: bool = False
+    _whole: tuple[Record, frozenset[str], list[int]] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this rank votes in the present generation."""
+        return self.member in self.active
+
+    def report(self, local_rank: int, address: str, draining: bool) -> MemberReport:
+        """What to ask with. `draining`: this rank is asked to."""
+        return MemberReport(
+            id=self.member,
+            local_rank=local_rank,
+            address=address,
+            tip=self.tip,
+            pending=self.pending,
+            holds=self.holds,
+            entered=self.entered,
+            active=self.is_active,
+            draining=draining,
+        )
+
+    # -- one step
+
+    def attempt(self) -> Attempt:
+        """The step under way."""
+        return Attempt(self.committed.step + 1, self.entered)
+
+    def begin(self) -> None:
+        """A step begins: gradients are computed on the state as it is now."""
+        self.was_whole = self.tip is not None
+
+    @property
+    def fails(self) -> bool:
+        """Whether this rank's gradients must not be used: its share of the step was computed on a torn state."""
+        return self.is_active and not self.was_whole
+
+    def healed(self) -> None:
+        """The committed state was loaded from a peer."""
+        self.tip, self.torn = self.committed, False
+
+    def prepare(self, attempt: Attempt) -> None:
+        """The gradients of `attempt` are whole, and can be applied without anybody else. Only with a state."""
+        self.pending = attempt
+
+    def ballot(self, attempt: Attempt, join_noticed: bool, draining: bool, num_successors: int = 0) -> list[float]:
+        """This rank's part of the vote on `attempt`, to be summed over all seats. Learners take part, so that all know
+        when they become active, but do not vote. `draining`: this rank is asked to; `num_successors`: those it knows
+        of."""
+        is_whole = self.pending is not None or (self.only_heals and self.tip is not None)
+        failed = float(self.is_active and not is_whole)
+        learners_going = float(draining and not self.is_active)
+        active_going = [float(draining and self.is_active and part == self.holds) for part in self._parts()]
+        whole = [float(member == self.member and is_whole and not draining) for member in self._learners()]
+        named = [1.0, float(attempt.step), float(attempt.generation)]
+        return [failed, float(join_noticed), float(num_successors), *named, learners_going, *active_going, *whole]
+
+    def count(self, attempt: Attempt, sums: Sequence[float], draining: bool) -> VoteOutcome:
+        """The outcome of the vote on `attempt`. One that failed drops what was prepared. `draining`: as in this rank's
+        ballot.
+
+        Raises:
+            InternalError: the ranks voted on different attempts. Nothing has changed.
+        """
+        num_failed, joins, num_successors, size, steps, generations, learners_going, *rest = sums
+        if [steps, generations] != [size * attempt.step, size * attempt.generation]:
+            raise InternalError(f"the ranks voted on different attempts: mine is {attempt}, the sums are {list(sums)}")
+        parts = self._parts()
+        going = dict(zip(parts, rest, strict=False))
+        if num_failed and not self.only_heals:
+            self.pending = None
+            passed = False
+        else:
+            passed = not self.only_heals
+            whole = zip(self._learners(), rest[len(parts) :], strict=True)
+            self.active.update(member for member, flag in whole if flag)
+        is_wanted = joins > 0.0 or num_successors > 0.0
+        leaving = [part for part in parts if going[part] and self._may_leave(part, int(going[part]), is_wanted)]
+        leaves = draining and (not self.is_active or self.holds in leaving)
+        awaited = any(part not in leaving and self._is_awaited_by_absent(part, int(going[part])) for part in parts)
+        return VoteOutcome(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving) or awaited, leaves)
+
+    def _may_leave(self, part: tuple[int, int, int], num_going: int, is_wanted: bool) -> bool:
+        """MEMBER-6, of the active members of `part` that go. `is_wanted`: by somebody without a seat."""
+        assert self.record is not None
+        there = [seat.member for seat in self.record.seats if self._part_of(seat) == part]
+        num_active = sum(member in self.active for member in there)
+        return num_going < num_active or not (is_wanted or num_active < len(there))
+
+    def _is_awaited_by_absent(self, part: tuple[int, int, int], num_going: int) -> bool:
+        """Whether some of the `num_going` that cannot leave `part` have not told so since a spare might follow."""
+        assert self.record is not None
+        told = [
+            seat
+            for seat in self.record.seats
+            if seat.member in self.record.draining_members and self._part_of(seat) == part
+        ]
+        return num_going > len(told) and any(seat.status == SPARE for seat in self.record.seats)
+
+    def _part_of(self, seat: Seat) -> tuple[int, int, int] | None:
+        assert self.record is not None
+        return None if seat.status == SPARE else self.record.model_coordinates(seat.member)
+
+    def _parts(self) -> list[tuple[int, int, int]]:
+        """The model coordinates, in one order on all members."""
+        assert self.record is not None
+        layout = self.record.layout
+        return list(itertools.product(range(layout.pp), range(layout.sdp), range(layout.tp)))
+
+    @property
+    def awaits_learners(self) -> bool:
+        """Whether a member of the generation has yet to become active."""
+        return any(member not in self.active for member in self._learners())
+
+    def _learners(self) -> list[str]:
+        assert self.record is not None
+        return [seat.member for seat in self.record.seats if seat.status == LEARNER]
+
+    def passed(self, attempt: Attempt) -> bool:
+        """The vote on `attempt` has passed. Returns whether this rank applies it; if not, it has no state now."""
+        self.committed = attempt
+        if self.pending is None:
+            self.tip = None
+        return self.pending is not None
+
+    def begin_apply(self) -> Attempt:
+        """What is applied now. Until `end_apply` there is no state."""
+        assert self.pending is not None
+        attempt, self.pending = self.pending, None
+        self.torn, self.tip = True, None
+        return attempt
+
+    def end_apply(self, attempt: Attempt) -> None:
+        self.torn, self.tip = False, attempt
+
+    def share(self, layout: ParallelLayout) -> Share | None:
+        """The replica groups whose seats are all active divide the slots; inside one, its `sdp` ranks do."""
+        assert self.record is not None
+        whole = self._whole_groups()
+        mine = self.record.plan.coordinates(self.member)
+        if mine["rdp"] not in whole:
+            return None
+        return Share(whole.index(mine["rdp"]) * layout.sdp + mine["sdp"], len(whole) * layout.sdp, layout.sdp)
+
+    @property
+    def only_heals(self) -> bool:
+        """Whether no replica group is whole, so that nobody has slots."""
+        return not self._whole_groups()
+
+    def _whole_groups(self) -> list[int]:
+        """The replica groups whose seats are all active, by their `rdp`."""
+        assert self.record is not None
+        known = self._whole
+        if known is None or known[0] is not self.record or known[1] != self.active:
+            plan = self.record.plan
+            seated = Counter(plan.coordinates(member)["rdp"] for member in self.active if member in plan.ranks)
+            whole = sorted(rdp for rdp, num_active in seated.items() if num_active == self.record.layout.unit)
+            known = self._whole = self.record, frozenset(self.active), whole
+        return known[2]
+
+    # -- from generation to generation
+
+    def action_for(self, record: Record) -> Action:
+        """What to do with the state before `enter`."""
+        if record.loads_checkpoint:
+            raise StateLostError(f"generation {record.generation} goes back to a checkpoint, and this job has none")
+        return action(self.tip, self.pending, record.committed)
+
+    def enter(self, record: Record, seat: Seat) -> None:
+        """Take `seat`, after `action_for` is done. What was prepared and not applied is dropped.
+
+        Raises:
+            StateLostError: the state is to be taken from this rank, and it is torn.
+        """
+        self.pending = None
+        if seat.status == LEARNER or self.tip != record.committed:
+            # RECOVERY-3: before the first committed step, an active seat is where the state is taken from.
+            fresh = seat.status == ACTIVE and record.committed.step == 0
+            if fresh and self.torn:
+                raise StateLostError("the only state left was torn while the first step was applied")
+            self.tip = record.committed if fresh else None
+        self.committed = record.committed
+        self.entered, self.record = record.generation, record
+        self.active = set(record.members(ACTIVE))
+        if seat.member in record.plan.ranks:
+            self.holds = record.model_coordinates(self.member)
+        elif self.tip is None:  # a spare that holds state keeps it, and says of which part
+            self.holds = None

@@ -1,0 +1,226 @@
+"""The next record: who is in the next generation, in which seat, and which step is committed.
+
+Pure: equal inputs give equal records on every host; `agent.py` performs what is decided here. What becomes of the state
+is decided in `recover.py`; the forms are in `record.py`.
+
+NEXT-1  A record is derived from its parent and one proposal; generations are numbered by this chain alone (RULE-2).
+NEXT-2  A proposal that may miss somebody who knows more is undecided, and every agent requests again.
+NEXT-3  A member that goes takes nobody's seat: so far as there are spares, one has its part of the state healed beside
+    it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from elasticgang.errors import LayoutError
+from elasticgang.layout import Member, ModelCoordinates, ParallelLayout, plan
+from elasticgang.protocol.record import (
+    PROTOCOL,
+    SPARE,
+    Record,
+    Report,
+    Seat,
+    Undecided,
+    Unrecoverable,
+)
+from elasticgang.protocol.recovery import CommittedState, absent_agents, recover, without_witness
+
+
+def follow(present: Record | None, mine: Report, proposal: Sequence[Report]) -> Record | Undecided | Unrecoverable:
+    """What the agent that asked with `mine` makes of `proposal` when the store holds `present`: `present` itself, if
+    that was agreed with this agent, or what is to be written in its place."""
+    if present is not None and is_for(present, mine):
+        return present
+    return next_record(present, proposal)
+
+
+def is_for(record: Record, mine: Report) -> bool:
+    """Whether `record` was agreed with this agent in it and is news to it. It need not be by way of `mine`: when a call
+    times out, its report stays, and may come to count."""
+    return mine.newest_record.generation < record.generation and mine.agent in record.agents
+
+
+def next_record(record: Record | None, proposal: Sequence[Report]) -> Record | Undecided | Unrecoverable:
+    """The record that follows `record` (None: the job has none yet) when the agents of `proposal` go on together."""
+    lost = {agent: report.agent for report in proposal for agent in report.dead_agents}
+    reports = sorted((report for report in proposal if report.agent not in lost), key=lambda report: report.agent)
+    undecided = _mismatched(record, reports) or _outdated(record, reports) or without_witness(record, reports)
+    undecided = undecided or _too_few(record, reports)
+    if undecided is not None:
+        return undecided
+    known = {report.newest_commit for report in proposal}  # the lost ones did not lie
+    known.update(member.tip for report in proposal if report.agent in lost for member in report.members)
+    state = recover(record, reports, [attempt for attempt in known if attempt is not None])
+    holds = state.holds(reports) if isinstance(state, CommittedState) else {}
+    waiting = _surplus_agents(record, reports, holds)
+    seatable = [
+        Member(member.id, report.host) for report in reports for member in report.members if report not in waiting
+    ]
+    try:
+        planned = plan(
+            seatable,
+            reports[0].layout,
+            record.plan if record is not None else None,
+            max_replicas=_max_replicas(record, reports),
+            holds={member.id: holds[member.id] for member in seatable if member.id in holds},
+        )
+    except LayoutError as error:
+        return Undecided(str(error))
+    if not isinstance(state, CommittedState):
+        return state
+    seats = tuple(
+        Seat(member.id, report.agent, report.host, member.local_rank, member.address, state.status(planned, member))
+        for report in reports
+        for member in report.members
+    )
+    return Record(
+        job=reports[0].job,
+        generation=1 if record is None else record.generation + 1,
+        parent="" if record is None else record.digest,
+        layout=reports[0].layout,
+        plan=planned,
+        seats=seats,
+        agents=tuple(report.agent for report in reports),
+        committed=state.committed,
+        rolled_forward=state.rolled_forward,
+        rolled_back=state.rolled_back,
+        ancestors=() if record is None else record.ancestor_digests(),
+        dead_agents=() if record is None else tuple((agent, lost[agent]) for agent in record.agents if agent in lost),
+        absent_agents=absent_agents(record, reports),
+        addresses=tuple(report.address for report in reports),
+        draining_members=_draining_members(reports),
+    )
+
+
+def _draining_members(reports: Sequence[Report]) -> tuple[str, ...]:
+    return tuple(member.id for report in reports for member in report.members if member.draining)
+
+
+def _max_replicas(record: Record | None, reports: Sequence[Report]) -> int:
+    """As many as the agents ask seats for, and no fewer than there were: spares take the place of a lost host's. Those
+    with somebody who goes do not count (NEXT-3)."""
+    asked = sum(len(report.members) if report.num_seats is None else report.num_seats for report in reports)
+    if record is None:
+        return asked // reports[0].layout.unit
+    were = record.plan.shape[1] - record.groups_of(record.draining_members)
+    return max(asked // reports[0].layout.unit, were) + record.groups_of(_draining_members(reports))
+
+
+def _mismatched(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
+    """NEXT-2: agents of another job, layout, protocol or coordinator are refused; the record says which is right."""
+    if not reports:
+        return Undecided("nobody asked")
+    if len({report.agent for report in reports}) != len(reports):
+        return Undecided("an agent appears twice")
+    wanted: dict[str, object] = {"protocol": PROTOCOL}
+    wanted["job"] = record.job if record is not None else _most_common(report.job for report in reports)
+    wanted["layout"] = record.layout if record is not None else _most_common(report.layout for report in reports)
+    refused = tuple(
+        (report.agent, f"its {what} is {getattr(report, what)!r}, but the job's is {right!r}")
+        for report in reports
+        for what, right in wanted.items()
+        if getattr(report, what) != right
+    )
+    refused = refused or _unreachable(record, reports)
+    if refused:
+        return _refuse(refused)
+    if len({report.coordinator for report in reports}) > 1:
+        return Undecided("the agents know different incarnations of the coordinator; those with an old one reconnect")
+    return None
+
+
+def _unreachable(record: Record | None, reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:
+    """Agents of one machine that are known by its loopback address cannot be reached by those of others. Who takes part
+    stays; else those others do."""
+    local = {report.agent for report in reports if report.host.startswith("127.") or report.host == "::1"}
+    if not local or len(local) == len(reports):
+        return ()
+    members = set() if record is None else set(record.agents)
+    if members & local:
+        why = "the job's agents are known by a loopback address: give them the coordinator's address as others see it"
+        return tuple((report.agent, why) for report in reports if report.agent not in local | members)
+    why = "it is known by a loopback address, where other machines do not reach it: its --coordinator must be as theirs"
+    return tuple((report.agent, why) for report in reports if report.agent in local)
+
+
+def _most_common(values: Iterable[Any]) -> Any:
+    counted: dict[str, tuple[int, Any]] = {}
+    for value in values:
+        counted[repr(value)] = (counted.get(repr(value), (0, value))[0] + 1, value)
+    return min(counted.items(), key=lambda item: (-item[1][0], item[0]))[1][1]
+
+
+def _outdated(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
+    """NEXT-2: a report older than the record it is part of is the ghost of a call that timed out. One from another
+    chain of records means other things by the same names: its agent is refused."""
+    generation = record.generation if record is not None else 0
+    for report in reports:
+        seen = report.newest_record.generation
+        if seen > generation:
+            return Undecided(f"agent {report.agent} knows generation {seen}, but the record is of {generation}")
+        if record is not None and report.agent in record.agents and seen < generation:
+            return Undecided(f"the report of agent {report.agent} is of generation {seen}, before {generation}")
+    mismatched_agents = tuple(
+        (
+            report.agent,
+            f"its generation {report.newest_record.generation} is not one that generation {generation} builds on",
+        )
+        for report in reports
+        if record is not None and not record.builds_on(report.newest_record)
+    )
+    return _refuse(mismatched_agents) if mismatched_agents else None
+
+
+def _too_few(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
+    """The first generation waits for as many agents as were asked for; later ones go on with whom there is. When all
+    that may come are here, they must be able to fill the layout."""
+    if record is not None:
+        return None
+    needed = max(report.min_agents for report in reports)
+    if len(reports) < needed:
+        return Undecided(f"{len(reports)} of at least {needed} agents are here")
+    most = max(report.max_agents for report in reports)
+    counts = [report.num_ranks for report in reports]
+    lack = infeasible(reports[0].layout, sum(counts)) if 0 < most <= len(reports) and all(counts) else None
+    if lack is None:
+        return None
+    why = f"{lack}, {' + '.join(map(str, counts))} on its {len(counts)} hosts"
+    return _refuse(tuple((report.agent, why) for report in reports))
+
+
+def _surplus_agents(
+    record: Record | None, reports: Sequence[Report], holds: Mapping[str, ModelCoordinates]
+) -> list[Report]:
+    """Agents that are one too many: their members wait as spares. Who has seats keeps them, who alone holds a part of
+    the state is never one too many, and those whose members all go do not count (NEXT-3)."""
+    most = max(report.max_agents for report in reports)
+    if not most:
+        return []
+    most += sum(bool(report.members) and all(member.draining for member in report.members) for report in reports)
+    seated = set() if record is None else {seat.agent for seat in record.seats if seat.status != SPARE}
+    in_turn = sorted(reports, key=lambda report: (not report.members, report.agent not in seated, report.agent))
+    held = {holds.get(member.id) for report in in_turn[:most] for member in report.members}
+    waiting = []
+    for report in in_turn[most:]:
+        own = {holds[member.id] for member in report.members if member.id in holds}
+        if own <= held:
+            waiting.append(report)
+        held |= own
+    return waiting
+
+
+def _refuse(agents: tuple[tuple[str, str], ...]) -> Undecided:
+    return Undecided("refused " + "; ".join(f"{agent}: {why}" for agent, why in agents), agents)
+
+
+def infeasible(layout: ParallelLayout, num_ranks: int) -> str | None:
+    """Why `num_ranks` ranks can never fill `layout`; None when they can."""
+    needed = layout.unit * layout.min_replicas
+    if num_ranks >= needed:
+        return None
+    return (
+        f"the layout needs {needed} ranks (min_replicas {layout.min_replicas} x pp {layout.pp} x sdp {layout.sdp} "
+        f"x tp {layout.tp}), but the job has {num_ranks}"
+    )

@@ -1,0 +1,215 @@
+"""Which attempt is committed as a generation follows: who knows, who holds it, and who may, of those that are not here.
+
+Pure. `commit.py` decides the fate of what is in doubt; here it is seen whether that can be had.
+
+RECOVERY-1  Who may know more, or may hold what is missing, is waited for until it comes or is known to have ended.
+RECOVERY-2  A seat is active only if its member holds, or can apply, the committed attempt for the seat's model
+    coordinates.
+RECOVERY-3  State from before the first committed step carries no samples: without a holder it is designated anew, under
+    a new attempt, so that a holder of the former one does not match and heals.
+RECOVERY-4  What was committed is dropped only for want of a whole copy, and by a record that says so (`rolled_back`),
+    but for one step at most that nobody alive has heard of.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from elasticgang.layout import ModelCoordinates, Plan
+from elasticgang.protocol.commit import Action, Attempt, Standing, action, resolve
+from elasticgang.protocol.record import (
+    ACTIVE,
+    LEARNER,
+    SPARE,
+    MemberReport,
+    Model,
+    Record,
+    Report,
+    Seat,
+    Undecided,
+    Unrecoverable,
+    model_coordinates,
+)
+
+
+@dataclass(frozen=True)
+class CommittedState:
+    """`designated`: nobody holds the state yet; the `rdp = 0` seats of the new plan become its holders."""
+
+    committed: Attempt
+    rolled_forward: bool = False
+    rolled_back: bool = False
+    designated: bool = False
+
+    def status(self, planned: Plan, member: MemberReport) -> str:
+        if member.id not in planned.ranks:
+            return SPARE
+        if self.designated:
+            return ACTIVE if planned.coordinates(member.id)["rdp"] == 0 else LEARNER
+        return ACTIVE if _holds(member, self.committed, model_coordinates(planned, member.id)) else LEARNER
+
+    def holds(self, reports: Sequence[Report]) -> dict[str, ModelCoordinates]:
+        """Who has, or can have, the committed state, and which part of it."""
+        if self.designated:
+            return {}
+        members = [member for report in reports for member in report.members]
+        return {
+            member.id: ModelCoordinates(*member.holds)
+            for member in members
+            if member.holds is not None and _holds(member, self.committed, member.holds)
+        }
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """A member, or a whole agent, that is neither here nor known to have ended."""
+
+    name: str
+    agent: str
+
+
+def absent_agents(record: Record | None, reports: Sequence[Report]) -> tuple[str, ...]:
+    """Agents that took part once, are not here, and have not been found lost since."""
+    if record is None:
+        return ()
+    accounted = {report.agent for report in reports}.union(*(report.dead_agents for report in reports))
+    return tuple(sorted({*record.agents, *record.absent_agents} - accounted))
+
+
+def without_witness(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
+    """RECOVERY-1: without a witness of the recorded generation, what was committed in it may be unknown here."""
+    if record is None:
+        return None
+    if any(_is_witness(record, member) for report in reports for member in report.members):
+        return None
+    living = [_Absent(seat.member, seat.agent) for seat in _absent(record, reports) if seat.status != SPARE]
+    return _wait_for(f"no witness of generation {record.generation} is here", living) if living else None
+
+
+def _is_witness(record: Record, member: MemberReport) -> bool:
+    """It knows what its vote led to: an active member that is torn does not, unless it never entered the generation."""
+    return _is_active(record, member) and (member.tip is not None or member.entered < record.generation)
+
+
+def _is_active(record: Record, member: MemberReport) -> bool:
+    """Active by the record, or a learner that became active within its generation."""
+    seat = record.seat(member.id)
+    if seat is None or seat.status == SPARE:
+        return False
+    return seat.status == ACTIVE or (member.active and member.entered == record.generation)
+
+
+def recover(
+    record: Record | None, reports: Sequence[Report], known: Sequence[Attempt]
+) -> CommittedState | Undecided | Unrecoverable:
+    """What is committed when the agents of `reports` go on together; `known` is what was told as committed."""
+    if record is None:
+        return CommittedState(Attempt(0, 1), designated=True)
+    return _recover(record, reports, [member for report in reports for member in report.members], known)
+
+
+def _recover(
+    record: Record, reports: Sequence[Report], members: Sequence[MemberReport], known: Sequence[Attempt]
+) -> CommittedState | Undecided | Unrecoverable:
+    standings = [Standing(member.tip, member.pending, _is_active(record, member)) for member in members]
+    fate = resolve(record.committed, record.generation, standings, known)
+    missing = _missing(record, members, fate.committed)
+    is_blind = _is_blind(record, reports)
+    if not missing:
+        return CommittedState(fate.committed, fate.rolled_forward, rolled_back=is_blind)
+    if living := _may_hold_all(record, reports, fate.committed, missing):
+        return _wait_for(f"nobody here holds {_name(fate.committed)}", living)
+    if fate.rolled_forward:  # nobody is left who has the rest of what was in doubt, and nobody here has applied it
+        dropped = [replace(m, pending=None) if m.pending == fate.committed else m for m in members]
+        return _recover(record, reports, dropped, known)
+    if fate.committed.step == 0 and not is_blind:
+        return CommittedState(Attempt(0, record.generation + 1), designated=True)
+    return _roll_back(record, reports, members, fate.committed)
+
+
+def _is_blind(record: Record, reports: Sequence[Report]) -> bool:
+    """Whether nobody here has heard how far the recorded generation came. Who did not take part in its votes has not;
+    of those who did, everyone knows of all steps but the last."""
+    voted = {seat.agent for seat in record.seats if seat.status != SPARE}
+    return not any(report.agent in voted for report in reports)
+
+
+def _roll_back(
+    record: Record, reports: Sequence[Report], members: Sequence[MemberReport], committed: Attempt
+) -> CommittedState | Undecided | Unrecoverable:
+    """A part of `committed` is gone: back to what is whole. That is an attempt before it, of those known to have been
+    committed: of the recorded generation, or the recorded one; or else the checkpoint."""
+    checkpoint = max((report.checkpoint for report in reports if report.checkpoint is not None), default=None)
+    tips = {member.tip for member in members if member.tip is not None and member.tip.generation == record.generation}
+    for attempt in sorted({record.committed, *tips}, reverse=True):
+        if attempt >= committed or (checkpoint is not None and attempt < checkpoint):
+            continue
+        missing = _missing(record, members, attempt)
+        if not missing:
+            return CommittedState(attempt, rolled_back=True)
+        if living := _may_hold_all(record, reports, attempt, missing):
+            return _wait_for(f"{_name(committed)} is lost, and nobody here holds {_name(attempt)}", living)
+    if checkpoint is not None:
+        return CommittedState(checkpoint, rolled_back=True)
+    if committed.step == 0:
+        return Unrecoverable(
+            f"all that took part in generation {record.generation} are lost, and there is no checkpoint"
+        )
+    return Unrecoverable(f"no live member holds {_name(committed)} and there is no checkpoint")
+
+
+def _missing(record: Record, members: Sequence[MemberReport], committed: Attempt) -> list[Model]:
+    """The model coordinates that nobody here holds of `committed`, or can apply."""
+    layout = record.layout
+    return [
+        model
+        for model in itertools.product(range(layout.pp), range(layout.sdp), range(layout.tp))
+        if not any(_holds(member, committed, model) for member in members)
+    ]
+
+
+def _holds(member: MemberReport, committed: Attempt, model: Model) -> bool:
+    return member.holds == model and action(member.tip, member.pending, committed) is not Action.HEAL
+
+
+def _may_hold_all(
+    record: Record, reports: Sequence[Report], attempt: Attempt, missing: Sequence[Model]
+) -> list[_Absent]:
+    """Who may hold some of `missing`; nobody if there is one among them that is gone for good."""
+    holders = [_may_hold(record, reports, attempt, model) for model in missing]
+    return list(dict.fromkeys(itertools.chain(*holders))) if all(holders) else []
+
+
+def _may_hold(record: Record, reports: Sequence[Report], attempt: Attempt, model: Model) -> list[_Absent]:
+    """Who may hold the model coordinates `model` of `attempt`. Learners and spares may hold any, from before; so may
+    agents that were left behind, if it is that old."""
+    seats = [
+        _Absent(seat.member, seat.agent)
+        for seat in _absent(record, reports)
+        if seat.status != ACTIVE or record.model_coordinates(seat.member) == model
+    ]
+    if attempt.generation == record.generation:
+        return seats
+    return seats + [
+        _Absent(f"agent {agent}", agent) for agent in absent_agents(record, reports) if agent in record.absent_agents
+    ]
+
+
+def _absent(record: Record, reports: Sequence[Report]) -> list[Seat]:
+    """Seats of those that are neither here nor known to have ended."""
+    accounted = {member.id for report in reports for member in report.members}
+    accounted.update(gone for report in reports for gone in report.exited)
+    lost = {agent for report in reports for agent in report.dead_agents}
+    return [seat for seat in record.seats if seat.member not in accounted and seat.agent not in lost]
+
+
+def _wait_for(what: str, living: Sequence[_Absent]) -> Undecided:
+    """`what` is missing, and may be with `living`."""
+    names = ", ".join(absent.name for absent in living)
+    return Undecided(f"{what}, but {names} may live", absent_agents=tuple(sorted({absent.agent for absent in living})))
+
+
+def _name(attempt: Attempt) -> str:
+    return f"step {attempt.step} of generation {attempt.generation}"

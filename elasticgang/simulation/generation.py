@@ -1,0 +1,76 @@
+"""One generation as its members live it: who has come to the rendezvous, and the rounds of its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import SPARE, Record
+from elasticgang.simulation.invariants import State
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank adds to the reduction of a step. `share`: index and count of its slots; None for a learner."""
+
+    attempt: Attempt
+    state: State | None
+    active: frozenset[str]
+    share: tuple[int, int] | None
+    failed: bool
+
+
+class Round(Generic[T]):
+    """One collective over all seats: `parts` by member. It completes when all have added theirs while all were
+    connected; each member then learns the outcome by itself, or fails."""
+
+    __slots__ = ("parts", "size")
+
+    def __init__(self, size: int) -> None:
+        self.parts: dict[str, T] = {}
+        self.size = size
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.parts) == self.size
+
+
+class SimulatedGeneration:
+    """`broken`: a connection of it is, so that whoever waits may fail. `severed`: what is not complete never is."""
+
+    def __init__(self, record: Record, hosts: Mapping[str, str]) -> None:
+        self.record = record
+        self.seated = tuple(seat.member for seat in record.seats if seat.status != SPARE)
+        self.hosts = {hosts[member] for member in self.seated}
+        self.arrived: set[str] = set()
+        self.has_begun = False
+        self.broken = False
+        self.severed = False
+        self.reductions: dict[int, Round[Part]] = {}
+        self.votes: dict[int, Round[tuple[Attempt, list[float]]]] = {}
+
+    @property
+    def is_gathered(self) -> bool:
+        return len(self.arrived) == len(self.seated) and (self.has_begun or not self.severed)
+
+    def reduction(self, number: int) -> Round[Part]:
+        if number not in self.reductions:
+            self.reductions[number] = Round(-1 if self.severed else len(self.seated))
+        return self.reductions[number]
+
+    def vote(self, number: int) -> Round[tuple[Attempt, list[float]]]:
+        if number not in self.votes:
+            self.votes[number] = Round(-1 if self.severed else len(self.seated))
+        return self.votes[number]
+
+    def sever(self) -> None:
+        """The network has parted its members: what they wait for does not come."""
+        self.broken = self.severed = True
+        rounds: list[Round[Any]] = [*self.reductions.values(), *self.votes.values()]
+        for round_ in rounds:
+            if not round_.is_complete:
+                round_.size = -1

@@ -1,0 +1,185 @@
+"""What really happened, next to what the members say: the promises of the design, checked event by event.
+
+A `State` is the whole history of a training state. Members name states by attempts; here it is seen whether a name
+means the same state to everybody.
+
+RULE-1: records form one chain, and only who holds the same record runs together
+RULE-2: generations only rise
+RULE-3: while an agent asks, none of its ranks runs
+RULE-4: no two survivors apply different steps, and what is reduced together is one step of one state
+RULE-5: the ranks of a step agree on who is active, so that their shares cover it once, each computed on a whole state;
+     when nobody has one, nothing is committed
+RULE-6: a state that is healed, and one that is said to be held, is the record's, for the rank's own part of the model
+RULE-7: once faults end, the job goes on
+RULE-9: who has asked adds nothing to an older generation
+RULE-10: what is torn is no state
+COMMIT-1: what was committed, and is held whole, stays committed; what was told is dropped only in so many words
+COMMIT-4: what was given up does not come back
+RECOVERY-2: who is seated as active holds the state, and there is such a one for each part of the model
+SIMHOST-1: an agent exits once, with the code that its members' ends imply
+SIMHOST-2: it gives up when its ranks cannot be started
+PLAN-2: spares wait only while there are as many replica groups as seats are asked for
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import ACTIVE, Record, Report
+
+if TYPE_CHECKING:
+    from elasticgang.simulation.rank import Rank
+
+Gradient = tuple[str, int]  # the digest of the record under which it was reduced, and the round
+Model = tuple[int, int, int]
+
+
+def format_attempt(attempt: Attempt) -> str:
+    return f"{attempt.step}@{attempt.generation}"
+
+
+class Violation(Exception):
+    """A promise is broken. The text begins with the number of the rule."""
+
+
+def is_broken(told: str) -> bool:
+    """Whether `told` is the text of a violation."""
+    return re.match(r"[A-Z]+-\d+: ", told) is not None
+
+
+class State:
+    """A training state: `parent` with `gradient` applied. There is one object to a state."""
+
+    __slots__ = ("_children", "attempt", "depth", "gradient", "parent")
+
+    def __init__(self, parent: State | None, attempt: Attempt, gradient: Gradient) -> None:
+        self.parent = parent
+        self.attempt = attempt
+        self.gradient = gradient
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self._children: dict[tuple[Attempt, Gradient], State] = {}
+
+    def after(self, attempt: Attempt, gradient: Gradient) -> State:
+        key = (attempt, gradient)
+        if key not in self._children:
+            self._children[key] = State(self, attempt, gradient)
+        return self._children[key]
+
+    def at(self, depth: int) -> State | None:
+        """Its ancestor, or itself, after `depth` steps."""
+        state: State | None = self
+        while state is not None and state.depth > depth:
+            state = state.parent
+        return state if state is not None and state.depth == depth else None
+
+    def holds(self, other: State) -> bool:
+        return self.at(other.depth) is other
+
+    def __str__(self) -> str:
+        return format_attempt(self.attempt)
+
+
+class Invariants:
+    """`of`: the committed state of each record, by its digest."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        self.of: dict[str, State] = {}
+        self.reduced: dict[str, dict[Attempt, State]] = {}  # by the record: what a gradient makes of the state
+        self.given_up: set[State] = set()
+        self._models = frozenset(models)
+        self._applied: dict[int, dict[State, dict[Rank, None]]] = {}
+        self._newest: dict[State, None] = {}  # committed, and nothing that was committed builds on it
+
+    def reduce(self, record: Record, base: State, attempt: Attempt, number: int) -> None:
+        """The gradient of `attempt` is whole. A step that was dropped by all is tried again under the same name."""
+        self.reduced.setdefault(record.digest, {})[attempt] = base.after(attempt, (record.digest, number))
+
+    def apply(self, rank: Rank, state: State) -> None:
+        """`rank` has applied the last step of `state`: RULE-4."""
+        same_step = self._applied.setdefault(state.depth, {})
+        for other, ranks in same_step.items():
+            if other is not state and other not in self.given_up:
+                for peer in ranks:
+                    if peer.alive:
+                        raise Violation(f"RULE-4: {rank.name} applies {state}, but {peer.name} has applied {other}")
+        same_step.setdefault(state, {})[rank] = None
+        if state.parent is not None:
+            self._newest.pop(state.parent, None)
+        self._newest[state] = None
+
+    def write(self, record: Record, parent: Record | None, proposal: Sequence[Report], ranks: Collection[Rank]) -> None:
+        """`record` is the truth from now on; `proposal` led to it."""
+        state = self._state_of(record, parent)
+        seated = {record.model_coordinates(member) for member in record.members(ACTIVE)}
+        if (lacking := sorted(self._models - seated)) and not record.loads_checkpoint:
+            raise Violation(f"RECOVERY-2: nobody sits at {lacking[0]} with the state of generation {record.generation}")
+        if parent is not None and record.committed.step and not state.holds(self.of[parent.digest]):
+            raise Violation(f"RULE-1: {record.committed} does not build on {parent.committed}")
+        for ancestor in self._past(state):
+            if ancestor in self.given_up:
+                raise Violation(f"COMMIT-4: {ancestor} was given up, and comes back in generation {record.generation}")
+        told = {report.newest_commit for report in proposal} | {m.tip for report in proposal for m in report.members}
+        for newest in list(self._newest):
+            dropped = [past for past in self._past(newest) if not state.holds(past) and past not in self.given_up]
+            if not record.rolled_back and (len(dropped) > 1 or any(lost.attempt in told for lost in dropped)):
+                raise Violation(f"COMMIT-1: {newest} is dropped for {record.committed} without a word")
+            for lost in dropped:
+                self._give_up(lost, record, ranks)
+        self.of[record.digest] = state
+
+    def _state_of(self, record: Record, parent: Record | None) -> State:
+        if record.committed == Attempt(0, record.generation):
+            return State(None, record.committed, (record.digest, 0))
+        if parent is not None and record.committed == parent.committed:
+            return self.of[parent.digest]
+        reduced = self.reduced.get(parent.digest, {}) if parent is not None else {}
+        if record.committed not in reduced:
+            raise Violation(
+                f"RULE-1: generation {record.generation} commits {record.committed}, which nobody has reduced"
+            )
+        return reduced[record.committed]
+
+    def _give_up(self, lost: State, record: Record, ranks: Iterable[Rank]) -> None:
+        """COMMIT-1: that is right only if no whole copy is left."""
+        for state, holders in self._whole(ranks):
+            if state.holds(lost):
+                names = ", ".join(holders)
+                raise Violation(
+                    f"COMMIT-1: {lost} was committed, and {names} hold it, but the truth is {record.committed}"
+                )
+        self.given_up.add(lost)
+        self._newest.pop(lost, None)
+
+    def give_up_all(self) -> None:
+        """The store has forgotten its record."""
+        for state in self._newest:
+            self.given_up.update(self._past(state))
+        self._newest.clear()
+
+    def lose(self, record: Record, ranks: Iterable[Rank]) -> None:
+        """An agent gives the job up, for want of the state of `record` and of what followed."""
+        for state, holders in self._whole(ranks):
+            if state.holds(self.of[record.digest]):
+                raise Violation(f"COMMIT-1: the job is given up, but {', '.join(holders)} hold {state}")
+
+    def _whole(self, ranks: Iterable[Rank]) -> Iterator[tuple[State, list[str]]]:
+        """The states of which there is a whole copy, and with whom. Also one that is yet to be applied."""
+        holders: dict[State, dict[Model, str]] = {}
+        for rank in ranks:
+            for state in (rank.state, rank.prepared):
+                if rank.alive and rank.model is not None and state is not None:
+                    holders.setdefault(state, {})[rank.model] = rank.name
+        for state, by_model in holders.items():
+            if self._models <= by_model.keys():
+                yield state, sorted(by_model.values())
+
+    @staticmethod
+    def _past(state: State) -> Iterator[State]:
+        """With all steps it builds on, newest first; without the state before the first step."""
+        at: State | None = state
+        while at is not None and at.depth:
+            yield at
+            at = at.parent

@@ -1,0 +1,124 @@
+"""Many random schedules, over processes.
+
+BATCH-1  What is found depends on the seeds alone, not on the number of processes.
+BATCH-2  When the caller stops, the processes end with the few dozen schedules they are at; when it dies, at once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+
+from elasticgang.protocol.record import LEARNER, SPARE
+from elasticgang.simulation.schedule import Failure, Schedule
+
+_CHUNK = 50
+
+
+@dataclass
+class Tally:
+    """What `num_schedules` schedules have come to. `seen`: how many of them saw something happen at all, by name."""
+
+    num_schedules: int = 0
+    num_moves: int = 0
+    num_records: int = 0
+    num_steps: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        self.num_schedules += other.num_schedules
+        self.num_moves += other.num_moves
+        self.num_records += other.num_records
+        self.num_steps += other.num_steps
+        self.seen.update(other.seen)
+        self.failures.extend(other.failures)
+
+    def __str__(self) -> str:
+        seen = ", ".join(f"{name} in {count}" for name, count in self.seen.most_common())
+        return (
+            f"{self.num_schedules} schedules, {self.num_moves} moves, {self.num_records} records, "
+            f"{self.num_steps} committed steps, {len(self.failures)} failures; {seen}"
+        )
+
+
+def run(seeds: Iterable[int]) -> Tally:
+    """The schedules of `seeds`, in this process. A schedule that raises has failed too."""
+    tally = Tally()
+    for seed in seeds:
+        schedule = Schedule(seed)
+        try:
+            failure = schedule.run()
+        except Exception:  # in the rules, or in the simulator
+            failure = Failure(seed, schedule.setting, tuple(schedule.moves), traceback.format_exc())
+        if failure is not None:
+            tally.failures.append(failure)
+        _count(tally, schedule)
+    return tally
+
+
+def _count(tally: Tally, schedule: Schedule) -> None:
+    cluster = schedule.cluster
+    tally.num_schedules += 1
+    tally.num_moves += len(schedule.moves)
+    tally.num_records += len(cluster.chain)
+    tally.num_steps += max((rank.member_state.committed.step for rank in cluster.ranks.values()), default=0)
+    happened = {
+        "rolled forward": any(record.rolled_forward for record in cluster.chain),
+        "gone back": any(record.rolled_back for record in cluster.chain),
+        "host lost": any(record.dead_agents for record in cluster.chain),
+        "left behind": any(record.absent_agents for record in cluster.chain),
+        "learner": any(record.members(LEARNER) for record in cluster.chain[1:]),
+        "spare": any(record.members(SPARE) for record in cluster.chain),
+        "spare promoted": any(
+            set(before.members(SPARE)) & set(after.plan.ranks) for before, after in itertools.pairwise(cluster.chain)
+        ),
+        "asked for spares": cluster.setting.num_spares > 0 and any(len(record.agents) > 1 for record in cluster.chain),
+        "only heals": cluster.num_only_healed > 0,
+        "given up": bool(cluster.given_up),
+        "coordinator restarted": cluster.incarnation > 1,
+        "sharded": cluster.layout.unit > 1,
+    }
+    tally.seen.update({name for name, did in happened.items() if did} | cluster.seen)
+
+
+def run_over(seeds: range, num_processes: int) -> Generator[Tally, None, None]:
+    """The schedules of `seeds`, a part at a time, as they are done. To stop early, close it."""
+    chunks = (seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK))
+    if num_processes == 1:
+        yield from map(run, chunks)
+        return
+    executor = concurrent.futures.ProcessPoolExecutor(
+        num_processes, multiprocessing.get_context("spawn"), initializer=_begin_process
+    )
+    try:
+        under_way: deque[concurrent.futures.Future[Tally]] = deque()
+        for chunk in chunks:
+            under_way.append(executor.submit(run, chunk))
+            if len(under_way) > 2 * num_processes:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _begin_process() -> None:
+    """It ends with its parent, and leaves Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -1,0 +1,63 @@
+"""State as JSON and tensors: no pickle, so that what a peer sends can only be data.
+
+SERIAL-1  `unflatten(*flatten(tree))` equals `tree`, with tuples, integer keys, NaN and infinities kept.
+SERIAL-2  A value of any other kind is refused when it is flattened, by its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def flatten(tree: object) -> tuple[Any, list[Tensor]]:
+    """`tree` as JSON-able data in which `{"tensor": i}` stands for the i-th of the tensors.
+
+    Raises:
+        TypeError: a value is neither a tensor, a plain value, nor a list, tuple or dict of such.
+    """
+    tensors: list[Tensor] = []
+    return _flatten(tree, tensors, "state"), tensors
+
+
+def _flatten(tree: object, tensors: list[Tensor], path: str) -> Any:
+    if isinstance(tree, Tensor):
+        tensors.append(tree.detach())
+        return {"tensor": len(tensors) - 1}
+    if type(tree) in _PLAIN:
+        return tree
+    if isinstance(tree, list | tuple):
+        items = [_flatten(item, tensors, f"{path}[{index}]") for index, item in enumerate(tree)]
+        return {"tuple": items} if isinstance(tree, tuple) else items
+    if isinstance(tree, dict):
+        for key in tree:
+            if type(key) not in _PLAIN:
+                raise TypeError(f"{path} has the key {key!r} of {type(key).__name__}; keys must be plain values")
+        return {"dict": [[key, _flatten(value, tensors, f"{path}[{key!r}]")] for key, value in tree.items()]}
+    raise TypeError(
+        f"{path} is of {type(tree).__name__}; state must be made of tensors, numbers, strings, lists, tuples and dicts"
+    )
+
+
+def unflatten(data: Any, tensors: Sequence[Tensor]) -> Any:
+    """Raises KeyError, IndexError or TypeError when `data` is not of `flatten`."""
+    if isinstance(data, list):
+        return [unflatten(item, tensors) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if "tensor" in data:
+        return tensors[data["tensor"]]
+    if "tuple" in data:
+        return tuple(unflatten(item, tensors) for item in data["tuple"])
+    return {key: unflatten(value, tensors) for key, value in data["dict"]}
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, without a copy where it is contiguous."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

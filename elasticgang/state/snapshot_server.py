@@ -1,0 +1,357 @@
+"""The training state of one rank: named, kept aside, served to healers, and taken from peers.
+
+SNAPSHOT-1  What is served is the state of exactly one attempt: live parameters and optimizer state between two applies,
+    and what forward changes as it was when the step began (RULE-6). A learner, which runs no forward, gets besides what
+    the step's forward made of it, to load together with the step's apply.
+SNAPSHOT-2  An apply waits for those who read, up to `EXCLUSIVE_TIMEOUT_S`, then closes their connections; it never
+    overlaps a read.
+SNAPSHOT-3  A healer changes nothing of its own before everything has arrived and every chunk's digest is right.
+SNAPSHOT-4  Nothing received is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from elasticgang.errors import OperationalError, WireError
+from elasticgang.protocol.commit import Attempt
+from elasticgang.state import striped_fetch, transport
+from elasticgang.state.dtensor import like, local, locally
+from elasticgang.state.serialization import flatten, unflatten
+
+log = logging.getLogger("elasticgang")
+
+EXCLUSIVE_TIMEOUT_S = 10.0
+_READY_TIMEOUT_S = 10.0
+_ACCEPT_RETRY_S = 0.1
+_BY_RANGE_FROM_BYTES = 16 << 20  # below that, to ask several takes longer than to take all from one
+
+_T = TypeVar("_T")
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+def _placed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """An optimizer's state with DTensors where its parameters are such."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    placed = {
+        index: {key: like(value, parameters[index]) for key, value in of_parameter.items()}
+        for index, of_parameter in state["state"].items()
+        if isinstance(index, int)
+    }
+    return {**state, "state": {**state["state"], **placed}}
+
+
+@dataclass(eq=False)
+class _Reader:
+    sock: socket.socket
+
+
+class SnapshotServer:
+    """The state of one rank, and the server by which its peers heal from it."""
+
+    def __init__(self, host: str | None = None) -> None:
+        """`host`: the address to serve on; None serves nobody."""
+        self._modules: dict[str, nn.Module] = {}
+        self._parameters: dict[str, dict[str, nn.Parameter]] = {}
+        self._optimizers: dict[str, Stateful] = {}
+        self._others: dict[str, Stateful] = {}
+        self._snapshot: dict[str, Any] = {}
+        self._changed = threading.Condition()
+        self._serving: Attempt | None = None
+        self._forward_done = False
+        self._readers: set[_Reader] = set()
+        self._digests = striped_fetch.Digests()
+        self._received: striped_fetch.ReceivedChunks | None = None  # of a heal that has not ended
+        self._listener: socket.socket | None = None
+        self._closed = threading.Event()
+        self.address = ""
+        if host is not None:
+            self._listener = socket.create_server((host, 0))
+            self.address = f"{host}:{self._listener.getsockname()[1]}"
+            threading.Thread(target=self._accept, name="state-server", daemon=True).start()
+
+    def register(self, **objects: object) -> None:
+        for name, item in objects.items():
+            if name in self._modules or name in self._optimizers or name in self._others:
+                raise ValueError(f"a state named {name!r} is registered already")
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                raise TypeError(f"{name} ({type(item).__name__}) must have state_dict() and load_state_dict()")
+            if isinstance(item, nn.Module):
+                self._modules[name] = item
+                self._parameters[name] = dict(item.named_parameters())
+            elif hasattr(item, "param_groups"):
+                self._optimizers[name] = item
+            else:
+                flatten(item.state_dict())  # refused now, not when a peer needs it
+                self._others[name] = item
+
+    def unregister(self, names: Sequence[str]) -> None:
+        """Forget the objects of these names. Nobody reads meanwhile (`exclusive`)."""
+        for name in names:
+            for objects in (self._modules, self._parameters, self._optimizers, self._others):
+                objects.pop(name, None)
+        self._snapshot = self._small(cloned=True)
+
+    # -- steps
+
+    def begin(self, attempt: Attempt | None) -> None:
+        if attempt is not None:
+            self._forget_received()
+        self._snapshot = self._small(cloned=True)  # also without a state: this rank's may be designated as the first
+        for name, module in self._modules.items():
+            if not any(isinstance(parameter, DTensor) for parameter in self._parameters[name].values()):
+                self._parameters[name] = dict(module.named_parameters())  # FSDP's has others while it is gathered
+        with self._changed:
+            self._serving, self._forward_done = attempt, False
+            self._changed.notify_all()
+
+    def forward_done(self) -> None:
+        with self._changed:
+            self._forward_done = True
+            self._changed.notify_all()
+
+    def restore(self) -> None:
+        self._load_small(self._snapshot)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Raises OperationalError: a reader that was dropped does not end. The state must not be changed."""
+        deadline = time.monotonic() + EXCLUSIVE_TIMEOUT_S
+        with self._changed:
+            self._serving = None
+            self._changed.notify_all()
+            while self._readers and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            for reader in self._readers:
+                transport.shut(reader.sock)
+            # A reader whose connection is shut leaves at its next byte.
+            if not self._changed.wait_for(lambda: not self._readers, EXCLUSIVE_TIMEOUT_S):
+                raise OperationalError(f"a healer still reads the state {EXCLUSIVE_TIMEOUT_S:g} s after it was dropped")
+        self._digests.forget()
+        yield
+
+    def close(self) -> None:
+        self._forget_received()
+        with self._changed:
+            self._serving = None
+            self._changed.notify_all()
+        self._closed.set()
+        if self._listener is not None:
+            transport.shut(self._listener)
+            self._listener.close()
+
+    def _forget_received(self) -> None:
+        if self._received is not None:
+            self._received.close()
+            self._received = None
+
+    def _small(self, *, cloned: bool) -> dict[str, Any]:
+        """What forward, or plain code around it, changes: buffers and registered objects."""
+        buffers = {
+            name: {key: buffer.detach().clone() if cloned else buffer for key, buffer in module.named_buffers()}
+            for name, module in self._modules.items()
+        }
+        others = {name: item.state_dict() for name, item in self._others.items()}
+        return {"buffers": buffers, "others": copy.deepcopy(others) if cloned else others}
+
+    def _load_small(self, small: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, buffers in small["buffers"].items():
+                present = dict(self._modules[name].named_buffers())
+                for key, value in buffers.items():
+                    present[key].copy_(value)
+        for name, state in small["others"].items():
+            self._others[name].load_state_dict(copy.deepcopy(state))
+
+    def _large(self) -> dict[str, Any]:
+        parameters = {
+            name: {key: local(parameter) for key, parameter in of_module.items()}
+            for name, of_module in self._parameters.items()
+        }
+        optimizers = {name: locally(optimizer.state_dict()) for name, optimizer in self._optimizers.items()}
+        return {"parameters": parameters, "optimizers": optimizers}
+
+    def _load_large(self, large: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameters in large["parameters"].items():
+                present = self._parameters[name]
+                for key, value in parameters.items():
+                    local(present[key]).copy_(value)
+        for name, state in large["optimizers"].items():
+            optimizer = self._optimizers[name]
+            optimizer.load_state_dict(_placed(state, optimizer))
+
+    # -- serving
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._closed.is_set():
+            with contextlib.ExitStack() as failed:
+                try:
+                    sock, _ = self._listener.accept()
+                    failed.enter_context(sock)
+                    transport.at_once(sock)
+                    threading.Thread(target=self._serve, args=(sock,), name="state-reader", daemon=True).start()
+                    failed.pop_all()
+                except (OSError, RuntimeError) as exc:  # it has gone already; no descriptor or thread is left
+                    log.debug("a healer could not be served: %r", exc)
+                    self._closed.wait(_ACCEPT_RETRY_S)
+
+    def _serve(self, sock: socket.socket) -> None:
+        reader = _Reader(sock)
+        with sock:
+            sock.settimeout(transport.HEAL_TIMEOUT_S)
+            try:
+                request = json.loads(transport.receive(sock, 1 << 16))
+                attempt = Attempt(*request["attempt"])
+                refusal = self._admit(reader, attempt, request["after"])
+                if refusal is not None:
+                    transport.send(sock, json.dumps({"refused": refusal}).encode())
+                    return
+                if request.get("by_range"):
+                    striped_fetch.serve(sock, attempt, self._snapshot, self._large(), self._digests)
+                else:
+                    self._send_state(sock, request["after"])
+            except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
+                log.debug("a healer was dropped: %r", exc)
+            finally:
+                with self._changed:
+                    self._readers.discard(reader)
+                    self._changed.notify_all()
+
+    def _admit(self, reader: _Reader, attempt: Attempt, after: bool) -> str | None:
+        """Wait until this rank's step on `attempt` has begun and, with `after`, until its forward is done, however long
+        that takes; from then on no apply happens while it reads. Otherwise why it may not read."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._serving == attempt, _READY_TIMEOUT_S):
+                return f"it serves {_in_words(self._serving)}, not {_in_words(attempt)}"
+            if after:
+                ended = self._changed.wait_for(
+                    lambda: self._serving != attempt or self._forward_done, transport.FORWARD_TIMEOUT_S
+                )
+                if self._serving != attempt:
+                    return f"its step on {_in_words(attempt)} ended, and it serves {_in_words(self._serving)} now"
+                if not ended:
+                    limit = transport.FORWARD_TIMEOUT_S
+                    return f"the forward of its step on {_in_words(attempt)} did not end within {limit:g} s"
+            self._readers.add(reader)
+            return None
+
+    def _send_state(self, sock: socket.socket, after: bool) -> None:
+        state: dict[str, Any] = (
+            {"small": self._small(cloned=False)} if after else {"small": self._snapshot, "large": self._large()}
+        )
+        spec, tensors = flatten(state)
+        transport.send(sock, json.dumps({"spec": spec, "tensors": transport.shapes_of(tensors)}).encode())
+        for tensor in tensors:
+            for chunk in transport.chunks(tensor):
+                sock.sendall(transport.digest(chunk))
+                sock.sendall(chunk)
+
+    # -- healing
+
+    def heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = lambda: False) -> bool:
+        def load(state: dict[str, Any]) -> bool:
+            self._load_small(state["small"])
+            self._load_large(state["large"])
+            self._digests.forget()
+            self._snapshot = self._small(cloned=True)  # the step that this rank heals in may be dropped
+            return True
+
+        if self._num_bytes() >= _BY_RANGE_FROM_BYTES:
+            if self._received is None:
+                self._received = striped_fetch.ReceivedChunks()
+            state = striped_fetch.StripedFetch(sources, attempt, cancelled, self._received).run()
+            if state is None:
+                return False
+            self._received = None
+            return self._loaded(load, state)
+        return self._from_first(sources, attempt, False, cancelled, load) is True
+
+    @property
+    def num_received(self) -> int:
+        """Chunks that a heal which has not ended has so far."""
+        return 0 if self._received is None else self._received.num_came
+
+    def _num_bytes(self) -> int:
+        """Of the parameters."""
+        return sum(local(each).nbytes for of_module in self._parameters.values() for each in of_module.values())
+
+    @staticmethod
+    def _loaded(load: Callable[[dict[str, Any]], bool], state: dict[str, Any]) -> bool:
+        try:
+            return load(state)
+        except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as exc:
+            log.warning("could not load the state: %s", exc)
+            return False
+
+    def fetch_after(
+        self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = lambda: False
+    ) -> Callable[[], None] | None:
+        def later(state: dict[str, Any]) -> Callable[[], None]:
+            small = state["small"]
+            return lambda: self._load_small(small)
+
+        return self._from_first(sources, attempt, True, cancelled, later)
+
+    @staticmethod
+    def _from_first(
+        sources: Sequence[str],
+        attempt: Attempt,
+        after: bool,
+        cancelled: Callable[[], bool],
+        use: Callable[[dict[str, Any]], _T],
+    ) -> _T | None:
+        for source in sources:
+            if cancelled():
+                return None
+            try:
+                return use(_fetch(source, attempt, after, cancelled))
+            except (OSError, WireError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as exc:
+                log.warning("could not heal from %s: %s", source, exc)
+        return None
+
+
+def _in_words(attempt: Attempt | None) -> str:
+    return "no state" if attempt is None else f"the state after step {attempt.step} of generation {attempt.generation}"
+
+
+def _fetch(source: str, attempt: Attempt, after: bool, cancelled: Callable[[], bool]) -> dict[str, Any]:
+    with transport.connect(source) as sock:
+        transport.send(sock, json.dumps({"attempt": list(attempt), "after": after}).encode())
+        transport.await_answer(sock, cancelled, transport.HEAL_TIMEOUT_S + after * transport.FORWARD_TIMEOUT_S)
+        manifest = json.loads(transport.receive(sock, transport.MAX_MANIFEST_BYTES))
+        if "refused" in manifest:
+            raise WireError(manifest["refused"])
+        tensors = [_receive_tensor(sock, shape, dtype) for shape, dtype in manifest["tensors"]]
+    state: dict[str, Any] = unflatten(manifest["spec"], tensors)
+    return state
+
+
+def _receive_tensor(sock: socket.socket, shape: list[int], dtype: str) -> Tensor:
+    tensor = transport.empty(shape, dtype)
+    for chunk in transport.chunks(tensor):
+        expected = bytearray(transport.DIGEST_BYTES)
+        transport.receive_into(sock, memoryview(expected))
+        transport.receive_into(sock, chunk)
+        if transport.digest(chunk) != bytes(expected):
+            raise WireError(f"the digest of a chunk of a tensor {shape} is wrong")
+    return tensor

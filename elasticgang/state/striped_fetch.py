@@ -1,0 +1,272 @@
+"""The state from all that hold it at once, each giving a part of it.
+
+FETCH-1  A chunk counts once its digest is the one on which the holders agree; who disagrees with the first is left out.
+FETCH-2  What forward changes may differ between holders: it comes from one of them, whole.
+FETCH-3  What a holder that dies, or sends what is wrong, has not given is given by the others.
+FETCH-4  Nothing of the caller's is written to. What is returned is all there, and nobody writes to it any more.
+FETCH-5  A chunk that came is asked for no more, in this pull or the next, while its digest is the one agreed on: a
+    state that takes longer than a generation lives comes over several.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from elasticgang.errors import WireError
+from elasticgang.protocol.commit import Attempt
+from elasticgang.state import transport
+from elasticgang.state.serialization import flatten, unflatten
+
+log = logging.getLogger("elasticgang")
+
+_RUN = 4  # chunks asked for at once
+_MAX_REQUEST_BYTES = 1 << 16
+_POLL_S = 0.02
+_FAILURES = (OSError, WireError, ValueError, KeyError, TypeError, IndexError, RuntimeError)
+
+
+# -- the holder's side
+
+
+class Digests:
+    """Those of the chunks of one attempt, so that who comes again does not wait for them again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: tuple[Attempt, list[str]] | None = None
+
+    def of(self, attempt: Attempt, parts: Sequence[memoryview]) -> list[str]:
+        with self._lock:
+            if self._known is None or self._known[0] != attempt:
+                self._known = attempt, [transport.digest(part).hex() for part in parts]
+            return self._known[1]
+
+    def forget(self) -> None:
+        """The state changes. Nobody reads it any more."""
+        with self._lock:
+            self._known = None
+
+
+def serve(sock: socket.socket, attempt: Attempt, small: Any, large: Any, digests: Digests) -> None:
+    """Answer a `StripedFetch`, until it closes."""
+    small_spec, small_tensors = flatten(small)
+    large_spec, large_tensors = flatten(large)
+    parts = list(itertools.chain(*map(transport.chunks, large_tensors)))
+    manifest = {
+        "small": [small_spec, transport.shapes_of(small_tensors)],
+        "large": [large_spec, transport.shapes_of(large_tensors), digests.of(attempt, parts)],
+    }
+    transport.send(sock, json.dumps(manifest).encode())
+    while True:
+        wanted = json.loads(transport.receive(sock, _MAX_REQUEST_BYTES))
+        if wanted == "small":
+            for tensor in small_tensors:
+                for part in transport.chunks(tensor):
+                    sock.sendall(transport.digest(part))
+                    sock.sendall(part)
+        else:
+            for index in wanted:
+                sock.sendall(parts[index])
+
+
+# -- the healer's side
+
+
+class ReceivedChunks:
+    """The chunks that have come: FETCH-5. All of it under `changed`."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.tensors: list[Tensor] = []
+        self.missing: set[int] = set()
+        self.asked: set[int] = set()  # of a holder that may yet give it, for this pull or an earlier one
+        self.num_came = 0
+        self._shapes: list[Any] | None = None
+        self._views: list[memoryview] = []
+        self._digests: list[str] = []
+        self._is_closed = False
+
+    def expect(self, shapes: list[Any], digests: list[str]) -> None:
+        """From now on those of `digests` are wanted. What came before and is among them stays."""
+        if shapes != self._shapes:
+            tensors = [transport.empty(*shape) for shape in shapes]
+            views = list(itertools.chain(*map(transport.chunks, tensors)))
+            missing = set(range(len(views)))
+        else:
+            tensors, views = self.tensors, self._views
+            missing = {
+                index
+                for index, (old, new) in enumerate(itertools.zip_longest(self._digests, digests))
+                if index in self.missing or old != new
+            }
+        if len(views) != len(digests):
+            raise WireError("there are not as many digests as chunks")
+        self.tensors, self.missing, self._shapes, self._views, self._digests = tensors, missing, shapes, views, digests
+
+    def to_ask(self) -> list[int]:
+        """What is missing; last what an earlier pull has asked for."""
+        return sorted(self.missing, key=lambda index: (index in self.asked, index))
+
+    def num_bytes(self, index: int) -> int:
+        return len(self._views[index])
+
+    def put(self, index: int, digest: str, data: memoryview) -> bool:
+        """Keep a chunk that has this digest. False: it is not wanted, or here already."""
+        with self.changed:
+            if self._is_closed or index not in self.missing or self._digests[index] != digest:
+                return False
+            self._views[index][:] = data
+            self.missing.discard(index)
+            self.num_came += 1
+            self.changed.notify_all()
+            return True
+
+    def close(self) -> None:
+        """Nothing is kept any more."""
+        with self.changed:
+            self._is_closed = True
+
+
+class StripedFetch:
+    """One pull of the state of `attempt`. `run` is called once.
+
+    Once it is cancelled, what holders have been asked for still goes into `arrived`."""
+
+    def __init__(
+        self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool], arrived: ReceivedChunks
+    ) -> None:
+        self._sources, self._attempt, self._cancelled, self._received = sources, attempt, cancelled, arrived
+        self._changed = arrived.changed
+        self._agreed: list[Any] | None = None  # the large state's spec, shapes and digests
+        self._open: list[int] = []  # of what is missing, what nobody has been asked for
+        self._small: dict[str, Any] | None = None
+        self._small_asked = False
+        self._sockets: list[socket.socket] = []
+        self._num_live = len(sources)
+        self._is_over = False
+        self.given: dict[str, int] = {}  # chunks by source
+
+    def run(self) -> dict[str, Any] | None:
+        """The state, or None when it cannot be had from these sources."""
+        threads = [threading.Thread(target=self._pull, args=(source,), daemon=True) for source in self._sources]
+        for thread in threads:
+            thread.start()
+        with self._changed:
+            while not self._is_done() and self._num_live and not self._cancelled():
+                self._changed.wait(_POLL_S)
+            done, self._is_over = self._is_done(), True
+            for sock in self._sockets if done else ():
+                transport.shut(sock)
+        if not done or self._small is None or self._agreed is None:
+            return None
+        self._received.close()
+        large: dict[str, Any] = unflatten(self._agreed[0], self._received.tensors)
+        return {"small": self._small, "large": large}
+
+    def _is_done(self) -> bool:
+        return self._small is not None and self._agreed is not None and not self._received.missing
+
+    def _pull(self, source: str) -> None:
+        mine: list[int] = []
+        asks_small = False
+        try:
+            with transport.connect(source) as sock:
+                with self._changed:
+                    if self._is_over:
+                        return
+                    self._sockets.append(sock)
+                small_manifest = self._agree(sock, source)
+                while True:
+                    asks_small, mine = self._take()
+                    if not asks_small and not mine:
+                        return
+                    if asks_small:
+                        self._receive_small(sock, *small_manifest)
+                        asks_small = False
+                    self._receive_chunks(sock, mine, source)
+                    self._returned(mine)
+                    mine = []
+        except _FAILURES as exc:
+            if not self._is_over:
+                log.warning("could not heal from %s: %s", source, exc)
+        finally:
+            self._returned(mine)
+            with self._changed:
+                self._open += mine
+                self._small_asked = self._small_asked and not asks_small
+                self._num_live -= 1
+                self._changed.notify_all()
+
+    def _agree(self, sock: socket.socket, source: str) -> list[Any]:
+        """FETCH-1. What the small state is made of at this source."""
+        request = {"attempt": list(self._attempt), "after": False, "by_range": True}
+        transport.send(sock, json.dumps(request).encode())
+        transport.await_answer(sock, lambda: self._is_over or self._cancelled())
+        manifest = json.loads(transport.receive(sock, transport.MAX_MANIFEST_BYTES))
+        if "refused" in manifest:
+            raise WireError(manifest["refused"])
+        with self._changed:
+            if self._agreed is None:
+                if self._is_over:
+                    raise WireError("the generation ended")
+                self._received.expect(*manifest["large"][1:])
+                self._open = self._received.to_ask()
+                self._agreed = manifest["large"]
+            elif manifest["large"] != self._agreed:
+                raise WireError("its state is not what another one holds of the same step")
+            self._changed.notify_all()
+        small: list[Any] = manifest["small"]
+        return small
+
+    def _take(self) -> tuple[bool, list[int]]:
+        """What to ask for next; nothing once all is there. Waits while others may yet leave something."""
+        with self._changed:
+            while not (self._is_done() or self._is_over):
+                self._open = [index for index in self._open if index in self._received.missing]
+                if not self._small_asked or self._open:
+                    asks_small, self._small_asked = not self._small_asked, True
+                    mine, self._open = self._open[:_RUN], self._open[_RUN:]
+                    self._received.asked.update(mine)
+                    return asks_small, mine
+                self._changed.wait(_POLL_S)
+        return False, []
+
+    def _returned(self, indices: Sequence[int]) -> None:
+        with self._changed:
+            self._received.asked.difference_update(indices)
+
+    def _receive_small(self, sock: socket.socket, spec: Any, shapes: list[Any]) -> None:
+        transport.send(sock, b'"small"')
+        tensors = [transport.empty(*shape) for shape in shapes]
+        for part in itertools.chain(*map(transport.chunks, tensors)):
+            expected = bytearray(transport.DIGEST_BYTES)
+            transport.receive_into(sock, memoryview(expected))
+            transport.receive_into(sock, part)
+            if transport.digest(part) != bytes(expected):
+                raise WireError("the digest of a chunk is wrong")
+        state: dict[str, Any] = unflatten(spec, tensors)
+        with self._changed:
+            self._small = state
+            self._changed.notify_all()
+
+    def _receive_chunks(self, sock: socket.socket, indices: Sequence[int], source: str) -> None:
+        if not indices:
+            return
+        assert self._agreed is not None
+        transport.send(sock, json.dumps(indices).encode())
+        for index in indices:
+            part = memoryview(bytearray(self._received.num_bytes(index)))
+            transport.receive_into(sock, part)
+            digest = self._agreed[2][index]
+            if transport.digest(part).hex() != digest:
+                raise WireError(f"the digest of chunk {index} is wrong")
+            if self._received.put(index, digest, part):
+                self.given[source] = self.given.get(source, 0) + 1

@@ -1,0 +1,50 @@
+"""Which samples a step takes, and which of its slots fall to whom.
+
+Pure. A position counts samples from the start of training: step `s` takes the positions `[s*size, (s+1)*size)`. Pass
+`p` over the data holds the positions `[p*n, (p+1)*n)`, in an order of its own. So no sample is left out at the end of
+a pass and none is repeated: the tail of a pass and the head of the next share a batch where `size` does not divide `n`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PassRange:
+    """Consecutive places `[start, stop)` in the order of one pass."""
+
+    pass_index: int
+    start: int
+    stop: int
+
+
+def slots_of(num_slots: int, index: int, count: int, group_size: int = 1) -> range:
+    """The slots of part `index` of `count`: consecutive, and as even as can be when each `group_size` consecutive parts
+    are of one size.
+
+    Raises:
+        ValueError: `index` is no part, or `num_slots` or `count` no multiple of `group_size`.
+    """
+    if not 0 <= index < count:
+        raise ValueError(f"`index` must be at least 0 and less than `count` ({count}), but is {index} instead.")
+    if num_slots % group_size or count % group_size:
+        raise ValueError(
+            f"{num_slots} slots in {count} parts cannot be divided so that each {group_size} parts are alike."
+        )
+    run, place = divmod(index, group_size)
+    first, last = (at * (num_slots // group_size) // (count // group_size) for at in (run, run + 1))
+    start = first * group_size + place * (last - first)
+    return range(start, start + last - first)
+
+
+def pass_ranges(first_position: int, num_positions: int, num_samples: int) -> list[PassRange]:
+    """The positions `[first_position, first_position + num_positions)` as runs within passes."""
+    runs = []
+    position, end = first_position, first_position + num_positions
+    while position < end:
+        pass_index, start = divmod(position, num_samples)
+        stop = min(num_samples, start + end - position)
+        runs.append(PassRange(pass_index, start, stop))
+        position += stop - start
+    return runs

@@ -1,0 +1,172 @@
+"""What the ranks of a job and their agent wrote, as records.
+
+Pure: parsed lines in, records out; `driver.py` reads the files. Every `t` is CLOCK_MONOTONIC in seconds, which all
+processes of a host share. A member is named as its history file is, with `-` for `/`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class StepAttempt(NamedTuple):
+    """One try at a step. `step` counts from 0; `generation` is the one in which its gradient was computed."""
+
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A member's share of an attempt, written before its vote. `active`: members whose votes the attempt needs."""
+
+    member: str
+    t: float
+    attempt: StepAttempt
+    loss_sum: float
+    tokens: int
+    active: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Committed:
+    member: str
+    t: float
+    attempt: StepAttempt
+
+
+@dataclass(frozen=True)
+class Finished:
+    member: str
+    t: float
+    digest: str
+
+
+@dataclass(frozen=True)
+class Spawned:
+    member: str
+    t: float
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """`status`: as of `subprocess`, negative for a signal. `seen_at`: when the agent noticed."""
+
+    member: str
+    seen_at: float
+    status: int
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A member's way into a generation, each the time at which it had done that."""
+
+    member: str
+    generation: int
+    began: float
+    aborted: float
+    agreed: float
+    configured: float
+
+
+@dataclass
+class RunLog:
+    """Everything read so far, in the order of each file."""
+
+    started_at: float | None = None
+    failure: str | None = None
+    num_generations: int = 0
+    spawned: dict[str, Spawned] = field(default_factory=dict)
+    exited: dict[str, Exited] = field(default_factory=dict)
+    entered: list[Entered] = field(default_factory=list)
+    prepared: list[Prepared] = field(default_factory=list)
+    committed: list[Committed] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    newest: StepAttempt | None = None
+    generation: int = 0
+    seated: int = 0
+    spares: int = 0
+    last_committed: dict[str, StepAttempt] = field(default_factory=dict)
+    _active: dict[StepAttempt, int] = field(default_factory=dict)
+    _generation_of: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add_event(self, line: Mapping[str, Any]) -> None:
+        """A line of the agent's `events.jsonl`; kinds that are not needed here are passed over."""
+        match line["event"]:
+            case "started":
+                self.started_at = line["t"]
+            case "spawned":
+                member = member_name(line["member"])
+                self.spawned[member] = Spawned(member, line["t"], line["local_rank"], line["pid"])
+            case "exited":
+                member = member_name(line["member"])
+                self.exited[member] = Exited(member, line["monotonic"], line["status"])
+            case "generation":
+                self.num_generations += 1
+                self.generation = line["generation"]
+                self.seated, self.spares = line["active"] + line["learner"], line["spare"]
+                live = self.live()
+                for local_rank in line["ranks"]:
+                    if local_rank in live:
+                        self._belongs(live[local_rank].member, line["generation"])
+            case "entered":
+                member = member_name(line["member"])
+                times = {phase: line[phase] for phase in ("began", "aborted", "agreed", "configured")}
+                self.entered.append(Entered(member, line["generation"], **times))
+                self._belongs(member, line["generation"])
+            case "failed":
+                self.failure = line["reason"]
+
+    def add_history(self, member: str, line: Mapping[str, Any]) -> None:
+        """A line that `member` wrote."""
+        if line["kind"] == "finished":
+            self.finished.append(Finished(member, line["t"], line["digest"]))
+            return
+        attempt = StepAttempt(line["step"], line["generation"])
+        self._belongs(member, attempt.generation)
+        if line["kind"] == "prepared":
+            share = (line["loss_sum"], line["tokens"], line["active"], tuple(line["samples"]))
+            self.prepared.append(Prepared(member, line["t"], attempt, *share))
+            self._active[attempt] = line["active"]
+        elif line["kind"] == "committed":
+            self.committed.append(Committed(member, line["t"], attempt))
+            self.last_committed[member] = attempt
+            self.newest = attempt if self.newest is None else max(self.newest, attempt)
+
+    def live(self) -> dict[int, Spawned]:
+        """The members that run, as far as the agent has told, by local rank."""
+        return {spawned.local_rank: spawned for name, spawned in self.spawned.items() if name not in self.exited}
+
+    def holders(self) -> set[str]:
+        """Live members that certainly hold the newest committed step, or will once its vote is resolved: they
+        committed it, or the step before it in the same generation, where no vote passes without them."""
+        if self.newest is None:
+            return set()
+        step, generation = self.newest
+        near = {StepAttempt(step, generation), StepAttempt(step - 1, generation)}
+        return {spawned.member for spawned in self.live().values() if self.last_committed.get(spawned.member) in near}
+
+    def generation_of(self, member: str) -> int:
+        """The last generation that `member` was seated in; 0 for none."""
+        return self._generation_of.get(member, 0)
+
+    def sharers(self) -> list[str]:
+        """Members that prepared the newest committed step."""
+        return [prepared.member for prepared in self.prepared if prepared.attempt == self.newest]
+
+    def strength(self) -> int:
+        """Members that voted for the newest committed step."""
+        return 0 if self.newest is None else self._active.get(self.newest, 0)
+
+    def _belongs(self, member: str, generation: int) -> None:
+        self._generation_of[member] = max(generation, self._generation_of[member])
+
+
+def member_name(member: str) -> str:
+    return member.replace("/", "-")

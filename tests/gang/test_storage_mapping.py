@@ -1,0 +1,220 @@
+"""Large tensors in shared memory: nothing is copied, and nothing about the tensor changes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from elasticgang.comm.arena import Arena
+from elasticgang.comm.storage_mapping import SMALLEST_BYTES, MappedTensor, StorageMappings
+from tests.support import REPOSITORY
+
+NUM = 1 << 20  # 4 MiB of float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_mappings() -> None:
+    """Large memory has a mapping of its own, whatever the tests before have left on the heap."""
+    libc = ctypes.CDLL(None)
+    trim_threshold, mmap_threshold = -1, -3
+    libc.mallopt(mmap_threshold, 1 << 20)
+    libc.mallopt(trim_threshold, 0)
+    libc.malloc_trim(0)
+
+
+@pytest.fixture
+def storages() -> StorageMappings:
+    arena = Arena()
+    made = StorageMappings(arena)
+    made.__dict__["kept"] = arena
+    return made
+
+
+def fresh(num: int = NUM) -> Tensor:
+    return torch.arange(float(max(num, 9 << 20)))
+
+
+def in_block(span: MappedTensor, like: Tensor) -> Tensor:
+    """What the comm process would see."""
+    num_bytes = like.numel() * like.element_size()
+    return span.block.bytes[span.offset : span.offset + num_bytes].view(like.dtype).view(like.shape)
+
+
+def copy_edges(span: MappedTensor, *, out: bool = False) -> None:
+    for outside, inside in span.edges:
+        _ = outside.copy_(inside) if out else inside.copy_(outside)
+
+
+def test_what_one_side_writes_the_other_sees(storages: StorageMappings) -> None:
+    tensor = fresh()
+    view, address, expected = tensor[5:], tensor.data_ptr(), tensor.clone()
+    span = storages.find(tensor)
+    assert span is not None
+    copy_edges(span)
+    assert torch.equal(in_block(span, tensor), expected)
+    assert tensor.data_ptr() == address
+    assert not tensor.is_shared()  # type: ignore[no-untyped-call]
+    in_block(span, tensor).mul_(2)
+    copy_edges(span, out=True)
+    assert torch.equal(tensor, expected * 2)
+    assert torch.equal(view, expected[5:] * 2)
+    assert sum(outside.numel() for outside, _ in span.edges) < 2 * 4096
+    again = storages.find(tensor)
+    assert again is not None
+    assert again.block is span.block
+
+
+def test_a_view_of_a_shared_storage_is_shared_too(storages: StorageMappings) -> None:
+    tensor = fresh()
+    assert storages.find(tensor[NUM:]) is None, "others may write to the rest of the storage"
+    assert storages.find(tensor) is not None
+    half = tensor[NUM // 2 + 3 :]
+    span = storages.find(half)
+    assert span is not None
+    copy_edges(span)
+    assert torch.equal(in_block(span, half), half)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(SMALLEST_BYTES // 4 - 1),
+        torch.zeros(4, 4 << 20)[:, ::2],
+        torch.zeros(4 << 20).share_memory_(),  # type: ignore[no-untyped-call]
+        torch.frombuffer(bytearray(16 << 20), dtype=torch.uint8)[64:],
+        torch.empty(NUM, device="meta"),
+    ],
+    ids=["small", "strided", "shared", "foreign", "meta"],
+)
+def test_whatever_else_is_copied(storages: StorageMappings, tensor: Tensor) -> None:
+    assert storages.find(tensor) is None
+
+
+def test_memory_that_was_made_anew_at_the_same_address_is_noticed(storages: StorageMappings) -> None:
+    """FSDP does this: the storage object lives on, its memory does not."""
+    tensor = fresh()
+    first = storages.find(tensor)
+    assert first is not None
+    num_bytes = tensor.untyped_storage().nbytes()
+    for value in range(5):
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(num_bytes)
+        tensor.fill_(value)
+        span = storages.find(tensor)
+        if span is None:  # the allocator had other memory for it
+            continue
+        copy_edges(span)
+        assert bool((in_block(span, tensor) == value).all())
+
+
+READ_ONLY = """
+import ctypes, torch
+from elasticgang.comm.arena import Arena
+from elasticgang.comm.storage_mapping import StorageMappings
+
+arena = Arena()
+storages, tensor = StorageMappings(arena), torch.arange(float(9 << 20))
+block = storages.find(tensor).block
+mprotect = ctypes.CDLL(None).mprotect
+mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+assert mprotect(block.bytes.data_ptr(), block.size, 1) == 0  # PROT_READ: who writes to it dies
+assert storages.find(tensor).block is block
+assert storages.find(tensor[1 << 20 :]).block is block
+"""
+
+
+def test_looking_for_a_tensor_writes_nothing_to_it() -> None:
+    """Another collective may read it at that moment."""
+    assert subprocess.run([sys.executable, "-c", READ_ONLY], cwd=REPOSITORY, timeout=60).returncode == 0
+
+
+def test_a_block_is_found_whatever_was_done_to_its_mapping(storages: StorageMappings) -> None:
+    tensor = fresh()
+    first = storages.find(tensor)
+    assert first is not None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    dont_fork = 10
+    page = tensor.data_ptr() // 4096 * 4096 + 4096 * 5
+    assert madvise(page, 4096, dont_fork) == 0  # it is three mappings now
+    again = storages.find(tensor)
+    assert again is not None
+    assert again.block is first.block
+
+
+def test_two_arenas_take_turns_beneath_one_tensor(storages: StorageMappings) -> None:
+    """As of two groups. Each sees that its block is no longer there."""
+    tensor, kept = fresh(), Arena()
+    other = StorageMappings(kept)
+    for value in range(4):
+        tensor.fill_(value)
+        span = (storages, other)[value % 2].find(tensor)
+        assert span is not None
+        copy_edges(span)
+        assert bool((in_block(span, tensor) == value).all())
+
+
+def test_blocks_of_dead_tensors_are_used_again(storages: StorageMappings) -> None:
+    blocks = set()
+    for value in range(20):
+        tensor = fresh().fill_(value)
+        span = storages.find(tensor)
+        assert span is not None
+        copy_edges(span)
+        assert bool((in_block(span, tensor) == value).all())
+        blocks.add(span.block.slab.id)
+        del tensor, span
+        gc.collect()
+    assert len(blocks) <= 2
+
+
+def test_memory_is_given_back() -> None:
+    """Whatever sizes come, what is kept stays within a limit."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    arena = Arena()
+    storages = StorageMappings(arena)
+    for number in range(40):
+        tensor = fresh((9 << 20) + number * 4096)
+        assert storages.find(tensor) is not None
+        del tensor
+    assert len(arena.discarded) >= 20
+    del storages, arena
+    gc.collect()
+    assert process.memory_info().rss - before < 1200 << 20
+
+
+def test_a_forked_child_has_the_memory_for_itself(storages: StorageMappings) -> None:
+    tensor = fresh()
+    span = storages.find(tensor)
+    assert span is not None
+    few = tensor[:: tensor.numel() // 100]  # a parallel operation would hang in a forked child
+    expected = few.clone()
+    pid = os.fork()
+    if pid == 0:
+        same = torch.equal(few, expected)
+        few.fill_(-1)
+        os._exit(0 if same and few.sum().item() == -few.numel() else 1)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
+    assert torch.equal(tensor, torch.arange(float(tensor.numel())))
+
+
+def test_gradients_and_versions_are_untouched(storages: StorageMappings) -> None:
+    tensor = torch.zeros(9 << 20, requires_grad=True)
+    version = tensor._version
+    assert storages.find(tensor) is not None
+    assert tensor._version == version
+    assert tensor.is_leaf
+    assert tensor.requires_grad
+    torch.autograd.backward((tensor * 2).sum())
+    assert tensor.grad is not None
+    assert bool((tensor.grad == 2).all())

@@ -1,0 +1,471 @@
+"""The agent's state machine, event by event. The names of the rules are those of `protocol/agent_lifecycle.py`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from elasticgang.layout import Member, ParallelLayout, plan
+from elasticgang.protocol import agent_lifecycle
+from elasticgang.protocol.agent_events import (
+    Abort,
+    AgentEvent,
+    AgentInstruction,
+    Committed,
+    CoordinatorConnected,
+    CoordinatorReturned,
+    CoordinatorTimedOut,
+    DeliverRecord,
+    End,
+    Exit,
+    Exited,
+    Fail,
+    Fence,
+    Finished,
+    HostLost,
+    InternalError,
+    KillRanks,
+    LeaseExpired,
+    MemberLeft,
+    NotifyFinished,
+    NotifyOver,
+    NotStarted,
+    QuorumAnswered,
+    RankEntered,
+    RecordRequested,
+    Rejoin,
+    RequestQuorum,
+    RetireMembers,
+    ScriptRaised,
+    SignalRanks,
+    SignalReceived,
+    Started,
+    StartRank,
+    StopHelpers,
+    TimePassed,
+    Warn,
+)
+from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import ACTIVE, MemberReport, Record, Seat, Undecided
+
+LAYOUT = ParallelLayout()
+KILLED = -signal.SIGKILL
+ENDED = [StopHelpers(), Exit(0)]
+
+
+def record_of(*members: str, generation: int = 1) -> Record:
+    """`members` ("a0": rank 0 of agent a) are active."""
+    seats = tuple(Seat(member, member[0], "host", int(member[1]), "127.0.0.1:1", ACTIVE) for member in members)
+    planned = plan([Member(member, "host") for member in members], LAYOUT)
+    agents = tuple(sorted({member[0] for member in members}))
+    return Record("job", generation, "parent", LAYOUT, planned, seats, agents, committed=Attempt(0, 1))
+
+
+class Host:
+    """A machine and its clock. `a0` is the first process of rank 0, `a0'` its next one."""
+
+    def __init__(self, num_ranks: int = 2, *, num_spares: int = 0, max_agents: int = 0) -> None:
+        options = AgentOptions("job", num_ranks, num_spares, max_agents=max_agents, grace_period_s=1.0)
+        self.agent = AgentLifecycle("a", options)
+        self.now_s = 100.0
+
+    def __call__(self, event: AgentEvent) -> list[AgentInstruction]:
+        return self.agent.handle(event, self.now_s)
+
+    def connect(self) -> list[AgentInstruction]:
+        return self(CoordinatorConnected("host", "c", "127.0.0.1:7"))
+
+    def start(self, *members: str) -> list[AgentInstruction]:
+        for member in members:
+            done = self(Started(member, int(member[1])))
+        return done
+
+    def asks(self, member: str, tip: Attempt | None = None, layout: ParallelLayout = LAYOUT) -> list[AgentInstruction]:
+        return self(
+            RecordRequested(member, MemberReport(member, int(member[1]), "127.0.0.1:1", tip), layout, broken=False)
+        )
+
+    def exits(self, member: str, status: int = KILLED, **facts: bool) -> list[AgentInstruction]:
+        return self(Exited(member, status, **facts))
+
+    def waits(self) -> list[AgentInstruction]:
+        """Until the next deadline."""
+        deadline_s = self.agent.deadline_s
+        assert deadline_s is not None
+        self.now_s = max(self.now_s, deadline_s)
+        return self(TimePassed())
+
+    def gets(self, number: int) -> list[AgentInstruction]:
+        return self(SignalReceived(number))
+
+
+def running(*others: str, num_ranks: int = 2) -> Host:
+    """All ranks are seated in generation 1, with those of `others`, of other agents."""
+    host = Host(num_ranks)
+    host.connect()
+    members = [f"a{rank}" for rank in range(num_ranks)]
+    host.start(*members)
+    for member in members:
+        asked = host.asks(member)
+    assert asked == [RequestQuorum()]
+    assert isinstance(host(QuorumAnswered(record_of(*members, *others)))[0], DeliverRecord)
+    return host
+
+
+# -- LIFE-1 and LIFE-2: starts
+
+
+def test_ranks_start_one_at_a_time_once_the_coordinator_answers() -> None:
+    host = Host(2, num_spares=1)
+    assert host.connect() == [StartRank(0)]
+    assert (host.agent.state.host, host.agent.state.coordinator) == ("host", "c")
+    assert host.start("a0") == [StartRank(1)]
+    assert host.start("a1") == [StartRank(2)]
+    assert host.start("a2") == []
+    assert host.connect() == []
+
+
+def test_a_failed_fork_of_the_first_start_ends_the_agent() -> None:
+    host = Host(2)
+    host.connect()
+    host.start("a0")
+    fail, *rest = host(NotStarted(1, "no memory"))
+    assert fail == Fail(2, "rank 1 cannot be started: no memory")
+    assert rest == [StopHelpers(), Exit(2)]
+
+
+def test_a_failed_restart_is_tried_again_after_a_growing_delay() -> None:
+    host = running()
+    host.exits("a1")
+    assert host.waits() == [StartRank(1)]
+    for delay_s in (1.0, 2.0, 4.0, 8.0, 10.0, 10.0):
+        (warning,) = host(NotStarted(1, "no memory"))
+        assert isinstance(warning, Warn)
+        before_s = host.now_s
+        assert host.waits() == [StartRank(1)]
+        assert host.now_s - before_s == delay_s + agent_lifecycle._ENTER_TIMEOUT_S
+
+
+def test_failed_starts_give_up_after_their_budget_when_no_rank_is_left() -> None:
+    host = running(num_ranks=1)
+    host.exits("a0")
+    failed: list[AgentInstruction] = []
+    num_tried = 0
+    while not any(isinstance(instruction, Exit) for instruction in failed):
+        assert host.waits() == [StartRank(0)]
+        failed = host(NotStarted(0, "no memory"))
+        num_tried += 1
+    assert num_tried == 13
+    assert failed == [Fail(1, "rank 0 cannot be started: no memory"), StopHelpers(), Exit(1)]
+
+
+def test_no_rank_starts_once_the_job_has_finished() -> None:
+    host = Host(2)
+    host.connect()
+    host(Finished())
+    assert host.start("a0") == []
+    host = running()
+    host.exits("a1")
+    assert NotifyFinished() in host(MemberLeft("a0", finished=True))
+    assert host.agent.deadline_s is None
+    assert host.exits("a0", 0) == ENDED
+
+
+def test_the_end_of_the_job_is_notified_once_and_not_if_another_agent_notified_it() -> None:
+    host = running()
+    assert NotifyFinished() in host(MemberLeft("a0", finished=True))
+    assert NotifyFinished() not in host(MemberLeft("a1", finished=True))
+    host = running("b0")
+    assert NotifyFinished() not in host(Finished())
+    assert NotifyFinished() not in host(MemberLeft("a1", finished=True))
+
+
+# -- start time-outs
+
+
+def test_ranks_that_start_are_waited_for_until_the_start_expires() -> None:
+    host = Host(2)
+    host.connect()
+    host.start("a0", "a1")
+    assert host.asks("a0") == []
+    assert host.agent.timers() == {"start": host.now_s + agent_lifecycle._START_TIMEOUT_S}
+    assert host.waits() == [RequestQuorum()]
+    assert host.agent.deadline_s is None
+
+
+def test_the_start_does_not_expire_once_all_have_asked() -> None:
+    assert running().agent.deadline_s is None
+
+
+# -- LIFE-3: restarts
+
+
+def test_a_restart_waits_until_a_survivor_has_entered() -> None:
+    host = running()
+    host.exits("a1")
+    assert host.agent.timers() == {"restart 1": host.now_s + agent_lifecycle._ENTER_TIMEOUT_S}
+    host(RankEntered())
+    assert host.agent.timers() == {"restart 1": host.now_s}
+    assert host.waits() == [StartRank(1)]
+
+
+def test_a_restart_does_not_wait_for_long_when_no_survivor_enters() -> None:
+    host = running()
+    host.exits("a1")
+    host.now_s += agent_lifecycle._ENTER_TIMEOUT_S
+    assert host(TimePassed()) == [StartRank(1)]
+
+
+def test_a_survivor_of_the_generation_before_has_not_entered_the_next() -> None:
+    host = running()
+    host(RankEntered())
+    assert isinstance(host.exits("a1")[0], Abort)
+    assert host.agent.timers() == {"restart 1": host.now_s + agent_lifecycle._ENTER_TIMEOUT_S}
+
+
+# -- LIFE-4: members that must exit
+
+
+def test_a_dismissed_member_is_killed_when_it_does_not_exit() -> None:
+    host = Host(2)
+    host.connect()
+    host.start("a0", "a1")
+    host.asks("a0")
+    assert host(Finished()) == [
+        RetireMembers(("a0", "a1"), "the job has finished"),
+        KillRanks(("a1",)),  # it never asked
+    ]
+    assert host.agent.is_retired("a0")
+    assert host.agent.timers()["exit a0"] == host.now_s + agent_lifecycle._RETIRE_TIMEOUT_S
+    assert host(Finished()) == []
+    assert host.exits("a1") == []
+    assert host.waits() == [KillRanks(("a0",))]
+    assert host.exits("a0") == ENDED
+
+
+def test_a_dismissed_member_that_exits_is_not_killed() -> None:
+    host = Host(1)
+    host.connect()
+    host.start("a0")
+    host.asks("a0")
+    host(Finished())
+    assert host.exits("a0", 0) == ENDED
+    assert host.agent.deadline_s is None
+
+
+def test_a_member_whose_script_raised_is_killed_when_it_does_not_exit() -> None:
+    host = running()
+    host(Committed("a1", Attempt(1, 1)))
+    host(ScriptRaised("a1"))
+    assert host.agent.timers() == {"exit a1": host.now_s + agent_lifecycle._EXIT_TIMEOUT_S}
+    assert host.waits() == [KillRanks(("a1",))]
+    host.exits("a1", raised=True)
+    assert host.waits() == [StartRank(1)]
+
+
+# -- LIFE-5: signals
+
+
+def test_the_first_sigterm_drains_while_other_agents_go_on() -> None:
+    host = running("b0")
+    assert host.gets(signal.SIGTERM) == [SignalRanks(("a0", "a1"), signal.SIGTERM, drains=True)]
+    host(MemberLeft("a0", finished=False, in_order=True))
+    assert host.exits("a0", 0, draining=True) == []
+    host(MemberLeft("a1", finished=False, in_order=True))
+    assert host.exits("a1", 0, draining=True)[-2:] == [StopHelpers(), Exit(128 + signal.SIGTERM)]
+
+
+def test_a_draining_agent_starts_no_rank_and_ends_one_whose_fork_is_under_way() -> None:
+    host = running("b0")
+    host.exits("a0")
+    host.exits("a1")
+    assert StartRank(0) in host.waits()
+    host.gets(signal.SIGTERM)
+    assert host(Started("a0'", 0)) == [SignalRanks(("a0'",), signal.SIGTERM, drains=False)]
+    assert host.exits("a0'", -signal.SIGTERM)[-1] == Exit(128 + signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_ranks_when_no_other_agent_goes_on(number: int) -> None:
+    host = running()
+    assert host.gets(number) == [StopHelpers(), SignalRanks(("a0", "a1"), number, drains=False)]
+    assert host.exits("a0") == []
+    assert host.exits("a1") == [StopHelpers(), Exit(128 + number)]
+
+
+def test_sigint_and_a_second_sigterm_end_the_ranks_and_notify_the_others() -> None:
+    host = running("b0")
+    assert host.gets(signal.SIGINT)[0] == NotifyOver(1, "agent a is ended by SIGINT")
+    host = running("b0")
+    host.gets(signal.SIGTERM)
+    assert host.gets(signal.SIGTERM) == [
+        NotifyOver(1, "agent a is ended by SIGTERM"),
+        StopHelpers(),
+        SignalRanks(("a0", "a1"), signal.SIGTERM, drains=False),
+    ]
+
+
+def test_the_agent_exits_when_the_grace_period_of_the_first_signal_ends() -> None:
+    host = running("b0")
+    began_s = host.now_s
+    host.gets(signal.SIGTERM)
+    host.now_s += 0.7
+    host.gets(signal.SIGINT)
+    assert host.waits()[-1] == Exit(128 + signal.SIGINT)
+    assert host.now_s == began_s + 1.0
+
+
+def test_a_signal_before_the_first_start_ends_the_agent_at_once() -> None:
+    assert Host().gets(signal.SIGTERM)[-1] == Exit(128 + signal.SIGTERM)
+
+
+# -- LIFE-6: fencing
+
+
+def test_a_fenced_agent_kills_its_ranks_and_rejoins_once_all_have_exited() -> None:
+    host = running("b0")
+    assert host(LeaseExpired()) == [Fence(("a0", "a1"))]
+    assert host(LeaseExpired()) == []
+    assert host.exits("a0") == []
+    assert host.exits("a1") == [Rejoin("a.2")]
+    assert host.agent.agent == "a.2"
+    assert host.connect() == [StartRank(0)]
+    assert host.start("a0'") == [StartRank(1)]
+    assert host.asks("a0'") == []  # it waits for those that start
+    host.start("a1'")
+    assert host.asks("a1'") == [RequestQuorum()]
+    assert host.agent.state.report().dead_agents == ("a",)
+    assert host.agent.state.report().agent == "a.2"
+
+
+def test_a_fenced_agent_decides_nothing_about_its_ranks() -> None:
+    host = running("b0")
+    host(LeaseExpired())
+    record = host.agent.state.record
+    assert host.asks("a0") == []
+    assert host(QuorumAnswered(record_of("a0", "a1", "b0", generation=2))) == []
+    assert host(HostLost("b")) == []
+    assert host(Finished()) == []
+    assert host.agent.state.record is record
+    assert host.agent.last_report() is None
+    assert host.agent.deadline_s is None
+
+
+def test_a_fork_under_way_is_waited_for_and_its_rank_killed_before_the_rejoin() -> None:
+    host = running("b0")
+    host.exits("a0")
+    host.exits("a1")
+    assert StartRank(0) in host.waits()
+    assert host(LeaseExpired()) == [Fence(())]
+    assert host(Started("a0'", 0)) == [KillRanks(("a0'",))]
+    assert host.exits("a0'") == [Rejoin("a.2")]
+    host = running("b0", num_ranks=1)
+    host.exits("a0")
+    host.waits()
+    host(LeaseExpired())
+    assert host(NotStarted(0, "no memory")) == [Rejoin("a.2")]
+
+
+def test_a_failed_start_after_a_rejoin_is_tried_again() -> None:
+    host = running("b0", num_ranks=1)
+    host(LeaseExpired())
+    host.exits("a0")
+    assert host.connect() == [StartRank(0)]
+    (warning,) = host(NotStarted(0, "no memory"))
+    assert isinstance(warning, Warn)
+    assert host.waits() == [StartRank(0)]
+
+
+def test_a_signal_while_the_agent_is_fenced_or_rejoins_ends_it() -> None:
+    host = running("b0", num_ranks=1)
+    host(LeaseExpired())
+    assert host.gets(signal.SIGTERM) == [StopHelpers(), SignalRanks(("a0",), signal.SIGTERM, drains=False)]
+    assert host.exits("a0") == [StopHelpers(), Exit(128 + signal.SIGTERM)]
+    host = running("b0", num_ranks=1)
+    host(LeaseExpired())
+    host.exits("a0")
+    assert host.gets(signal.SIGINT)[-1] == Exit(128 + signal.SIGINT)
+
+
+def test_a_coordinator_that_stays_away_fails_the_job() -> None:
+    host = running("b0", num_ranks=1)
+    host(LeaseExpired())
+    host.exits("a0")
+    assert host(CoordinatorTimedOut("away")) == [Fail(1, "away"), StopHelpers(), Exit(1)]
+    assert host.connect() == []
+
+
+def test_a_coordinator_that_has_restarted_is_named_in_reports() -> None:
+    host = running("b0")
+    assert host(CoordinatorReturned("c2")) == []
+    assert host.agent.state.report().coordinator == "c2"
+
+
+# -- LIFE-7: the exit code
+
+
+def leaves(host: Host) -> list[AgentInstruction]:
+    host(MemberLeft("a0", finished=False, by_script=True, num_steps=9))
+    return host.exits("a0", 0, draining=True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (lambda host: host.exits("a0", 0), 0),
+        (leaves, 0),
+        (lambda host: host.exits("a0", 3), 3),
+        (lambda host: host.exits("a0", -signal.SIGSEGV), 128 + signal.SIGSEGV),
+        (lambda host: host.exits("a0", 0, draining=True), 1),  # a signal to the rank was among it
+        (lambda host: host(InternalError("bug")), 1),
+        (lambda host: host.asks("a0", layout=ParallelLayout(tp=2)), 2),
+        (lambda host: host(QuorumAnswered(Undecided("why", refused=(("a", "protocol 1"),)))), 2),
+    ],
+)
+def test_the_exit_code_follows_from_how_the_ranks_ended(
+    ends: Callable[[Host], list[AgentInstruction]], code: int
+) -> None:
+    host = running(num_ranks=1)
+    done = ends(host)
+    assert done[-1] == Exit(code)
+    assert sum(isinstance(instruction, Exit) for instruction in done) == 1
+    assert any(isinstance(instruction, Fail) for instruction in done) == (code != 0)
+    assert host.exits("a0") == []
+    assert host.gets(signal.SIGTERM) == []
+    assert host.agent.deadline_s is None
+
+
+def test_after_a_signal_its_code_counts() -> None:
+    host = running("b0", num_ranks=1)
+    host.gets(signal.SIGTERM)
+    done = host.exits("a0", 3, draining=True)
+    assert isinstance(done[0], Fail)
+    assert done[-1] == Exit(128 + signal.SIGTERM)
+
+
+def test_one_that_leaves_by_its_script_ends_the_job_in_so_many_words() -> None:
+    host = running(num_ranks=1)
+    assert leaves(host) == [End("all ranks have left: 0 of 9 steps are committed"), *ENDED]
+
+
+def test_a_layout_that_the_only_agent_can_never_fill_fails_the_job() -> None:
+    host = Host(1, max_agents=1)
+    host.connect()
+    host.start("a0")
+    fail, *rest = host.asks("a0", layout=ParallelLayout(tp=2))
+    assert isinstance(fail, Fail)
+    assert "needs 2 ranks" in fail.reason
+    assert rest == [StopHelpers(), Exit(2)]
+
+
+def test_what_a_rank_committed_before_the_exit_is_in_the_last_report() -> None:
+    host = running("b0", num_ranks=1)
+    host(InternalError("bug"))
+    assert host(Committed("a0", Attempt(3, 1))) == []
+    report = host.agent.last_report()
+    assert report is not None
+    assert report.newest_commit == Attempt(3, 1)
+    assert report.exited == ("a0",)

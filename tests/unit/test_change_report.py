@@ -1,0 +1,124 @@
+"""What is told of a generation change, from the events of one agent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticgang.observe.change_report import PHASES, ChangeReporter, format_change
+from elasticgang.protocol.commit import Attempt
+from tests.unit.test_agent_state import record_of
+
+
+def enter(changes: ChangeReporter, member: str, generation: int, began: float) -> None:
+    names = ("began", "aborted", "agreed", "resolved", "configured")
+    changes.entered(member, generation, {name: began + 0.01 * step for step, name in enumerate(names)})
+
+
+def started() -> ChangeReporter:
+    """Three ranks in generation 1, which has committed."""
+    changes = ChangeReporter()
+    assert list(changes.agreed(record_of(["a0", "a1", "a2"]), "a")) == []
+    for member in ("a0", "a1", "a2"):
+        enter(changes, member, 1, 1.0)
+    told = [change for member in ("a0", "a1", "a2") for change in changes.committed(member, Attempt(1, 1), 2.0)]
+    assert [change["cause"] for change in told] == ["the job starts"]
+    return changes
+
+
+def test_a_death_is_told_with_its_cause_and_its_phases() -> None:
+    changes = started()
+    changes.caused("rank 1 lost a peer", 10.01)
+    changes.caused("rank 2 was killed by SIGKILL", 10.02, is_root=True)
+    changes.caused("rank 0 exited with code 1", 10.03, is_root=True)
+    changes.requested("a0", Attempt(2, 1))
+    changes.requested("a1", None)
+    assert list(changes.agreed(record_of(["a0", "a1"], 2, committed=Attempt(2, 1), rolled_forward=True), "a")) == []
+    enter(changes, "a0", 2, 10.03)
+    enter(changes, "a1", 2, 10.05)
+    assert list(changes.committed("a0", Attempt(3, 2), 10.2)) == []
+    (change,) = changes.committed("a1", Attempt(3, 2), 10.3)
+    assert change["cause"] == "rank 2 was killed by SIGKILL"
+    assert (change["left"], change["joined"], change["moved"]) == (["a2"], [], [])
+    assert change["in_doubt"] == [{"step": 2, "generation": 1, "outcome": "rolled forward"}]
+    # From the first sign, at 10.01; the slower rank, a1, ends each phase.
+    expected = {
+        "detect": 40.0,
+        "abort": 10.0,
+        "quorum": 10.0,
+        "resolve": 10.0,
+        "configure": 10.0,
+        "first_commit": 110.0,
+    }
+    assert change["phases_ms"] == {**expected, "heal": None}
+    assert tuple(change["phases_ms"]) == PHASES
+    assert format_change(change, {"active": 2, "learner": 0}) == (
+        "generation 2 (rank 2 was killed by SIGKILL): 2 active; 1 left; step 2 in doubt was rolled forward; "
+        "190 ms (detect 40, abort 10, quorum 10, resolve 10, configure 10, first_commit 110)"
+    )
+
+
+def test_a_newcomer_that_heals_is_no_late_survivor() -> None:
+    changes = started()
+    changes.caused("a rank waits to join", 10.0)
+    assert list(changes.agreed(record_of(["a0", "a1", "a2", "a3"], 2), "a")) == []
+    told: list[dict[str, Any]] = []
+    for member in ("a0", "a1", "a2"):  # what a3 says may come last
+        enter(changes, member, 2, 10.02)
+        told += changes.committed(member, Attempt(2, 2), 11.0)
+    assert told == []
+    enter(changes, "a3", 2, 9.0)  # it has asked since then
+    changes.healed("a3", 2, 10.5)
+    told += changes.committed("a3", Attempt(2, 2), 11.0)
+    assert [change["joined"] for change in told] == [["a3"]]
+    assert told[0]["phases_ms"]["detect"] == 20.0
+    assert told[0]["phases_ms"]["heal"] == 440.0
+
+
+def test_a_spare_that_takes_a_seat_has_moved() -> None:
+    changes = ChangeReporter()
+    list(changes.agreed(record_of(["a0", "a1"], spares=["a2"]), "a"))
+    (_,) = changes.agreed(record_of(["a0", "a2"], 2), "a")
+    (change,) = changes.ended()
+    assert change["moved"] == [{"member": "a2", "from": None, "to": {"pp": 0, "sdp": 0, "tp": 0}}]
+    assert change["left"] == ["a1"]
+
+
+def test_a_change_that_the_next_one_overtakes_is_told_as_far_as_it_came() -> None:
+    changes = started()
+    changes.requested("a0", Attempt(2, 1))
+    list(changes.agreed(record_of(["a0", "a1"], 2, committed=Attempt(1, 1)), "a"))
+    enter(changes, "a0", 2, 10.0)
+    (change,) = changes.agreed(record_of(["a0"], 3, committed=Attempt(1, 1)), "a")
+    assert change["cause"] == "a change elsewhere"
+    assert change["in_doubt"] == [{"step": 2, "generation": 1, "outcome": "dropped"}]
+    assert change["phases_ms"]["first_commit"] is None
+    (last,) = changes.ended()
+    assert last["in_doubt"] == []
+    assert set(last["phases_ms"].values()) == {None}
+    assert list(changes.ended()) == []
+
+
+def test_what_is_told_of_another_generation_counts_for_none() -> None:
+    changes = started()
+    list(changes.agreed(record_of(["a0"], 2), "a"))
+    enter(changes, "a0", 1, 10.0)
+    changes.healed("a0", 2, 10.0)
+    assert list(changes.committed("a0", Attempt(2, 1), 10.0)) == []
+    (change,) = changes.ended()
+    none: dict[str, Any] = dict.fromkeys(PHASES)
+    assert change["phases_ms"] == none
+
+
+def test_an_agent_that_is_lost_is_the_root_of_what_its_peers_see() -> None:
+    changes = started()
+    changes.caused("rank 1 lost a peer", 10.01)
+    changes.agent_lost("b", 10.02)  # it has no seats
+    changes.agent_lost("a", 10.03)
+    list(changes.agreed(record_of(["a0"], 2), "a"))
+    (change,) = changes.ended()
+    assert change["cause"] == "agent a is lost"
+    changes.caused("agent a is ended by SIGTERM", 11.0)
+    changes.agent_lost("a", 11.01)
+    list(changes.agreed(record_of(["a0"], 3), "a"))
+    (change,) = changes.ended()
+    assert change["cause"] == "agent a is ended by SIGTERM"

@@ -1,0 +1,58 @@
+"""Positions to passes, and slots to parts: pure arithmetic, checked against the slow way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticgang.train.partition import PassRange, pass_ranges, slots_of
+
+
+@given(num_slots=st.integers(0, 200), count=st.integers(1, 50))
+def test_the_parts_are_all_slots_in_order_once_and_as_even_as_can_be(num_slots: int, count: int) -> None:
+    parts = [slots_of(num_slots, index, count) for index in range(count)]
+    assert [slot for part in parts for slot in part] == list(range(num_slots))
+    assert {len(part) for part in parts} <= {num_slots // count, -(-num_slots // count)}
+
+
+@given(runs=st.integers(0, 40), num_groups=st.integers(1, 10), alike=st.integers(1, 5))
+def test_parts_that_are_to_be_alike_are_of_one_size(runs: int, num_groups: int, alike: int) -> None:
+    parts = [slots_of(runs * alike, index, num_groups * alike, alike) for index in range(num_groups * alike)]
+    assert [slot for part in parts for slot in part] == list(range(runs * alike))
+    for group in range(num_groups):
+        assert len({len(part) for part in parts[group * alike : (group + 1) * alike]}) == 1
+    assert {len(part) for part in parts} <= {runs // num_groups, -(-runs // num_groups)}
+
+
+@pytest.mark.parametrize(("num_slots", "count"), [(7, 4), (8, 3)])
+def test_what_cannot_be_divided_alike_is_refused(num_slots: int, count: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_slots} slots in {count} parts cannot be divided so that each 2 parts"):
+        slots_of(num_slots, 0, count, 2)
+
+
+@pytest.mark.parametrize(("index", "count"), [(-1, 4), (4, 4), (5, 4), (0, 0)])
+def test_an_index_outside_is_refused_with_both_numbers(index: int, count: int) -> None:
+    with pytest.raises(ValueError, match=rf"less than `count` \({count}\), but is {index} instead"):
+        slots_of(8, index, count)
+
+
+@given(first=st.integers(0, 500), num=st.integers(0, 100), num_samples=st.integers(1, 60))
+def test_runs_name_each_position_once_in_order(first: int, num: int, num_samples: int) -> None:
+    runs = pass_ranges(first, num, num_samples)
+    places = [(run.pass_index, place) for run in runs for place in range(run.start, run.stop)]
+    assert places == [divmod(position, num_samples) for position in range(first, first + num)]
+    assert all(0 <= run.start < run.stop <= num_samples for run in runs)
+    assert len({run.pass_index for run in runs}) == len(runs)
+
+
+def test_a_batch_over_the_end_holds_the_tail_of_one_pass_and_the_head_of_the_next() -> None:
+    assert pass_ranges(8, 4, 10) == [PassRange(0, 8, 10), PassRange(1, 0, 2)]
+
+
+def test_a_batch_over_many_passes_holds_them_whole() -> None:
+    assert pass_ranges(2, 8, 3) == [PassRange(0, 2, 3), PassRange(1, 0, 3), PassRange(2, 0, 3), PassRange(3, 0, 1)]
+
+
+def test_positions_far_along_are_exact() -> None:
+    assert pass_ranges(10**18, 2, 10**9 + 7) == [PassRange(*divmod(10**18, 10**9 + 7), 10**18 % (10**9 + 7) + 2)]

@@ -1,0 +1,90 @@
+"""Each broken promise is seen in what members and agents wrote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from run_log import RunLog
+from soaking.checks import failed_checks
+
+EXPECTED = [[0, 1], [2, 3]]
+REFERENCE = {0: 1.0, 1: 2.0}
+GENERATIONS: list[dict[str, Any]] = [
+    {"generation": 1, "digest": "a"},
+    {"generation": 2, "digest": "b"},
+    {"generation": 2, "digest": "b"},
+]
+CHANGES: list[dict[str, Any]] = [{"generation": 1, "parent": ""}, {"generation": 2, "parent": "a"}]
+
+
+def run_log_of(
+    *, samples: dict[tuple[int, int], list[int]] | None = None, digests: tuple[str, ...] = ("d", "d")
+) -> RunLog:
+    """Two steps of two members, which commit in generation 1 what `samples` says."""
+    written = RunLog()
+    for (step, generation), taken in (samples or {(0, 1): [0, 1], (1, 1): [2, 3]}).items():
+        share = {"step": step, "generation": generation, "t": 1.0}
+        loss = float(step + 1) * len(taken)
+        written.add_history(
+            "m", {"kind": "prepared", **share, "loss_sum": loss, "tokens": len(taken), "active": 1, "samples": taken}
+        )
+        written.add_history("m", {"kind": "committed", **share})
+    for digest in digests:
+        written.add_history("m", {"kind": "finished", "t": 2.0, "digest": digest})
+    return written
+
+
+def faults(written: RunLog, **changed: Any) -> list[str]:
+    given = {"generations": GENERATIONS, "changes": CHANGES, "expected": EXPECTED, "reference": REFERENCE, **changed}
+    return failed_checks(written, **given)
+
+
+def test_a_good_run_has_none() -> None:
+    assert faults(run_log_of()) == []
+
+
+def test_two_records_of_a_generation() -> None:
+    (told,) = faults(run_log_of(), generations=[*GENERATIONS, {"generation": 2, "digest": "c"}])
+    assert told == "RULE-2: generation 2 has 2 records"
+
+
+def test_a_record_that_skips_its_parent() -> None:
+    generations = [*GENERATIONS, {"generation": 3, "digest": "c"}]
+    (told,) = faults(run_log_of(), generations=generations, changes=[*CHANGES, {"generation": 3, "parent": "a"}])
+    assert told == "RULE-2: generation 3 builds on generation 1"
+
+
+def test_a_step_in_two_attempts() -> None:
+    told = faults(run_log_of(samples={(0, 1): [0, 1], (1, 1): [2, 3], (1, 2): [2, 3]}))
+    assert told[0] == "RULE-4: steps [1] were committed in two different attempts"
+
+
+def test_a_step_that_nobody_committed() -> None:
+    told = faults(run_log_of(samples={(0, 1): [0, 1]}))
+    assert told[0] == "RULE-4: 1 steps were never committed, the first is 1"
+
+
+def test_samples_lost_and_taken_twice() -> None:
+    (told,) = faults(run_log_of(samples={(0, 1): [0, 1], (1, 1): [2, 2]}))
+    assert told == "RULE-5: 1 samples were lost and 1 seen twice"
+
+
+def test_members_that_end_apart() -> None:
+    (told,) = faults(run_log_of(digests=("d", "e")))
+    assert told == "the members ended with 2 different sets of parameters"
+
+
+def test_nobody_that_finished() -> None:
+    assert faults(run_log_of(digests=())) == ["no member finished"]
+
+
+def test_a_loss_that_leaves_the_undisturbed_one() -> None:
+    (told,) = faults(run_log_of(), reference={0: 1.0, 1: 2.1})
+    assert told == "the loss of step 1 is 0.1 from the undisturbed run's"
+
+
+def test_a_long_run_is_compared_by_the_means_of_windows() -> None:
+    samples = {(step, 1): [0, 1] for step in range(1100)}
+    reference = {step: float(step + 1) * (1.0 if step < 1000 else 1.02) for step in range(1100)}
+    (told,) = faults(run_log_of(samples=samples), expected=[[0, 1]] * 1100, reference=reference)
+    assert told == "the mean loss from step 1000 on is 1050.5000, the undisturbed run's 1071.5100"

@@ -1,0 +1,52 @@
+"""The waits for a comm process that is being started: each has an end."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import cast
+
+import pytest
+
+from elasticgang.comm import standby_pool as supply_module
+from elasticgang.comm.comm_process import CommProcess
+from elasticgang.comm.standby_pool import StandbyPool
+from elasticgang.errors import CollectiveTimeoutError
+
+
+class Started:
+    """A comm process that has come up."""
+
+    ended = has_died = False
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def starting() -> Future[CommProcess]:
+    """One that is being started, and cannot be called off any more."""
+    future: Future[CommProcess] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def test_one_that_does_not_come_up_in_time_is_waited_for_no_longer() -> None:
+    coming = starting()
+    pool = StandbyPool(lambda: coming)
+    with pytest.raises(CollectiveTimeoutError, match=r"timed out after 0.05 seconds"):
+        pool.take(0.05)
+    comm = cast(CommProcess, Started())
+    coming.set_result(comm)
+    assert pool.take(0.05) is comm
+
+
+@pytest.mark.timeout(30)
+def test_one_that_comes_up_after_the_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply_module, "_CLOSE_TIMEOUT_S", 0.05, raising=False)
+    coming = starting()
+    StandbyPool(lambda: coming).close()
+    late = Started()
+    coming.set_result(cast(CommProcess, late))
+    assert late.is_closed

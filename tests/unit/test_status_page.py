@@ -1,0 +1,124 @@
+"""What is stamped on one mapping of a page is read on another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from elasticgang.agent.hang_monitor import read_status
+from elasticgang.process.status_page import CommBlock, GroupStamps, StatusPage, ThreadState, key_of
+from elasticgang.protocol.hang_detector import Comm, Reached, Reading
+
+
+@pytest.fixture
+def page() -> Iterator[StatusPage]:
+    fd = StatusPage.create()
+    yield StatusPage(fd)
+    os.close(fd)
+
+
+@pytest.fixture
+def agents(page: StatusPage) -> StatusPage:
+    assert page.fd is not None
+    return StatusPage(page.fd)
+
+
+def take(page: StatusPage) -> CommBlock:
+    return cast(CommBlock, page.take_block())
+
+
+def test_a_new_page_says_that_the_rank_starts(agents: StatusPage) -> None:
+    assert read_status("a", agents) == Reading("a", 0, 0, 0, 0, takes_part=False)
+
+
+def test_what_a_rank_and_its_comm_process_have_stamped_is_read_as_one(page: StatusPage, agents: StatusPage) -> None:
+    block = take(page)
+    theirs = agents.block(block.index)
+    theirs.start()
+    block.configure(["dp", "control"])
+    theirs.set_groups(["dp", "control"])
+    page.use(block)
+    page.set_thread_state(ThreadState.USER_CODE)
+    page.entered(3)
+    page.step_done()
+    page.pulse()
+    block.submitted("dp", False)
+    block.submitted("control", False)
+    block.submitted("control", True)
+    theirs.beat()
+    theirs.completed("dp", False)
+    groups = {key_of("dp"): Reached(1, 1), key_of("control"): Reached(1, 0, 1, 0)}
+    assert read_status("a", agents) == Reading("a", 3, page.beats, 1, 1, comm=Comm(os.getpid(), 1, groups))
+
+
+def test_a_rank_reads_how_many_could_follow_it(page: StatusPage, agents: StatusPage) -> None:
+    agents.set_successors(2)
+    assert page.successors == 2
+
+
+def test_a_committed_attempt_is_read_whole(page: StatusPage, agents: StatusPage) -> None:
+    assert agents.committed == (0, 0)
+    page.commit(3_000_000_000, 70_000)
+    assert agents.committed == (3_000_000_000, 70_000)
+
+
+def test_doing_is_put_back(page: StatusPage, agents: StatusPage) -> None:
+    page.set_thread_state(ThreadState.USER_CODE)
+    with page.in_thread_state(ThreadState.REQUESTING):
+        assert read_status("a", agents).is_requesting
+        with page.in_thread_state(ThreadState.USER_CODE):
+            assert not read_status("a", agents).is_waiting
+        assert read_status("a", agents).is_requesting
+    assert not read_status("a", agents).is_waiting
+
+
+def test_pauses_nest(page: StatusPage, agents: StatusPage) -> None:
+    with page.paused(), page.paused():
+        pass
+    with page.paused():
+        assert agents.is_paused
+    assert not agents.is_paused
+
+
+def test_a_group_that_comes_again_is_at_its_start(page: StatusPage, agents: StatusPage) -> None:
+    block = take(page)
+    block.configure(["dp"])
+    block.submitted("dp", False)
+    block.configure(["tp", "dp"])
+    assert agents.block(block.index).groups() == [
+        GroupStamps(key_of("tp"), 0, 0, 0, 0),
+        GroupStamps(key_of("dp"), 0, 0, 0, 0),
+    ]
+    block.clear()
+    assert agents.block(block.index).groups() == []
+    block.submitted("dp", False)  # by a thread that comes too late
+    assert agents.block(block.index).groups() == []
+
+
+def test_groups_beyond_the_room_are_not_seen_and_harm_nobody(page: StatusPage) -> None:
+    first, second = take(page), take(page)
+    names = [str(number) for number in range(100)]
+    first.configure(names)
+    first.add("more")
+    for name in [*names, "more"]:
+        first.submitted(name, False)
+    assert len(first.groups()) == 64
+    assert second.groups() == []
+    assert second.pid == 0
+
+
+def test_blocks_are_given_back(page: StatusPage) -> None:
+    blocks = []
+    while (block := page.take_block()) is not None:
+        blocks.append(block)
+    page.give_back(blocks[2])
+    assert take(page).index == blocks[2].index
+    page.use(blocks[1])
+    found = page.comm
+    assert found is not None
+    assert found.index == blocks[1].index
+    page.use(None)
+    assert page.comm is None
