@@ -93,7 +93,7 @@ class Agent:
         self._timer: asyncio.TimerHandle | None = None
         self._exit: asyncio.Future[int] | None = None
         self._stopping = threading.Event()
-        self._supervisor = ProcessSupervisor(job.env, self._stopping, self._spawn_task)
+        self._supervisor = ProcessSupervisor(job.env, job.preload, self._stopping, self._spawn_task)
         self._ranks = RankProcesses(self._supervisor, output, _AgentCallbacks(self))
         self._tasks: set[asyncio.Task[None]] = set()
         self._coordinator: EmbeddedCoordinator | None = None  # of the job's own
@@ -359,6 +359,7 @@ class Agent:
         return RankLaunch(
             agent=self._lifecycle.agent,
             local_rank=local_rank,
+            target=self._job.rank_target,
             args={
                 "command": self._job.command,
                 "agent_pid": os.getpid(),

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP
-
 
 class Output(Protocol):
     """Where the ranks' output goes."""
@@ -29,9 +27,13 @@ class Events(Protocol):
 class Job:
     """What to run. `coordinator`: "host:port", or None for one of the job's own. `command`: the child's arguments.
     `num_spares`: processes beside those of `num_ranks`, which wait for one of them to be lost. `max_agents`: 0 for any
-    number. `env`: of all processes that are started, `rank_env`: of the ranks alone."""
+    number. `env`: of all processes that are started, `rank_env`: of the ranks alone. `rank_target`: what a rank process
+    calls first, "module:function"; `preload`: the modules that the fork server imports before it forks one."""
 
     command: dict[str, Any]
+    rank_target: str
+    preload: tuple[str, ...]
+    process_group: str
     num_ranks: int
     job_id: str
     num_spares: int = 0
@@ -40,7 +42,6 @@ class Job:
     max_restarts: int = 3
     grace_period: float = 1.0
     collective_timeout: float = 60.0
-    process_group: str = DEFAULT_PROCESS_GROUP
     hang_timeout: float | None = None
     coordinator_timeout: float = 300.0
     min_agents: int = 1

@@ -14,7 +14,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -32,12 +32,17 @@ _NUM_TRIES = 3
 
 class ProcessSupervisor:
     """Of one agent; for its loop's thread, but for what is handed to `fork`. `stopping`: nothing is replaced any more.
-    `spawn_task`: as a task with which the agent fails."""
+    `spawn_task`: as a task with which the agent fails. `preload`: the modules that the fork server imports."""
 
     def __init__(
-        self, env: Mapping[str, str], stopping: threading.Event, spawn_task: Callable[[asyncio.Future[Any]], object]
+        self,
+        env: Mapping[str, str],
+        preload: Sequence[str],
+        stopping: threading.Event,
+        spawn_task: Callable[[asyncio.Future[Any]], object],
     ) -> None:
         self._env = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", **env}
+        self._preload = tuple(preload)
         self._stopping, self._spawn_task = stopping, spawn_task
         self._thread = ThreadPoolExecutor(1, "fork")
         self._own: set[int] = set()
@@ -136,6 +141,6 @@ class ProcessSupervisor:
     def _new_server(self) -> ForkServer:
         self._has_imported = False
         try:
-            return ForkServer(env=self._env)
+            return ForkServer(self._preload, env=self._env)
         except OSError as exc:
             raise OperationalError(f"the fork server could not be started: {exc}") from exc

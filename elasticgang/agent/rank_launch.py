@@ -32,10 +32,12 @@ class LaunchedRank(Spawned):
 
 @dataclass(frozen=True)
 class RankLaunch:
-    """Of the rank `local_rank` of `agent`. `args`, `env`: of the child, beyond the member; `lease`: a descriptor."""
+    """Of the rank `local_rank` of `agent`. `target`: what the child runs, "module:function"; `args`, `env`: of the
+    child, beyond the member; `lease`: a descriptor."""
 
     agent: str
     local_rank: int
+    target: str
     args: dict[str, Any]
     env: dict[str, str]
     lease: int
@@ -63,7 +65,7 @@ class RankLaunch:
             for descriptor in stdio:
                 given.callback(os.close, descriptor)
             spawned = server.spawn(
-                "elasticgang.member.rank_main:main",
+                self.target,
                 {**self.args, "member": member, "local_rank": self.local_rank},
                 fds=[theirs.fileno(), forks.fileno(), page, self.lease, stack_file],
                 stdio=stdio,

@@ -21,6 +21,20 @@ from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
 
 _LOOKUPS = "RES_OPTIONS"
+_RANK_TARGET = "elasticgang.member.rank_main:main"
+# What the processes of a host need, imported once by the fork server: ranks, comm processes, and a coordinator.
+_PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch._dynamo",  # the first optimizer step imports it: 2 s
+    "torchft.coordination",
+    "torchft.process_group",
+    "elasticgang.comm.worker",
+    "elasticgang.coordinator.server",
+    "elasticgang.train",
+    "elasticgang.member.rank_main",
+)
 
 
 def run_job(args: argparse.Namespace) -> int:
@@ -38,6 +52,8 @@ def run_job(args: argparse.Namespace) -> int:
     os.environ.setdefault(_LOOKUPS, "timeout:1 attempts:1")
     job = Job(
         command={"script": args.script, "args": args.args, "module": args.module},
+        rank_target=_RANK_TARGET,
+        preload=_PRELOAD,
         num_ranks=args.nproc_per_node,
         num_spares=args.spares,
         job_id=args.job_id or uuid.uuid4().hex[:12],

@@ -33,19 +33,6 @@ from typing import Any
 
 from elasticgang.errors import OperationalError
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel.distributed",
-    "torch._dynamo",  # the first optimizer step imports it: 2 s
-    "torchft.coordination",
-    "torchft.process_group",
-    "elasticgang.comm.worker",
-    "elasticgang.coordinator.server",
-    "elasticgang.train",
-    "elasticgang.member.rank_main",
-)
-
 # numpy's OpenBLAS would start its threads on import (FORK-1). torch's own threads start at the first parallel
 # operation.
 _SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
@@ -130,11 +117,9 @@ class ForkServerClient:
 class ForkServer(ForkServerClient):
     """The owner's side: starts the server, hands out connections to it, and ends it."""
 
-    def __init__(
-        self, preload: Sequence[str] = PRELOAD, *, env: dict[str, str] | None = None, new_session: bool = True
-    ) -> None:
-        """`new_session`: a Ctrl-C in the terminal is for the owner, who forwards it in order. Without it, what is
-        started here can join the process group of the owner."""
+    def __init__(self, preload: Sequence[str], *, env: dict[str, str] | None = None, new_session: bool = True) -> None:
+        """`preload`: the modules that the server imports before it forks. `new_session`: a Ctrl-C in the terminal is
+        for the owner, who forwards it in order. Without it, what is started here can join the owner's process group."""
         become_subreaper()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:

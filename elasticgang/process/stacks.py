@@ -35,7 +35,7 @@ _HEADER = re.compile(r"(Current thread|Thread) 0x")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _STARTERS = ("/threading.py", "/concurrent/futures/thread.py")  # of threads that run something else
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_CHILD = os.path.join(_PACKAGE, "launch", "rank_main.py")
+_FORK_SERVER = str(Path(__file__).resolve().with_name("forkserver.py"))
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,10 @@ def describe(threads: Iterable[Thread]) -> str:
 
 def _own_frames(thread: Thread) -> Thread:
     files = [frame.file for frame in thread]
-    if _CHILD in files:
-        frames = list(thread[: files.index(_CHILD)])
+    if _FORK_SERVER in files:  # a main thread: the fork server has called the runtime, and the runtime the script
+        frames = list(thread[: files.index(_FORK_SERVER)])
+        while frames and frames[-1].file.startswith(_PACKAGE):
+            frames.pop()
         while frames and "runpy" in frames[-1].file:
             frames.pop()
         return tuple(frames)

@@ -77,7 +77,7 @@ async def _twin(supervisor: ProcessSupervisor) -> dict[str, Any]:
         "job": "job",
         "collective_timeout": 1.0,
     }
-    launch = RankLaunch("agent", 0, args, {}, Lease.create().fd)
+    launch = RankLaunch("agent", 0, "elasticgang.member.rank_main:main", args, {}, Lease.create().fd)
     output = PrefixedOutput()
     tries = 0
 
@@ -108,7 +108,7 @@ CASES: dict[str, Callable[[ProcessSupervisor], Any]] = {
 
 
 async def main() -> None:
-    supervisor = ProcessSupervisor({}, threading.Event(), lambda _: None)
+    supervisor = ProcessSupervisor({}, (), threading.Event(), lambda _: None)
     supervisor.open()
     await supervisor.ready()
     try:
