@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed import ReduceOp
@@ -19,7 +19,9 @@ from elasticgang.collectives.torch_calls import Call, torch_operation
 from elasticgang.collectives.torch_methods import CollectiveMethods, TorchWork
 from elasticgang.comm.error_swallowing import MISUSE, Outcome, SwallowedWork
 from elasticgang.errors import GangError
-from elasticgang.gang import Gang, Gangs
+
+if TYPE_CHECKING:
+    from elasticgang.gang import Gang, Gangs
 
 
 class Manager(Protocol):

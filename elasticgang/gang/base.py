@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from elasticgang.collectives.collective import REDUCING, Collective, EndedWork, ReduceOperation, Work, start_mean
 from elasticgang.collectives.dtypes import reduced_dtype
 from elasticgang.collectives.memory_overlap import check_distinct, overlaps_itself
+from elasticgang.gang import composed
 from elasticgang.integers import integer
 
 
@@ -49,6 +50,10 @@ class Gang(ABC):
 
     description: str = ""
     """What the gang is for, in a word: the `group_desc` of its process group. Beyond fairseq2."""
+
+    is_fake: ClassVar[bool] = False
+    """Whether the other ranks are simulated. As torch's default group, a fake gang's gives way to any other. Beyond
+    fairseq2."""
 
     @property
     @abstractmethod
@@ -249,8 +254,6 @@ class Gang(ABC):
 
     def _start(self, collective: Collective) -> Work:
         """Start a collective that was checked."""
-        from elasticgang.gang import composed  # which needs what is defined here
-
         composed.perform(self, collective)
         return EndedWork()
 

@@ -7,13 +7,16 @@ COMPOSED-2  What the caller gave as an input is not changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from elasticgang.collectives.collective import Collective, ReduceOperation, writing
 from elasticgang.errors import NotSupportedError
-from elasticgang.gang.base import Gang
+
+if TYPE_CHECKING:
+    from elasticgang.gang.base import Gang
 
 
 def perform(gang: Gang, collective: Collective) -> None:

@@ -28,6 +28,8 @@ class FakeGang(CheckedGang):
     bring), tensors keep what they hold.
     """
 
+    is_fake = True
+
     def __init__(self, device: torch.device | str, *, rank: int = 0, size: int = 1) -> None:
         num_ranks, own = integer_from(1, size), integer_from(0, rank)
         if num_ranks is None:

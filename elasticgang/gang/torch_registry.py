@@ -100,9 +100,7 @@ def drop_fake_default() -> None:
 
 
 def _is_fake(pg: dist.ProcessGroup | None) -> bool:
-    from elasticgang.gang.fake import FakeGang  # which needs what is here
-
-    return isinstance(pg, GangProcessGroup) and isinstance(pg.gang, FakeGang)
+    return isinstance(pg, GangProcessGroup) and pg.gang.is_fake
 
 
 def _make_default(pg: dist.ProcessGroup | None) -> None:

@@ -1,0 +1,285 @@
+"""The rooms keep their arrows: who may import whom, read from the source; nothing is run.
+
+An import inside a function counts; one under `if TYPE_CHECKING` does not. `from elasticgang import x` counts as the
+module `elasticgang.x` if there is one; otherwise as the root package, which knows every room. A string that names a
+module of the package (a fork server's target, a preload list) counts as an import of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "elasticgang"
+
+ROOT = "elasticgang"
+
+# Every arrow there is, and no other. A room stands above all that it knows.
+KNOWS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "environment": (),
+    "integers": (),
+    "layout": ("errors", "integers"),
+    "protocol": ("errors", "layout"),
+    "process": ("errors",),
+    "collectives": ("errors", "integers"),
+    "comm": ("errors", "process", "collectives"),
+    "gang": ("errors", "environment", "integers", "layout", "collectives", "comm"),
+    "observe": ("errors", "protocol"),
+    "simulation": ("errors", "layout", "protocol"),
+    "state": ("errors", "protocol"),
+    "coordinator": ("errors", "process", "protocol"),
+    "agent": ("errors", "environment", "protocol", "process", "coordinator", "observe"),
+    "member": ("errors", "environment", "layout", "protocol", "process", "comm", "gang"),
+    "train": ("errors", "layout", "protocol", "collectives", "comm", "gang", "member", "state"),
+    "launch": ("errors", "comm", "agent", "coordinator", "member", "observe", "train"),
+}
+# What one room may take from another alone, where the arrow is no more than that.
+ONLY = {("gang", "comm"): ("elasticgang.comm.torch_backend",)}
+
+PURE_ROOMS = ("layout", "protocol")
+PURE_MODULES = (
+    "elasticgang.integers",
+    "elasticgang.observe.change_report",
+    "elasticgang.train.partition",
+)
+IMPURE = ("torch", "torchft", "socket", "threading", "time", "random", "asyncio", "os", "subprocess")
+
+
+def is_pure(module: str) -> bool:
+    return module in PURE_MODULES or room_of(module) in PURE_ROOMS
+
+
+def room_of(module: str) -> str:
+    """`elasticgang.comm.mesh` is in `comm`; the root package and its `__main__` are in none, and have its name."""
+    parts = module.split(".")
+    return ROOT if module in (ROOT, f"{ROOT}.__main__") else parts[1]
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def import_nodes(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.If) and is_type_checking(child.test):
+            yield from import_nodes(ast.Module(body=child.orelse, type_ignores=[]))
+        else:
+            yield from import_nodes(child)
+
+
+def imports(module: str, source: str, *, is_package: bool, known: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of each module that `source` imports."""
+    for node in import_nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+            continue
+        origin = node.module or ""
+        if node.level:
+            parts = module.split(".")
+            up = node.level - is_package
+            origin = ".".join([*parts[: len(parts) - up], *filter(None, [node.module])])
+        for alias in node.names:
+            submodule = f"{origin}.{alias.name}"
+            yield node.lineno, submodule if submodule in known else origin
+
+
+def named_modules(source: str, known: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of each module of `known` that a string of `source` names, whole or as "module:function"."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module = node.value.partition(":")[0]
+            if re.fullmatch(r"elasticgang(\.\w+)+", module) and module in known:
+                yield node.lineno, module
+
+
+def may_know(module: str, target: str) -> bool:
+    room, other = room_of(module), room_of(target)
+    if ROOT in (room, other) or room == other:
+        return room in (ROOT, other)
+    only = ONLY.get((room, other))
+    return other in KNOWS.get(room, ()) and (only is None or target in only)
+
+
+def violations(sources: Mapping[str, str], packages: frozenset[str] = frozenset()) -> list[str]:
+    """One line for each import that an arrow forbids. `packages` are those of `sources` that are an `__init__`."""
+    found = []
+    for module, source in sources.items():
+        for line, target in imports(module, source, is_package=module in packages, known=sources):
+            top = target.split(".")[0]
+            where = f"{module}:{line} imports {target}"
+            if top == ROOT:
+                if not may_know(module, target):
+                    found.append(f"{where}, but {room_of(module)} does not know {room_of(target)}")
+                elif is_pure(module) and not is_pure(target) and room_of(target) != "errors":
+                    found.append(f"{where}, which is not pure")
+            elif is_pure(module) and top in IMPURE:
+                found.append(f"{where}, but it is pure")
+        if room_of(module) == ROOT:
+            continue
+        for line, target in named_modules(source, sources):
+            if not may_know(module, target):
+                found.append(f"{module}:{line} names {target}, but {room_of(module)} does not know {room_of(target)}")
+    return found
+
+
+def read_package() -> tuple[dict[str, str], frozenset[str]]:
+    sources: dict[str, str] = {}
+    packages = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+            packages.add(".".join(parts))
+        sources[".".join(parts)] = path.read_text(encoding="utf-8")
+    return sources, frozenset(packages)
+
+
+def test_the_package_keeps_its_arrows() -> None:
+    assert violations(*read_package()) == []
+
+
+def test_no_circle_between_rooms() -> None:
+    try:
+        TopologicalSorter(KNOWS).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of rooms: {error.args[1]}")
+
+
+def test_no_circle_between_modules() -> None:
+    """Nor inside of a room."""
+    sources, packages = read_package()
+    graph = {
+        module: {
+            target
+            for _, target in imports(module, source, is_package=module in packages, known=sources)
+            if target in sources and target != module and module not in packages
+        }
+        for module, source in sources.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of modules: {' -> '.join(error.args[1])}")
+
+
+def test_every_arrow_is_used() -> None:
+    """An arrow that nobody needs would let somebody take it."""
+    sources, packages = read_package()
+    used = {
+        (room_of(module), room_of(target))
+        for module, source in sources.items()
+        for _, target in (
+            *imports(module, source, is_package=module in packages, known=sources),
+            *named_modules(source, sources),
+        )
+        if target in sources
+    }
+    assert [(room, other) for room, others in KNOWS.items() for other in others if (room, other) not in used] == []
+
+
+def test_the_readme_lists_the_rooms_so_that_arrows_point_down() -> None:
+    section = (PACKAGE.parent / "README.md").read_text().split("## Layout of the code")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
+    listed = [room for row in rows for room in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(KNOWS)
+    place = {room: index for index, room in enumerate(listed)}
+    assert [(room, other) for room, others in KNOWS.items() for other in others if place[room] > place[other]] == []
+
+
+def test_the_rules_name_what_exists() -> None:
+    """A rule for a module that was renamed away would hold for ever."""
+    sources, _ = read_package()
+    assert {*PURE_MODULES, *(target for targets in ONLY.values() for target in targets)} <= set(sources)
+    assert {room_of(module) for module in sources} - {ROOT} == set(KNOWS)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("elasticgang.layout.grid", "import torch", "it is pure"),
+        ("elasticgang.layout.grid", "import os.path", "it is pure"),
+        ("elasticgang.protocol.next_record", "from time import monotonic", "it is pure"),
+        ("elasticgang.protocol.commit", "def f():\n    import random", "it is pure"),
+        ("elasticgang.train.partition", "from torch.distributed import ReduceOp", "it is pure"),
+        ("elasticgang.train.partition", "from elasticgang.train import ddp", "not pure"),
+        ("elasticgang.train.partition", "from . import ddp", "not pure"),
+        (
+            "elasticgang.protocol.next_record",
+            "from elasticgang.process import framing",
+            "protocol does not know process",
+        ),
+        ("elasticgang.layout.grid", "from elasticgang.protocol.commit import Attempt", "layout does not know protocol"),
+        ("elasticgang.layout", "from ..gang import base", "layout does not know gang"),
+        ("elasticgang.comm.mesh", "from elasticgang.protocol import commit", "comm does not know protocol"),
+        ("elasticgang.comm.mesh", "from ..state import heal", "comm does not know state"),
+        ("elasticgang.comm.mesh", "from elasticgang.gang import base", "comm does not know gang"),
+        ("elasticgang.gang.base", "from elasticgang.comm.worker import CALLS", "gang does not know comm"),
+        ("elasticgang.gang.base", "import elasticgang.train.loop", "gang does not know train"),
+        ("elasticgang.agent.agent", "from elasticgang import launch", "agent does not know launch"),
+        ("elasticgang.agent.agent", "from elasticgang.member import drain", "agent does not know member"),
+        ("elasticgang.member.manager", "from elasticgang.agent import job", "member does not know agent"),
+        ("elasticgang.simulation.rank", "import elasticgang.member.manager", "simulation does not know member"),
+        ("elasticgang.process.forkserver", "X = 'elasticgang.agent.agent:main'", "process does not know agent"),
+        ("elasticgang.agent.rank_launch", "X = 'elasticgang.member.drain'", "agent does not know member"),
+        ("elasticgang.train.loop", "if True:\n    import elasticgang.launch.cli", "train does not know launch"),
+        ("elasticgang.comm.mesh", "import elasticgang as eg", "comm does not know elasticgang"),
+        ("elasticgang.comm.mesh", "if TYPE_CHECKING:\n    pass\nelse:\n    import elasticgang.train", "not know train"),
+    ],
+)
+def test_a_forbidden_import_is_found(module: str, source: str, complaint: str) -> None:
+    others = (
+        "elasticgang.process.framing",
+        "elasticgang.protocol.commit",
+        "elasticgang.gang.base",
+        "elasticgang.state.heal",
+        "elasticgang.agent.agent",
+        "elasticgang.agent.job",
+        "elasticgang.member.drain",
+        "elasticgang.train.ddp",
+        "elasticgang.launch",
+    )
+    tree = {**dict.fromkeys(others, ""), module: source}
+    (found,) = violations(tree, packages=frozenset({"elasticgang.layout", "elasticgang.launch"}))
+    assert complaint in found
+    assert found.startswith(f"{module}:")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "elasticgang.layout.grid",
+            "import itertools\nfrom elasticgang.errors import LayoutError\nfrom . import planner",
+        ),
+        ("elasticgang.protocol.next_record", "from elasticgang.layout import plan\nfrom .commit import Attempt"),
+        (
+            "elasticgang.agent.agent",
+            "import os, socket\nfrom elasticgang.process import framing\nfrom elasticgang import errors",
+        ),
+        ("elasticgang.comm.mesh", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import elasticgang.train"),
+        ("elasticgang.layout.grid", "import typing\nif typing.TYPE_CHECKING:\n    import torch"),
+        ("elasticgang.gang.base", "from elasticgang.comm.torch_backend import register"),
+        ("elasticgang.launch.cli", "import elasticgang.agent.agent"),
+        ("elasticgang.launch.run", "X = 'elasticgang.member.rank_main:main'"),
+    ],
+)
+def test_an_allowed_import_is_not_found(module: str, source: str) -> None:
+    others = (
+        "elasticgang.errors",
+        "elasticgang.layout",
+        "elasticgang.layout.planner",
+        "elasticgang.protocol.commit",
+        "elasticgang.process.framing",
+        "elasticgang.comm.torch_backend",
+        "elasticgang.member.rank_main",
+        "elasticgang.agent.agent",
+    )
+    assert violations({**dict.fromkeys(others, ""), module: source}) == []
