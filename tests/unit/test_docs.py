@@ -258,6 +258,15 @@ def test_a_label_with_a_name_is_defined_once() -> None:
     assert {label: paths for label, paths in defined_labels().items() if "-" in label and len(paths) > 1} == {}
 
 
+def test_a_module_has_its_label_names_for_itself() -> None:
+    """So that a search for a label finds its rule, the code that enforces it and the test, and nothing else."""
+    places: dict[str, set[Path]] = {}
+    for label, paths in defined_labels().items():
+        places.setdefault(label.rstrip("0123456789"), set()).update(paths)
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+    assert [name for name in places if not name.endswith("-")] == [], "labels of one letter, which are not unique"
+
+
 def test_every_rule_of_the_design_that_the_code_names_is_in_its_table() -> None:
     rules = set(re.findall(r"^\| (RULE-\d+) ", DESIGN, re.MULTILINE))
     assert rules == {f"RULE-{number}" for number in range(1, 11)}
