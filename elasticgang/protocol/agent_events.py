@@ -88,8 +88,7 @@ class PeerNotice:
 
 @dataclass(frozen=True)
 class HostLost:
-    """`agent` is dead, or has ended all of its members for want of contact, and does not come back under this id: the
-    coordinator has not heard of it for longer than an agent lives without."""
+    """`agent` is dead, or has killed all of its members because its lease expired. It does not return under this id."""
 
     agent: str
 
@@ -119,7 +118,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class CoordinatorReturned:
-    """The agent has a new contact with the coordinator, which may have restarted as `incarnation`."""
+    """The agent has a new session with the coordinator, which may have restarted as `incarnation`."""
 
     incarnation: str
 
@@ -143,7 +142,7 @@ Event = (
 
 @dataclass(frozen=True)
 class CoordinatorConnected:
-    """The agent is in contact with the coordinator, under its present id, for the first time. `host`: the agent's own
+    """The agent has its first session with the coordinator under its present id. `host`: the agent's own
     address as the coordinator sees it; `address`: where it listens for other agents."""
 
     host: str
@@ -240,7 +239,7 @@ class DeliverRecord:
 
 @dataclass(frozen=True)
 class Restart:
-    """Of the roster to its lifecycle: start the rank again, `delay_s` after the survivors are on their way."""
+    """From the agent state to the lifecycle: start the rank again, `delay_s` after the survivors are on their way."""
 
     local_rank: int
     delay_s: float
@@ -347,7 +346,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Every rank has exited: give up the present contact with the coordinator, and connect to it as `agent`. The
+    """Every rank has exited: close the present session with the coordinator, and connect to it as `agent`. The
     outcome is `CoordinatorConnected` or `CoordinatorTimedOut`."""
 
     agent: str

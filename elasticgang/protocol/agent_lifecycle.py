@@ -5,10 +5,10 @@ agent; this module decides when a rank is started or killed, and when the agent 
 executes every instruction, and hands in `TimePassed` at `deadline_s`.
 
 LIFE-1  Forks come one at a time. None begins once the job has finished here, or a signal has come.
-LIFE-2  A failed fork of the first start ends the agent. Later ones are tried again, within the roster's budget.
+LIFE-2  A failed fork of the first start ends the agent. Later ones are tried again, within the agent state's budget.
 LIFE-3  A restart waits until a survivor has entered the next generation, `_ENTER_TIMEOUT_S` at most: a start takes the
-        cores that the survivors need. Then it waits for the roster's delay.
-LIFE-4  The agent kills a dismissed member that has not exited after `_RETIRE_TIMEOUT_S`, at once if it never asked;
+        cores that the survivors need. Then it waits for the delay of the agent state.
+LIFE-4  The agent kills a retired member that has not exited after `_RETIRE_TIMEOUT_S`, at once if it never asked;
         and a member whose script has raised and that has not exited after `_EXIT_TIMEOUT_S`.
 LIFE-5  The first SIGTERM drains, if other agents go on. Another signal, or a second one, ends the ranks. The agent
         exits `grace_period_s` after the first signal at the latest.
@@ -111,7 +111,7 @@ class AgentLifecycle:
         self.state = self._new_state(agent)
         self._lost_id = ""  # of this agent, before it was fenced
         self._phase = _Phase.CONNECTING
-        self._is_fenced = False  # until it is in contact under the next id
+        self._is_fenced = False  # until it is connected under the next id
         self._now_s = 0.0
         self._members: dict[str, bool] = {}  # those that run, and whether they have asked
         self._retired: set[str] = set()
@@ -232,7 +232,7 @@ class AgentLifecycle:
         return self._decide(event)
 
     def _decide(self, event: Event) -> list[AgentInstruction]:
-        """By the roster, while it serves."""
+        """The agent state decides, while the agent serves."""
         if self._phase is not _Phase.SERVING:
             return []
         done: list[AgentInstruction] = []

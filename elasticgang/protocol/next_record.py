@@ -1,7 +1,7 @@
 """The next record: who is in the next generation, in which seat, and which step is committed.
 
 Pure: equal inputs give equal records on every host; `agent.py` performs what is decided here. What becomes of the state
-is decided in `recover.py`; the forms are in `record.py`.
+is decided in `recovery.py`; the forms are in `record.py`.
 
 NEXT-1  A record is derived from its parent and one proposal; generations are numbered by this chain alone (RULE-2).
 NEXT-2  A proposal that may miss somebody who knows more is undecided, and every agent requests again.

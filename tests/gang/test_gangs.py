@@ -50,7 +50,7 @@ GUARD_S = 20.0
 
 @dataclass(frozen=True)
 class Owner:
-    """What a rank's groups belong to, as `quorum.membership.Generation` is."""
+    """What a rank's groups belong to, as `member.generation.Generation` is."""
 
     comm: CommProcess
 

@@ -18,7 +18,7 @@ from tests.unit.commit_model import AWAY, DIES, PRESENT, Mem, Outcome, Rule, Wor
 
 @dataclass(frozen=True)
 class ShardedRule(Rule):
-    """`known`: what `settle` has said before, by all that it was asked."""
+    """`known`: what `recover` has returned before, by all that it was asked."""
 
     known: dict[object, recovery.CommittedState | Undecided | Unrecoverable] = field(
         default_factory=dict, compare=False

@@ -689,10 +689,10 @@ def test_when_all_hosts_are_here_and_too_small_each_is_told_all_numbers() -> Non
     layout = ParallelLayout(tp=2, min_replicas=2)
     hosts = [report("a", member("a0")), report("b", member("b0"), member("b1"))]
     told = [replace(host, layout=layout, max_agents=2, num_ranks=len(host.members)) for host in hosts]
-    void = next_record(None, told)
-    assert isinstance(void, Undecided)
+    waiting = next_record(None, told)
+    assert isinstance(waiting, Undecided)
     why = "the layout needs 4 ranks (min_replicas 2 x pp 1 x sdp 1 x tp 2), but the job has 3, 1 + 2 on its 2 hosts"
-    assert void.refused == (("a", why), ("b", why))
+    assert waiting.refused == (("a", why), ("b", why))
     waiting = next_record(None, [replace(host, max_agents=3) for host in told])
     assert isinstance(waiting, Undecided)
     assert waiting.refused == ()
