@@ -504,7 +504,7 @@ class Agent:
         stalled_s = report.stalled_ms / 1000
         self._change_reporter.caused(f"{what} hung", time.monotonic() - stalled_s, is_root=True)
         self._output.write_line(
-            f"elasticgang: {what} was waited for and has stood still for {stalled_s:.1f} s: it is ended"
+            f"elasticgang: killed {what}: no progress for {stalled_s:.1f} s while other ranks were blocked on it"
         )
 
     # -- rejoining

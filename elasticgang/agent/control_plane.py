@@ -1,10 +1,10 @@
-"""An agent's dealings with the coordinator and the other agents: questions, notices, and who is lost.
+"""The agent's side of the coordinator and the other agents: requests, notices, and which agents are dead.
 
-CONTROL-1  A question is asked anew whenever the session in which it was asked is lost, until somebody answers or the
-    coordinator has been away for too long. Nothing goes on without an answer.
-CONTROL-2  What ends a generation is told once by each agent, by two ways: connections between agents, and the store.
-    All of them hear the store, at a time when they have better to do: while all connections are up it is told only if
-    the next generation does not come soon.
+CONTROL-1  A request is repeated whenever its session is lost, until it is answered or the coordinator has been
+    unreachable for too long. No generation begins without an answer.
+CONTROL-2  Each agent sends the notice that a generation is over once, by two ways: the peer mesh, and the store. Store
+    notices wake every agent during recovery, so they are delayed `_POST_S` while all connections of the mesh are up,
+    and dropped if the next generation comes first.
 """
 
 from __future__ import annotations
@@ -262,9 +262,7 @@ class ControlPlane:
                 self._callbacks.handle(PeerNotice(generation, over=False))
             case "finished":
                 if self._callbacks.state.record is None:
-                    self._callbacks.write_line(
-                        f"elasticgang: job {self._job} has finished already: nothing is done here"
-                    )
+                    self._callbacks.write_line(f"elasticgang: job {self._job} has already finished; exiting")
                 self._knows_finished = True
                 self._callbacks.handle(Finished())
             case "failed":

@@ -1,6 +1,7 @@
-"""The agent's eyes: reads the pages of its ranks, and ends what `hang_detector.py` finds hung.
+"""Reads the status pages of the agent's ranks, and kills what `hang_detector.py` reports.
 
-MONITOR-1  Only a process that belongs to that rank at that moment is sent a signal, whatever became of its pid.
+MONITOR-1  A signal goes only to a process that belongs to that rank at that moment, never to another one that has the
+    pid by then.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Connections between agents: what one must tell the others reaches them at once, also while the store is away.
+"""Connections between agents: a notice reaches the others at once, also while the store is unreachable.
 
-MESH-1  Two agents of a record have a connection, which begins with a hello of both: who, of which job and protocol, and
-    whom it is meant for. What does not is closed, and so is what sends no whole message of ours; nothing else is.
-MESH-2  A connection that is lost says nothing by itself. That the peer's process is gone is known when its address
-    refuses a new one, or somebody else answers there: an agent ends its members before it takes another id.
-MESH-3  A peer that is cut off is found out by the kernel's probes, within `_PROBES_S`.
-MESH-4  At most `MAX_UNAUTHENTICATED` connections wait for their hello, for `HELLO_TIMEOUT_S`; one more is closed at
-    once, so that nobody can use up the agent's descriptors. A peer dials again.
+MESH-1  Two agents of a record share one connection. It starts with a hello from both: agent, job, protocol, and the
+    agent it is meant for. A connection without a valid hello, or with an invalid message, is closed; no other is.
+MESH-2  A lost connection alone proves nothing. The peer's process has exited if its address refuses a new connection,
+    or if another agent answers there: an agent kills its members before it takes another id.
+MESH-3  The kernel's probes find a peer that is cut off within `_PROBES_S`.
+MESH-4  At most `MAX_UNAUTHENTICATED` connections wait for their hello, for `HELLO_TIMEOUT_S` each. Further ones are
+    closed at once, so that no client can use up the agent's descriptors. A peer dials again.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class PeerMesh:
         except (WireError, OSError, EOFError):
             pass
         except Exception as exc:
-            log.debug("agent %s has sent what is no message of ours: %r", agent, exc)
+            log.debug("invalid message from agent %s: %r", agent, exc)
         finally:
             writer.close()
             wires = self._connections.get(agent)

@@ -1,10 +1,10 @@
-"""Where an agent's processes come from, and how they are reaped: the fork server, the thread that talks to it, and whom
-nobody else waits for.
+"""Starts and reaps an agent's processes: the fork server, the thread that talks to it, and orphans.
 
-SUPERVISOR-1  Forks come one at a time, in the order in which they are asked for. A fork server that has died, or has
-    not answered in time, is replaced, and what was to be forked then is forked by the new one. The old one may have
-    forked it too: whatever is handed to `fork` gives each try what no other has, and ends what a failed one has left.
-SUPERVISOR-2  Who was forked here and is waited for elsewhere is never reaped as an orphan, also when it dies at once.
+SUPERVISOR-1  Forks run one at a time, in the order of the requests. A fork server that has died, or has not answered in
+    time, is replaced, and the new one repeats the fork. The old one may have forked too: each try of a function given
+    to `fork` therefore uses ids and sockets of its own, and ends what a failed try has left.
+SUPERVISOR-2  A process that was forked here and is awaited elsewhere is never reaped as an orphan, even if it dies at
+    once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rank processes of one host: started, read, and reaped. The agent decides what their messages and exits mean.
 
 RANK-1  The process group of a dead rank is killed before the reaping frees its id for others.
-RANK-2  A death is told after the last words of the dead one have been heard: they are in its socket.
+RANK-2  An exit is reported after the rank's last messages, which are still in its socket, have been read.
 """
 
 from __future__ import annotations
@@ -150,9 +150,7 @@ class RankProcesses:
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         except (WireError, KeyError, TypeError, ValueError) as exc:
-            self._output.write_line(
-                f"elasticgang: rank {rank.local_rank} sent what is no message of ours ({exc}); it is ended"
-            )
+            self._output.write_line(f"elasticgang: rank {rank.local_rank} sent an invalid message ({exc}); killing it")
             rank.kill()
 
     # -- death

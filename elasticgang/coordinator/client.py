@@ -1,6 +1,6 @@
-"""The agent's client of the coordinator: one session after the other, the lease, and who else is lost.
+"""The agent's client of the coordinator: one session after the other, the lease, and which other agents are dead.
 
-It runs on the agent's loop; `callbacks` are called there.
+It runs on the agent's loop, and calls `callbacks` there.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""An agent's session with one incarnation of the coordinator: questions, the record, notices, heartbeats.
+"""An agent's session with one incarnation of the coordinator: requests, the record, notices, heartbeats.
 
-SESSION-1  A session ends once, with the first of its threads that loses its connection; another one takes its place.
-    Clients that have lost theirs never recover.
-SESSION-2  An agent lives as others see it while its count in the store grows. It is counted up before and apart from
-    heartbeats to the lighthouse, which begin with the first question: the others would wait for an agent that cannot
-    ask yet.
-SESSION-3  Notices are a log in the store, written by compare-and-set: no gap can be left by an agent that dies. To hear
-    one twice does no harm.
-SESSION-4  Of those that got the same answer one works out the record; the others wait for it, for a while, and then do
-    so themselves, one after the other. Which of them writes it is of no account.
-SESSION-5  Nothing that blocks is called on the agent's loop; what is heard is called back from threads.
-SESSION-6  A client of the store carries out one call at a time. Those that wait for a key (the watcher; a question that
-    waits for another agent's record) and those that must not be held up (the agent's own count, the failure detector)
-    have a client each. Questions and announcements share the endpoint's, on which nobody waits.
-SESSION-7  Questions and announcements run on several threads at once: what they learn of the record is behind `_lock`,
-    which is held for no call to the coordinator.
+SESSION-1  A session ends once, when the first of its threads loses its connection. A new session replaces it: clients
+    that have lost their connection never recover.
+SESSION-2  Other agents hold an agent to be alive while its counter in the store grows. The counter is incremented
+    apart from the heartbeats to the lighthouse, and starts before them. Heartbeats start with the first request:
+    before it, the lighthouse would make the others wait for an agent that cannot request yet.
+SESSION-3  Notices are a log in the store, appended by compare-and-set: an agent that dies leaves no gap. Reading a
+    notice twice does no harm.
+SESSION-4  Among the agents that got the same answer, one computes the record. The others wait for it; after
+    `_WAIT_FOR_RECORD_S` each, they compute it themselves, one after the other. Any of them may win the compare-and-set.
+SESSION-5  The agent's loop makes no blocking call. Callbacks run on the session's threads.
+SESSION-6  A client of the store makes one call at a time. Those that wait for a key (the watcher; a request that waits
+    for another agent's record) and those that must not be held up (the agent's own counter, the failure detector) have
+    a client each. Requests and announcements share the endpoint's, on which no call waits.
+SESSION-7  Requests and announcements run on several threads at once. `_lock` guards what they learn of the record; no
+    thread holds it during a call to the coordinator.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A rank that is to go: asked by SIGTERM or by its script, it leaves at a boundary that the others come to with it.
+"""A rank that drains: after SIGTERM or `manager.leave()`, it leaves at a step boundary that all ranks reach.
 
-DRAIN-1  It leaves only after a vote in which it said so, and that let it (MEMBER-6 of `member_state.py`): then all come
-    to the same boundary, and no step is lost. One that never took part, or is a spare, leaves at once.
-DRAIN-2  Its agent reads on its page that it goes, and does not start it again, however it ends.
+DRAIN-1  It leaves only after a vote that announced it and that allowed it (MEMBER-6 of `member_state.py`): then all
+    ranks stop at the same boundary, and no step is lost. A rank that never took part, or is a spare, leaves at once.
+DRAIN-2  Its agent reads on its status page that it drains, and does not restart it, however it exits.
 """
 
 from __future__ import annotations

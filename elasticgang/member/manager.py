@@ -6,10 +6,10 @@ MANAGER-1  A step is committed only through a vote in which every active member 
 MANAGER-2  Between a vote that failed and the next record this rank holds a prepared attempt and nothing else happens to
     it.
 MANAGER-3  Applying communicates nothing; `torn` brackets it; a torn state is no state (RULE-10).
-MANAGER-4  What forward changes is kept aside when a step begins and put back when it is dropped.
-MANAGER-5  The gradients of a prepared attempt are made ready to apply before this rank learns what became of its vote.
+MANAGER-4  A snapshot of what forward changes is taken when a step begins, and restored when the step is dropped.
+MANAGER-5  The gradients of a prepared attempt are made ready to apply before this rank gets the outcome of its vote.
 
-What is known and held of the truth is decided in `member_state.py`.
+`member_state.py` decides what this rank knows and holds of the committed state.
 """
 
 from __future__ import annotations

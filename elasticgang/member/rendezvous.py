@@ -1,12 +1,13 @@
-"""A rank's way from one generation to the next: abort, ask, act, configure.
+"""A rank's way from one generation to the next: abort, request, act, configure.
 
-Used by the training thread alone, but for what is marked: an abort and a join notice come from the link's thread, an
-error from the comm process's reader.
+The training thread alone uses it, but for what is marked: the link's thread brings aborts and join notices, the comm
+process's reader brings errors.
 
-RENDEZVOUS-1  Before this rank asks, its comm process of the old generation is dead, or has closed its groups (RULE-3):
-    the training thread waits for that in `_leave_generation`. The link's thread only marks the generation and sends the
-    kill signal.
-RENDEZVOUS-2  After it asked, it takes part in no older generation (RULE-9): the groups are gone and the gangs unbound.
+RENDEZVOUS-1  Before this rank requests, its comm process of the old generation is dead, or has closed its groups
+    (RULE-3): the training thread waits for that in `_leave_generation`. The link's thread only marks the generation and
+    sends the kill signal.
+RENDEZVOUS-2  After its request, it takes part in no older generation (RULE-9): the groups have ended and the gangs are
+    unbound.
 """
 
 from __future__ import annotations

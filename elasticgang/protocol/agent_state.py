@@ -1,19 +1,20 @@
 """What an agent does about its ranks under one id: events in, instructions out.
 
-Pure. `agent_lifecycle.py` has the events, and passes on the instructions, or what it makes of them.
+Pure. `agent_lifecycle.py` hands in the events. It passes the instructions on, or turns them into its own.
 
-AGENT-1  The lighthouse is asked only when every live member of the present generation has asked, so that the proposal
-    is the barrier behind which nothing of that generation runs (RULE-3). A newer question takes the place of an open
-    one.
-AGENT-2  A member that dies, or that asks because of an error, ends its generation for all others at once.
-AGENT-3  A newcomer ends no generation: the others are told, and come at their next step boundary.
-AGENT-4  Before the first generation, ranks that are still starting are waited for, until `StartExpired`.
-AGENT-5  Once a member has finished its steps, nobody is restarted, and who cannot agree with the others on the last one
-    gives up after a while.
-AGENT-6  An agent that takes part and has nobody running has a question open, though it have no live rank at all: the
-    lighthouse waits for every agent that it hears of.
-AGENT-7  Another agent's word that a generation is over counts for those up to it when it is the present one or the
-    next. Of one further on it counts for that one alone: whatever number is told, those before it can begin.
+AGENT-1  The agent requests a quorum only after every live member of the present generation has requested one. The
+    proposal is therefore a barrier: nothing of that generation runs behind it (RULE-3). A newer request replaces an
+    open one.
+AGENT-2  A member that dies, or that requests because of an error, ends its generation for all others at once.
+AGENT-3  A newcomer ends no generation. The agent notifies the others, which regroup at their next step boundary.
+AGENT-4  Before the first generation, the agent waits for ranks that are still starting, until `StartExpired`.
+AGENT-5  Once a member has finished its steps, no rank is restarted. An agent that cannot agree on the last step gives
+    up after a while.
+AGENT-6  A participating agent with no running rank still keeps a request open: the lighthouse waits for every agent
+    whose heartbeats it gets.
+AGENT-7  A peer's notice that generation N is over ends every generation up to N if N is the present one or the next. A
+    notice about a later generation ends that one alone, so that no number in a notice can keep earlier ones from
+    beginning.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ COMMIT-4  What was given up for good (a record that rolls back) does not come ba
 Why COMMIT-1 holds: an attempt is committed only by a vote in which every active member took part, and a member votes
 only once it is prepared. So when somebody may have committed `(s, g)`, every active member of `g` had it prepared, and
 those whose state is whole still have; when one of them that is present has not, nobody can have committed it. To roll
-forward what nobody committed does no harm, so who cannot tell is not asked: a torn member, that dropped it in the act,
-and a learner, unless only learners are left.
+forward what nobody committed does no harm, so members that cannot know are ignored: a torn member, which dropped the
+attempt while it applied it, and a learner, unless only learners are left.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Which agents are lost: dead with all of their members, or cut off for so long that they have ended them.
+"""Which agents are dead, with all of their members, or cut off for so long that they have killed them.
 
-Pure. An agent lives while its count in the store grows.
+Pure. An agent is alive while its counter in the store grows.
 
-DETECTOR-1  Nobody is lost before the coordinator has been there, and has not heard of it, for as long as the agent
-    could have gone on: `LEASE_S + MARGIN_S`; or, once it is known that its process is gone, `EXITED_S`, within which
-    all that it had started has ended.
-DETECTOR-2  A new incarnation of the coordinator has heard of nobody yet: all of it begins anew.
+DETECTOR-1  An agent is declared dead only after its counter stood still for `LEASE_S + MARGIN_S` while the coordinator
+    was reachable. If its process is known to have exited, `EXITED_S` is enough: within it, all that the agent had
+    started has ended.
+DETECTOR-2  A new incarnation of the coordinator has seen no counter grow yet, so all intervals start again.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Which rank is behind: alive, perhaps, but without progress while others wait for it (RULE-8).
+"""Which rank hangs: perhaps alive, but without progress while other ranks are blocked on it (RULE-8).
 
-Pure: `hang_monitor.py` reads the ranks' pages and performs what is decided here.
+Pure: `hang_monitor.py` reads the ranks' status pages and carries out what is decided here.
 
-HANG-1  Only one that others wait for is hung, and nobody who waits is: so never all, and nobody while all are slow
-    alike. Once the job has finished, the agent waits for those that still take part.
-HANG-2  A collective that not all have come to is waited for by those that have, and held up by those that have not. Who
-    has one under way waits for it, in whatever way.
-HANG-3  Time in the runtime's own waits does not count while the process lives (its pulse), nor does paused time, nor
-    time in which the agent itself did not run.
-HANG-4  A comm process that stands still, while its rank lives and needs it, is ended by itself. Without its rank, the
-    rank.
-HANG-5  When no member makes progress, and HANG-1 finds nobody, that is reported, and nobody is killed: at the limit,
-    and again whenever it has lasted twice as long.
+HANG-1  Only a rank that others are blocked on hangs, and no rank that is blocked itself does: never all of them, and
+    none while all are equally slow. Once the job has finished, the agent itself waits for ranks that still take part.
+HANG-2  In a collective that not all ranks have submitted, those that have are blocked on those that have not. A rank
+    with a collective under way is blocked, however it waits.
+HANG-3  Not counted are: time in the runtime's own waits while the process lives (its pulse), paused time, and time in
+    which the agent itself did not run.
+HANG-4  A comm process without progress, whose rank lives and needs it, is killed alone. If the rank does not live,
+    the rank is killed.
+HANG-5  When no member makes progress and HANG-1 finds none that hangs, the agent reports the standstill and kills none:
+    at the limit, and again whenever it has lasted twice as long.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """What one rank knows and holds of what is committed: the rank's side of `commit.py`.
 
-Pure: `manager.py` does what is decided here to tensors, and the simulator to names of them.
+Pure: `manager.py` applies the decisions to tensors, the simulator to symbols.
 
 MEMBER-1  `tip` names the state that is held; while an apply runs there is none (RULE-10).
 MEMBER-2  A prepared attempt is kept until its fate is known: a vote that was counted, or a record (RULE-4).
 MEMBER-3  A gradient of a state that is not whole is not used (RULE-5).
-MEMBER-4  Whoever counts the same round of votes has the same active members afterwards.
-MEMBER-5  A step of which nobody has slots commits nothing: learners heal in it, and it is tried again (RULE-5).
-MEMBER-6  Who is asked to go stays while all active members of its model coordinates go and somebody could still get the
-    state from them: a learner there, who waits to join, or a *successor*: a spare, or a rank that is started. A learner
-    that goes does not become active.
+MEMBER-4  All members that count the same round of votes have the same active members afterwards.
+MEMBER-5  A step in which no member has slots commits nothing: learners heal in it, and it is tried again (RULE-5).
+MEMBER-6  The last holder of a shard leaves only after another rank has copied it: a draining member stays while all
+    active members of its model coordinates drain and another could still get the state from them. That is a learner
+    there, a rank that waits to join, or a *successor*: a spare, or a rank that is being started. A draining learner
+    does not become active.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The next record: who is in the next generation, in which seat, and which step is committed.
+"""The next record: which members are in the next generation, in which seat, and which step is committed.
 
-Pure: equal inputs give equal records on every host; `agent.py` performs what is decided here. What becomes of the state
-is decided in `recovery.py`; the forms are in `record.py`.
+Pure: equal inputs give equal records on every host, and the agents act on them. `recovery.py` decides about the state;
+`record.py` has the formats.
 
 NEXT-1  A record is derived from its parent and one proposal; generations are numbered by this chain alone (RULE-2).
-NEXT-2  A proposal that may miss somebody who knows more is undecided, and every agent requests again.
-NEXT-3  A member that goes takes nobody's seat: so far as there are spares, one has its part of the state healed beside
+NEXT-2  A proposal that may lack a member that knows more is undecided, and every agent requests again.
+NEXT-3  A draining member takes no other member's seat. While there are spares, one heals its part of the state beside
     it.
 """
 

@@ -1,14 +1,16 @@
-"""Which attempt is committed as a generation follows: who knows, who holds it, and who may, of those that are not here.
+"""Determines the committed attempt at a generation change: from the reports of present members, and from what absent
+ones may hold.
 
-Pure. `commit.py` decides the fate of what is in doubt; here it is seen whether that can be had.
+Pure. `commit.py` decides the fate of the attempt in doubt; this module decides whether its state can be had.
 
-RECOVERY-1  Who may know more, or may hold what is missing, is waited for until it comes or is known to have ended.
+RECOVERY-1  The proposal is undecided while an absent agent may know more, or may hold missing state: until it comes, or
+    is known to have ended.
 RECOVERY-2  A seat is active only if its member holds, or can apply, the committed attempt for the seat's model
     coordinates.
-RECOVERY-3  State from before the first committed step carries no samples: without a holder it is designated anew, under
+RECOVERY-3  State from before the first committed step carries no samples. Without a holder it is designated anew, under
     a new attempt, so that a holder of the former one does not match and heals.
-RECOVERY-4  What was committed is dropped only for want of a whole copy, and by a record that says so (`rolled_back`),
-    but for one step at most that nobody alive has heard of.
+RECOVERY-4  A committed attempt is dropped only if no whole copy of it is left, and by a record that says so
+    (`rolled_back`); an exception is one step at most, which no live agent knows of.
 """
 
 from __future__ import annotations

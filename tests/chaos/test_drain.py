@@ -233,7 +233,7 @@ def test_a_spare_follows_the_only_one_with_state(tmp_path: Path) -> None:
         assert not [event for event in job.events() if event["event"] == "warned"]
 
 
-def test_it_does_not_stay_for_one_that_does_not_come(tmp_path: Path) -> None:
+def test_last_holder_leaves_when_no_successor_can_start(tmp_path: Path) -> None:
     """The only other rank is told to go while it is started again."""
     with Job(tmp_path, training(tmp_path, steps=30_000, setup=SLOW, body=UNHURRIED), ranks=2) as job:
         lose_and_tell_to_go(job)

@@ -553,7 +553,7 @@ def test_who_is_left_behind_is_waited_for_before_the_state_is_given_up() -> None
     assert isinstance(next_record(shrunk, [dataclasses.replace(restarted, dead_agents=("b",))]), Unrecoverable)
 
 
-def test_who_was_not_there_does_not_begin_anew_what_may_have_come_far() -> None:
+def test_quorum_without_voters_does_not_restart_from_step_zero() -> None:
     """All that took part in the first generation are lost: nobody knows how many steps there were."""
     record = first("a", "b")
     joiner = report("j", member("j0"), dead_agents=("a", "b"))
