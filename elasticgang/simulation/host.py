@@ -138,6 +138,7 @@ class Host:
         """It has reached the coordinator, for the first time or under a new id."""
         if self.rejoins:
             cluster.seen.add("rejoined")
+            self.num_not_started = 0  # the budget is one id's
         self.found_lost.clear()
         self.noticed.clear()
         self.is_fenced = self.rejoins = False

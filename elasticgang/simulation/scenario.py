@@ -49,19 +49,35 @@ def shrink(failure: Failure) -> Failure:
     rule = failure.violation.split(":")[0]
     if rule == "RULE-7":
         return failure
-    moves, violation = list(failure.moves), failure.violation
-    size, num_tries = len(moves) // 2, 0
-    while size and num_tries < _MAX_TRIES:
-        start = 0
-        while start < len(moves) and num_tries < _MAX_TRIES:
-            num_tries += 1
-            done, found = replay(failure.setting, moves[:start] + moves[start + size :])
-            if found.split(":")[0] == rule and len(done) < len(moves):
-                moves, violation = done, found
-            else:
-                start += size
-        size //= 2
+    moves, violation, num_tries = list(failure.moves), failure.violation, 0
+
+    def leave_out(kept: list[Move]) -> bool:
+        nonlocal moves, violation, num_tries
+        num_tries += 1
+        done, found = replay(failure.setting, kept)
+        if found.split(":")[0] != rule or len(done) >= len(moves):
+            return False
+        moves, violation = done, found
+        return True
+
+    length = len(moves) + 1
+    while len(moves) < length and num_tries < _MAX_TRIES:  # again: a move may be needed only by another
+        length = len(moves)
+        for actor in dict.fromkeys(actor for actor, _ in moves):
+            leave_out([move for move in moves if move[0] != actor])
+        for size in _sizes(len(moves)):
+            start = 0
+            while start < len(moves) and num_tries < _MAX_TRIES:
+                if not leave_out(moves[:start] + moves[start + size :]):
+                    start += max(1, size // 4)
     return Failure(failure.seed, failure.setting, tuple(moves), violation)
+
+
+def _sizes(num_moves: int) -> Iterator[int]:
+    size = num_moves // 2
+    while size:
+        yield size
+        size //= 2
 
 
 def write(failure: Failure) -> str:
