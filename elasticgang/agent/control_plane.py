@@ -301,6 +301,7 @@ class ControlPlane:
         self._callbacks.log("coordinator reachable", incarnation=session.endpoint.incarnation)
         session.sends_heartbeats = self._num_requested > 0
         self.incarnation = session.endpoint.incarnation
+        self._newest_over = 0  # AGENT-8
         self._callbacks.handle(CoordinatorReturned(session.endpoint.incarnation))
 
     # -- who is lost

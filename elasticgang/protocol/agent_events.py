@@ -284,8 +284,17 @@ class End:
     reason: str
 
 
+@dataclass(frozen=True)
+class NotifyOver:
+    """Notify the other agents that `generation` is over."""
+
+    generation: int
+    reason: str
+
+
 Instruction = (
     Abort
+    | NotifyOver
     | AnnounceJoin
     | RequestQuorum
     | DeliverRecord
@@ -317,14 +326,6 @@ class SignalRanks:
     members: tuple[str, ...]
     number: int
     drains: bool
-
-
-@dataclass(frozen=True)
-class NotifyOver:
-    """Notify the other agents that `generation` is over."""
-
-    generation: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -360,14 +361,5 @@ class Exit:
 
 
 AgentInstruction = (
-    Instruction
-    | StartRank
-    | KillRanks
-    | SignalRanks
-    | NotifyOver
-    | NotifyFinished
-    | StopHelpers
-    | Fence
-    | Rejoin
-    | Exit
+    Instruction | StartRank | KillRanks | SignalRanks | NotifyFinished | StopHelpers | Fence | Rejoin | Exit
 )

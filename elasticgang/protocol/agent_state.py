@@ -15,6 +15,8 @@ AGENT-6  A participating agent with no running rank still keeps a request open: 
 AGENT-7  A peer's notice that generation N is over ends every generation up to N if N is the present one or the next. A
     notice about a later generation ends that one alone, so that no number in a notice can keep earlier ones from
     beginning.
+AGENT-8  When the coordinator returns, the agent repeats the end of the present generation if it notified the others of
+    it: the notice may be lost, and a member that waits for the generation to begin waits on.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from elasticgang.protocol.agent_events import (
     HostLost,
     Instruction,
     MemberLeft,
+    NotifyOver,
     NotStarted,
     PeerFailed,
     PeerNotice,
@@ -113,8 +116,8 @@ class AgentState:
     _announced_over: deque[int] = field(
         default_factory=lambda: deque(maxlen=_MAX_ANNOUNCED)
     )  # far beyond the present one
+    _notified: NotifyOver | None = None  # AGENT-8: the newest end that this agent notified the others of
     _num_started: int = 0
-    _num_restarting: int = 0
     _num_restarts: int = 0
     _waits_for_start: bool = True
     _early_deaths: dict[int, int] = field(default_factory=dict)
@@ -128,7 +131,6 @@ class AgentState:
             case Started(member, local_rank):
                 self._ranks[member] = _Rank(local_rank)
                 self._num_started += 1
-                self._num_restarting = max(0, self._num_restarting - 1)
                 self._num_not_started = 0
                 return []
             case NotStarted(local_rank, reason):
@@ -158,7 +160,7 @@ class AgentState:
                 return [] if why is None else [Fail(1, why)]
             case CoordinatorReturned(incarnation):
                 self.coordinator = incarnation
-                return []
+                return self._notify_over_again()
             case Finished():
                 self.finished = True
                 return self._retire_the_rest() + self._request_if_ready()
@@ -208,9 +210,13 @@ class AgentState:
         those of `going`, which were told to go."""
         if self.finished:
             return 0
-        num_to_start = max(0, self.num_ranks + self.num_spares + self._num_restarts - self._num_started)
         waiting = self._in(_Phase.STARTING).keys() | self._in(_Phase.REQUESTING).keys()
-        return num_to_start + len(waiting.difference(going))
+        return self._num_to_start + len(waiting.difference(going))
+
+    @property
+    def _num_to_start(self) -> int:
+        """For the first time, or again."""
+        return max(0, self.num_ranks + self.num_spares + self._num_restarts - self._num_started)
 
     def live(self) -> tuple[str, ...]:
         return tuple(self._ranks)
@@ -275,7 +281,13 @@ class AgentState:
         if record is None or self._is_over(record.generation) or not self.is_awaited():
             return self._abort_seated(reason)
         self._over = record.generation
+        self._notified = NotifyOver(record.generation, reason)
         return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason)]
+
+    def _notify_over_again(self) -> list[Instruction]:
+        """AGENT-8."""
+        notified, record = self._notified, self.record
+        return [notified] if notified and record and notified.generation == record.generation else []
 
     def _abort_seated(self, reason: str) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
@@ -360,7 +372,6 @@ class AgentState:
             instructions = [*failed, *instructions]
         if event.draining:
             return instructions + self._end_if_too_few()
-        self._num_restarting += 1
         self._num_restarts += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
 
@@ -416,7 +427,7 @@ class AgentState:
 
     def _end_if_too_few(self) -> list[Instruction]:
         """Ranks have left before the job was done, and those that stay cannot go on; nor do other agents."""
-        num_staying = len(self._live()) + self._num_restarting
+        num_staying = len(self._live()) + self._num_to_start
         if self.finished or (num_staying == 0 and self._ranks):
             return []
         step = 0 if self.newest_commit is None else self.newest_commit.step

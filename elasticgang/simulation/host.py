@@ -7,7 +7,7 @@ of a host stands still but for its agent's timers: each may end whenever nothing
 SIMHOST-1  An agent exits once, when no rank of it runs, starts or waits for its restart, or when it has failed, or a
     signal's grace period is over. The code is 128 + N after signal N, another than 0 after a failure, and 0 only if the
     job has finished or each rank has ended well or was told to go.
-SIMHOST-2  It gives up when its ranks cannot be started, no later than after the agent state's budget.
+SIMHOST-2  It gives up when its ranks cannot be started, no later than after the budget of one id.
 """
 
 from __future__ import annotations

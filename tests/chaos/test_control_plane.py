@@ -24,6 +24,7 @@ from elasticgang.protocol.agent_events import (
     Exited,
     Fail,
     LeaseExpired,
+    NotifyOver,
     RecordRequested,
     RequestQuorum,
     Started,
@@ -74,6 +75,8 @@ class Host:
                     self.control_plane.broadcast_over(generation, reason)
                     for member in () if self.hangs else members:
                         self._request(member, broken=True)
+                case NotifyOver(generation, reason):
+                    self.control_plane.broadcast_over(generation, reason)
                 case AnnounceJoin(_, generation):
                     self.control_plane.broadcast_join(generation)
                 case RequestQuorum(delay_s):
@@ -187,6 +190,23 @@ def test_it_is_told_at_once_of_what_they_cannot_tell(coordinator: Coordinator, m
         for host in (one, other):
             await host.enters(2)
         assert b"over" in await asyncio.to_thread(told, coordinator, 1)
+
+    play(coordinator, story)
+
+
+def test_the_agent_repeats_to_the_store_what_it_could_notify_nobody_of(coordinator: Coordinator) -> None:
+    async def story(one: Host, other: Host) -> None:
+        wires, line = other.control_plane._peers, one.control_plane._client
+        assert wires is not None
+        await connected(one, "b")
+        wires.close()
+        await connected(one, "b", is_up=False)
+        line.disconnect("a test")
+        await one.until(lambda: line.session is None)
+        one.loses_a_rank()
+        assert line.session is None
+        for host in (one, other):
+            await host.enters(2)
 
     play(coordinator, story)
 

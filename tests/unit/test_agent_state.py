@@ -16,6 +16,7 @@ from elasticgang.protocol.agent_events import (
     AnnounceJoin,
     BroadcastFailure,
     Committed,
+    CoordinatorReturned,
     DeliverRecord,
     End,
     Exited,
@@ -24,6 +25,7 @@ from elasticgang.protocol.agent_events import (
     HostLost,
     Instruction,
     MemberLeft,
+    NotifyOver,
     NotStarted,
     PeerFailed,
     PeerNotice,
@@ -583,6 +585,37 @@ def test_an_end_that_is_noticed_far_ahead_is_of_that_generation_alone() -> None:
         DeliverRecord(("a0", "a1"), third),
         Abort(("a0", "a1"), 3, "it was over before it began"),
     ]
+
+
+def test_an_agent_whose_first_rank_leaves_waits_for_those_that_are_not_started_yet() -> None:
+    host = Host(2)
+    host.start("a0")
+    host.asks("a0")
+    host.leaves("a0", finished=False, num_steps=9)
+    assert host.exits("a0", 0, goes=True) == []
+    host.start("a1")
+    assert host.asks("a1") == [RequestQuorum()]
+
+
+# -- AGENT-8: the end of a generation is repeated to a coordinator that has returned
+
+
+def test_the_agent_repeats_the_end_of_the_present_generation_to_a_coordinator_that_has_returned() -> None:
+    host = beside("b0")
+    assert host.state.handle(CoordinatorReturned("c2")) == []
+    host.asks("a0", broken=True)
+    for incarnation in ("c3", "c4"):
+        assert host.state.handle(CoordinatorReturned(incarnation)) == [NotifyOver(1, "rank 0 lost a peer")]
+    host.asks("a1", broken=True)
+    host.is_answered(record_of(["a0", "a1", "b0"], 2))
+    assert host.state.handle(CoordinatorReturned("c5")) == []
+
+
+def test_the_agent_does_not_repeat_an_end_that_another_agent_has_notified() -> None:
+    host = beside("b0")
+    host.state.handle(PeerNotice(1, over=True, reason="rank 0 of b died"))
+    host.asks("a0", broken=True)
+    assert host.state.handle(CoordinatorReturned("c2")) == []
 
 
 def test_a_joiner_that_is_noticed_is_announced_in_the_generation_that_it_is_for() -> None:
