@@ -1,0 +1,354 @@
+"""An agent's half of its session with the coordinator: events and the time in, instructions out.
+
+Pure: no clock, no socket. The agent performs the instructions and brings the events.
+
+PROMISE  An agent that has promised a term accepts decisions only from a coordinator whose term is not lower.
+LEASE    The ranks may act for `lease_s` after the agent sent the last message that a coordinator in office answered.
+         The answer counts from when that message was sent, so that the coordinator heard of the agent no earlier.
+REFUSED  A connection that was refused at the coordinator's address renews the lease as an answer does: nothing listens
+         there, so that nobody decides without this agent. It counts only at the address of the coordinator that
+         granted the lease, and no more once another one was promised a term.
+FENCE    Once the lease is over no rank takes part in the generation again, and a record that comes waits, until a
+         coordinator in office answers. An agent that stays fenced for `fenced_limit_s` kills its ranks.
+RESEND   What the coordinator must know is in each `Hello` and in each report; nothing is lost with a session.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from elasticgang.protocol import agent_events
+from elasticgang.protocol.coordinator_messages import (
+    NO_TERM,
+    Accepted,
+    Answer,
+    CollectReport,
+    Connected,
+    ConnectionRefused,
+    CoordinatorMessage,
+    Decision,
+    Disconnected,
+    EndGeneration,
+    Evicted,
+    Fence,
+    Finished,
+    Goodbye,
+    HangUp,
+    Heartbeat,
+    HeartbeatAnswer,
+    Hello,
+    Inform,
+    JobUnrecoverable,
+    JoinNotice,
+    JoinRequest,
+    KillRanks,
+    KnownDecision,
+    Notify,
+    PeerMessage,
+    Promise,
+    Push,
+    Ready,
+    Refused,
+    ReportCollected,
+    ReportRequested,
+    RequestDecision,
+    SendToCoordinator,
+    SessionEvent,
+    SessionInstruction,
+    SetLease,
+    Term,
+    Ticked,
+    Timeouts,
+    Unfence,
+    Welcome,
+)
+from elasticgang.protocol.record import Record, Undecided, Unrecoverable
+
+Instructions: TypeAlias = "list[SessionInstruction]"
+
+
+@dataclass
+class AgentSession:
+    """`handle` is the only way in. `decision`: the newest that this agent accepted. `lease_until_s`: None before the
+    first answer. `is_ended`: this agent takes part no more."""
+
+    agent: str
+    incarnation: str
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    promised: Term = NO_TERM
+    decision: Decision | None = None
+    over: int = 0
+    finished: bool = False
+    coordinator_knows_finished: bool = False
+    lease_until_s: float | None = None
+    fenced_since_s: float | None = None
+    is_ended: bool = False
+    _session: int = 0
+    _address: str = ""  # of the open session; "" without one
+    _lease_address: str = ""  # REFUSED
+    _term: Term | None = None  # of the coordinator of this session
+    _in_office: bool = False
+    _hello_s: float = 0.0
+    _beat: int = 0
+    _beats_s: dict[int, float] = field(default_factory=dict)  # sent, not answered
+    _last_answer_s: float = 0.0
+    _next_beat_s: float = 0.0
+    _is_report_due: bool = False
+    _joining: int = 0  # the newest generation that a rank waits to join
+    _held: Record | None = None  # FENCE: accepted, not yet delivered
+
+    @property
+    def is_connected(self) -> bool:
+        return self._address != ""
+
+    @property
+    def is_welcome(self) -> bool:
+        """The coordinator of this session can be told that the ranks are ready."""
+        return self._term is not None
+
+    @property
+    def is_fenced(self) -> bool:
+        return self.fenced_since_s is not None
+
+    def handle(self, event: SessionEvent, now_s: float) -> Instructions:
+        if self.is_ended:
+            return []
+        out = self._check_lease(now_s)
+        match event:
+            case Connected(address):
+                out += self._connected(address, now_s)
+            case Disconnected():
+                self._disconnected()
+            case ConnectionRefused(address, began_s):
+                out += self._refused(address, began_s, now_s)
+            case Answer(message):
+                out += self._receive(message, now_s) if self.is_connected else []
+            case ReportRequested():
+                self._is_report_due = True
+                out += self._collect()
+            case ReportCollected(report):
+                out += self._send(Ready(report))
+            case Notify(message):
+                out += self._notify(message)
+            case Ticked():
+                out += self._tick(now_s)
+        return out
+
+    # -- the session
+
+    def _connected(self, address: str, now_s: float) -> Instructions:
+        self._session += 1
+        self._address, self._term, self._in_office = address, None, False
+        self._beats_s.clear()
+        self._hello_s = self._last_answer_s = now_s
+        self._next_beat_s = now_s + self.timeouts.heartbeat_s
+        ref = None if self.decision is None else self.decision.ref
+        return self._send(
+            Hello(self.agent, self.incarnation, self._session, self.promised, ref, self.over, self.finished)
+        )
+
+    def _disconnected(self) -> None:
+        self._address, self._term, self._in_office = "", None, False
+        self._beats_s.clear()
+
+    def _send(
+        self,
+        message: Hello
+        | Promise
+        | KnownDecision
+        | Ready
+        | Accepted
+        | Heartbeat
+        | EndGeneration
+        | JoinRequest
+        | Finished
+        | Goodbye
+        | PeerMessage,
+    ) -> Instructions:
+        return [SendToCoordinator(message)] if self.is_connected else []
+
+    def _notify(self, message: EndGeneration | JoinRequest | Finished | Goodbye | PeerMessage) -> Instructions:
+        if isinstance(message, EndGeneration):
+            self.over = max(self.over, message.generation)
+        self.finished = self.finished or isinstance(message, Finished)
+        out = self._send(message)
+        self.is_ended = self.is_ended or isinstance(message, Goodbye)
+        return out
+
+    def _collect(self) -> Instructions:
+        if not self._is_report_due or not self.is_welcome:
+            return []
+        self._is_report_due = False
+        return [CollectReport()]
+
+    # -- time
+
+    def _tick(self, now_s: float) -> Instructions:
+        if not self.is_connected:
+            return []
+        if now_s - self._last_answer_s > self.timeouts.answer_s and (self._beats_s or not self.is_welcome):
+            self._disconnected()
+            return [HangUp(f"the coordinator has not answered for {self.timeouts.answer_s:g} s")]
+        return self._heartbeat(now_s) if now_s >= self._next_beat_s else []
+
+    def _heartbeat(self, now_s: float) -> Instructions:
+        self._beat += 1
+        if not self._beats_s:  # `answer_s` counts from the oldest message without an answer
+            self._last_answer_s = now_s
+        self._beats_s[self._beat] = now_s
+        self._next_beat_s = now_s + self.timeouts.heartbeat_s
+        return self._send(Heartbeat(self._beat))
+
+    def _check_lease(self, now_s: float) -> Instructions:
+        """FENCE."""
+        if self.fenced_since_s is not None:
+            if now_s - self.fenced_since_s >= self.timeouts.fenced_limit_s:
+                return self._end(f"no coordinator has renewed the lease for {self.timeouts.fenced_limit_s:g} s")
+            return []
+        if self.lease_until_s is None or now_s < self.lease_until_s:
+            return []
+        self.fenced_since_s = self.lease_until_s
+        self._lease_address = ""
+        generation = 0 if self.decision is None else self.decision.record.generation
+        out: Instructions = [Fence(generation)]
+        if generation:
+            out += self._notify(EndGeneration(generation, f"the lease of agent {self.agent} is over"))
+            out.append(Inform(agent_events.PeerNotice(generation, over=True, reason="the lease is over")))
+        return out
+
+    def _renew(self, sent_s: float, now_s: float) -> Instructions:
+        until_s = sent_s + self.timeouts.lease_s
+        if until_s <= now_s:
+            return []
+        self._lease_address = self._address
+        if self.lease_until_s is not None and until_s <= self.lease_until_s and not self.is_fenced:
+            return []
+        self.lease_until_s = until_s
+        out: Instructions = [SetLease(until_s)]
+        if self.is_fenced:
+            self.fenced_since_s = None
+            out.append(Unfence())
+        return out + self._deliver_held()
+
+    def _refused(self, address: str, began_s: float, now_s: float) -> Instructions:
+        """REFUSED."""
+        if address != self._lease_address or self.is_fenced or self.lease_until_s is None:
+            return []
+        until_s = began_s + self.timeouts.lease_s
+        if until_s <= max(now_s, self.lease_until_s):
+            return []
+        self.lease_until_s = until_s
+        return [SetLease(until_s)]
+
+    # -- what the coordinator says
+
+    def _receive(self, message: CoordinatorMessage, now_s: float) -> Instructions:
+        match message:
+            case Welcome():
+                return self._welcome(message, now_s)
+            case HeartbeatAnswer(number, in_office):
+                return self._answered(number, in_office, now_s)
+            case Push():
+                return self._push(message, now_s)
+            case RequestDecision(digest):
+                known = self.decision
+                asked_for = known is not None and known.record.digest == digest
+                return self._send(KnownDecision(known)) if known is not None and asked_for else []
+            case EndGeneration(generation, reason):
+                return self._ended(generation, reason)
+            case JoinNotice(generation):
+                self._joining = max(self._joining, generation)
+                return [Inform(agent_events.PeerNotice(generation, over=False))]
+            case Finished():
+                self.coordinator_knows_finished = True
+                return [Inform(agent_events.Finished())]
+            case PeerMessage():
+                return [Inform(message)]
+            case Evicted(reason):
+                return self._end(f"evicted: {reason}")
+            case Refused(reason):
+                return [Inform(agent_events.QuorumAnswered(Undecided("refused", ((self.agent, reason),))))]
+            case JobUnrecoverable(reason):
+                return [Inform(agent_events.QuorumAnswered(Unrecoverable(reason)))]
+
+    def _welcome(self, welcome: Welcome, now_s: float) -> Instructions:
+        """PROMISE."""
+        is_first = self._term is None
+        if welcome.term < self.promised:
+            return []  # `Hello` has told the coordinator a higher term: it will take one beyond that
+        if welcome.term != self.promised and self._lease_address != self._address:
+            self._lease_address = ""  # REFUSED
+        self.promised = self._term = welcome.term
+        was_in_office, self._in_office = self._in_office, welcome.in_office
+        ref = None if self.decision is None else self.decision.ref
+        out = self._send(Promise(welcome.term, ref))
+        if is_first and welcome.in_office:
+            self._last_answer_s = now_s
+            out += self._renew(self._hello_s, now_s)
+        elif welcome.in_office and not was_in_office:
+            out += self._heartbeat(now_s)  # only an answer renews the lease
+        out += self._notices(welcome.over, welcome.joining)
+        if welcome.finished:
+            self.coordinator_knows_finished = True
+            out.append(Inform(agent_events.Finished()))
+        self._is_report_due = self._is_report_due or is_first
+        return out + self._collect()
+
+    def _answered(self, number: int, in_office: bool, now_s: float) -> Instructions:
+        sent_s = self._beats_s.get(number)
+        if sent_s is None:
+            return []
+        self._beats_s = {beat: at_s for beat, at_s in self._beats_s.items() if beat > number}
+        self._last_answer_s = min(self._beats_s.values(), default=now_s)
+        return self._renew(sent_s, now_s) if in_office and self.is_welcome else []
+
+    def _push(self, push: Push, now_s: float) -> Instructions:
+        decision, known = push.decision, self.decision
+        if self._term is None or self._term != self.promised or decision.term > self._term:
+            return []  # PROMISE
+        record = decision.record
+        if known is not None and decision.ref.order <= known.ref.order:
+            return self._notices(push.over, push.joining)
+        if known is not None and not record.builds_on(known.record.ref):
+            return self._end(f"generation {record.generation} does not build on its generation {known.ref.generation}")
+        self.decision = decision
+        out = self._send(Accepted(record.generation, record.digest))
+        self._held = record
+        has_lease = self.lease_until_s is not None and now_s < self.lease_until_s and not self.is_fenced
+        if has_lease:
+            out += self._deliver_held()
+        elif not self._beats_s:
+            out += self._heartbeat(now_s)
+        return out + self._notices(push.over, push.joining)
+
+    def _deliver_held(self) -> Instructions:
+        record, self._held = self._held, None
+        if record is None:
+            return []
+        out: Instructions = [Inform(agent_events.QuorumAnswered(record))]
+        if self.over >= record.generation:
+            out.append(Inform(agent_events.PeerNotice(record.generation, over=True, reason="it is over")))
+        if self._joining == record.generation:
+            out.append(Inform(agent_events.PeerNotice(record.generation, over=False)))
+        return out
+
+    def _notices(self, over: int, joining: int) -> Instructions:
+        if self.decision is None:
+            return []
+        generation = self.decision.record.generation
+        out: Instructions = []
+        if over >= generation:
+            out += self._ended(over, "it was over when the agent came back")
+        if joining == generation:
+            self._joining = joining
+            out.append(Inform(agent_events.PeerNotice(generation, over=False)))
+        return out
+
+    def _ended(self, generation: int, reason: str) -> Instructions:
+        self.over = max(self.over, generation)
+        return [Inform(agent_events.PeerNotice(generation, over=True, reason=reason))]
+
+    def _end(self, reason: str) -> Instructions:
+        self.is_ended = True
+        return [KillRanks(reason)]

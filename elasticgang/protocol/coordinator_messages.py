@@ -1,0 +1,445 @@
+"""Messages between agents and their coordinator, the events and instructions of both state machines, and the timeouts.
+
+Pure, and only data. `coordinator_state.py` and `agent_session.py` decide; `session/` has the wire format.
+
+SESSION-TERM  No two coordinators have the same term: `name` is drawn anew by each process.
+SESSION-ORDER Decisions are ordered by term, then by generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from elasticgang.protocol.record import Record, Report
+
+
+class Term(NamedTuple):
+    """The term of office of one coordinator. `name` is the incarnation of its process."""
+
+    number: int
+    name: str
+
+
+NO_TERM = Term(0, "")
+
+
+class DecisionRef(NamedTuple):
+    """Names a decision. `durable`: the coordinator that made it keeps a state directory."""
+
+    term: Term
+    generation: int
+    digest: str
+    durable: bool
+
+    @property
+    def order(self) -> tuple[Term, int]:
+        return self.term, self.generation
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A record with the term in which a coordinator decided it."""
+
+    term: Term
+    record: Record
+    durable: bool = False
+
+    @property
+    def ref(self) -> DecisionRef:
+        return DecisionRef(self.term, self.record.generation, self.record.digest, self.durable)
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds by the clock of the process that waits. `drift`: by how much a clock may run too fast or too slow.
+
+    lease_s          an agent's ranks may act so long after the agent sent the last heartbeat that was answered
+    grace_s          after the lease: within it, every rank of the agent has aborted or is dead
+    lost_after_s     the coordinator declares a silent agent lost
+    fenced_limit_s   an agent that is fenced for so long kills its ranks, or they themselves do: their state is given up
+    dead_after_s     the coordinator no longer waits for what a silent agent may hold
+    heartbeat_s      between an agent's heartbeats
+    answer_s         an agent that has waited so long for an answer opens a new session
+    standstill_s     a coordinator that was not run for so long may not have read what agents sent meanwhile
+    founding_s       from the first report of a new job to the record of whoever is ready
+    """
+
+    lease_s: float = 8.0
+    grace_s: float = 3.0
+    lost_after_s: float = 12.5
+    fenced_limit_s: float = 300.0
+    dead_after_s: float = 330.0
+    heartbeat_s: float = 1.0
+    answer_s: float = 3.0
+    standstill_s: float = 1.0
+    founding_s: float = 60.0
+    drift: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when a coordinator could declare an agent lost, or dead, before that agent has fenced
+        itself, or killed its ranks."""
+        slow, fast = 1 + self.drift, 1 - self.drift
+        if self.lost_after_s * fast <= (self.lease_s + self.grace_s) * slow:
+            raise ValueError(
+                f"`lost_after_s` must exceed `lease_s + grace_s` and drift, but is {self.lost_after_s} beside "
+                f"{self.lease_s} + {self.grace_s}"
+            )
+        if self.dead_after_s * fast <= (self.lease_s + self.fenced_limit_s + self.grace_s) * slow:
+            raise ValueError(
+                f"`dead_after_s` must exceed `lease_s + fenced_limit_s + grace_s` and drift, but is "
+                f"{self.dead_after_s} beside {self.lease_s} + {self.fenced_limit_s} + {self.grace_s}"
+            )
+
+
+# -- an agent to its coordinator
+
+
+@dataclass(frozen=True)
+class Hello:
+    """First in each session. `incarnation`: of the agent's process. `session`: counts its sessions; a later one
+    replaces an earlier one. `term`: the highest that it has promised. `decision`: the newest it knows. `over`: the
+    newest generation that it knows to be over. `finished`: a rank has done all steps."""
+
+    agent: str
+    incarnation: str
+    session: int
+    term: Term = NO_TERM
+    decision: DecisionRef | None = None
+    over: int = 0
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The agent accepts no decision of an earlier term from now on. `decision`: the newest it knows."""
+
+    term: Term
+    decision: DecisionRef | None
+
+
+@dataclass(frozen=True)
+class KnownDecision:
+    """Answers `RequestDecision`."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Ready:
+    """All live ranks of the agent have requested the next record."""
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class EndGeneration:
+    """Also from the coordinator to the other agents."""
+
+    generation: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A rank waits to join `generation`, which goes on until its members reach a step boundary."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Accepted:
+    generation: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A rank has done all steps. Also from the coordinator to the other agents."""
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """All ranks of the agent have ended, and it does not come back under this id."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    number: int
+
+
+@dataclass(frozen=True)
+class PeerMessage:
+    """The coordinator forwards it to all other agents: successors, hang edges, failures of scripts. It decides nothing.
+    `agent`: the sender, set by the coordinator."""
+
+    topic: str
+    data: str
+    agent: str = ""
+
+
+AgentMessage = (
+    Hello
+    | Promise
+    | KnownDecision
+    | Ready
+    | EndGeneration
+    | JoinRequest
+    | Accepted
+    | Finished
+    | Goodbye
+    | Heartbeat
+    | PeerMessage
+)
+
+
+# -- the coordinator to an agent
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """A snapshot: first in each session, and again when the term or the office changes. Notices that were lost with a
+    former session are in it."""
+
+    term: Term
+    in_office: bool
+    over: int = 0
+    joining: int = 0
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class Push:
+    """A decision, and the notices of its generation that the agent may have missed."""
+
+    decision: Decision
+    over: int = 0
+    joining: int = 0
+
+
+@dataclass(frozen=True)
+class RequestDecision:
+    """The agent knows a newer decision than its coordinator, which asks for it."""
+
+    digest: str
+
+
+@dataclass(frozen=True)
+class HeartbeatAnswer:
+    """Only one from a coordinator in office renews the lease."""
+
+    number: int
+    in_office: bool
+
+
+@dataclass(frozen=True)
+class JoinNotice:
+    generation: int
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """The agent kills its ranks. It may come back under another id."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The agent does not fit the job."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class JobUnrecoverable:
+    """The committed state is lost, and the job with it."""
+
+    reason: str
+
+
+CoordinatorMessage = (
+    Welcome
+    | Push
+    | RequestDecision
+    | HeartbeatAnswer
+    | EndGeneration
+    | JoinNotice
+    | Finished
+    | PeerMessage
+    | Evicted
+    | Refused
+    | JobUnrecoverable
+)
+
+
+# -- events of the coordinator's state machine
+
+
+@dataclass(frozen=True)
+class Received:
+    session: int
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
+class SessionClosed:
+    session: int
+
+
+@dataclass(frozen=True)
+class Persisted:
+    """The `Persist` of the decision with this digest is on the disk."""
+
+    digest: str
+
+
+@dataclass(frozen=True)
+class AgentExited:
+    """The agent's process is known to be gone, with all that it had started."""
+
+    agent: str
+
+
+@dataclass(frozen=True)
+class OfficeGranted:
+    """The operator's word: no other coordinator leads this job, and whoever is absent is gone; or the job is new."""
+
+
+@dataclass(frozen=True)
+class Ticked:
+    """Time has passed. At least once in `standstill_s`."""
+
+
+CoordinatorEvent = Received | SessionClosed | Persisted | AgentExited | OfficeGranted | Ticked
+
+
+# -- instructions of the coordinator's state machine
+
+
+@dataclass(frozen=True)
+class Send:
+    session: int
+    message: CoordinatorMessage
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Write to the state directory and fsync; then bring `Persisted`, if there is a decision."""
+
+    term: Term
+    decision: Decision | None
+
+
+@dataclass(frozen=True)
+class CloseSession:
+    session: int
+    reason: str
+
+
+CoordinatorInstruction = Send | Persist | CloseSession
+
+
+# -- events and instructions of the agent's session
+
+
+@dataclass(frozen=True)
+class Connected:
+    """`address`: of the coordinator."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class Disconnected: ...
+
+
+@dataclass(frozen=True)
+class ConnectionRefused:
+    """Nothing listens at `address`. `began_s`: when the attempt began."""
+
+    address: str
+    began_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A message of the coordinator."""
+
+    message: CoordinatorMessage
+
+
+@dataclass(frozen=True)
+class ReportRequested:
+    """The agent's ranks may be ready: `CollectReport` follows once the coordinator can be told."""
+
+
+@dataclass(frozen=True)
+class ReportCollected:
+    report: Report
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Tell the coordinator, and tell it again in the next session where that is needed."""
+
+    message: EndGeneration | JoinRequest | Finished | Goodbye | PeerMessage
+
+
+SessionEvent = (
+    Connected | Disconnected | ConnectionRefused | Answer | ReportRequested | ReportCollected | Notify | Ticked
+)
+
+
+@dataclass(frozen=True)
+class SendToCoordinator:
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """Close the session, and open another."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class SetLease:
+    """No rank may act beyond `until_s`."""
+
+    until_s: float
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The lease is over: abort `generation` in every rank, and let none act before `Unfence`."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Unfence: ...
+
+
+@dataclass(frozen=True)
+class CollectReport:
+    """Bring `ReportCollected`, if every live rank still waits for the next record."""
+
+
+@dataclass(frozen=True)
+class Inform:
+    """Bring `event` (of `agent_events.py`) to the agent's state machine."""
+
+    event: Any
+
+
+@dataclass(frozen=True)
+class KillRanks:
+    """The session is over for good."""
+
+    reason: str
+
+
+SessionInstruction = SendToCoordinator | HangUp | SetLease | Fence | Unfence | CollectReport | Inform | KillRanks

@@ -1,0 +1,630 @@
+"""What the coordinator of one job does: events and the time in, instructions out.
+
+Pure: no clock, no socket, nothing random. `next_record` decides what is in a record; here is decided when there is
+one, and who is sent it.
+
+OFFICE   A coordinator decides only in office. It takes office (a) from its state directory, which it holds under a
+         lock; (b) for a job whose last record was decided without one, once every agent of that record has promised
+         its term; (c) on the operator's word, or because the job is new and it was started to found it. It leaves
+         office when it learns of a newer record or, without a directory, of a term that is not lower than its own.
+PERSIST  With a state directory, a record is pushed only after it was written there.
+PRESENT  Every agent of the record is ready, or declared lost, before the next record is decided.
+REPORT   A report counts while the session by which it came is up, and its agent has promised the present term.
+LOST     An agent is declared lost once it was silent for `lost_after_s` while the coordinator was in office, not
+         counting what the coordinator itself stood still; or its process is known to be gone.
+LAST     The job goes on without a silent agent only if nothing is needed of it: if the record could be decided with
+         that agent absent and alive. One that is dead (its process is gone, or it was silent for `dead_after_s`) is
+         not waited for.
+ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it.
+REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
+         is an ancestor of the present one; else it is evicted.
+SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from elasticgang.protocol.coordinator_messages import (
+    Accepted,
+    AgentExited,
+    AgentMessage,
+    CloseSession,
+    CoordinatorEvent,
+    CoordinatorInstruction,
+    CoordinatorMessage,
+    Decision,
+    DecisionRef,
+    EndGeneration,
+    Evicted,
+    Finished,
+    Goodbye,
+    Heartbeat,
+    HeartbeatAnswer,
+    Hello,
+    JobUnrecoverable,
+    JoinNotice,
+    JoinRequest,
+    KnownDecision,
+    OfficeGranted,
+    PeerMessage,
+    Persist,
+    Persisted,
+    Promise,
+    Push,
+    Ready,
+    Received,
+    Refused,
+    RequestDecision,
+    Send,
+    SessionClosed,
+    Term,
+    Ticked,
+    Timeouts,
+    Welcome,
+)
+from elasticgang.protocol.next_record import next_record
+from elasticgang.protocol.record import NO_RECORD, Record, RecordRef, Report, Undecided, Unrecoverable
+
+Instructions: TypeAlias = "list[CoordinatorInstruction]"
+
+
+@dataclass
+class Silences:
+    """How long each agent was silent, by the coordinator's clock, less what the coordinator stood still (LOST)."""
+
+    standstill_s: float
+    _heard_s: dict[str, float] = field(default_factory=dict)
+    _now_s: float | None = None
+
+    def advance(self, now_s: float) -> None:
+        gap_s = 0.0 if self._now_s is None else now_s - self._now_s
+        self._now_s = now_s
+        if gap_s > self.standstill_s:
+            for agent in self._heard_s:
+                self._heard_s[agent] += gap_s
+
+    def expect(self, agents: Iterable[str]) -> None:
+        """Silence counts from now on, unless it counts already."""
+        for agent in agents:
+            self._heard_s.setdefault(agent, self._now_s or 0.0)
+
+    def hear(self, agent: str) -> None:
+        self._heard_s[agent] = self._now_s or 0.0
+
+    def forget(self, agent: str) -> None:
+        self._heard_s.pop(agent, None)
+
+    def of(self, agent: str) -> float:
+        return (self._now_s or 0.0) - self._heard_s.get(agent, self._now_s or 0.0)
+
+
+@dataclass
+class _Session:
+    agent: str
+    incarnation: str
+    number: int
+    seen: DecisionRef | None
+    promised: bool = False
+
+
+@dataclass
+class CoordinatorState:
+    """`handle` is the only way in. `decision`: the newest, from the state directory or from agents. `granted`: in
+    office by (a) or (c), or by its own last decision. `reason`: why there is no next record yet. `proposal`: what the
+    last decision of this coordinator was made from."""
+
+    name: str
+    number: int = 1
+    has_directory: bool = False
+    decision: Decision | None = None
+    granted: bool = False
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    over: int = 0
+    joining: int = 0
+    finished: bool = False
+    unrecoverable: str = ""
+    reason: str = "no agent is ready"
+    proposal: list[Report] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)  # of the lost
+    sessions: dict[int, _Session] = field(default_factory=dict)
+    _session_of: dict[str, int] = field(default_factory=dict)
+    _incarnations: dict[str, str] = field(default_factory=dict)
+    _reports: dict[str, Report] = field(default_factory=dict)
+    _promises: set[str] = field(default_factory=set)  # agents that have promised the present term
+    _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
+    _deciding: Decision | None = None  # written to the directory, not yet pushed
+    _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
+    _unlearned: dict[int, Hello | Promise] = field(default_factory=dict)  # until `KnownDecision` comes
+    _was_in_office: bool = False
+    _first_report_s: float | None = None
+    _now_s: float = 0.0
+    _silences: Silences = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._silences = Silences(self.timeouts.standstill_s)
+
+    @property
+    def term(self) -> Term:
+        return Term(self.number, self.name)
+
+    @property
+    def record(self) -> Record | None:
+        return None if self.decision is None else self.decision.record
+
+    @property
+    def is_deciding(self) -> bool:
+        return self._deciding is not None
+
+    @property
+    def in_office(self) -> bool:
+        return self.granted or self._has_all_promises()
+
+    def _has_all_promises(self) -> bool:
+        """OFFICE (b)."""
+        decision = self.decision
+        if decision is None or self._needs_directory(decision):
+            return False
+        return self._promises.issuperset(decision.record.agents)
+
+    @staticmethod
+    def _needs_directory(decision: Decision) -> bool:
+        return decision.durable
+
+    # -- events
+
+    def handle(self, event: CoordinatorEvent, now_s: float) -> Instructions:
+        self._now_s = max(self._now_s, now_s)
+        self._silences.advance(self._now_s)
+        if isinstance(event, Persisted):
+            return self._persisted(event.digest)
+        if self._deciding is not None and not self._is_harmless(event):
+            self._deferred.append(event)
+            return []
+        return self._handle(event)
+
+    @staticmethod
+    def _is_harmless(event: CoordinatorEvent) -> bool:
+        return isinstance(event, Ticked) or (isinstance(event, Received) and isinstance(event.message, Heartbeat))
+
+    def _handle(self, event: CoordinatorEvent) -> Instructions:
+        match event:
+            case Received(session, message):
+                return self._receive(session, message)
+            case SessionClosed(session):
+                return self._forget_session(session) + self._decide()
+            case Ticked():
+                return self._tick()
+            case AgentExited(agent):
+                return self._close(agent, f"agent {agent} has exited") + self._declare_lost([agent], dead=True)
+            case OfficeGranted():
+                self.granted = True
+                return self._enter_office() + self._decide()
+            case Persisted():
+                raise AssertionError("`handle` takes it")
+
+    def _receive(self, number: int, message: AgentMessage) -> Instructions:
+        if isinstance(message, Hello):
+            return self._hello(number, message)
+        session = self.sessions.get(number)
+        if session is None:
+            if isinstance(message, KnownDecision) and number in self._unlearned:
+                return self._known(number, message.decision)
+            return []  # of a session that was closed
+        self._silences.hear(session.agent)
+        match message:
+            case Heartbeat(beat):
+                return [Send(number, HeartbeatAnswer(beat, self.in_office))]
+            case Promise():
+                return self._promise(number, message)
+            case KnownDecision(decision):
+                return self._known(number, decision)
+            case Ready(report):
+                return self._ready(number, report)
+            case EndGeneration(generation, reason):
+                is_member = self.record is not None and session.agent in self.record.agents
+                return self._end(generation, reason, number) if is_member else []
+            case JoinRequest(generation):
+                return self._join(generation)
+            case Accepted(generation, digest):
+                return self._accepted(number, generation, digest)
+            case Finished():
+                return self._finish(number)
+            case Goodbye(reason):
+                closed = self._close(session.agent, f"agent {session.agent} ends: {reason}")
+                return closed + self._declare_lost([session.agent], dead=True)
+            case PeerMessage(topic, data):
+                return self._broadcast(PeerMessage(topic, data, session.agent), number)
+
+    # -- time
+
+    def _tick(self) -> Instructions:
+        record = self.record
+        if self._deciding is not None:
+            return []
+        limit_s = self.timeouts.lost_after_s
+        out: Instructions = []
+        members = () if record is None else record.agents
+        joiners = [s.agent for s in self.sessions.values() if s.agent not in members]
+        for agent in joiners:
+            if self._silences.of(agent) > limit_s:
+                out += self._close(agent, f"agent {agent} was silent for {limit_s:g} s")
+        if not self.in_office:
+            return out
+        self._silences.expect(members)
+        silent = [a for a in members if a not in self.lost and self._silences.of(a) > limit_s]
+        out += self._declare_lost(silent, dead=False) if silent else []
+        dead = [a for a in self.lost - self.dead if self._silences.of(a) > self.timeouts.dead_after_s]
+        out += self._declare_lost(dead, dead=True) if dead else []
+        if self.record is None and self._is_founding_over():
+            out += self._decide()
+        return out
+
+    def _is_founding_over(self) -> bool:
+        first_s = self._first_report_s
+        return first_s is not None and self._now_s - first_s >= self.timeouts.founding_s
+
+    def _declare_lost(self, agents: Iterable[str], dead: bool) -> Instructions:
+        """LOST. No record says so before the next one: an agent that is back by then is not lost."""
+        record = self.record
+        agents = [agent for agent in agents if record is not None and agent in record.agents]
+        if record is None or not agents:
+            return []
+        out: Instructions = []
+        for agent in agents:
+            out += self._close(agent, f"agent {agent} is declared lost")
+        self.lost.update(agents)
+        self.dead.update(agents if dead else ())
+        if self._parents and self._parents <= self.dead:
+            out += self._lift()
+        return out + self._end(record.generation, f"agent {', '.join(agents)} is lost") + self._decide()
+
+    # -- sessions
+
+    def _hello(self, number: int, hello: Hello) -> Instructions:
+        out: Instructions = []
+        if number in self.sessions or number in self._unlearned:
+            return [CloseSession(number, "it says hello twice")]
+        if self._is_duplicate(hello):
+            return [
+                Send(number, Refused(f"another process takes part as agent {hello.agent}")),
+                CloseSession(number, f"a second process calls itself agent {hello.agent}"),
+            ]
+        other = self._session_of.get(hello.agent)
+        if other is not None and other != number:
+            if self.sessions[other].number > hello.session:
+                return [CloseSession(number, f"agent {hello.agent} has a newer session")]
+            out += self._close(hello.agent, f"agent {hello.agent} has opened a newer session")
+        if hello.decision is not None and self._is_news(hello.decision):
+            self._unlearned[number] = hello
+            return [*out, Send(number, RequestDecision(hello.decision.digest))]
+        self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, hello.decision)
+        self._session_of[hello.agent] = number
+        self._incarnations[hello.agent] = hello.incarnation
+        self._silences.hear(hello.agent)
+        self.lost.discard(hello.agent)
+        self.dead.discard(hello.agent)
+        if hello.finished:
+            out += self._finish(number)
+        out += self._learn_term(hello.term)
+        if hello.over and self.record is not None and hello.agent in self.record.agents:
+            out += self._end(hello.over, "it was over when an agent came back", number)
+        out.append(Send(number, self._welcome()))
+        if hello.decision is not None:
+            out += self._accepted(number, hello.decision.generation, hello.decision.digest)
+        if self.in_office:
+            out += self._greet(number)
+        if self.unrecoverable:
+            out.append(Send(number, JobUnrecoverable(self.unrecoverable)))
+        return out
+
+    def _is_duplicate(self, hello: Hello) -> bool:
+        """SENDER. An agent of the record keeps its id while it has no session, until it is declared lost."""
+        known = self._incarnations.get(hello.agent, hello.incarnation)
+        is_member = self.record is not None and hello.agent in self.record.agents
+        is_taken = hello.agent in self._session_of or (is_member and hello.agent not in self.lost)
+        return is_taken and known != hello.incarnation
+
+    def _welcome(self) -> Welcome:
+        return Welcome(self.term, self.in_office, self.over, self.joining, self.finished)
+
+    def _promise(self, number: int, promise: Promise) -> Instructions:
+        session = self.sessions[number]
+        if promise.decision is not None and self._is_news(promise.decision):
+            self._unlearned[number] = promise
+            return [Send(number, RequestDecision(promise.decision.digest))]
+        out = self._learn_term(promise.term)
+        if promise.term != self.term:
+            return out
+        session.promised, session.seen = True, promise.decision
+        self._promises.add(session.agent)
+        if self.in_office and not self._was_in_office:
+            out += self._enter_office()
+        return out + self._announce([session.agent]) + self._decide()
+
+    def _known(self, number: int, decision: Decision) -> Instructions:
+        waiting = self._unlearned.pop(number, None)
+        if waiting is None or waiting.decision != decision.ref:
+            return [CloseSession(number, "it sends a decision that it was not asked for")]
+        out = self._learn(decision)
+        return out + self._receive(number, waiting)
+
+    def _forget_session(self, number: int) -> Instructions:
+        self._unlearned.pop(number, None)
+        session = self.sessions.pop(number, None)
+        if session is not None:
+            del self._session_of[session.agent]
+            self._withdraw_report(session.agent)
+            if self.record is None or session.agent not in self.record.agents:
+                self._silences.forget(session.agent)
+                self._incarnations.pop(session.agent, None)
+        return []
+
+    def _withdraw_report(self, agent: str) -> None:
+        """REPORT."""
+        self._reports.pop(agent, None)
+
+    def _close(self, agent: str, reason: str) -> Instructions:
+        number = self._session_of.get(agent)
+        if number is None:
+            return []
+        return [*self._forget_session(number), CloseSession(number, reason)]
+
+    # -- office
+
+    def _is_news(self, ref: DecisionRef) -> bool:
+        return self.decision is None or self._is_newer(ref, self.decision.ref)
+
+    @staticmethod
+    def _is_newer(ref: DecisionRef, than: DecisionRef) -> bool:
+        return ref.order > than.order
+
+    def _learn(self, decision: Decision) -> Instructions:
+        """Another coordinator has decided."""
+        if not self._is_news(decision.ref):
+            return []
+        self.decision = decision
+        self._parents = frozenset()
+        self.lost.clear()
+        self.dead.clear()
+        self._leave_office()
+        return [Persist(self.term, decision)] if self.has_directory else []
+
+    def _learn_term(self, term: Term) -> Instructions:
+        """Another coordinator has, or had, a term that is not lower: take a higher one."""
+        if term == self.term or term.number < self.number:
+            return []
+        self.number = term.number + 1
+        self._promises.clear()
+        if not self.has_directory:
+            self._leave_office()
+        out: Instructions = [Persist(self.term, self.decision)] if self.has_directory else []
+        for session in self.sessions.values():
+            session.promised = False
+        return out + self._broadcast(self._welcome())
+
+    def _leave_office(self) -> None:
+        self.granted = self._was_in_office = False
+
+    def _enter_office(self) -> Instructions:
+        self._was_in_office = True
+        for agent in () if self.record is None else self.record.agents:
+            self._silences.hear(agent)
+        out: Instructions = []
+        for number in list(self.sessions):
+            out.append(Send(number, self._welcome()))
+            out += self._greet(number)
+        return out + self._announce(self._reports)
+
+    def _greet(self, number: int) -> Instructions:
+        """In office: evict the agent, or bring it to the present record."""
+        decision, session = self.decision, self.sessions[number]
+        if decision is None:
+            return []
+        record = decision.record
+        seen = NO_RECORD if session.seen is None else RecordRef(session.seen.generation, session.seen.digest)
+        if seen == record.ref:
+            return []
+        if not self._is_ancestor(record, seen):
+            return [Send(number, Evicted(f"its generation {seen.generation} is not one that the job builds on"))]
+        if session.agent not in record.agents or not self._may_be_sent(session.agent):
+            return []
+        return [Send(number, Push(decision, self.over, self.joining))]
+
+    @staticmethod
+    def _is_ancestor(record: Record, seen: RecordRef) -> bool:
+        """REJOIN."""
+        return record.builds_on(seen)
+
+    def _may_be_sent(self, agent: str) -> bool:
+        """ACCEPT."""
+        return not self._parents or agent in self._parents
+
+    def _accepted(self, number: int, generation: int, digest: str) -> Instructions:
+        session, record = self.sessions[number], self.record
+        if record is None or (generation, digest) != record.ref:
+            return []
+        assert self.decision is not None
+        session.seen = self.decision.ref
+        return self._lift() if session.agent in self._parents else []
+
+    def _lift(self) -> Instructions:
+        """ACCEPT is met: the others are sent the record."""
+        assert self.record is not None
+        parents, self._parents = self._parents, frozenset()
+        out: Instructions = []
+        for number, session in list(self.sessions.items()):
+            if session.agent in self.record.agents and session.agent not in parents:
+                out += self._greet(number)
+        return out
+
+    # -- what agents say
+
+    def _ready(self, number: int, report: Report) -> Instructions:
+        session = self.sessions[number]
+        if (wrong := self._not_its_own(session.agent, report)) is not None:
+            return self._close(session.agent, wrong)
+        self._reports[session.agent] = replace(report, dead_agents=(), coordinator="")
+        if self._first_report_s is None:
+            self._first_report_s = self._now_s
+        return self._announce([session.agent]) + self._decide()
+
+    def _announce(self, agents: Iterable[str]) -> Instructions:
+        """In office: members of these agents may wait to join the present generation."""
+        record = self.record
+        if record is None or not self.in_office or self.joining >= record.generation:
+            return []
+        for agent in agents:
+            report = self._reports.get(agent)
+            if report is None or not self._counts(agent, report):
+                continue
+            if any(record.seat(member.id) is None for member in report.members):
+                return self._join(record.generation)
+        return []
+
+    def _not_its_own(self, agent: str, report: Report) -> str | None:
+        """SENDER."""
+        if report.agent != agent:
+            return f"agent {agent} reports as agent {report.agent}"
+        record = self.record
+        for member in report.members:
+            seat = None if record is None else record.seat(member.id)
+            if seat is not None and seat.agent != agent:
+                return f"agent {agent} reports member {member.id} of agent {seat.agent}"
+        return None
+
+    def _end(self, generation: int, reason: str, source: int | None = None) -> Instructions:
+        record = self.record
+        if record is None or generation != record.generation or generation <= self.over:
+            return []
+        self.over = generation
+        return self._broadcast(EndGeneration(generation, reason), source)
+
+    def _join(self, generation: int) -> Instructions:
+        if self.record is None or generation != self.record.generation or generation <= self.joining:
+            return []
+        self.joining = generation
+        return self._broadcast(JoinNotice(generation))
+
+    def _finish(self, source: int) -> Instructions:
+        if self.finished:
+            return []
+        self.finished = True
+        return self._broadcast(Finished())
+
+    def _broadcast(self, message: CoordinatorMessage, source: int | None = None) -> Instructions:
+        return [Send(number, message) for number in self.sessions if number != source]
+
+    # -- the decision
+
+    def reports(self) -> dict[str, Report]:
+        """Those that count (REPORT)."""
+        return {agent: report for agent, report in self._reports.items() if self._counts(agent, report)}
+
+    def _counts(self, agent: str, report: Report) -> bool:
+        number, record = self._session_of.get(agent), self.record
+        if number is None or not self.sessions[number].promised:
+            return False
+        if record is not None and agent in record.agents:
+            return report.newest_record == record.ref
+        return report.newest_record == NO_RECORD or (record is not None and record.builds_on(report.newest_record))
+
+    def _decide(self) -> Instructions:
+        if not self.in_office or self._deciding is not None or self.unrecoverable:
+            return []
+        self._was_in_office = True
+        record = self.record
+        if record is not None and (waits := self._waits(record)) is not None:
+            self.reason = waits
+            return []
+        reports = self.reports()
+        if record is None and not self._is_founding_over() and len(reports) < len(self.sessions):
+            return []
+        return self._next(record, reports) if reports else []
+
+    def _waits(self, record: Record) -> str | None:
+        """PRESENT: for which agents; None for none."""
+        if len(self._reports) + len(self.lost) < len(record.agents):  # without a look at each
+            return f"{len(self._reports)} of {len(record.agents)} agents are ready"
+        reports = self.reports()
+        missing = [agent for agent in record.agents if agent not in reports and agent not in self.lost]
+        return f"waiting for agent {', '.join(missing)}" if missing else None
+
+    def _next(self, record: Record | None, reports: dict[str, Report]) -> Instructions:
+        if record is not None and (needed := self._needed(record, reports)) is not None:
+            self.reason = needed
+            return []
+        proposal = self._with_lost(reports, self.lost)
+        answer = next_record(record, proposal)
+        if isinstance(answer, Undecided):
+            self.reason = answer.reason
+            return self._refuse(answer)
+        if isinstance(answer, Unrecoverable):
+            self.unrecoverable = answer.reason
+            return self._broadcast(JobUnrecoverable(answer.reason))
+        self.proposal = proposal
+        return self._propose(Decision(self.term, answer, self.has_directory))
+
+    def _needed(self, record: Record, reports: dict[str, Report]) -> str | None:
+        """LAST: for what a silent agent is waited for; None when for nothing."""
+        if self.lost <= self.dead:
+            return None
+        careful = next_record(record, self._with_lost(reports, self.dead))
+        return careful.reason if isinstance(careful, Undecided) and not careful.refused else None
+
+    @staticmethod
+    def _with_lost(reports: dict[str, Report], lost: set[str]) -> list[Report]:
+        first, *rest = (reports[agent] for agent in sorted(reports))
+        return [replace(first, dead_agents=tuple(sorted(lost.difference(reports)))), *rest]
+
+    def _refuse(self, void: Undecided) -> Instructions:
+        out: Instructions = []
+        for agent, reason in void.refused:
+            self._withdraw_report(agent)
+            number = self._session_of.get(agent)
+            if number is not None:
+                out.append(Send(number, Refused(reason)))
+                out += self._close(agent, f"agent {agent} is refused: {reason}")
+        return out + self._decide() if void.refused else out
+
+    def _propose(self, decision: Decision) -> Instructions:
+        """PERSIST."""
+        if not self.has_directory:
+            return self._adopt(decision)
+        self._deciding = decision
+        return [Persist(self.term, decision)]
+
+    def _persisted(self, digest: str) -> Instructions:
+        if self._deciding is None or self._deciding.record.digest != digest:
+            return []
+        decision, self._deciding = self._deciding, None
+        out = self._adopt(decision)
+        while self._deferred and self._deciding is None:
+            out += self._handle(self._deferred.popleft())
+        return out + self._decide()
+
+    def _adopt(self, decision: Decision) -> Instructions:
+        before, record = self.record, decision.record
+        self.decision, self.granted, self.reason = decision, True, ""
+        self.lost.clear()
+        self.dead.clear()
+        self._silences.expect(record.agents)
+        self._parents = self._must_accept(before, record)
+        push = Push(decision)
+        out: Instructions = []
+        for number, session in self.sessions.items():
+            if session.agent in record.agents:
+                self._withdraw_report(session.agent)
+                if self._may_be_sent(session.agent):
+                    out.append(Send(number, push))
+        return out + self._announce(self._reports)
+
+    def _must_accept(self, before: Record | None, record: Record) -> frozenset[str]:
+        """ACCEPT."""
+        if self.has_directory or before is None:
+            return frozenset()
+        return frozenset(before.agents) & frozenset(record.agents)

@@ -1,0 +1,305 @@
+"""The coordinator's and the agent's state machines, rule by rule. The simulation plays them against each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticgang.layout import ParallelLayout
+from elasticgang.protocol import coordinator_messages as m
+from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.coordinator_state import CoordinatorState, Silences
+from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, RecordRef, Report
+
+
+def report(agent: str, seen: RecordRef = NO_RECORD, member: str = "") -> Report:
+    members = (MemberReport(member or f"{agent}/0", 0, "127.0.0.1:1"),)
+    return Report(agent, agent, "job", "", ParallelLayout(), seen, members)
+
+
+class Driver:
+    """A coordinator, and what it has said."""
+
+    def __init__(self, **options: Any) -> None:
+        self.state = CoordinatorState("c", **options)
+        self.now_s = 0.0
+        self.num_sessions = 0
+
+    def do(self, event: m.CoordinatorEvent) -> list[Any]:
+        return [*self.state.handle(event, self.now_s)]
+
+    def hear(self, session: int, message: m.AgentMessage) -> list[Any]:
+        return self.do(m.Received(session, message))
+
+    def open(self, agent: str, **hello: Any) -> int:
+        self.num_sessions += 1
+        hello = {"incarnation": agent, "session": self.num_sessions, **hello}
+        self.hear(self.num_sessions, m.Hello(agent, **hello))
+        self.hear(self.num_sessions, m.Promise(self.state.term, hello.get("decision")))
+        return self.num_sessions
+
+    def wait(self, seconds: float) -> list[Any]:
+        out = []
+        for _ in range(round(seconds / 0.5)):
+            self.now_s += 0.5
+            out += self.do(m.Ticked())
+        return out
+
+
+def found(**options: Any) -> tuple[Driver, int, int]:
+    driver = Driver(granted=True, **options)
+    a, b = driver.open("a"), driver.open("b")
+    driver.hear(a, m.Ready(report("a")))
+    out = driver.hear(b, m.Ready(report("b")))
+    if driver.state.is_deciding:
+        (persist,) = out
+        assert isinstance(persist, m.Persist)
+        assert persist.decision is not None
+        out = driver.do(m.Persisted(persist.decision.record.digest))
+    assert [i.session for i in out if isinstance(i, m.Send) and isinstance(i.message, m.Push)] == [a, b]
+    return driver, a, b
+
+
+def record(driver: Driver) -> Record:
+    assert driver.state.record is not None
+    return driver.state.record
+
+
+def test_a_record_is_pushed_only_after_it_was_written() -> None:
+    driver = Driver(granted=True, has_directory=True)
+    a = driver.open("a")
+    (persist,) = driver.hear(a, m.Ready(report("a")))
+    assert isinstance(persist, m.Persist)
+    assert persist.decision is not None
+    assert driver.hear(a, m.EndGeneration(1)) == []  # waits its turn
+    assert driver.hear(a, m.Heartbeat(1)) == [m.Send(a, m.HeartbeatAnswer(1, True))]  # but a heartbeat does not
+    assert driver.do(m.Persisted("another")) == []
+    push, *_ = driver.do(m.Persisted(persist.decision.record.digest))
+    assert push == m.Send(a, m.Push(persist.decision))
+    assert driver.state.over == 1
+
+
+def test_who_is_not_in_office_decides_nothing_and_renews_no_lease() -> None:
+    driver = Driver()
+    a = driver.open("a")
+    assert driver.hear(a, m.Ready(report("a"))) == []
+    assert driver.hear(a, m.Heartbeat(1)) == [m.Send(a, m.HeartbeatAnswer(1, False))]
+    assert any(isinstance(i.message, m.Push) for i in driver.do(m.OfficeGranted()) if isinstance(i, m.Send))
+
+
+def test_a_higher_term_ends_an_office_without_a_directory() -> None:
+    for has_directory in (False, True):
+        driver, _, _ = found(has_directory=has_directory)
+        driver.open("x", term=m.Term(7, "other"))
+        assert driver.state.term == m.Term(8, "c")
+        assert driver.state.in_office is has_directory
+
+
+def test_a_newer_decision_is_requested_and_ends_the_office() -> None:
+    other, _, _ = found()
+    decision = other.state.decision
+    assert decision is not None
+    driver = Driver(granted=True)
+    (request,) = driver.hear(1, m.Hello("a", "a", 1, decision=decision.ref))
+    assert request == m.Send(1, m.RequestDecision(decision.record.digest))
+    assert driver.hear(1, m.KnownDecision(replace(decision, durable=True))) != []
+    assert driver.state.record is None  # not what it asked for
+    driver.hear(2, m.Hello("a", "a", 2, decision=decision.ref))
+    driver.hear(2, m.KnownDecision(decision))
+    assert driver.state.record is decision.record
+    assert not driver.state.in_office
+    for session, agent in ((2, "a"), (3, "b")):
+        if agent == "b":
+            driver.hear(3, m.Hello("b", "b", 1, decision=decision.ref))
+        driver.hear(session, m.Promise(driver.state.term, decision.ref))
+    assert driver.state.in_office  # every agent of the record has promised
+
+
+def test_a_silent_agent_is_lost_after_the_time_and_not_before() -> None:
+    driver, a, b = found()
+    for _ in range(24):
+        driver.hear(a, m.Heartbeat(1))
+        driver.wait(0.5)
+    assert driver.state.lost == set()
+    driver.hear(a, m.Heartbeat(1))
+    out = driver.wait(1.0)
+    assert driver.state.lost == {"b"}
+    assert any(isinstance(i, m.CloseSession) and i.session == b for i in out)
+    assert m.Send(a, m.EndGeneration(1, "agent b is lost")) in out
+
+
+def test_a_coordinator_that_stood_still_declares_nobody_lost() -> None:
+    driver, _, _ = found()
+    driver.now_s += 1000
+    driver.do(m.Ticked())
+    driver.wait(10)
+    assert driver.state.lost == set()
+    driver.wait(4)
+    assert driver.state.lost == {"a", "b"}
+
+
+def test_silences_count_from_when_somebody_is_expected() -> None:
+    silences = Silences(standstill_s=1.0)
+    silences.advance(100.0)
+    silences.expect(["a"])
+    silences.advance(100.5)
+    assert silences.of("a") == 0.5
+    silences.hear("a")
+    assert silences.of("a") == 0.0
+    assert silences.of("b") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("message", "is_closed"),
+    [
+        (m.Ready(report("b")), True),
+        (m.Ready(report("a", member="b/0")), True),
+        (m.Ready(report("a")), False),
+    ],
+)
+def test_an_agent_speaks_for_itself_alone(message: m.AgentMessage, is_closed: bool) -> None:
+    driver, a, _ = found()
+    out = driver.hear(a, message)
+    assert any(isinstance(i, m.CloseSession) for i in out) is is_closed
+
+
+def test_a_session_has_one_agent() -> None:
+    driver, a, b = found()
+    assert [type(i) for i in driver.hear(a, m.Hello("b", "b", 9))] == [m.CloseSession]
+    assert {number: session.agent for number, session in driver.state.sessions.items()} == {a: "a", b: "b"}
+    driver.do(m.SessionClosed(a))
+    assert m.Send(b, m.HeartbeatAnswer(1, True)) in driver.hear(b, m.Heartbeat(1))
+
+
+def test_only_members_end_a_generation_and_only_the_present_one() -> None:
+    driver, a, b = found()
+    x = driver.open("x")
+    assert driver.hear(x, m.EndGeneration(1)) == []
+    assert driver.hear(a, m.EndGeneration(2)) == []
+    assert driver.hear(a, m.EndGeneration(1 << 40)) == []
+    assert driver.hear(a, m.EndGeneration(1, "why")) == [
+        m.Send(b, m.EndGeneration(1, "why")),
+        m.Send(x, m.EndGeneration(1, "why")),
+    ]
+
+
+def test_a_lost_agent_with_an_ancestor_of_the_record_may_come_back_and_another_is_evicted() -> None:
+    driver, a, _ = found()
+    first = driver.state.decision
+    assert first is not None
+    driver.do(m.AgentExited("b"))
+    driver.hear(a, m.Ready(report("a", record(driver).ref)))
+    assert record(driver).agents == ("a",)
+    number = driver.open("b", decision=first.ref)
+    assert number in driver.state.sessions
+    out = driver.hear(99, m.Hello("z", "z", 1, decision=first.ref._replace(digest="0" * 16, term=m.Term(0, ""))))
+    assert any(isinstance(i.message, m.Evicted) for i in out if isinstance(i, m.Send))
+
+
+def test_a_second_process_with_an_id_is_refused_until_the_first_is_lost() -> None:
+    driver, _, b = found()
+    driver.do(m.SessionClosed(b))
+    out = driver.hear(50, m.Hello("b", "another process", 1))
+    assert any(isinstance(i.message, m.Refused) for i in out if isinstance(i, m.Send))
+    driver.do(m.AgentExited("b"))
+    out = driver.hear(51, m.Hello("b", "another process", 1))
+    assert not any(isinstance(i.message, m.Refused) for i in out if isinstance(i, m.Send))
+
+
+def test_timeouts_that_would_lose_a_living_agent_are_refused() -> None:
+    with pytest.raises(ValueError, match="`lost_after_s` must exceed"):
+        m.Timeouts(lost_after_s=11.0)
+    with pytest.raises(ValueError, match="`dead_after_s` must exceed"):
+        m.Timeouts(dead_after_s=311.0)
+
+
+# -- the agent's half
+
+
+def welcome(session: AgentSession, now_s: float, number: int = 1) -> list[Any]:
+    session.handle(m.Connected("host:1"), now_s)
+    return [*session.handle(m.Answer(m.Welcome(m.Term(number, "c"), True)), now_s + 1)]
+
+
+def test_a_lease_runs_from_when_the_question_was_sent() -> None:
+    session = AgentSession("a", "i")
+    assert m.SetLease(108.0) in welcome(session, 100.0)
+    (beat,) = session.handle(m.Ticked(), 102.0)
+    assert beat == m.SendToCoordinator(m.Heartbeat(1))
+    assert session.handle(m.Answer(m.HeartbeatAnswer(1, True)), 104.0) == [m.SetLease(110.0)]
+    assert session.handle(m.Answer(m.HeartbeatAnswer(1, True)), 105.0) == []  # again
+    session.handle(m.Ticked(), 105.0)
+    assert session.handle(m.Answer(m.HeartbeatAnswer(2, False)), 105.5) == []  # not in office
+
+
+def test_a_lease_that_is_over_fences_until_an_answer_that_is_young_enough() -> None:
+    session = AgentSession("a", "i")
+    welcome(session, 100.0)
+    session.handle(m.Ticked(), 102.0)
+    out = session.handle(m.Ticked(), 108.0)
+    assert out[0] == m.Fence(0)
+    assert session.is_fenced
+    session.handle(m.Connected("host:1"), 109.0)
+    session.handle(m.Answer(m.Welcome(m.Term(1, "c"), False)), 109.1)
+    session.handle(m.Ticked(), 110.5)
+    assert session.is_fenced
+    out = session.handle(m.Answer(m.HeartbeatAnswer(2, True)), 110.7)
+    assert [type(i) for i in out] == [m.SetLease, m.Unfence]
+
+
+def test_a_refused_connection_renews_only_the_lease_of_its_own_address() -> None:
+    session = AgentSession("a", "i")
+    welcome(session, 100.0)
+    session.handle(m.Disconnected(), 101.0)
+    assert session.handle(m.ConnectionRefused("other:1", 103.0), 103.0) == []
+    assert session.handle(m.ConnectionRefused("host:1", 103.0), 103.0) == [m.SetLease(111.0)]
+    session.handle(m.Connected("other:1"), 104.0)
+    session.handle(m.Answer(m.Welcome(m.Term(2, "d"), False)), 104.1)  # promised to another coordinator
+    session.handle(m.Disconnected(), 105.0)
+    assert session.handle(m.ConnectionRefused("host:1", 105.0), 105.0) == []
+    assert m.Fence(0) in session.handle(m.ConnectionRefused("host:1", 111.0), 111.0)
+
+
+def test_a_record_of_a_term_that_was_not_promised_is_not_taken() -> None:
+    driver, _, _ = found()
+    decision = driver.state.decision
+    assert decision is not None
+    session = AgentSession("a", "i", promised=m.Term(5, "x"))
+    session.handle(m.Connected("host:1"), 0.0)
+    assert session.handle(m.Answer(m.Push(decision)), 0.1) == []
+    assert session.handle(m.Answer(m.Welcome(m.Term(1, "c"), True)), 0.2) == []  # an earlier term
+    assert session.handle(m.Answer(m.Push(decision)), 0.3) == []
+    session.handle(m.Answer(m.Welcome(m.Term(6, "c"), True)), 0.4)
+    assert m.SendToCoordinator(m.Accepted(1, decision.record.digest)) in session.handle(m.Answer(m.Push(decision)), 0.5)
+
+
+def test_a_record_that_comes_without_a_lease_waits_for_one() -> None:
+    driver, _, _ = found()
+    decision = driver.state.decision
+    assert decision is not None
+    session = AgentSession("a", "i")
+    session.handle(m.Connected("host:1"), 0.0)
+    session.handle(m.Answer(m.Welcome(m.Term(1, "c"), False)), 0.1)
+    out = session.handle(m.Answer(m.Push(decision, joining=1)), 0.2)
+    assert m.SendToCoordinator(m.Heartbeat(1)) in out
+    out = session.handle(m.Answer(m.HeartbeatAnswer(1, True)), 0.3)
+    assert [type(getattr(i, "event", i)).__name__ for i in out] == ["SetLease", "QuorumAnswered", "PeerNotice"]
+
+
+def test_an_agent_that_is_fenced_for_too_long_ends() -> None:
+    session = AgentSession("a", "i")
+    welcome(session, 100.0)
+    session.handle(m.Ticked(), 109.0)
+    assert not any(isinstance(i, m.KillRanks) for i in session.handle(m.Ticked(), 407.0))
+    assert any(isinstance(i, m.KillRanks) for i in session.handle(m.Ticked(), 408.0))
+    assert session.handle(m.Connected("host:1"), 409.0) == []
+
+
+def test_a_coordinator_that_does_not_answer_is_left() -> None:
+    session = AgentSession("a", "i")
+    session.handle(m.Connected("host:1"), 100.0)
+    assert session.handle(m.Ticked(), 102.9)[-1] == m.SendToCoordinator(m.Heartbeat(1))
+    assert any(isinstance(i, m.HangUp) for i in session.handle(m.Ticked(), 106.0))
+    assert not session.is_connected
