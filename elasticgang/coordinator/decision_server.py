@@ -1,0 +1,250 @@
+"""The coordinator: one `CoordinatorState` for each job, driven by the sessions of its agents, the clock and the disk.
+
+SERVE-ORDER    The instructions of one event are carried out before the next event of that job.
+SERVE-PERSIST  A decision is written and fsynced, off the event loop, before the state machine is told so.
+SERVE-APART    Jobs have nothing in common but the process.
+SERVE-STOP     When the state machine raises, or the disk does not write, the process ends: what it held is in the state
+               directory and with the agents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from elasticgang.coordinator.state_directory import Kept, StateDirectory
+from elasticgang.errors import OperationalError, WireError
+from elasticgang.protocol.coordinator_messages import (
+    CloseSession,
+    CoordinatorEvent,
+    Hello,
+    OfficeGranted,
+    Persist,
+    Persisted,
+    Push,
+    Received,
+    Send,
+    SessionClosed,
+    Ticked,
+    Timeouts,
+)
+from elasticgang.protocol.coordinator_state import CoordinatorState
+from elasticgang.protocol.record import PROTOCOL, Record
+from elasticgang.session.connection import Connection
+from elasticgang.session.listener import Listener
+from elasticgang.session.messages import decode_from_agent, encode, encode_delta
+from elasticgang.session.secret import Secret
+
+_TICK_S = 0.2
+_MAX_JOBS = 1024
+_MIN_DELTA_BYTES = 32 << 10  # a smaller record is sent whole: an agent reads it faster than a delta
+
+
+@dataclass
+class _Job:
+    name: str
+    state: CoordinatorState
+    connections: dict[int, Connection] = field(default_factory=dict)
+    known: dict[int, Record] = field(default_factory=dict)  # by session: the newest record that its agent has
+    events: deque[CoordinatorEvent] = field(default_factory=deque)
+    is_busy: bool = False
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """`founds`: without a directory, whether a job of which nothing is known is new."""
+
+    secret: Secret | None = None
+    directory: StateDirectory | None = None
+    founds: bool = False
+    insecure: bool = False
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+class CoordinatorServer:
+    """`fail` is called once, with the reason, when the server cannot go on."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        log: Callable[[str], None],
+        fail: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options, self._log, self._fail, self._clock = options, log, fail, clock
+        self._incarnation = secrets.token_hex(8)
+        self._jobs: dict[str, _Job] = {}
+        self._session_of: dict[Connection, tuple[_Job, int]] = {}
+        self._num_sessions = 0
+        self._writer = ThreadPoolExecutor(1, "state-directory")
+        self._writes: set[asyncio.Task[None]] = set()
+        self._order = asyncio.Lock()
+        self._ticker: asyncio.TimerHandle | None = None
+        self._has_failed = False
+        secret = b"" if options.secret is None else options.secret.reveal()
+        self.listener = Listener(self, lambda job: secret, log)
+
+    @property
+    def num_bytes_sent(self) -> int:
+        return sum(connection.num_bytes_sent for connection in self._session_of)
+
+    async def start(self, host: str, port: int) -> int:
+        """Returns the port that it listens on."""
+        options = self._options
+        await self.listener.start(host, port, has_secret=options.secret is not None, insecure=options.insecure)
+        self._tick()
+        return self.listener.port
+
+    async def stop(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await self.listener.stop()
+        if self._writes:
+            await asyncio.wait(self._writes)
+        self._writer.shutdown()
+
+    def grant(self, job: str) -> None:
+        """The operator's word (see OFFICE)."""
+        self._handle(self._job(job), OfficeGranted())
+
+    def state_of(self, job: str) -> CoordinatorState | None:
+        found = self._jobs.get(job)
+        return None if found is None else found.state
+
+    # -- of its listener
+
+    def opened(self, connection: Connection) -> None:
+        identity = connection.identity
+        assert identity is not None
+        if identity.protocol != PROTOCOL:
+            connection.abort(f"its protocol is {identity.protocol}, but the coordinator's is {PROTOCOL}")
+            return
+        try:
+            job = self._job(identity.job)
+        except OperationalError as error:
+            connection.abort(str(error))
+            return
+        self._num_sessions += 1
+        job.connections[self._num_sessions] = connection
+        self._session_of[connection] = job, self._num_sessions
+
+    def received(self, connection: Connection, payload: bytes) -> None:
+        found = self._session_of.get(connection)
+        if found is None:
+            return
+        job, number = found
+        message = decode_from_agent(payload)
+        if isinstance(message, Hello):
+            known = job.state.record
+            if known is not None and message.decision is not None and message.decision.digest == known.digest:
+                job.known[number] = known
+        self._handle(job, Received(number, message))
+
+    def closed(self, connection: Connection, reason: str) -> None:
+        found = self._session_of.pop(connection, None)
+        if reason:
+            self.listener.incidents.note(connection.peer.rsplit(":", 1)[0], reason)
+        if found is not None:
+            job, number = found
+            job.connections.pop(number, None)
+            job.known.pop(number, None)
+            self._handle(job, SessionClosed(number))
+
+    # -- the state machines
+
+    def _job(self, name: str) -> _Job:
+        if name not in self._jobs:
+            if len(self._jobs) >= _MAX_JOBS:
+                raise OperationalError(f"the coordinator leads {_MAX_JOBS} jobs already")
+            directory = self._options.directory
+            kept = Kept() if directory is None else directory.read(name)
+            state = CoordinatorState(
+                self._incarnation,
+                number=kept.term.number + 1,
+                has_directory=directory is not None,
+                decision=kept.decision,
+                granted=directory is not None or self._options.founds,
+                timeouts=self._options.timeouts,
+            )
+            if directory is not None:
+                directory.write(name, Kept(state.term, kept.decision))
+            self._jobs[name] = _Job(name, state)
+        return self._jobs[name]
+
+    def _tick(self) -> None:
+        self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        for job in list(self._jobs.values()):
+            self._handle(job, Ticked())
+
+    def _handle(self, job: _Job, event: CoordinatorEvent) -> None:
+        """To carry out an instruction may bring the next event: it waits for its turn (SERVE-ORDER)."""
+        job.events.append(event)
+        if job.is_busy:
+            return
+        job.is_busy = True
+        try:
+            while job.events and not self._has_failed:
+                self._carry_out(job, job.state.handle(job.events.popleft(), self._clock()))
+        except Exception as error:  # SERVE-STOP
+            self._stop_for(error)
+        finally:
+            job.is_busy = False
+
+    def _stop_for(self, error: BaseException) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._fail(error)
+
+    def _carry_out(self, job: _Job, instructions: list[Send | Persist | CloseSession]) -> None:
+        payloads: dict[tuple[int, str], bytes] = {}  # of this batch: a message to many is encoded once
+        for instruction in instructions:
+            match instruction:
+                case Send(number, message):
+                    connection = job.connections.get(number)
+                    if connection is None:
+                        continue
+                    before = job.known.get(number) if isinstance(message, Push) else None
+                    key = id(message), "" if before is None else before.digest
+                    if key not in payloads:
+                        delta = self._delta(before, message) if isinstance(message, Push) else None
+                        payloads[key] = encode(message) if delta is None else delta
+                    if isinstance(message, Push):
+                        job.known[number] = message.decision.record
+                    try:
+                        connection.send(payloads[key])
+                    except WireError as error:  # too long
+                        connection.abort(str(error))
+                case Persist():
+                    task = asyncio.ensure_future(self._persist(job, instruction))
+                    self._writes.add(task)
+                    task.add_done_callback(self._writes.discard)
+                case CloseSession(number, reason):
+                    connection = job.connections.get(number)
+                    if connection is not None:
+                        self._log(f"job {job.name}: closing a session with {connection.peer}: {reason}")
+                        connection.close()
+
+    @staticmethod
+    def _delta(before: Record | None, push: Push) -> bytes | None:
+        if before is None or len(push.decision.record.text) < _MIN_DELTA_BYTES:
+            return None
+        return encode_delta(before, push)
+
+    async def _persist(self, job: _Job, persist: Persist) -> None:
+        directory = self._options.directory
+        assert directory is not None
+        kept = Kept(persist.term, persist.decision)
+        try:
+            async with self._order:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._writer, directory.write, job.name, kept)
+        except Exception as error:  # SERVE-STOP
+            self._stop_for(error)
+            return
+        if persist.decision is not None:
+            self._handle(job, Persisted(persist.decision.record.digest))

@@ -1,0 +1,1 @@
+"""Authenticated sessions between agents and coordinators: frames, handshake, messages, and the asyncio rim."""

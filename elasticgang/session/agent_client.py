@@ -1,0 +1,192 @@
+"""An agent's session over asyncio: it connects, and connects again, and drives the `AgentSession`.
+
+CLIENT-LEASE   The lease is set before the agent's state machine hears of what it allows.
+CLIENT-RETRY   An attempt to connect ends after `CONNECT_S`; the next begins `RETRY_S` later, forever: how long an agent
+               waits for its coordinator is decided by its owner.
+CLIENT-REFUSED Only a refused connection counts as refused, not one that timed out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.coordinator_messages import (
+    Answer,
+    CollectReport,
+    Connected,
+    ConnectionRefused,
+    Disconnected,
+    Fence,
+    HangUp,
+    Inform,
+    KillRanks,
+    Notify,
+    ReportCollected,
+    ReportRequested,
+    SendToCoordinator,
+    SessionEvent,
+    SessionInstruction,
+    SetLease,
+    Ticked,
+    Unfence,
+)
+from elasticgang.protocol.record import PROTOCOL, Report
+from elasticgang.session.connection import ClientConnection, Connection
+from elasticgang.session.handshake import AGENT, Identity
+from elasticgang.session.messages import decode_from_coordinator, encode
+from elasticgang.session.secret import Secret
+
+CONNECT_S = 2.0
+RETRY_S = 0.2
+_TICK_S = 0.2
+
+
+class SessionOwner(Protocol):
+    """The agent, as its session sees it. None of these may block."""
+
+    def set_lease(self, until_s: float) -> None: ...
+
+    def fence(self, generation: int) -> None: ...
+
+    def unfence(self) -> None: ...
+
+    def collect_report(self) -> Report | None:
+        """None unless every live rank waits for the next record."""
+
+    def inform(self, event: Any) -> None:
+        """An event of `agent_events.py`, or a `PeerMessage`."""
+
+    def kill_ranks(self, reason: str) -> None: ...
+
+
+class AgentClient:
+    def __init__(
+        self,
+        session: AgentSession,
+        owner: SessionOwner,
+        address: tuple[str, int],
+        job: str,
+        secret: Secret | None,
+        log: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._session, self._owner, self._log, self._clock = session, owner, log, clock
+        self._host, self._port = address
+        self._identity = Identity(job, AGENT, PROTOCOL)
+        self._secret = b"" if secret is None else secret.reveal()
+        self._connection: ClientConnection | None = None
+        self._dialer: asyncio.Task[None] | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+        self._lost = asyncio.Event()
+        self._is_stopped = False
+        self._last_reason = ""
+
+    def start(self) -> None:
+        self._tick()
+        self._dialer = asyncio.ensure_future(self._dial())
+
+    async def stop(self) -> None:
+        self._is_stopped = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._dialer is not None:
+            self._dialer.cancel()
+            await asyncio.wait([self._dialer])
+        if self._connection is not None:
+            self._connection.close()
+
+    def request_report(self) -> None:
+        """The ranks may be ready."""
+        self._handle(ReportRequested())
+
+    def notify(self, notify: Notify) -> None:
+        self._handle(notify)
+
+    # -- of its connection
+
+    def opened(self, connection: Connection) -> None:
+        self._last_reason = ""
+        self._handle(Connected(self._address))
+
+    def received(self, connection: Connection, payload: bytes) -> None:
+        if connection is self._connection:
+            known = self._session.decision
+            message = decode_from_coordinator(payload, None if known is None else known.record)
+            self._handle(Answer(message))
+
+    def closed(self, connection: Connection, reason: str) -> None:
+        if connection is not self._connection:
+            return
+        self._connection = None
+        self._say(f"the session with the coordinator at {self._address} has ended: {reason or 'it was closed'}")
+        if self._session.is_connected:
+            self._handle(Disconnected())
+        self._lost.set()
+
+    # -- inside
+
+    @property
+    def _address(self) -> str:
+        return f"{self._host}:{self._port}"
+
+    async def _dial(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._is_stopped and not self._session.is_ended:
+            self._lost.clear()
+            began_s = self._clock()
+            try:
+                await asyncio.wait_for(loop.create_connection(self._connect, self._host, self._port), CONNECT_S)
+                await self._lost.wait()
+            except ConnectionRefusedError:
+                self._connection = None
+                self._say(f"nothing listens at {self._address}")
+                self._handle(ConnectionRefused(self._address, began_s))
+            except (OSError, asyncio.TimeoutError) as error:
+                self._connection = None
+                self._say(f"the coordinator at {self._address} cannot be reached: {error!r}")
+            await asyncio.sleep(RETRY_S)
+
+    def _connect(self) -> ClientConnection:
+        self._connection = ClientConnection(self, self._identity, self._secret)
+        return self._connection
+
+    def _say(self, line: str) -> None:
+        """Once, until it is another."""
+        if line != self._last_reason and not self._is_stopped:
+            self._last_reason = line
+            self._log(line)
+
+    def _tick(self) -> None:
+        self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        self._handle(Ticked())
+
+    def _handle(self, event: SessionEvent) -> None:
+        for instruction in self._session.handle(event, self._clock()):
+            self._carry_out(instruction)
+
+    def _carry_out(self, instruction: SessionInstruction) -> None:
+        match instruction:
+            case SendToCoordinator(message):
+                if self._connection is not None:
+                    self._connection.send(encode(message))
+            case HangUp(reason):
+                if self._connection is not None:
+                    self._connection.abort(reason)
+            case SetLease(until_s):
+                self._owner.set_lease(until_s)
+            case Fence(generation):
+                self._owner.fence(generation)
+            case Unfence():
+                self._owner.unfence()
+            case CollectReport():
+                report = self._owner.collect_report()
+                if report is not None:
+                    self._handle(ReportCollected(report))
+            case Inform(event):
+                self._owner.inform(event)
+            case KillRanks(reason):
+                self._owner.kill_ranks(reason)

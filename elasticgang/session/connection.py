@@ -1,0 +1,191 @@
+"""One end of a session over asyncio: handshake, frames, and bounds on what a peer may make this process hold.
+
+CONN-DEADLINE  A handshake that is not done after `HANDSHAKE_S` ends its connection.
+CONN-UNREAD    A peer that leaves more than `MAX_UNSENT_BYTES` unread is cut off.
+CONN-BOUND     Before the handshake a frame has at most `MAX_HANDSHAKE_BYTES`, afterwards `max_bytes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Protocol
+
+from elasticgang.errors import WireError
+from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, body_frame
+from elasticgang.session.handshake import (
+    MAX_HANDSHAKE_BYTES,
+    NONCE_BYTES,
+    ClientHandshake,
+    Identity,
+    ServerHandshake,
+    SessionKeys,
+)
+
+HANDSHAKE_S = 5.0
+MAX_UNSENT_BYTES = 32 << 20
+
+
+class SessionUser(Protocol):
+    """What a connection tells its owner."""
+
+    def opened(self, connection: Connection) -> None:
+        """The peer has proved itself."""
+
+    def received(self, connection: Connection, payload: bytes) -> None:
+        """Raises WireError to end the session."""
+
+    def closed(self, connection: Connection, reason: str) -> None:
+        """Once, whether it was opened or not. `reason`: "" when the peer closed it in order."""
+
+
+class Connection(asyncio.Protocol):
+    """Both ends have this in common."""
+
+    def __init__(self, user: SessionUser, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self._user, self._max_bytes = user, max_bytes
+        self._buffer = FrameBuffer(MAX_HANDSHAKE_BYTES)
+        self._reader: FrameReader | None = None
+        self._writer: FrameWriter | None = None
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._reason = ""
+        self._is_closed = False
+        self.identity: Identity | None = None
+        self.peer = "?"
+        self.num_bytes_sent = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._writer is not None and not self._is_closed
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """That wait for the rest of their frame."""
+        return self._buffer.num_bytes
+
+    def send(self, payload: bytes) -> None:
+        """Queue a message. A session that is not open drops it."""
+        if self._writer is None or self._transport is None or self._is_closed:
+            return
+        frame = self._writer.frame(payload)
+        self._transport.write(frame)
+        self.num_bytes_sent += len(frame)
+        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.abort(f"it leaves more than {MAX_UNSENT_BYTES} bytes unread")
+
+    def close(self) -> None:
+        """After what was sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        if self._transport is not None:
+            self._transport.abort()
+        self._end()
+
+    # -- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if self._is_closed:  # the listener gave it up before it began
+            transport.abort()
+            return
+        peer = transport.get_extra_info("peername")
+        self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) and len(peer) >= 2 else "?"
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(
+            HANDSHAKE_S, lambda: self.abort(f"its handshake was not done after {HANDSHAKE_S:g} s")
+        )
+        self._begin()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer.feed(data)
+        try:
+            while not self._is_closed and (body := self._buffer.next()) is not None:
+                if self._reader is None:
+                    self._shake_hands(body)
+                else:
+                    self._user.received(self, self._reader.payload(body))
+        except WireError as error:
+            self.abort(str(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            self._reason = self._reason or f"the connection broke: {exc}"
+        elif self._reader is None:
+            self._reason = self._reason or "it closed the connection in the midst of the handshake"
+        self._end()
+
+    def _end(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._user.closed(self, self._reason)
+
+    def _begin(self) -> None: ...
+
+    def _shake_hands(self, body: bytes) -> None:
+        raise NotImplementedError
+
+    def _write_body(self, body: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(body_frame(body))
+
+    def _open(self, read_key: bytes, write_key: bytes) -> None:
+        self._reader = FrameReader(read_key)
+        self._writer = FrameWriter(write_key, self._max_bytes)
+        self._buffer.limit = self._max_bytes + FrameReader.OVERHEAD_BYTES
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._user.opened(self)
+
+
+class ServerConnection(Connection):
+    def __init__(
+        self,
+        user: SessionUser,
+        secret_of: Callable[[str], bytes | None],
+        decoy: bytes,
+        roles: tuple[str, ...],
+        max_bytes: int = MAX_PAYLOAD_BYTES,
+    ) -> None:
+        super().__init__(user, max_bytes)
+        self._handshake = ServerHandshake(secret_of, secrets.token_bytes(NONCE_BYTES), decoy, roles)
+        self._is_challenged = False
+
+    def _shake_hands(self, body: bytes) -> None:
+        if not self._is_challenged:
+            self._is_challenged = True
+            self._write_body(self._handshake.challenge(body))
+            return
+        proof, keys = self._handshake.finish(body)
+        self.identity = self._handshake.identity
+        self._write_body(proof)
+        self._open(keys.to_server, keys.to_client)
+
+
+class ClientConnection(Connection):
+    def __init__(
+        self, user: SessionUser, identity: Identity, secret: bytes, max_bytes: int = MAX_PAYLOAD_BYTES
+    ) -> None:
+        super().__init__(user, max_bytes)
+        self.identity = identity
+        self._handshake = ClientHandshake(identity, secret, secrets.token_bytes(NONCE_BYTES))
+        self._is_proved = False
+
+    def _begin(self) -> None:
+        self._write_body(self._handshake.hello())
+
+    def _shake_hands(self, body: bytes) -> None:
+        if not self._is_proved:
+            self._is_proved = True
+            self._write_body(self._handshake.answer(body))
+            return
+        keys: SessionKeys = self._handshake.finish(body)
+        self._open(keys.to_client, keys.to_server)

@@ -1,0 +1,102 @@
+"""Frames of a session: a length, a sequence number, a payload and its HMAC-SHA256. Pure: bytes in, bytes out.
+
+FRAME-BOUND  No more than `limit` bytes of a frame are ever held: a longer one is refused by its length alone.
+FRAME-MAC    A payload is returned only after its MAC was checked, under the key of its direction.
+FRAME-ORDER  The sequence number is under the MAC and counts from 0: a frame that is replayed, left out or moved is
+             refused.
+
+Whoever gets a `WireError` closes the session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterator
+
+from elasticgang.errors import WireError
+
+MAX_PAYLOAD_BYTES = 16 << 20
+MAC_BYTES = 32
+
+_LENGTH = struct.Struct("!I")
+_NUMBER = struct.Struct("!Q")
+
+
+class FrameBuffer:
+    """Cuts a stream into bodies of at most `limit` bytes. The limit may be raised between two frames."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._data += data
+
+    def bodies(self) -> Iterator[bytes]:
+        """What is whole. Raises WireError when a length is over the limit."""
+        while (body := self.next()) is not None:
+            yield body
+
+    def next(self) -> bytes | None:
+        if len(self._data) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._data)
+        if size > self.limit:
+            raise WireError(f"a frame of {size} bytes is over the limit of {self.limit}")
+        end = _LENGTH.size + size
+        if len(self._data) < end:
+            return None
+        body = bytes(self._data[_LENGTH.size : end])
+        del self._data[:end]
+        return body
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._data)
+
+
+def body_frame(body: bytes) -> bytes:
+    """As on the wire, without a number or a MAC: before there are keys."""
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameWriter:
+    """One direction of a session."""
+
+    def __init__(self, key: bytes, limit: int = MAX_PAYLOAD_BYTES) -> None:
+        self._key, self._limit, self._number = key, limit, 0
+
+    def frame(self, payload: bytes) -> bytes:
+        if len(payload) > self._limit:
+            raise WireError(f"a message of {len(payload)} bytes is over the limit of {self._limit}")
+        number = _NUMBER.pack(self._number)
+        self._number += 1
+        return body_frame(number + payload + _mac(self._key, number, payload))
+
+
+class FrameReader:
+    """The other end of a `FrameWriter`."""
+
+    OVERHEAD_BYTES = _NUMBER.size + MAC_BYTES
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
+
+    def payload(self, body: bytes) -> bytes:
+        """Raises WireError when `body` is not the next one that the peer wrote with the same key."""
+        if len(body) < self.OVERHEAD_BYTES:
+            raise WireError(f"a frame of {len(body)} bytes is too short for a MAC")
+        number, payload, mac = body[: _NUMBER.size], body[_NUMBER.size : -MAC_BYTES], body[-MAC_BYTES:]
+        if not hmac.compare_digest(mac, _mac(self._key, number, payload)):
+            raise WireError("the MAC of a frame is wrong")
+        (found,) = _NUMBER.unpack(number)
+        if found != self._number:
+            raise WireError(f"frame {found} came in place of frame {self._number}")
+        self._number += 1
+        return payload
+
+
+def _mac(key: bytes, number: bytes, payload: bytes) -> bytes:
+    return hmac.digest(key, number + payload, hashlib.sha256)

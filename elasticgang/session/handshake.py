@@ -1,0 +1,150 @@
+"""How the two ends of a session prove to each other that they hold the job's secret. Pure: bytes in, bytes out.
+
+    client -> server   hello: wire version, protocol version, job, role, the client's nonce
+    server -> client   challenge: the server's nonce
+    client -> server   proof: HMAC(secret, "client", transcript)
+    server -> client   proof: HMAC(secret, "server", transcript)
+
+AUTH-MUTUAL  Neither end sends or takes a message before it has checked the other's proof.
+AUTH-BOUND   The transcript has both nonces, the job, the role and both versions, each with its length: a proof for
+             another of them is none.
+AUTH-KEYS    Each direction has a key of its own, derived from the secret and the transcript.
+AUTH-EQUAL   An unknown job and a wrong secret look alike to the client.
+
+Without a secret anybody passes, and the MACs of the frames only find damage: see `listen.py`, which allows that on
+loopback.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elasticgang.errors import WireError
+
+WIRE_VERSION = 1
+NONCE_BYTES = 32
+MAX_HANDSHAKE_BYTES = 1024
+_MAX_JOB_BYTES = 256
+
+AGENT, RANK, STATUS = ROLES = ("agent", "rank", "status")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whom a session is for, as its client says and its proof shows."""
+
+    job: str
+    role: str
+    protocol: int
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise WireError(f"the role must be one of {', '.join(ROLES)}, but is {self.role!r}")
+        if not 0 < len(self.job.encode()) <= _MAX_JOB_BYTES:
+            raise WireError(f"a job's name must have 1 to {_MAX_JOB_BYTES} bytes")
+
+
+@dataclass(frozen=True)
+class SessionKeys:
+    to_server: bytes
+    to_client: bytes
+
+
+class ClientHandshake:
+    def __init__(self, identity: Identity, secret: bytes, nonce: bytes) -> None:
+        self._identity, self._secret, self._nonce = identity, secret, nonce
+        self._transcript = b""
+
+    def hello(self) -> bytes:
+        i = self._identity
+        fields = {
+            "wire": WIRE_VERSION,
+            "protocol": i.protocol,
+            "job": i.job,
+            "role": i.role,
+            "nonce": self._nonce.hex(),
+        }
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    def answer(self, challenge: bytes) -> bytes:
+        if len(challenge) != NONCE_BYTES:
+            raise WireError("the server sent no challenge")
+        self._transcript = _transcript(self._identity, self._nonce, challenge)
+        return _proof(self._secret, b"client", self._transcript)
+
+    def finish(self, proof: bytes) -> SessionKeys:
+        if not hmac.compare_digest(proof, _proof(self._secret, b"server", self._transcript)):
+            raise WireError("the coordinator does not hold the secret of this job")
+        return _keys(self._secret, self._transcript)
+
+
+class ServerHandshake:
+    """`secret_of`: the secret of a job; None when there is no such job. `decoy`: random, drawn once per process; stands
+    in for the secret of an unknown job."""
+
+    def __init__(
+        self, secret_of: Callable[[str], bytes | None], nonce: bytes, decoy: bytes, roles: tuple[str, ...] = ROLES
+    ) -> None:
+        self._secret_of, self._nonce, self._decoy, self._roles = secret_of, nonce, decoy, roles
+        self._secret = decoy
+        self._transcript = b""
+        self.identity: Identity | None = None
+
+    def challenge(self, hello: bytes) -> bytes:
+        self.identity, client_nonce = _read_hello(hello)
+        if self.identity.role not in self._roles:
+            raise WireError(f"role {self.identity.role} has no session here")
+        secret = self._secret_of(self.identity.job)
+        self._secret = self._decoy if secret is None else secret
+        self._transcript = _transcript(self.identity, client_nonce, self._nonce)
+        return self._nonce
+
+    def finish(self, proof: bytes) -> tuple[bytes, SessionKeys]:
+        """The proof to send, and the keys."""
+        if not hmac.compare_digest(proof, _proof(self._secret, b"client", self._transcript)):
+            raise WireError("a client does not hold the secret of the job that it names")
+        return _proof(self._secret, b"server", self._transcript), _keys(self._secret, self._transcript)
+
+
+def _read_hello(hello: bytes) -> tuple[Identity, bytes]:
+    try:
+        fields = json.loads(hello)
+        wire, nonce = fields["wire"], bytes.fromhex(fields["nonce"])
+        job, role, protocol = fields["job"], fields["role"], fields["protocol"]
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise WireError("what opens a connection is no hello") from exc
+    if wire != WIRE_VERSION:
+        raise WireError(f"the client's wire version is {wire!r}, but must be {WIRE_VERSION}")
+    if not (isinstance(job, str) and isinstance(role, str) and type(protocol) is int and 0 <= protocol < 1 << 32):
+        raise WireError("a field of the hello has a wrong type")
+    if len(nonce) != NONCE_BYTES:
+        raise WireError(f"the client's nonce must have {NONCE_BYTES} bytes, but has {len(nonce)}")
+    return Identity(job, role, protocol), nonce
+
+
+def _transcript(identity: Identity, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    parts = (
+        b"elasticgang",
+        WIRE_VERSION.to_bytes(4, "big"),
+        identity.protocol.to_bytes(4, "big"),
+        identity.job.encode(),
+        identity.role.encode(),
+        client_nonce,
+        server_nonce,
+    )
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+def _proof(secret: bytes, side: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, b"proof " + side + transcript, hashlib.sha256)
+
+
+def _keys(secret: bytes, transcript: bytes) -> SessionKeys:
+    return SessionKeys(
+        hmac.digest(secret, b"key to the server" + transcript, hashlib.sha256),
+        hmac.digest(secret, b"key to the client" + transcript, hashlib.sha256),
+    )

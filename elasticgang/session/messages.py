@@ -1,0 +1,199 @@
+"""The messages of a session as JSON: strictly typed, and refused as a whole when anything in them is not as it must be.
+
+Pure. A message is `[kind, field, ...]` in the order of its fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from elasticgang.errors import ElasticGangError, WireError
+from elasticgang.protocol import coordinator_messages as m
+from elasticgang.protocol.record import Record, Report, report_from_json, report_to_json
+from elasticgang.protocol.record_delta import apply_delta, delta_of
+
+Message = m.AgentMessage | m.CoordinatorMessage
+
+_INVALID = (ValueError, KeyError, TypeError, IndexError, RecursionError, AttributeError, ElasticGangError)
+_MAX_NAME_CHARS = 256
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps([type(message).__name__, *_ENCODERS[type(message)](message)], separators=(",", ":")).encode()
+
+
+def decode_from_agent(payload: bytes) -> m.AgentMessage:
+    """Raises WireError when `payload` is none of an agent's messages."""
+    message: m.AgentMessage = _decode(payload, _FROM_AGENT)
+    return message
+
+
+def decode_from_coordinator(payload: bytes, known: Record | None = None) -> m.CoordinatorMessage:
+    """Raises WireError when `payload` is none of a coordinator's messages, or changes another record than `known`."""
+
+    def push_delta(parent: Any, term: Any, delta: Any, durable: Any, over: Any, joining: Any) -> m.Push:
+        if known is None or known.digest != parent:
+            raise ValueError("a delta is of a record that is not known")
+        decision = m.Decision(_term(term), apply_delta(known, delta), _flag(durable))
+        return m.Push(decision, _number(over), _number(joining))
+
+    message: m.CoordinatorMessage = _decode(payload, {**_FROM_COORDINATOR, "PushDelta": push_delta})
+    return message
+
+
+def _decode(payload: bytes, decoders: dict[str, Callable[..., Any]]) -> Any:
+    try:
+        kind, *fields = json.loads(payload, parse_constant=_refuse)
+        return decoders[kind](*fields)
+    except _INVALID as exc:
+        raise WireError(f"a message is not valid: {type(exc).__name__}") from exc
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number")
+
+
+# -- fields
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a text is expected")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not 0 < len(_text(value)) <= _MAX_NAME_CHARS:
+        raise ValueError("a name has a wrong length")
+    return str(value)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise TypeError("a number that is not negative is expected")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError("true or false is expected")
+    return value
+
+
+def _term(value: Any) -> m.Term:
+    number, name = value
+    return m.Term(_number(number), _text(name))
+
+
+def _ref(value: Any) -> m.DecisionRef | None:
+    if value is None:
+        return None
+    term, generation, digest, durable = value
+    return m.DecisionRef(_term(term), _number(generation), _name(digest), _flag(durable))
+
+
+def decision_to_json(decision: m.Decision) -> list[Any]:
+    return [decision.term, decision.record.text, decision.durable]
+
+
+def decision_from_json(value: Any, is_checked: bool = False) -> m.Decision:
+    """Raises ValueError, TypeError or KeyError when `value` is none. `is_checked`: whether its seats are read now, and
+    not when they are first needed."""
+    term, text, durable = value
+    record = Record.from_text(_text(text))
+    if is_checked and not (record.plan.ranks and record.seats):
+        raise ValueError("a record has no seats")
+    return m.Decision(_term(term), record, _flag(durable))
+
+
+def _report(value: Any) -> Report:
+    report = report_from_json(value)
+    for name in ("agent", "host", "job", "coordinator", "address"):
+        (_name if name in ("agent", "host", "job") else _text)(getattr(report, name))
+    for name in ("num_ranks", "min_agents", "max_agents", "protocol"):
+        _number(getattr(report, name))
+    if report.num_seats is not None:
+        _number(report.num_seats)
+    for name in (*report.exited, *report.dead_agents):
+        _name(name)
+    if len({_name(member.id) for member in report.members}) != len(report.members):
+        raise ValueError("a member is reported twice")
+    return report
+
+
+def encode_delta(parent: Record, push: m.Push) -> bytes | None:
+    """`push` for an agent that has `parent`; None when the record is better sent whole."""
+    decision = push.decision
+    delta = delta_of(parent, decision.record)
+    if delta is None:
+        return None
+    fields = ["PushDelta", parent.digest, decision.term, delta, decision.durable, push.over, push.joining]
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+# -- messages
+
+_ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
+    m.Hello: lambda x: [x.agent, x.incarnation, x.session, x.term, x.decision, x.over, x.finished],
+    m.Promise: lambda x: [x.term, x.decision],
+    m.KnownDecision: lambda x: [decision_to_json(x.decision)],
+    m.Ready: lambda x: [report_to_json(x.report)],
+    m.EndGeneration: lambda x: [x.generation, x.reason],
+    m.JoinRequest: lambda x: [x.generation],
+    m.Accepted: lambda x: [x.generation, x.digest],
+    m.Finished: lambda x: [],
+    m.Goodbye: lambda x: [x.reason],
+    m.Heartbeat: lambda x: [x.number],
+    m.PeerMessage: lambda x: [x.topic, x.data, x.agent],
+    m.Welcome: lambda x: [x.term, x.in_office, x.over, x.joining, x.finished],
+    m.Push: lambda x: [decision_to_json(x.decision), x.over, x.joining],
+    m.RequestDecision: lambda x: [x.digest],
+    m.HeartbeatAnswer: lambda x: [x.number, x.in_office],
+    m.JoinNotice: lambda x: [x.generation],
+    m.Evicted: lambda x: [x.reason],
+    m.Refused: lambda x: [x.reason],
+    m.JobUnrecoverable: lambda x: [x.reason],
+}
+
+
+def _peer_message(topic: Any, data: Any, agent: Any) -> m.PeerMessage:
+    return m.PeerMessage(_name(topic), _text(data), _text(agent))
+
+
+def _end_generation(generation: Any, reason: Any) -> m.EndGeneration:
+    return m.EndGeneration(_number(generation), _text(reason))
+
+
+_FROM_AGENT: dict[str, Callable[..., Any]] = {
+    "Hello": lambda agent, incarnation, session, term, ref, over, finished: m.Hello(
+        _name(agent), _name(incarnation), _number(session), _term(term), _ref(ref), _number(over), _flag(finished)
+    ),
+    "Promise": lambda term, ref: m.Promise(_term(term), _ref(ref)),
+    "KnownDecision": lambda decision: m.KnownDecision(decision_from_json(decision, is_checked=True)),
+    "Ready": lambda report: m.Ready(_report(report)),
+    "EndGeneration": _end_generation,
+    "JoinRequest": lambda generation: m.JoinRequest(_number(generation)),
+    "Accepted": lambda generation, digest: m.Accepted(_number(generation), _name(digest)),
+    "Finished": lambda: m.Finished(),
+    "Goodbye": lambda reason: m.Goodbye(_text(reason)),
+    "Heartbeat": lambda number: m.Heartbeat(_number(number)),
+    "PeerMessage": _peer_message,
+}
+
+_FROM_COORDINATOR: dict[str, Callable[..., Any]] = {
+    "Welcome": lambda term, in_office, over, joining, finished: m.Welcome(
+        _term(term), _flag(in_office), _number(over), _number(joining), _flag(finished)
+    ),
+    "Push": lambda decision, over, joining: m.Push(decision_from_json(decision), _number(over), _number(joining)),
+    "RequestDecision": lambda digest: m.RequestDecision(_name(digest)),
+    "HeartbeatAnswer": lambda number, in_office: m.HeartbeatAnswer(_number(number), _flag(in_office)),
+    "EndGeneration": _end_generation,
+    "JoinNotice": lambda generation: m.JoinNotice(_number(generation)),
+    "Finished": lambda: m.Finished(),
+    "PeerMessage": _peer_message,
+    "Evicted": lambda reason: m.Evicted(_text(reason)),
+    "Refused": lambda reason: m.Refused(_text(reason)),
+    "JobUnrecoverable": lambda reason: m.JobUnrecoverable(_text(reason)),
+}

@@ -1,0 +1,73 @@
+"""The job's secret: read from a file, never from a command line, never shown.
+
+SECRET-FILE  Only its owner may read or write the file.
+SECRET-SIZE  It has at least 16 bytes, not counting white space at its ends.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from elasticgang.errors import OperationalError
+
+SECRET_FILE_VARIABLE = "ELASTICGANG_SECRET_FILE"
+MIN_SECRET_BYTES = 16
+_MAX_SECRET_BYTES = 4096
+
+
+class Secret:
+    """Its text never shows the value."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def reveal(self) -> bytes:
+        return self._value
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a secret is not pickled")
+
+
+def find_secret(path: Path | None, environment: Mapping[str, str]) -> Secret | None:
+    """From `path`, else from the file that the environment names; None without either.
+
+    Raises:
+        OperationalError: the file cannot be read, others may read it, or what it holds is too short.
+    """
+    if path is None and (named := environment.get(SECRET_FILE_VARIABLE)):
+        path = Path(named)
+    return None if path is None else read_secret(path)
+
+
+def read_secret(path: Path) -> Secret:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            mode = os.fstat(fd).st_mode
+            if not stat.S_ISREG(mode):
+                raise OperationalError(f"the secret file {path} is not a regular file")
+            if mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise OperationalError(
+                    f"the secret file {path} must be its owner's alone, but its mode is {stat.S_IMODE(mode):04o}: "
+                    f"run `chmod 600 {path}`"
+                )
+            value = file.read(_MAX_SECRET_BYTES + 1)
+    except OSError as error:
+        raise OperationalError(f"the secret file {path} cannot be read: {error.strerror}") from error
+    if len(value) > _MAX_SECRET_BYTES:
+        raise OperationalError(f"the secret file {path} is over {_MAX_SECRET_BYTES} bytes")
+    value = value.strip()
+    if len(value) < MIN_SECRET_BYTES:
+        raise OperationalError(
+            f"the secret in {path} must have at least {MIN_SECRET_BYTES} bytes, but has {len(value)}: "
+            "`head -c 32 /dev/urandom | base64` makes one"
+        )
+    return Secret(value)

@@ -1,0 +1,326 @@
+"""How long a deciding coordinator takes for one change, what it sends, and what heartbeats cost it.
+
+The coordinator is a process of its own with a state directory and a secret. The agents' sessions are real, over
+loopback, from several processes; the ranks are simulated: they abort, and are ready, at once. A rank of a random agent
+is lost, and joins again, again and again. Prints one JSON line per figure:
+
+  change_ms           from the loss to the last agent that has the next record: p50, max
+  join_ms             from the newcomer's report to the last agent that has the next record: p50, max
+  change_cpu_ms       of the coordinator for one lost rank: p50, max (in steps of 10 ms)
+  sent_bytes          by the coordinator to each agent for one lost rank: mean
+  heartbeat_cpu       of the coordinator while nothing happens, in percent of a core
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
+from elasticgang.coordinator.state_directory import StateDirectory
+from elasticgang.layout import ParallelLayout
+from elasticgang.protocol import agent_events
+from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.coordinator_messages import EndGeneration, JoinRequest, Notify
+from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
+from elasticgang.session.agent_client import AgentClient
+from elasticgang.session.secret import Secret
+
+_JOB = "bench"
+_LIMIT_S = 120.0
+_PAUSE_S = 0.3
+_LAYOUT = ParallelLayout()
+_ADDRESS = "127.0.0.1:1"
+
+
+def coordinator_process(directory: str, secret: bytes, pipe: Connection) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        state = StateDirectory(Path(directory))
+        options = ServerOptions(Secret(secret), state)
+        server = CoordinatorServer(options, lambda line: print(line, file=sys.stderr), ended.set_exception)
+        pipe.send(await server.start("127.0.0.1", 0))
+
+        def on_request() -> None:
+            if pipe.recv() == "usage":
+                used = os.times()
+                pipe.send((used.user + used.system, server.num_bytes_sent))
+            else:
+                ended.set_result(None)
+
+        loop.add_reader(pipe.fileno(), on_request)
+        await ended
+
+    asyncio.run(run())
+
+
+class SimulatedAgent:
+    """Ranks that are nothing but names."""
+
+    def __init__(self, number: int, port: int, secret: Secret, args: argparse.Namespace, tell: Any) -> None:
+        self.number, self._args, self._tell = number, args, tell
+        self._name = f"agent-{number:05}"
+        self._record: Record | None = None
+        self._members = {rank: f"{self._name}/{rank}/1" for rank in range(args.ranks)}
+        self._num_started = 1
+        self._fresh: set[str] = set(self._members.values())
+        self._is_ready = True
+        session = AgentSession(self._name, incarnation=f"{number}")
+        self.client = AgentClient(session, self, ("127.0.0.1", port), _JOB, secret, lambda line: tell("said", line))
+
+    def start(self) -> None:
+        self.client.start()
+        self.client.request_report()
+
+    def lose_rank(self) -> None:
+        assert self._record is not None
+        self._tell("lost", self._record.generation)
+        self._members.pop(self._args.ranks - 1)
+        self._is_ready = True
+        self.client.notify(Notify(EndGeneration(self._record.generation, "a rank is lost")))
+        self.client.request_report()
+
+    def start_rank(self) -> None:
+        assert self._record is not None
+        self._tell("joins", self._record.generation)
+        self._num_started += 1
+        member = f"{self._name}/{self._args.ranks - 1}/{self._num_started}"
+        self._members[self._args.ranks - 1] = member
+        self._fresh.add(member)
+        self.client.notify(Notify(JoinRequest(self._record.generation)))
+
+    # -- what its session asks for
+
+    def set_lease(self, until_s: float) -> None: ...
+
+    def fence(self, generation: int) -> None:
+        self._tell("said", f"{self._name} is fenced")
+
+    def unfence(self) -> None: ...
+
+    def collect_report(self) -> Report | None:
+        return self._report() if self._is_ready else None
+
+    def _report(self) -> Report:
+        record = self._record
+        members = []
+        for rank, member in self._members.items():
+            if record is None or member in self._fresh:
+                members.append(MemberReport(member, rank, _ADDRESS))
+            else:
+                members.append(
+                    MemberReport(member, rank, _ADDRESS, record.committed, None, (0, 0, 0), record.generation, True)
+                )
+        own = () if record is None else record.seats_of(self._name)
+        return Report(
+            agent=self._name,
+            host=self._name,
+            job=_JOB,
+            coordinator="",
+            layout=_LAYOUT,
+            newest_record=NO_RECORD if record is None else record.ref,
+            members=tuple(members),
+            newest_commit=None if record is None or record.committed == Attempt(0, 1) else record.committed,
+            exited=tuple(seat.member for seat in own if seat.member not in self._members.values()),
+            num_ranks=self._args.ranks,
+            address=_ADDRESS,
+            min_agents=self._args.agents,
+        )
+
+    def inform(self, event: Any) -> None:
+        if isinstance(event, agent_events.PeerNotice):
+            if self._record is not None and event.generation == self._record.generation and not self._is_ready:
+                self._is_ready = True
+                self.client.request_report()
+        elif isinstance(event, agent_events.QuorumAnswered):
+            if not isinstance(event.answer, Record):
+                self._tell("said", repr(event.answer))
+                return
+            self._record, self._is_ready = event.answer, False
+            self._fresh.clear()
+            self._tell("record", event.answer.generation, len(event.answer.seats_of(self._name)))
+
+    def kill_ranks(self, reason: str) -> None:
+        self._tell("said", reason)
+
+
+def agents_process(numbers: range, port: int, secret: bytes, args: argparse.Namespace, pipe: Connection) -> None:
+    """Sends what happens in batches: one write for many agents."""
+    batch: list[tuple[float, int, tuple[Any, ...]]] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def flush() -> None:
+            pipe.send(batch)
+            batch.clear()
+
+        def teller(number: int) -> Any:
+            def tell(*what: Any) -> None:
+                if not batch:
+                    loop.call_soon(flush)
+                batch.append((time.monotonic(), number, what))
+
+            return tell
+
+        agents = {n: SimulatedAgent(n, port, Secret(secret), args, teller(n)) for n in numbers}
+
+        def on_order() -> None:
+            order = pipe.recv()
+            if order is None:
+                ended.set_result(None)
+            else:
+                number, verb = order
+                getattr(agents[number], verb)()
+
+        loop.add_reader(pipe.fileno(), on_order)
+        for agent in agents.values():
+            agent.start()
+        await ended
+        await asyncio.gather(*(agent.client.stop() for agent in agents.values()))
+
+    asyncio.run(run())
+
+
+class Fleet:
+    def __init__(self, port: int, secret: bytes, args: argparse.Namespace) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._args = args
+        self._pipes: list[Connection] = []
+        self._pipe_of: dict[int, Connection] = {}
+        self._processes = []
+        share = -(-args.agents // args.processes)
+        for first in range(0, args.agents, share):
+            numbers = range(first, min(first + share, args.agents))
+            here, there = context.Pipe()
+            process = context.Process(target=agents_process, args=(numbers, port, secret, args, there), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(here)
+            self._pipe_of.update(dict.fromkeys(numbers, here))
+
+    def order(self, agent: int, verb: str) -> None:
+        self._pipe_of[agent].send((agent, verb))
+
+    def all_have(self, num_members: int) -> float:
+        """Wait until every agent has a record of so many members. Returns the seconds since the first thing told."""
+        first_s: float | None = None
+        having: dict[int, dict[int, int]] = {}
+        end_s = time.monotonic() + _LIMIT_S
+        last_s = 0.0
+        while time.monotonic() < end_s:
+            ready = set(multiprocessing.connection.wait(self._pipes, 1.0))
+            for pipe in [pipe for pipe in self._pipes if pipe in ready]:
+                for at_s, number, what in pipe.recv():
+                    if what[0] in ("lost", "joins"):
+                        first_s = at_s
+                    elif what[0] == "said":
+                        print(f"agent {number}: {what[1]}", file=sys.stderr)
+                    else:
+                        own = having.setdefault(what[1], {})
+                        own[number] = what[2]
+                        last_s = max(last_s, at_s)
+                        if len(own) == self._args.agents and sum(own.values()) == num_members:
+                            return float(last_s - (first_s or 0.0))
+        raise TimeoutError("an agent does not get the next record")
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def measure(fleet: Fleet, coordinator: Connection, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    source = random.Random(args.seed)
+    whole = args.agents * args.ranks
+    fleet.all_have(whole)
+    changes, joins, sent, used = [], [], [], []
+    for number in range(args.changes + 1):  # the first one follows a record of learners, and is left out
+        victim = source.randrange(args.agents)
+        time.sleep(_PAUSE_S)
+        before = _usage(coordinator)
+        fleet.order(victim, "lose_rank")
+        change_s = fleet.all_have(whole - 1)
+        after = _usage(coordinator)
+        time.sleep(_PAUSE_S)
+        fleet.order(victim, "start_rank")
+        join_s = fleet.all_have(whole)
+        if number:
+            changes.append(change_s)
+            joins.append(join_s)
+            sent.append((after[1] - before[1]) / args.agents)
+            used.append(after[0] - before[0])
+    yield _figure("change_ms", changes)
+    yield _figure("join_ms", joins)
+    yield _figure("change_cpu_ms", used)
+    yield {"figure": "sent_bytes", "count": len(sent), "mean": round(statistics.mean(sent))}
+    used_s, began_s = _usage(coordinator)[0], time.monotonic()
+    time.sleep(args.idle)
+    share = (_usage(coordinator)[0] - used_s) / (time.monotonic() - began_s)
+    yield {"figure": "heartbeat_cpu", "percent": round(100 * share, 1), "seconds": args.idle}
+
+
+def _usage(coordinator: Connection) -> tuple[float, int]:
+    coordinator.send("usage")
+    found: tuple[float, int] = coordinator.recv()
+    return found
+
+
+def _figure(name: str, seconds: list[float]) -> dict[str, Any]:
+    ms = sorted(1000 * value for value in seconds)
+    return {"figure": name, "count": len(ms), "p50": round(statistics.median(ms), 1), "max": round(ms[-1], 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench coordinator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--agents", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=8, help="of each (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=4, help="for the agents' sessions (default: %(default)s)")
+    parser.add_argument("--changes", type=int, default=10, help="(default: %(default)s)")
+    parser.add_argument("--idle", type=float, default=5.0, help="seconds of heartbeats (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of which agent loses a rank (default: %(default)s)")
+    args = parser.parse_args()
+    if min(args.agents, args.ranks, args.changes, args.processes) < 1:
+        parser.error("there must be an agent, a rank, a change and a process at least")
+    context = multiprocessing.get_context("spawn")
+    secret = os.urandom(32)
+    with tempfile.TemporaryDirectory() as directory:
+        here, there = context.Pipe()
+        process = context.Process(target=coordinator_process, args=(directory, secret, there), daemon=True)
+        process.start()
+        fleet = Fleet(here.recv(), secret, args)
+        try:
+            for figure in measure(fleet, here, args):
+                load = round(os.getloadavg()[0], 2)
+                shape = {"agents": args.agents, "ranks": args.ranks}
+                print(json.dumps({"bench": "coordinator", **shape, **figure, "load": load}), flush=True)
+        finally:
+            fleet.close()
+            here.send("stop")
+            process.join(20)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

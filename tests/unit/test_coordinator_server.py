@@ -1,0 +1,368 @@
+"""The coordinator and its agents' clients over real connections: records, restarts, deltas, and who may take part."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticgang.coordinator import decision_server
+from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
+from elasticgang.coordinator.state_directory import Kept, StateDirectory
+from elasticgang.errors import OperationalError
+from elasticgang.layout import ParallelLayout
+from elasticgang.protocol import agent_events
+from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.coordinator_messages import EndGeneration, Goodbye, Notify, PeerMessage, Term, Timeouts
+from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Undecided
+from elasticgang.session.agent_client import AgentClient
+from elasticgang.session.secret import Secret
+
+DEADLINE_S = 60.0
+# Fast, so that a silent agent is lost within the test; the inequalities of `Timeouts` hold.
+QUICK = Timeouts(lease_s=1.0, grace_s=0.2, lost_after_s=1.5, heartbeat_s=0.1, answer_s=0.5, founding_s=2.0)
+SECRET = Secret(b"0123456789abcdef")
+
+
+class Agent:
+    """Ranks that are nothing but names: they are ready whenever their generation is over."""
+
+    def __init__(
+        self, name: str, port: int, num_ranks: int = 2, secret: Secret | None = SECRET, job: str = "job"
+    ) -> None:
+        self.name, self.num_ranks, self.job = name, num_ranks, job
+        self.record: Record | None = None
+        self.records: asyncio.Queue[Record] = asyncio.Queue()
+        self.events: list[Any] = []
+        self.leases: list[float] = []
+        self.log: list[str] = []
+        self.is_ready = True
+        self.killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.has_event = asyncio.Event()
+        self.session = AgentSession(name, incarnation=os.urandom(4).hex(), timeouts=QUICK)
+        self.client = AgentClient(self.session, self, ("127.0.0.1", port), job, secret, self.log.append)
+
+    def start(self) -> Agent:
+        self.client.start()
+        self.client.request_report()
+        return self
+
+    def end_generation(self) -> None:
+        assert self.record is not None
+        generation = self.record.generation
+        self.is_ready = True
+        self.client.notify(Notify(EndGeneration(generation, "a rank is lost")))
+        self.client.request_report()
+
+    async def next(self) -> Record:
+        return await asyncio.wait_for(self.records.get(), DEADLINE_S)
+
+    # -- what the session asks for
+
+    def set_lease(self, until_s: float) -> None:
+        self.leases.append(until_s)
+
+    def fence(self, generation: int) -> None:
+        self.events.append("fenced")
+
+    def unfence(self) -> None:
+        self.events.append("unfenced")
+
+    def collect_report(self) -> Report | None:
+        if not self.is_ready:
+            return None
+        record = self.record
+        tip = None if record is None else Attempt(0, 1)
+        members = tuple(
+            MemberReport(
+                f"{self.name}/{rank}",
+                rank,
+                "127.0.0.1:1",
+                tip,
+                None,
+                None if record is None else (0, 0, 0),
+                0 if record is None else record.generation,
+                record is not None,
+            )
+            for rank in range(self.num_ranks)
+        )
+        seen = NO_RECORD if record is None else record.ref
+        return Report(self.name, self.name, self.job, "", ParallelLayout(), seen, members, min_agents=2)
+
+    def inform(self, event: Any) -> None:
+        self.events.append(event)
+        self.has_event.set()
+        if isinstance(event, agent_events.QuorumAnswered) and isinstance(event.answer, Record):
+            self.record, self.is_ready = event.answer, False
+            self.records.put_nowait(event.answer)
+        elif isinstance(event, agent_events.PeerNotice) and event.over and not self.is_ready:
+            self.is_ready = self.record is not None and event.generation == self.record.generation
+            asyncio.get_running_loop().call_soon(self.client.request_report)
+
+    def kill_ranks(self, reason: str) -> None:
+        self.killed.set_result(reason)
+
+
+class Job:
+    """A coordinator that can be killed and started again at its port."""
+
+    def __init__(self, directory: Path | None = None, founds: bool = True) -> None:
+        self.path, self.founds = directory, founds
+        self.directory: StateDirectory | None = None
+        self.server: CoordinatorServer | None = None
+        self.port = 0
+        self.log: list[str] = []
+        self.failures: list[BaseException] = []
+        self.agents: list[Agent] = []
+
+    async def start(self) -> CoordinatorServer:
+        self.directory = None if self.path is None else StateDirectory(self.path)
+        options = ServerOptions(SECRET, self.directory, self.founds, timeouts=QUICK)
+        self.server = CoordinatorServer(options, self.log.append, self.failures.append)
+        self.port = await self.server.start("127.0.0.1", self.port)
+        return self.server
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop()
+        if self.directory is not None:
+            self.directory.close()
+        self.server = self.directory = None
+
+    def add(self, name: str, **options: Any) -> Agent:
+        agent = Agent(name, self.port, **options)
+        self.agents.append(agent)
+        return agent.start()
+
+
+def play(test: Callable[[Job], Coroutine[Any, Any, None]], job: Job) -> None:
+    async def run() -> None:
+        await job.start()
+        try:
+            await asyncio.wait_for(test(job), DEADLINE_S)
+        finally:
+            for agent in job.agents:
+                await agent.client.stop()
+            await job.stop()
+        assert job.failures == []
+
+    asyncio.run(run())
+
+
+async def found(job: Job) -> tuple[Agent, Agent]:
+    a, b = job.add("a"), job.add("b")
+    first = await a.next()
+    assert first.generation == 1
+    assert (await b.next()).digest == first.digest
+    return a, b
+
+
+def test_a_change_reaches_every_agent() -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        a.num_ranks = 1
+        a.end_generation()
+        second, same = await a.next(), await b.next()
+        assert (second.generation, second.digest) == (2, same.digest)
+        assert len(second.seats) == 3
+        assert a.leases == sorted(a.leases)
+
+    play(test, Job())
+
+
+def test_a_large_record_is_pushed_as_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_server, "_MIN_DELTA_BYTES", 0)
+
+    async def test(job: Job) -> None:
+        a, b = job.add("a", num_ranks=400), job.add("b", num_ranks=400)
+        first = await a.next()
+        await b.next()
+        assert job.server is not None
+        before = job.server.num_bytes_sent
+        a.num_ranks = 399
+        a.end_generation()
+        second, same = await a.next(), await b.next()
+        assert second.digest == same.digest
+        assert (len(first.seats), len(second.seats)) == (800, 799)
+        assert job.server.num_bytes_sent - before < 2 * 2000 < len(second.text)
+
+    play(test, Job())
+
+
+def test_a_silent_agent_is_lost_and_the_job_goes_on() -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        await b.client.stop()
+        second = await a.next()
+        assert second.dead_agents == (("b", "a"),)
+        assert second.agents == ("a",)
+
+    play(test, Job())
+
+
+def test_an_agent_that_says_goodbye_is_lost_at_once() -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        b.client.notify(Notify(Goodbye("done")))
+        assert (await a.next()).agents == ("a",)
+        assert loop.time() - began_s < QUICK.lost_after_s
+
+    play(test, Job())
+
+
+def test_training_goes_on_without_a_coordinator_and_the_job_after_its_restart(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        await job.stop()
+        num_leases = len(a.leases)
+        while len(a.leases) < num_leases + 3:  # refused connections renew the lease
+            await asyncio.sleep(0.05)
+        assert "fenced" not in a.events
+        a.is_ready = True
+        a.client.notify(Notify(EndGeneration(1, "a rank is lost")))
+        a.client.request_report()
+        server = await job.start()
+        second = await a.next()
+        assert (await b.next()).digest == second.digest
+        assert second.generation == 2
+        assert second.parent
+        state = server.state_of("job")
+        assert state is not None
+        assert state.term.number >= 2
+
+    play(test, Job(tmp_path / "state"))
+
+
+def test_without_a_directory_a_restarted_coordinator_waits_for_every_promise() -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        await job.stop()
+        await b.client.stop()
+        job.founds = False
+        server = await job.start()
+        while (state := server.state_of("job")) is None or not state.sessions:
+            await asyncio.sleep(0.02)
+        while state.record is None:
+            await asyncio.sleep(0.02)
+        assert not state.in_office
+        b.client = AgentClient(b.session, b, ("127.0.0.1", job.port), "job", SECRET, b.log.append)
+        b.client.start()
+        while not state.in_office:
+            await asyncio.sleep(0.02)
+        a.end_generation()
+        assert (await a.next()).digest == (await b.next()).digest
+
+    play(test, Job())
+
+
+def test_the_operators_word_takes_office() -> None:
+    async def test(job: Job) -> None:
+        job.add("a")
+        assert job.server is not None
+        while (state := job.server.state_of("job")) is None or not state.sessions:
+            await asyncio.sleep(0.02)
+        assert not state.in_office
+        job.add("b")
+        job.server.grant("job")
+        assert (await job.agents[0].next()).generation == 1
+
+    play(test, Job(founds=False))
+
+
+def test_jobs_are_apart() -> None:
+    async def test(job: Job) -> None:
+        a, _ = await found(job)
+        others = [job.add(name, job="other") for name in ("a", "b")]
+        assert (await others[0].next()).job == "other"
+        others[0].client.notify(Notify(PeerMessage("topic", "data")))
+        while not any(isinstance(event, PeerMessage) for event in others[1].events):
+            others[1].has_event.clear()
+            await others[1].has_event.wait()
+        assert [e for e in others[1].events if isinstance(e, PeerMessage)] == [PeerMessage("topic", "data", "a")]
+        assert not any(isinstance(event, PeerMessage) for event in a.events)
+
+    play(test, Job())
+
+
+def test_a_second_process_with_the_id_of_a_member_is_refused() -> None:
+    async def test(job: Job) -> None:
+        await found(job)
+        impostor = job.add("a")
+        while not impostor.events:
+            await impostor.has_event.wait()
+        (event, *_) = impostor.events
+        assert isinstance(event, agent_events.QuorumAnswered)
+        assert isinstance(event.answer, Undecided)
+        assert "another process takes part as agent a" in event.answer.refused[0][1]
+
+    play(test, Job())
+
+
+def test_an_agent_without_the_secret_is_not_heard() -> None:
+    async def test(job: Job) -> None:
+        wrong = job.add("x", secret=Secret(b"another secret of it"))
+        while not any("ended" in line for line in wrong.log):
+            await asyncio.sleep(0.02)
+        await found(job)
+        assert wrong.events == []
+        assert sum("does not hold the secret" in line for line in job.log) == 1
+
+    play(test, Job())
+
+
+# -- the state directory
+
+
+def test_one_coordinator_holds_a_directory_at_a_time(tmp_path: Path) -> None:
+    first = StateDirectory(tmp_path)
+    with pytest.raises(OperationalError, match="another coordinator holds the state directory"):
+        StateDirectory(tmp_path)
+    first.close()
+    StateDirectory(tmp_path).close()
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    assert directory.read("job") == Kept()
+    directory.write("job", Kept(Term(3, "c")))
+    directory.write("other", Kept(Term(4, "c")))
+    assert directory.read("job") == Kept(Term(3, "c"))
+    assert directory.read("other").term.number == 4
+    (file,) = (path for path in tmp_path.glob("*.json") if '"job": "job"' in path.read_text())
+    file.write_text(file.read_text()[:-5])
+    with pytest.raises(OperationalError, match="is damaged"):
+        directory.read("job")
+    directory.close()
+
+
+def test_a_coordinator_whose_disk_fails_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        failures: asyncio.Queue[BaseException] = asyncio.Queue()
+        directory = StateDirectory(tmp_path)
+        server = CoordinatorServer(ServerOptions(SECRET, directory, timeouts=QUICK), print, failures.put_nowait)
+        port = await server.start("127.0.0.1", 0)
+        agents = [Agent(name, port) for name in ("a", "b")]
+        agents[0].start()
+        while server.state_of("job") is None:
+            await asyncio.sleep(0.02)
+        monkeypatch.setattr(directory, "write", _no_space)
+        agents[1].start()
+        assert "No space" in str(await asyncio.wait_for(failures.get(), DEADLINE_S))
+        assert all(agent.record is None for agent in agents)  # PERSIST
+        for agent in agents:
+            await agent.client.stop()
+        await server.stop()
+        directory.close()
+
+    asyncio.run(run())
+
+
+def _no_space(job: str, kept: Kept) -> None:
+    raise OSError(28, "No space left on device")

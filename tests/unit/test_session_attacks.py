@@ -1,0 +1,367 @@
+"""An attacker costs a listening coordinator no memory, keeps no honest agent out, and fills no log."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from elasticgang.errors import OperationalError, WireError
+from elasticgang.session import connection as connections
+from elasticgang.session import listener as listeners
+from elasticgang.session.connection import ClientConnection, Connection
+from elasticgang.session.frames import FrameBuffer, FrameWriter, body_frame
+from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity, SessionKeys
+from elasticgang.session.listener import Incidents, Listener, check_listen_address
+
+SECRETS = {"job": b"s" * 32, "other": b"o" * 32}
+IDENTITY = Identity("job", AGENT, 8)
+DEADLINE_S = 30.0
+
+
+class Echo:
+    """A server's side: it sends back what it gets."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.sessions: list[Connection] = []
+        self.writers: list[asyncio.StreamWriter] = []
+        self.reasons: asyncio.Queue[str] = asyncio.Queue()
+        self.listener = Listener(self, SECRETS.get, self.log.append, max_bytes=1 << 20)
+
+    def opened(self, connection: Connection) -> None:
+        self.sessions.append(connection)
+
+    def received(self, connection: Connection, payload: bytes) -> None:
+        if payload == b"bad":
+            raise WireError("a bad message")
+        connection.send(payload)
+
+    def closed(self, connection: Connection, reason: str) -> None:
+        self.sessions.remove(connection)
+        self.reasons.put_nowait(reason)
+        if reason:
+            self.listener.incidents.note(connection.peer.rsplit(":", 1)[0], reason)
+
+
+class Client:
+    def __init__(self) -> None:
+        self.payloads: asyncio.Queue[bytes] = asyncio.Queue()
+        self.is_open = asyncio.Event()
+        self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def opened(self, connection: Connection) -> None:
+        self.is_open.set()
+
+    def received(self, connection: Connection, payload: bytes) -> None:
+        self.payloads.put_nowait(payload)
+
+    def closed(self, connection: Connection, reason: str) -> None:
+        self.reason.set_result(reason)
+
+
+def serve(test: Callable[[Echo], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        echo = Echo()
+        await echo.listener.start("127.0.0.1", 0, has_secret=True)
+        try:
+            await asyncio.wait_for(test(echo), DEADLINE_S)
+        finally:
+            for writer in echo.writers:
+                writer.close()
+            await echo.listener.stop()
+
+    asyncio.run(run())
+
+
+async def connect(
+    echo: Echo, identity: Identity = IDENTITY, secret: bytes = SECRETS["job"]
+) -> tuple[Client, ClientConnection]:
+    client = Client()
+    connection = ClientConnection(client, identity, secret)
+    await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", echo.listener.port)
+    return client, connection
+
+
+async def is_served(echo: Echo) -> bool:
+    """Whether an honest client gets its answer."""
+    client, connection = await connect(echo)
+    await client.is_open.wait()
+    connection.send(b"hello")
+    answer = await client.payloads.get()
+    connection.close()
+    await client.reason
+    return answer == b"hello"
+
+
+async def raw(echo: Echo) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", echo.listener.port)
+    echo.writers.append(writer)
+    return reader, writer
+
+
+async def read_body(reader: asyncio.StreamReader) -> bytes:
+    (size,) = struct.unpack("!I", await reader.readexactly(4))
+    return await reader.readexactly(size)
+
+
+async def shake_by_hand(echo: Echo) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, SessionKeys]:
+    reader, writer = await raw(echo)
+    handshake = ClientHandshake(IDENTITY, SECRETS["job"], os.urandom(32))
+    writer.write(body_frame(handshake.hello()))
+    writer.write(body_frame(handshake.answer(await read_body(reader))))
+    return reader, writer, handshake.finish(await read_body(reader))
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """What came before the server closed the connection."""
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+def test_an_honest_client_is_served() -> None:
+    async def test(echo: Echo) -> None:
+        assert await is_served(echo)
+        assert echo.listener.num_pending == 0
+        assert echo.log == []
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes is over the limit of 1024"),
+        (struct.pack("!I", 2 << 30), "a frame of 2147483648 bytes is over the limit of 1024"),
+        (body_frame(os.urandom(300)), "what opens a connection is no hello"),
+        (
+            body_frame(ClientHandshake(IDENTITY, b"", b"n" * 32).hello()) + body_frame(b"x" * 32),
+            "does not hold the secret",
+        ),
+        (
+            body_frame(ClientHandshake(Identity("job", RANK, 8), b"", b"n" * 32).hello()),
+            "role rank has no session here",
+        ),
+    ],
+)
+def test_what_is_not_from_a_holder_of_the_secret_is_cut_off_and_logged_once(sent: bytes, reason: str) -> None:
+    async def test(echo: Echo) -> None:
+        for _ in range(20):
+            reader, writer = await raw(echo)
+            writer.write(sent)
+            await ended(reader)
+            writer.close()
+        assert await is_served(echo)
+        assert len(echo.log) == 1
+        assert reason in echo.log[0]
+        assert sum(echo.listener.incidents.counts.values()) == 20
+
+    serve(test)
+
+
+@pytest.mark.parametrize(
+    ("identity", "secret"),
+    [(IDENTITY, b"w" * 32), (Identity("other", AGENT, 8), SECRETS["job"]), (Identity("none", AGENT, 8), b"w" * 32)],
+)
+def test_a_wrong_secret_and_one_of_another_job_are_refused(identity: Identity, secret: bytes) -> None:
+    async def test(echo: Echo) -> None:
+        for _ in range(3):
+            client, _ = await connect(echo, identity, secret)
+            await client.reason
+            assert not client.is_open.is_set()
+        assert len(echo.log) == 1
+        assert "does not hold the secret of the job" in echo.log[0]
+
+    serve(test)
+
+
+def test_a_client_does_not_talk_to_a_server_without_the_secret() -> None:
+    async def run() -> None:
+        async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_body(reader)
+            writer.write(body_frame(os.urandom(32)))
+            proof = await read_body(reader)
+            writer.write(body_frame(proof))  # the client's own
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        client = Client()
+        connection = ClientConnection(client, IDENTITY, SECRETS["job"])
+        port = server.sockets[0].getsockname()[1]
+        await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", port)
+        reason = await asyncio.wait_for(client.reason, DEADLINE_S)
+        assert "the coordinator does not hold the secret" in reason
+        assert not client.is_open.is_set()
+        server.close()
+
+    asyncio.run(run())
+
+
+Attack = Callable[[FrameWriter], bytes]
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (lambda w: (frame := w.frame(b"x")) + frame, "frame 0 came in place of frame 1"),
+        (lambda w: struct.pack("!I", 2 << 30) + b"x" * 100, "2147483648 bytes is over the limit of"),
+        (lambda w: FrameWriter(b"k" * 32).frame(b"x"), "the MAC of a frame is wrong"),
+        (lambda w: w.frame(b"bad"), "a bad message"),
+        (lambda w: body_frame(b"short"), "too short for a MAC"),
+    ],
+)
+def test_a_session_with_the_secret_ends_at_its_first_fault(attack: Attack, reason: str) -> None:
+    async def test(echo: Echo) -> None:
+        for _ in range(3):
+            reader, writer, keys = await shake_by_hand(echo)
+            writer.write(attack(FrameWriter(keys.to_server)))
+            await ended(reader)
+            writer.close()
+            assert reason in await echo.reasons.get()
+        assert await is_served(echo)
+        assert len(echo.log) == 1
+
+    serve(test)
+
+
+def test_frames_recorded_in_one_session_are_worthless_in_another() -> None:
+    async def test(echo: Echo) -> None:
+        reader, writer, keys = await shake_by_hand(echo)
+        recorded = FrameWriter(keys.to_server).frame(b"pay")
+        writer.write(recorded)
+        await read_body(reader)
+        writer.close()
+        assert await echo.reasons.get() == ""
+        reader, writer, _ = await shake_by_hand(echo)
+        writer.write(recorded)
+        await ended(reader)
+        assert "MAC" in await echo.reasons.get()
+
+    serve(test)
+
+
+def test_half_open_connections_are_bounded_and_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "MAX_PENDING", 16)
+
+    async def test(echo: Echo) -> None:
+        opened = []
+        for number in range(200):
+            opened.append(await raw(echo))
+            assert echo.listener.num_pending <= 16
+            if number % 50 == 49:
+                assert await is_served(echo)
+        for reader, writer in opened[:100]:
+            assert await ended(reader) == b""
+            writer.close()
+        assert [line for line in echo.log if "wait for their handshake" in line] == echo.log[:1]
+        assert len(echo.log) == 1
+        for _, writer in opened[100:]:
+            writer.close()
+
+    serve(test)
+
+
+def test_a_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.2)
+
+    async def test(echo: Echo) -> None:
+        silent, slow = await raw(echo), await raw(echo)
+        handshake = ClientHandshake(IDENTITY, SECRETS["job"], os.urandom(32))
+        slow[1].write(body_frame(handshake.hello()))
+        assert await ended(silent[0]) == b""
+        assert len(await ended(slow[0])) == 36  # the challenge
+        assert echo.listener.num_pending == 0
+        assert len(echo.log) == 1
+        assert "its handshake was not done after 0.2 s" in echo.log[0]
+        for _, writer in (silent, slow):
+            writer.close()
+
+    serve(test)
+
+
+def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", 1 << 20)
+
+    async def test(echo: Echo) -> None:
+        _, writer, _ = await shake_by_hand(echo)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        (victim,) = echo.sessions
+        num_sent = 0
+        while victim.is_open:
+            victim.send(b"x" * 100_000)
+            num_sent += 1
+            assert num_sent < 1000
+            if num_sent % 10 == 0:
+                assert await is_served(echo)
+        assert "unread" in await_reason(echo)
+        assert await is_served(echo)
+        assert len(echo.log) == 1
+        writer.close()
+
+    serve(test)
+
+
+def await_reason(echo: Echo) -> str:
+    """The last one that is not an honest client's end."""
+    reasons = [echo.reasons.get_nowait() for _ in range(echo.reasons.qsize())]
+    return next(reason for reason in reasons if reason)
+
+
+def test_a_slow_frame_holds_no_more_than_the_limit() -> None:
+    async def test(echo: Echo) -> None:
+        _, writer, keys = await shake_by_hand(echo)
+        frame = FrameWriter(keys.to_server).frame(b"x" * (1 << 20))
+        writer.write(frame[:-1])
+        await writer.drain()
+        (session,) = echo.sessions
+        while session.num_unread_bytes < len(frame) - 1:
+            assert await is_served(echo)
+            assert session.num_unread_bytes <= (1 << 20) + 64
+        writer.close()
+
+    serve(test)
+
+
+def test_incidents_are_bounded() -> None:
+    log: list[str] = []
+    incidents = Incidents(log.append)
+    for number in range(5000):
+        incidents.note(f"10.0.{number // 256}.{number % 256}", "garbage")
+    assert len(incidents.counts) <= 1025
+    assert len(log) <= 1025
+    assert sum(incidents.counts.values()) == 5000
+
+
+@pytest.mark.parametrize(
+    ("host", "has_secret", "insecure", "is_allowed"),
+    [
+        ("127.0.0.1", False, False, True),
+        ("::1", False, False, True),
+        ("0.0.0.0", False, False, False),
+        ("0.0.0.0", True, False, True),
+        ("0.0.0.0", False, True, True),
+        ("10.1.2.3", False, False, False),
+    ],
+)
+def test_without_a_secret_only_loopback_is_listened_on(
+    host: str, has_secret: bool, insecure: bool, is_allowed: bool
+) -> None:
+    if is_allowed:
+        check_listen_address(host, has_secret, insecure)
+        return
+    with pytest.raises(OperationalError, match="listens on loopback only"):
+        check_listen_address(host, has_secret, insecure)
+
+
+def test_a_buffer_is_empty_between_frames() -> None:
+    buffer = FrameBuffer(10)
+    buffer.feed(body_frame(b"x") + b"\0")
+    assert buffer.next() == b"x"
+    assert buffer.num_bytes == 1
