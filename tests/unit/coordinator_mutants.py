@@ -1,0 +1,176 @@
+"""Coordinators and sessions that are not ours: a rule is left out or weakened, to show that the simulation finds what
+that breaks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.coordinator_messages import Decision, Persist, Welcome
+from elasticgang.protocol.coordinator_state import CoordinatorState, Silences
+from elasticgang.protocol.record import Record, Report
+
+Patch = tuple[object, str, Any]
+
+_decide = CoordinatorState._decide
+_in_office = CoordinatorState.in_office
+_welcome = CoordinatorState._welcome
+_renew = AgentSession._renew
+
+
+def _push_then_write(self: CoordinatorState, decision: Decision) -> Any:
+    out = self._adopt(decision)
+    return [*out, Persist(self.term, decision)] if self.has_directory else out
+
+
+def _trust_the_first(self: CoordinatorState) -> bool:
+    decision = self.decision
+    return decision is not None and not decision.durable and bool(self._promises & set(decision.record.agents))
+
+
+def _trust_a_majority(self: CoordinatorState) -> bool:
+    decision = self.decision
+    if decision is None or decision.durable:
+        return False
+    return 2 * len(self._promises & set(decision.record.agents)) > len(decision.record.agents)
+
+
+def _count_sessions(self: CoordinatorState) -> bool:
+    decision = self.decision
+    if decision is None or decision.durable:
+        return False
+    return {s.agent for s in self.sessions.values() if s.promised} >= set(decision.record.agents)
+
+
+def _anybody_founds(self: CoordinatorState) -> bool:
+    return self.granted or self.decision is None or self._has_all_promises()
+
+
+def _in_office_by_term(self: CoordinatorState) -> bool:
+    decision = self.decision
+    return self.granted or (decision is not None and bool(self._promises & set(decision.record.agents)))
+
+
+def _counts_without_promise(self: CoordinatorState, agent: str, report: Report) -> bool:
+    record = self.record
+    if record is not None and agent in record.agents:
+        return report.newest_record == record.ref
+    return report.newest_record.generation == 0 or (record is not None and record.builds_on(report.newest_record))
+
+
+def _skip_absent(self: CoordinatorState, record: Record) -> str | None:
+    reports = self.reports()
+    present = [a for a in record.agents if a not in self.lost and a in self._session_of]
+    return "somebody is not ready" if any(agent not in reports for agent in present) else None
+
+
+def _welcome_without_notices(self: CoordinatorState) -> Welcome:
+    return replace(_welcome(self), over=0, joining=0)
+
+
+def _notices_lost(self: AgentSession, over: int, joining: int) -> Any:
+    return []
+
+
+def _silent_at_once(self: Silences, agent: str) -> float:
+    return 0.0 if self._now_s is None or self._heard_s.get(agent, self._now_s) >= self._now_s - 3 else 1000.0
+
+
+def _never_advance(self: Silences, now_s: float) -> None:
+    self._now_s = now_s
+
+
+def _renew_from_the_answer(self: AgentSession, sent_s: float, now_s: float) -> Any:
+    return _renew(self, now_s, now_s)
+
+
+def _refused_anywhere(self: AgentSession, address: str, began_s: float, now_s: float) -> Any:
+    return [] if self.is_fenced or self.lease_until_s is None else _renew(self, began_s, now_s)
+
+
+def _accept_any_term(self: AgentSession, welcome: Welcome, now_s: float) -> Any:
+    self.promised = min(self.promised, welcome.term)
+    return _session_welcome(self, welcome, now_s)
+
+
+_session_welcome = AgentSession._welcome
+
+
+def _forget_but_reports(self: CoordinatorState, number: int) -> Any:
+    self._unlearned.pop(number, None)
+    session = self.sessions.pop(number, None)
+    if session is not None:
+        del self._session_of[session.agent]
+    return []
+
+
+def _always(value: object) -> Callable[..., Any]:
+    return lambda *_: value
+
+
+MUTANTS: dict[str, tuple[Patch, ...]] = {
+    "pushed before it is written": ((CoordinatorState, "_propose", _push_then_write),),
+    "the first to come is trusted": ((CoordinatorState, "_has_all_promises", _trust_the_first),),
+    "a majority is trusted": ((CoordinatorState, "_has_all_promises", _trust_a_majority),),
+    "anybody founds a job": ((CoordinatorState, "in_office", property(_anybody_founds)),),
+    "the highest term alone decides": (
+        (CoordinatorState, "in_office", property(_in_office_by_term)),
+        (CoordinatorState, "_leave_office", _always(None)),
+    ),
+    "promises count by sessions": ((CoordinatorState, "_has_all_promises", _count_sessions),),
+    "office is kept": ((CoordinatorState, "_leave_office", _always(None)),),
+    "reports outlive their session": (
+        (CoordinatorState, "_counts", _counts_without_promise),
+        (CoordinatorState, "_forget_session", _forget_but_reports),
+    ),
+    "lost before it is fenced": ((Silences, "of", _silent_at_once),),
+    "a coordinator's standstill counts": ((Silences, "advance", _never_advance),),
+    "absent agents are not waited for": ((CoordinatorState, "_waits", _skip_absent),),
+    "silent agents are not waited for": ((CoordinatorState, "_needed", _always(None)),),
+    "directories and promises are mixed": ((CoordinatorState, "_needs_directory", staticmethod(_always(False))),),
+    "notices are sent once": (
+        (CoordinatorState, "_welcome", _welcome_without_notices),
+        (AgentSession, "_notices", _notices_lost),
+    ),
+    "joiners are sent a record at once": ((CoordinatorState, "_must_accept", _always(frozenset())),),
+    "lost agents come back as they are": ((CoordinatorState, "_is_ancestor", staticmethod(_always(True))),),
+    "a lease runs from the answer": ((AgentSession, "_renew", _renew_from_the_answer),),
+    "any refusal renews the lease": ((AgentSession, "_refused", _refused_anywhere),),
+    "an agent accepts earlier terms": ((AgentSession, "_welcome", _accept_any_term),),
+}
+
+
+# Neither a scenario nor a few hundred random schedules show yet what these break.
+OPEN = frozenset(
+    {
+        "a majority is trusted",
+        "promises count by sessions",
+        "office is kept",
+        "reports outlive their session",
+        "a coordinator's standstill counts",
+        "absent agents are not waited for",
+        "notices are sent once",
+        "joiners are sent a record at once",
+        "lost agents come back as they are",
+        "a lease runs from the answer",
+        "any refusal renews the lease",
+        "an agent accepts earlier terms",
+    }
+)
+
+
+@contextlib.contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """While the rules are those of `name`; "" is ours."""
+    patches = {**MUTANTS, "": ()}[name]
+    originals = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in patches]
+    try:
+        for owner, attribute, value in patches:
+            setattr(owner, attribute, value)
+        yield
+    finally:
+        for owner, attribute, value in originals:
+            setattr(owner, attribute, value)
