@@ -16,7 +16,16 @@ from elasticgang.protocol.record_delta import apply_delta, delta_of
 
 Message = m.AgentMessage | m.CoordinatorMessage
 
-_INVALID = (ValueError, KeyError, TypeError, IndexError, RecursionError, AttributeError, ElasticGangError)
+_INVALID = (
+    ArithmeticError,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    RecursionError,
+    AttributeError,
+    ElasticGangError,
+)
 _MAX_NAME_CHARS = 256
 
 
