@@ -158,6 +158,10 @@ class CoordinatedSchedule(Schedule):
             "written": num_pushes > 0 and not c.writing,
         }[aim]
 
+    def _do(self, move: Move) -> None:
+        if self.cluster.is_possible(move):  # no rank of a frozen host does anything
+            super()._do(move)
+
     def _fault(self) -> None:
         cluster, chance = self.cluster, self._chance
         hosts = [host for host in cluster.hosts.values() if host.alive]
