@@ -221,3 +221,7 @@ class CollectiveMethods(BackendQueries):
         work = self._perform("monitored_barrier", call, (timeout, wait_all_ranks), {})
         if work is not None:  # of torch's own, which has waited
             work.wait()
+
+
+leave_untraced(TorchWork)
+leave_untraced(CollectiveMethods)

@@ -19,16 +19,11 @@ from elasticgang.collectives import torch_calls
 from elasticgang.collectives.backend_name import BACKEND_NAME
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods, TorchWork
-from elasticgang.collectives.untraced import leave_untraced
 from elasticgang.comm import torch_backend
 from elasticgang.gang import compiled
 from elasticgang.gang.base import Gang
 
 torch_backend.register()  # torch looks a group's devices up by its backend's name
-
-
-leave_untraced(TorchWork)
-leave_untraced(CollectiveMethods)
 
 
 class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[misc]  # names that torch fixes
