@@ -236,14 +236,28 @@ def test_a_rank_whose_script_fails_once_is_restarted_by_default(tmp_path: Path) 
 
 
 def test_a_step_in_which_the_script_fails_again_ends_the_job(tmp_path: Path) -> None:
-    """On every rank, so that the others fail when they try it without the first."""
-    path = training(tmp_path, steps=10**9, body='if step.index == 5: raise ValueError("of the script")')
-    with Job(tmp_path, path, ranks=3) as job:
+    """On every rank, so that the others fail when they try it without the first. In a step that all begin, after some
+    that all have committed: the last holder of the state would end the job otherwise."""
+    setup = """
+        together = 0
+
+        def fails(index):
+            global together
+            together = together + 1 if manager.gangs.root.size == 3 else 0
+            agreed = here / "step"
+            if together == 4 and not agreed.exists():
+                (here / f"step-{rank}").write_text(str(index))
+                os.replace(here / f"step-{rank}", agreed)
+            return agreed.exists() and index == int(agreed.read_text())
+        """
+    body = 'if fails(step.index): raise ValueError("of the script")'
+    with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=3) as job:
         assert job.wait() == 1
         job.assert_nothing_left()
         assert job.stderr.count("ValueError: of the script") == 1
         assert job.stderr.count("Traceback (most recent call last)") == 1
-        reason = r"elasticgang: error: rank \d exited with code 1 in step 5, in which rank \d had failed too$"
+        step = (tmp_path / "step").read_text()
+        reason = rf"elasticgang: error: rank \d exited with code 1 in step {step}, in which rank \d had failed too$"
         assert re.search(reason, job.stderr, re.MULTILINE)
 
 
