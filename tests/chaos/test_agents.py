@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.several import Cluster, generation_of, kill_agent
-from tests.support import kill
+from tests.support import kill, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -69,7 +69,13 @@ def test_an_agent_that_dies_with_a_question_open_holds_nobody_up(tmp_path: Path,
         first, second = cluster.start(nnodes="2:9", ranks=1), cluster.start(nnodes="2:9", ranks=1)
         cluster.reached(5, 2)
         ghost = cluster.start(ranks=2)
-        ghost.expect("requested", count=2)  # with both ranks
+        second_spawned = ghost.expect("spawned", count=2)["t"]
+        wait_until(  # one request or two: the first rank may request before the second is spawned
+            lambda: (
+                any(event["event"] == "requested" and event["t"] > second_spawned for event in ghost.events()) or None
+            ),
+            "a request with both ranks",
+        )
         ghost.process.kill()
         cluster.release(5)
         cluster.check(alone, [first, second])
