@@ -63,17 +63,9 @@ def shrink(failure: Failure, has_directory: bool, max_tries: int = _MAX_TRIES) -
         if found.split(":")[0] != rule:
             return failure
         moves, violation = done, found
-    size, num_tries = len(moves) // 2, 0
-    while size and num_tries < max_tries:
-        start = 0
-        while start < len(moves) and num_tries < max_tries:
-            num_tries += 1
-            done, found = replay(failure.setting, has_directory, moves[:start] + moves[start + size :])
-            if found.split(":")[0] == rule and len(done) < len(moves):
-                moves, violation = done, found
-            else:
-                start += size
-        size //= 2
+    moves, violation = base.shorten(
+        moves, violation, lambda kept: replay(failure.setting, has_directory, kept), max_tries
+    )
     return Failure(failure.seed, failure.setting, tuple(moves), violation)
 
 

@@ -13,7 +13,7 @@ from elasticgang.simulation.cluster import Move, Setting
 from elasticgang.simulation.coordinated_cluster import CoordinatedCluster, is_rare_move
 from elasticgang.simulation.coordinator_process import CoordinatorProcess
 from elasticgang.simulation.invariants import Violation
-from elasticgang.simulation.schedule import Failure, Schedule
+from elasticgang.simulation.schedule import Schedule
 
 _FAULTS = (
     "joins",
@@ -84,17 +84,11 @@ class CoordinatedSchedule(Schedule):
         self._restart_at = -1
         self._num_added = 0
 
-    def run(self) -> Failure | None:
-        self.cluster = CoordinatedCluster(self.setting, self.has_directory)
-        try:
-            self._fault_phase()
-            self._num_fault_moves = len(self.moves)
-            calm(self.cluster, self._do, self._pick, self._num_whole())
-        except Violation as violation:
-            is_still = str(violation).startswith("RULE-7: ")
-            moves = self.moves[: self._num_fault_moves] if is_still else self.moves
-            return Failure(self.seed, self.setting, tuple(moves), str(violation))
-        return None
+    def _make_cluster(self) -> CoordinatedCluster:
+        return CoordinatedCluster(self.setting, self.has_directory)
+
+    def _quiet_phase(self) -> None:
+        calm(self.cluster, self._do, self._pick, self._num_whole())
 
     def _pick(self, options: Sequence[Move]) -> Move:
         return options[int(self._chance.random() * len(options))]

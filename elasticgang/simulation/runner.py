@@ -14,12 +14,14 @@ import signal
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from elasticgang.protocol.record import LEARNER, SPARE
 from elasticgang.simulation.schedule import Failure, Schedule
 
+_S = TypeVar("_S", bound=Schedule)
 _CHUNK = 50
 
 
@@ -52,46 +54,68 @@ class Tally:
 
 def run(seeds: Iterable[int]) -> Tally:
     """The schedules of `seeds`, in this process. A schedule that raises has failed too."""
+    return run_schedules(seeds, Schedule, _happened)
+
+
+def run_schedules(seeds: Iterable[int], make: Callable[[int], _S], happened: Callable[[_S], set[str]]) -> Tally:
+    """`run`, of what `make` gives for a seed. `happened`: what a schedule saw, beside what every kind may see."""
     tally = Tally()
     for seed in seeds:
-        schedule = Schedule(seed)
+        schedule = make(seed)
         try:
             failure = schedule.run()
         except Exception:  # in the rules, or in the simulator
             failure = Failure(seed, schedule.setting, tuple(schedule.moves), traceback.format_exc())
         if failure is not None:
             tally.failures.append(failure)
-        _count(tally, schedule)
+        cluster = schedule.cluster
+        tally.num_schedules += 1
+        tally.num_moves += len(schedule.moves)
+        tally.num_records += len(cluster.chain)
+        tally.num_steps += max((rank.member_state.committed.step for rank in cluster.ranks.values()), default=0)
+        tally.seen.update(
+            happened(schedule)
+            | names_of(
+                {
+                    "rolled forward": any(record.rolled_forward for record in cluster.chain),
+                    "gone back": any(record.rolled_back for record in cluster.chain),
+                    "learner": any(record.members(LEARNER) for record in cluster.chain[1:]),
+                    "spare": any(record.members(SPARE) for record in cluster.chain),
+                    "given up": bool(cluster.given_up),
+                    "sharded": cluster.layout.unit > 1,
+                }
+            )
+        )
     return tally
 
 
-def _count(tally: Tally, schedule: Schedule) -> None:
+def names_of(happened: Mapping[str, bool]) -> set[str]:
+    return {name for name, did in happened.items() if did}
+
+
+def _happened(schedule: Schedule) -> set[str]:
     cluster = schedule.cluster
-    tally.num_schedules += 1
-    tally.num_moves += len(schedule.moves)
-    tally.num_records += len(cluster.chain)
-    tally.num_steps += max((rank.member_state.committed.step for rank in cluster.ranks.values()), default=0)
-    happened = {
-        "rolled forward": any(record.rolled_forward for record in cluster.chain),
-        "gone back": any(record.rolled_back for record in cluster.chain),
-        "host lost": any(record.dead_agents for record in cluster.chain),
-        "left behind": any(record.absent_agents for record in cluster.chain),
-        "learner": any(record.members(LEARNER) for record in cluster.chain[1:]),
-        "spare": any(record.members(SPARE) for record in cluster.chain),
-        "spare promoted": any(
-            set(before.members(SPARE)) & set(after.plan.ranks) for before, after in itertools.pairwise(cluster.chain)
-        ),
-        "asked for spares": cluster.setting.num_spares > 0 and any(len(record.agents) > 1 for record in cluster.chain),
-        "only heals": cluster.num_only_healed > 0,
-        "given up": bool(cluster.given_up),
-        "coordinator restarted": cluster.incarnation > 1,
-        "sharded": cluster.layout.unit > 1,
-    }
-    tally.seen.update({name for name, did in happened.items() if did} | cluster.seen)
+    return cluster.seen | names_of(
+        {
+            "host lost": any(record.dead_agents for record in cluster.chain),
+            "left behind": any(record.absent_agents for record in cluster.chain),
+            "spare promoted": any(
+                set(before.members(SPARE)) & set(after.plan.ranks)
+                for before, after in itertools.pairwise(cluster.chain)
+            ),
+            "asked for spares": cluster.setting.num_spares > 0
+            and any(len(record.agents) > 1 for record in cluster.chain),
+            "only heals": cluster.num_only_healed > 0,
+            "coordinator restarted": cluster.incarnation > 1,
+        }
+    )
 
 
-def run_over(seeds: range, num_processes: int) -> Generator[Tally, None, None]:
-    """The schedules of `seeds`, a part at a time, as they are done. To stop early, close it."""
+def run_over(
+    seeds: range, num_processes: int, run: Callable[[Iterable[int]], Tally] = run
+) -> Generator[Tally, None, None]:
+    """The schedules of `seeds`, a part at a time, as they are done. To stop early, close it. `run`: of a part; it must
+    be a module's function."""
     chunks = (seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK))
     if num_processes == 1:
         yield from map(run, chunks)

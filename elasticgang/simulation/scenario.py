@@ -49,28 +49,37 @@ def shrink(failure: Failure) -> Failure:
     rule = failure.violation.split(":")[0]
     if rule == "RULE-7":
         return failure
-    moves, violation, num_tries = list(failure.moves), failure.violation, 0
+    moves, violation = shorten(failure.moves, failure.violation, lambda kept: replay(failure.setting, kept), _MAX_TRIES)
+    return Failure(failure.seed, failure.setting, tuple(moves), violation)
+
+
+def shorten(
+    moves: Sequence[Move], violation: str, replay: Callable[[Sequence[Move]], tuple[list[Move], str]], max_tries: int
+) -> tuple[list[Move], str]:
+    """Fewer `moves` that break the same rule as `violation`, and how they break it. `replay`: as the function of that
+    name."""
+    moves, rule, num_tries = list(moves), violation.split(":")[0], 0
 
     def leave_out(kept: list[Move]) -> bool:
         nonlocal moves, violation, num_tries
         num_tries += 1
-        done, found = replay(failure.setting, kept)
+        done, found = replay(kept)
         if found.split(":")[0] != rule or len(done) >= len(moves):
             return False
         moves, violation = done, found
         return True
 
     length = len(moves) + 1
-    while len(moves) < length and num_tries < _MAX_TRIES:  # again: a move may be needed only by another
+    while len(moves) < length and num_tries < max_tries:  # again: a move may be needed only by another
         length = len(moves)
         for actor in dict.fromkeys(actor for actor, _ in moves):
             leave_out([move for move in moves if move[0] != actor])
         for size in _sizes(len(moves)):
             start = 0
-            while start < len(moves) and num_tries < _MAX_TRIES:
-                if not leave_out(moves[:start] + moves[start + size :]):
+            while start < len(moves) and num_tries < max_tries:
+                if not leave_out([*moves[:start], *moves[start + size :]]):
                     start += max(1, size // 4)
-    return Failure(failure.seed, failure.setting, tuple(moves), violation)
+    return moves, violation
 
 
 def _sizes(num_moves: int) -> Iterator[int]:

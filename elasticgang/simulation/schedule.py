@@ -118,7 +118,7 @@ class Schedule:
         self._slow = ""
 
     def run(self) -> Failure | None:
-        self.cluster = Cluster(self.setting)
+        self.cluster = self._make_cluster()
         try:
             self._fault_phase()
             self._num_fault_moves = len(self.moves)
@@ -128,6 +128,9 @@ class Schedule:
             moves = self.moves[: self._num_fault_moves] if is_still else self.moves
             return Failure(self.seed, self.setting, tuple(moves), str(violation))
         return None
+
+    def _make_cluster(self) -> Cluster:
+        return Cluster(self.setting)
 
     def _do(self, move: Move) -> None:
         self.moves.append(move)
