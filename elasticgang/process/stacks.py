@@ -162,7 +162,8 @@ def describe(threads: Iterable[Thread]) -> str:
 
 def _own_frames(thread: Thread) -> Thread:
     files = [frame.file for frame in thread]
-    if _FORK_SERVER in files:  # a main thread: the fork server has called the runtime, and the runtime the script
+    is_main = not files[-1].endswith(_STARTERS)
+    if is_main and _FORK_SERVER in files:  # the fork server has called the runtime, and the runtime the script
         frames = list(thread[: files.index(_FORK_SERVER)])
         while frames and frames[-1].file.startswith(_PACKAGE):
             frames.pop()

@@ -73,6 +73,13 @@ def test_threads_of_the_runtime_are_left_out() -> None:
             Frame("/lib/threading.py", 1, "run"),
         ),
         (Frame(f"{PACKAGE}/process/framing.py", 3, "receive"), Frame(f"{PACKAGE}/member/agent_link.py", 2, "_read")),
+        (  # it asks the fork server for a process
+            Frame("/lib/socket.py", 573, "recv_fds"),
+            Frame(f"{PACKAGE}/process/forkserver.py", 99, "spawn"),
+            Frame(f"{PACKAGE}/comm/standby_pool.py", 127, "_start_from"),
+            Frame("/lib/concurrent/futures/thread.py", 58, "run"),
+            Frame("/lib/threading.py", 1, "run"),
+        ),
     ]  # fmt: skip
     assert describe(threads) == "  no frame of the script"
     assert describe([*threads, (Frame("/home/me/a.py", 1, "f"),)]) == '  File "/home/me/a.py", line 1 in f'
