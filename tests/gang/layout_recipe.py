@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--kill", type=int, metavar="STEP", help="the last rank dies once, when this step is reduced")
     args = parser.parse_args()
     torch.set_num_threads(1)
     manager = eg.join(layout=eg.ParallelLayout(sdp=args.sdp, tp=args.tp))
@@ -69,7 +72,7 @@ def main() -> None:
     state = manager.build(build)
     batches = eg.GlobalBatch(NUM_SAMPLES, size=16, slot=2, seed=3)
     inputs, targets = data()
-    losses: list[float] = []
+    losses: dict[int, float] = {}
     parameters: dict[str, list[float]] = {}
     for step in manager.steps(STEPS):
         with step:
@@ -80,8 +83,15 @@ def main() -> None:
                     loss = (state.model(inputs[slot.index]) - targets[slot.index]).square().sum()
                     loss.backward()
                 total += loss.detach()
+            if (
+                step.index == args.kill
+                and manager.gangs.root.rank == 3
+                and not (killed := Path(f"{args.output}.killed")).exists()
+            ):
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
             if state.optim.step(weight=slots.num_samples, max_norm=MAX_NORM):
-                losses.append(eg.all_sum(manager.gangs.dp, total).item())
+                losses[step.index] = eg.all_sum(manager.gangs.dp, total).item()
                 parameters = {name: whole(value) for name, value in state.model.module.named_parameters()}
     with args.output.open("a") as file:
         file.write(json.dumps({"losses": losses, "parameters": parameters}) + "\n")
