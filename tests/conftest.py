@@ -8,7 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# On a busy machine the time that an example takes says nothing.
+hypothesis.settings.register_profile("elasticgang", deadline=None)
+hypothesis.settings.load_profile("elasticgang")
 
 # torch looks up the name of whoever connects to a store, and of whom it connects to. Where the DNS loses an answer now
 # and then, such a look-up costs 5 s otherwise.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from elasticgang.gang import GangGrid, ProcessGroupGang, ReduceOperation, create_parallel_gangs, get_default_device
-from tests.gang import contract
+from tests.integration import contract
 
 
 def begun(timeout_s: float) -> ProcessGroupGang:

@@ -1,4 +1,5 @@
-"""Isolated NCCL on a device: what `tests/gang/test_isolated_nccl.py` sees over a stand-in. One device allows one rank.
+"""Isolated NCCL on a device: what `tests/integration/test_isolated_nccl.py` sees over a stand-in. One device allows one
+rank.
 
 Never run so far: no GPU was at hand.
 """
@@ -20,8 +21,8 @@ from torch.distributed import ReduceOp
 
 from elasticgang.comm import ProcessGroupIsolatedNCCL, create_process_group
 from elasticgang.errors import GangError
-from tests.gang.forms import FORMS, reducing
-from tests.gang.rings import SUM, Ring, open_store
+from tests.integration.forms import FORMS, reducing
+from tests.integration.rings import SUM, Ring, open_store
 from tests.support import wait_until
 
 CUDA: Any = torch.cuda

@@ -1,4 +1,4 @@
-"""Static gangs over NCCL, one rank a device. What is asked of torch is seen without CUDA in `tests/gang`."""
+"""Static gangs over NCCL, one rank a device. What is asked of torch is seen without CUDA in `tests/integration`."""
 
 from __future__ import annotations
 

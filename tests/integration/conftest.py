@@ -1,0 +1,131 @@
+"""A fork server for all tests of this tier, and the comm processes that a test starts from it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+
+from elasticgang.comm.arena import Arena
+from elasticgang.comm.comm_process import CommProcess, GroupSpec
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
+from elasticgang.errors import GangError
+from elasticgang.process.forkserver import ForkServer, ForkServerClient
+from tests.integration.rings import Ring, open_store
+from tests.support import DEADLINE_S, REPOSITORY
+
+_T = TypeVar("_T")
+_prefixes = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Iterator[ForkServer]:
+    preload = ("elasticgang.comm.worker", "tests.integration.ranks")
+    server = ForkServer(preload=preload, env={"PYTHONPATH": str(REPOSITORY)})
+    server.wait_ready()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def store() -> Iterator[str]:
+    """The address of a store."""
+    with open_store() as address:
+        yield address
+
+
+class World:
+    """Some comm processes with a group of each name, driven from this process. Rank `r` is `comms[r]`."""
+
+    def __init__(self, forkserver: ForkServerClient, store: str, size: int, timeout: float) -> None:
+        self._forkserver, self._store, self._timeout = forkserver, store, timeout
+        self._threads = ThreadPoolExecutor(16)
+        self.arena = Arena()
+        self.comms = [self.start() for _ in range(size)]
+        self.prefix = ""
+        self.errors: list[list[GangError]] = []
+        self._aborts: list[threading.Thread] = []
+
+    def start(self) -> CommProcess:
+        comm = CommProcess(
+            self._forkserver, self.arena, store=self._store, host="127.0.0.1", timeout=self._timeout, group=0
+        )
+        comm.wait_ready()
+        return comm
+
+    def each(self, function: Callable[[int], _T]) -> list[_T]:
+        """`function` of every rank, at the same time."""
+        return [future.result(DEADLINE_S) for future in self.begin_each(function)]
+
+    def begin_each(self, function: Callable[[int], _T]) -> list[Any]:
+        return [self._threads.submit(function, rank) for rank in range(len(self.comms))]
+
+    def begin(self, function: Callable[[], _T]) -> Any:
+        return self._threads.submit(function)
+
+    def configure(self, names: Sequence[str] = ("all",), order: Sequence[int] | None = None) -> None:
+        """Everyone in a group of each name; `order[i]` is the rank of `comms[i]`. An error aborts, as in a rank."""
+        order = order or range(len(self.comms))
+        prefix = self.prefix = f"test/{next(_prefixes)}"
+        self.errors = [[] for _ in self.comms]
+
+        def configure(index: int) -> None:
+            specs = [GroupSpec(name, order[index], len(self.comms)) for name in names]
+            self.comms[index].configure(prefix, specs, lambda error: self._on_error(index, error))
+
+        self.each(configure)
+
+    def _on_error(self, index: int, error: GangError) -> None:
+        self.errors[index].append(error)
+        self.comms[index].abort(error)
+
+    def close(self) -> None:
+        for comm in self.comms:
+            comm.close()
+        self._threads.shutdown()
+        with contextlib.suppress(ChildProcessError):  # what else the fork server started here has become ours
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if found.si_pid == getattr(self._forkserver, "process").pid:  # noqa: B009
+                    break
+                os.waitid(os.P_PID, found.si_pid, os.WEXITED)
+
+
+Worlds = Callable[..., World]
+
+
+@pytest.fixture
+def worlds(forkserver: ForkServer, store: str) -> Iterator[Worlds]:
+    made: list[World] = []
+
+    def make(size: int = 2, *, timeout: float = 30.0, names: Sequence[str] | None = ("all",)) -> World:
+        made.append(World(forkserver, store, size, timeout))
+        if names is not None:
+            made[-1].configure(names)
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+Rings = Callable[..., Ring]
+
+
+@pytest.fixture
+def rings(store: str) -> Iterator[Rings]:
+    """Isolated groups, unless `make` makes others."""
+    made: list[Ring] = []
+
+    def make(size: int = 2, *, timeout: float = 30.0, make: Callable[[], Any] | None = None) -> Ring:
+        made.append(Ring(make or (lambda: ProcessGroupIsolatedGloo(timeout)), size, store))
+        return made[-1]
+
+    yield make
+    for ring in made:
+        ring.close()

@@ -1,0 +1,187 @@
+"""Processes with isolated groups of their own, for tests of what they leave behind. Run by `python -m`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
+from elasticgang.errors import GangError, OperationalError
+from tests.integration.rings import Ring, open_store
+
+WARM_UP = 30
+GENERATIONS = 1000
+ABORT_EACH = 50  # generations: that one does not end well, and its process is replaced
+
+
+def reconfigure() -> None:
+    """Two ranks go through 1,000 configurations with a collective in each. Prints what this process and those below it
+    have, before and after."""
+    with open_store() as store:
+        ring = Ring(lambda: ProcessGroupIsolatedGloo(30.0), 2, store)
+        for number in range(WARM_UP):
+            live_through(ring, number)
+        before = footprint(ring)
+        for number in range(GENERATIONS):
+            live_through(ring, number)
+        print(json.dumps({"before": before, "after": footprint(ring)}), flush=True)
+        ring.close()
+
+
+def live_through(ring: Ring, number: int) -> None:
+    assert ring.sums(float(number)) == [2.0 * number] * 2
+    large = [torch.full((400_000,), float(number)) for _ in range(2)]
+    ring.each(lambda rank: ring[rank].allreduce([large[rank]]).wait())
+    if number % ABORT_EACH == ABORT_EACH - 1:
+        ring[0].abort()
+    ring.configure()
+
+
+def footprint(ring: Ring) -> dict[str, float]:
+    """Once it has settled: processes that end and groups that are torn down do so beside the path."""
+    previous: dict[str, float] = {}
+    for _ in range(100):
+        found = _footprint(ring)
+        if {**found, "rss_mb": 0, "comm_rss_mb": 0} == {**previous, "rss_mb": 0, "comm_rss_mb": 0}:
+            return found
+        previous = found
+        time.sleep(0.2)
+    return previous
+
+
+def _footprint(ring: Ring) -> dict[str, float]:
+    here = psutil.Process()
+    comms = [psutil.Process(pg._comm.pid) for pg in ring.groups if pg._comm is not None]
+    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    return {
+        "processes": len(here.children(recursive=True)),
+        "threads": here.num_threads(),
+        "descriptors": len(links),
+        "memfds": sum("memfd:" in link for link in links),
+        "mappings": sum("memfd:" in line for line in open("/proc/self/maps")),
+        "shm_files": len(os.listdir("/dev/shm")),
+        "rss_mb": round(here.memory_info().rss / 1e6, 1),
+        "comm_threads": sum(comm.num_threads() for comm in comms),
+        "comm_descriptors": sum(comm.num_fds() for comm in comms),
+        "comm_rss_mb": round(sum(comm.memory_info().rss for comm in comms) / 1e6, 1),
+    }
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def with_few_descriptors() -> None:
+    """Two ranks of 256 descriptors reduce many tensors in one call; then none is left for a while."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    with open_store() as store:
+        ring = Ring(lambda: ProcessGroupIsolatedGloo(30.0), 2, store)
+        for size in (3, 20_000):
+            many = [[torch.full((size,), float(number)) for number in range(1500)] for _ in range(2)]
+            ring.each(lambda rank: ring[rank].allreduce_coalesced(many[rank]).wait())  # noqa: B023
+            assert all(tensor[-1].item() == 2 * number for mine in many for number, tensor in enumerate(mine))
+        kept = [[torch.ones(300_000) for _ in range(300)] for _ in range(2)]  # each has a mapping of its own
+        ring.each(lambda rank: [ring[rank].allreduce([tensor]).wait() for tensor in kept[rank]])
+        assert all(tensor[-1].item() == 2.0 for mine in kept for tensor in mine)
+        for pg in ring.groups:
+            pg._groups._standby.result(30.0)
+        held = exhaust()
+        strided = torch.ones(6_000_000, 2)[:, 0]
+        error = failure(lambda: ring[0].allreduce([strided]).wait())
+        assert isinstance(error, GangError), repr(error)
+        assert "no memory" in str(error)
+        assert ring[0].errored()
+        assert strided.sum().item() == 6_000_000
+        held += exhaust()  # what was given back by that
+        ring.configure()  # the standby takes over; another one cannot be started
+        assert ring.sums() == [2.0, 2.0]
+        ring[0].abort()
+        held += exhaust()
+        error = failure(lambda: ring[0].configure(ring.next_address(), "replica", 0, 2))
+        assert isinstance(error, OperationalError), repr(error)
+        for fd in held:
+            os.close(fd)
+        ring.configure()
+        assert ring.sums() == [2.0, 2.0]
+        ring.close()
+
+
+def exhaust() -> list[int]:
+    """All descriptors that this process may still have."""
+    held = []
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return held
+
+
+def failure(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None
+
+
+class Slow(Dataset[torch.Tensor]):
+    """Its workers are busy: they hold the rank's descriptors, and look at nothing."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        until = time.monotonic() + 600
+        while index > 3 and time.monotonic() < until:
+            pass
+        return torch.ones(1)
+
+
+def wait_for_ever(address: str) -> None:
+    """Rank 0 of two, whose peer never answers, in the middle of a collective, with busy DataLoader workers. Prints the
+    pids of the workers, and of what else it has started, by name."""
+    pg: Any = ProcessGroupIsolatedGloo(300.0)
+    pg.configure(address, "replica", 0, 2)
+    pg._groups._standby.result(30.0)  # it is up, and the workers have its descriptors too
+    batches: Any = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
+    next(batches)
+    work = pg.allreduce([torch.ones(1_000_000)])
+    workers = [worker.pid for worker in batches._workers]
+    others = [child for child in psutil.Process().children(recursive=True) if child.pid not in workers]
+    started = [(child.name(), child.pid) for child in others if child.name().startswith("eg-")]
+    print(json.dumps({"workers": workers, "started": started}), flush=True)
+    work.wait()
+
+
+def leave() -> None:
+    """End without `shutdown`, one group in the middle of a collective, one that could not be configured. Prints the
+    pids of what it leaves."""
+    with open_store() as store:
+        pg, other = ProcessGroupIsolatedGloo(300.0), ProcessGroupIsolatedGloo(300.0)
+        pg.configure(f"{store}/leave", "replica", 0, 1)
+        other.set_timeout(timedelta(seconds=0.2))
+        with contextlib.suppress(GangError):
+            other.configure(f"{store}/alone", "replica", 0, 2)
+        work = pg.allreduce([torch.ones(1000)])
+        started = [child.pid for child in psutil.Process().children(recursive=True)]
+        print(json.dumps(started), flush=True)
+        kept.extend([pg, other, work])
+
+
+kept: list[Any] = []
+
+
+if __name__ == "__main__":
+    arguments: list[Any] = sys.argv[2:]
+    globals()[sys.argv[1]](*arguments)

@@ -1,0 +1,32 @@
+"""A process that is to a comm process what a rank is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from typing import Any
+
+from elasticgang.comm.arena import Arena
+from elasticgang.comm.comm_process import CommProcess
+from elasticgang.process.forkserver import ForkServerClient
+from tests.integration.children import fork_busy
+
+
+def rank(args: dict[str, Any], fds: list[int]) -> int:
+    """A rank process: it has a comm process and a busy child, and tells their pids."""
+    report, forks = fds
+    comm = CommProcess(
+        ForkServerClient(socket.socket(fileno=forks)),
+        Arena(),
+        store=args["store"],
+        host="127.0.0.1",
+        timeout=30.0,
+        group=os.getpgid(0),
+    )
+    comm.wait_ready()
+    busy = fork_busy()
+    os.write(report, json.dumps([comm.pid, busy]).encode() + b"\n")
+    time.sleep(600)
+    return 0

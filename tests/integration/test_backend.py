@@ -1,0 +1,49 @@
+"""`init_process_group("elasticgang")`: plain torch programs, with results equal to those over plain Gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support import REPOSITORY
+
+FORMS = (
+    "ddp", "hsdp", "fsdp-allocates", "tp", "by-hand", "any-source", "split", "monitored-barrier", "checkpoint",
+)  # fmt: skip
+DEADLINE_S = 120
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)  # eight processes import torch, on whatever the machine has left
+
+
+def results(backend: str) -> list[dict[str, Any]]:
+    """Of each rank, by form."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*launcher, "tests/integration/backend_ranks.py", "--backend", backend],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    found: list[dict[str, Any]] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    return results("gloo"), results("elasticgang")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_results_are_those_over_gloo(form: str, both: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+    for rank, (gloo, ours) in enumerate(zip(*both, strict=True)):
+        assert gloo[form] == ours[form], f"rank {rank}"
+        assert gloo[form]

@@ -1,0 +1,100 @@
+"""One contract for fake, static (real Gloo, real processes) and elastic gangs (under `elasticgang run`)."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticgang.errors import InvalidOperationError, LayoutError
+from elasticgang.gang import FakeGang, GangGrid, ReduceOperation
+from elasticgang.process.forkserver import ForkServer
+from tests.integration import contract
+
+_ROOT = Path(__file__).parents[2]
+_DEADLINE_S = 60
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 4), (3, 4)])
+def test_a_fake_gang_keeps_the_contract(rank: int, size: int) -> None:
+    gang = FakeGang(torch.device("cpu"), rank=rank, size=size)
+    contract.same_on_every_rank(gang)
+    contract.refusals(gang)
+    contract.joined_parts(gang)
+    contract.any_strides(gang)
+    contract.any_strides_in_a_process_group(gang.as_process_group(), rank)
+    if size > 1:
+        contract.sub_gangs(gang)
+
+
+def test_a_fake_gang_receives_what_it_sent() -> None:
+    gang = FakeGang(torch.device("cpu"), rank=0, size=2)
+    with pytest.raises(InvalidOperationError, match="for ever"):
+        gang.recv(torch.empty(1), 1)
+    gang.send(torch.tensor([3.0]), 1)
+    gang.recv(tensor := torch.empty(1), 1)
+    assert tensor.item() == 3
+
+
+def test_a_closed_fake_gang_refuses() -> None:
+    gang = FakeGang(torch.device("cpu"))
+    gang.close()
+    with pytest.raises(InvalidOperationError):
+        gang.all_reduce(torch.zeros(1), ReduceOperation.SUM)
+
+
+def test_a_grid_of_a_fake_root() -> None:
+    grid = GangGrid([2, 2, 2], ["a", "b", "c"], root=FakeGang(torch.device("cpu"), rank=3, size=8))
+    assert grid.rank_groups(["b", "a"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert grid.rank_groups(["a", "b"], ordered_as_given=True) == [[0, 2, 1, 3], [4, 6, 5, 7]]
+    gang = grid.create_gang(["c", "a"])
+    assert gang is not None
+    assert (gang.rank, gang.size) == (1, 4), "rank 3 is second of [2, 3, 6, 7]"
+    assert grid.get_gang(["a", "c"]) is gang
+    with pytest.raises(KeyError, match="c-a"):
+        grid.create_gang(["a", "c"])
+    with pytest.raises(LayoutError, match="backend"):
+        GangGrid([2], ["a"], backend="gloo", root=FakeGang(torch.device("cpu"), size=2))
+
+
+def test_without_a_root_there_is_no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)  # a job of one that ran before has set it
+    with pytest.raises(InvalidOperationError, match="root"):
+        GangGrid([1], ["a"])
+
+
+def test_static_gangs_keep_the_contract() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = ForkServer(["torch", "torch.distributed", "tests.integration.contract_ranks"])
+    try:
+        server.wait_ready()
+        args = [{"rank": rank, "size": 4, "port": port} for rank in range(4)]
+        ranks = [server.spawn("tests.integration.contract_ranks:static", arg, stdio=[1, 2]) for arg in args]
+        assert [_status(rank.pidfd) for rank in ranks] == [0, 0, 0, 0]
+    finally:
+        server.close()
+
+
+def _status(pidfd: int) -> int:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    assert poll.poll(_DEADLINE_S * 1000), "a rank did not end"
+    ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    os.close(pidfd)
+    assert ended is not None
+    return ended.si_status
+
+
+def test_elastic_gangs_keep_the_contract() -> None:
+    script = str(_ROOT / "tests/integration/contract_ranks.py")
+    command = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "3", script]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("contract kept") == 3

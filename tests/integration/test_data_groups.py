@@ -1,0 +1,222 @@
+"""Process groups of torchft that carry a job's data: their collectives, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torchft.process_group as torchft
+
+from elasticgang.collectives.collective import Collective
+from elasticgang.comm.comm_process import GroupSpec
+from elasticgang.comm.data_groups import ABORT_TIMEOUT_S, DataConfiguration, DataGroups
+from elasticgang.comm.error_swallowing import SwallowingProcessGroup
+from elasticgang.comm.in_process import ProcessGroupGloo
+from elasticgang.errors import NotSupportedError, OperationalError, PeerLostError
+from elasticgang.gang import ElasticGang, Gang, ReduceOperation
+from elasticgang.gang.elastic import Binding
+from tests.integration import contract
+from tests.support import REPOSITORY
+
+CPU = torch.device("cpu")
+GUARD_S = 60.0
+_T = TypeVar("_T")
+
+
+class Trio:
+    """Three ranks, one thread each, with one data group of all of them."""
+
+    def __init__(self, store: str, make: Callable[[], torchft.ProcessGroup]) -> None:
+        self._store = store
+        self._prefixes = itertools.count()
+        self._threads = ThreadPoolExecutor(3)
+        self.num_made = 0
+        self.stuck: list[OperationalError] = []
+
+        def counted() -> torchft.ProcessGroup:
+            self.num_made += 1
+            return make()
+
+        self.ranks = [DataGroups(counted, CPU, GUARD_S, self.stuck.append) for _ in range(3)]
+        self.present: list[DataConfiguration] = []
+
+    def each(self, function: Callable[[int], _T]) -> list[_T]:
+        return [future.result(GUARD_S) for future in [self._threads.submit(function, rank) for rank in range(3)]]
+
+    def configure(self) -> list[ElasticGang]:
+        for groups in self.ranks:
+            groups.leave()
+        prefix = f"{self._store}/{id(self)}/{next(self._prefixes)}"
+        self.present = [groups.open() for groups in self.ranks]
+
+        def connect(rank: int) -> None:
+            self.present[rank].connect("dp", f"{prefix}/all", f"rank {rank}", GroupSpec("all", rank, 3), 1)
+
+        self.each(connect)
+        return [self._gang(rank, prefix) for rank in range(3)]
+
+    def _gang(self, rank: int, prefix: str) -> ElasticGang:
+        present = self.present[rank]
+
+        def bound(name: str) -> SwallowingProcessGroup:
+            start = functools.partial(present.start, name)
+            return SwallowingProcessGroup(present.group(name), start=start, owner=present)
+
+        def make(name: str, ranks: Sequence[int]) -> SwallowingProcessGroup:
+            spec = GroupSpec(name, list(ranks).index(rank), len(ranks))
+            present.connect(name, f"{prefix}/{name}", f"rank {rank}", spec, 1)
+            return bound(name)
+
+        gang = ElasticGang("dp", CPU)
+        gang.bind(Binding(rank, (0, 1, 2), bound("all"), make))
+        return gang
+
+    def close(self) -> None:
+        for groups in self.ranks:
+            groups.close()
+        self._threads.shutdown()
+
+
+KINDS: dict[str, Callable[[], torchft.ProcessGroup]] = {
+    "ours": lambda: ProcessGroupGloo(timedelta(seconds=GUARD_S)),
+    "torchft's": lambda: torchft.ProcessGroupGloo(timedelta(seconds=GUARD_S)),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trio(request: pytest.FixtureRequest, store: str) -> Iterator[Trio]:
+    trio = Trio(store, KINDS[request.param])
+    yield trio
+    trio.close()
+    assert trio.stuck == []
+
+
+@pytest.mark.parametrize(
+    "check", [contract.same_on_every_rank, contract.one_to_another, contract.refusals, contract.sub_gangs]
+)
+def test_gangs_over_groups_of_torchft_keep_the_contract(trio: Trio, check: Callable[[Gang], None]) -> None:
+    gangs = trio.configure()
+    trio.each(lambda rank: check(gangs[rank]))
+    trio.each(lambda rank: gangs[rank].barrier())
+
+
+def test_a_group_is_made_once_and_configured_in_every_generation(store: str) -> None:
+    trio = Trio(store, KINDS["torchft's"])
+    for _ in range(3):
+        gangs = trio.configure()
+        tensors = [torch.ones(2) for _ in gangs]
+        trio.each(lambda rank: gangs[rank].all_reduce(tensors[rank], ReduceOperation.SUM))  # noqa: B023
+        assert [tensor.tolist() for tensor in tensors] == [[3.0, 3.0]] * 3
+    assert trio.num_made == 3
+    trio.close()
+
+
+def test_a_factory_that_makes_no_process_group_of_torchft_is_refused() -> None:
+    make: Any = lambda: "gloo"  # noqa: E731
+    groups = DataGroups(make, CPU, GUARD_S, lambda stuck: None)
+    with pytest.raises(TypeError, match=r"must return a torchft.process_group.ProcessGroup, but returned 'gloo'"):
+        groups.open().connect("dp", "127.0.0.1:1/x", "rank 0", GroupSpec("all", 0, 2), 1)
+
+
+def test_a_collective_that_no_group_of_torchft_has_is_refused_before_anything_is_sent(trio: Trio) -> None:
+    gangs = trio.configure()
+    for gang in gangs:
+        with pytest.raises(NotSupportedError, match="no `monitored_barrier`"):
+            gang.start(Collective("monitored_barrier"))
+    assert not any(gang.is_poisoned for gang in gangs)
+    tensors = [torch.ones(1) for _ in gangs]
+    trio.each(lambda rank: gangs[rank].all_reduce(tensors[rank], ReduceOperation.SUM))
+    assert [tensor.item() for tensor in tensors] == [3.0] * 3
+
+
+def test_a_rank_that_ends_the_configuration_ends_it_for_its_peers_too(trio: Trio) -> None:
+    """They wait for it in a collective, and learn of the end by the loss of its connections."""
+    gangs = trio.configure()
+    tensors = [torch.ones(1 << 20) for _ in gangs]
+    works: list[Any] = [gangs[rank].all_reduce(tensors[rank], ReduceOperation.SUM, async_op=True) for rank in (0, 1)]
+    trio.present[2].fail(PeerLostError("a test ends it"))
+    assert not gangs[2].all_reduce(torch.ones(1), ReduceOperation.SUM, async_op=True).wait()  # type: ignore[union-attr]
+    assert [work.wait() for work in works] == [False, False]
+    assert all(gang.is_poisoned for gang in gangs)
+    for rank in (0, 1):
+        assert tensors[rank].eq(0).all()  # a group that was told of it may have written to it
+    again = trio.configure()
+    trio.each(lambda rank: contract.one_to_another(again[rank]))
+
+
+def test_a_configure_whose_peers_do_not_come_ends_with_the_configuration(store: str) -> None:
+    groups = DataGroups(KINDS["torchft's"], CPU, GUARD_S, lambda stuck: pytest.fail(str(stuck)))
+    present = groups.open()
+    with ThreadPoolExecutor(1) as threads:
+        address = f"{store}/alone/{id(present)}"
+        connecting = threads.submit(present.connect, "dp", address, "rank 0", GroupSpec("all", 0, 2), 1)
+        assert not connecting.done()
+        present.fail(PeerLostError("the peer is dead"))
+        with pytest.raises(PeerLostError, match="the generation ended while the process group of dp was configured"):
+            connecting.result(GUARD_S)
+
+
+@contextlib.contextmanager
+def ranks(store: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
+    address = f"{store}/ranks/{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "tests.integration.data_ranks", address]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        for rank in range(size)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def expect(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"{line}\n"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGSTOP, -signal.SIGKILL), (signal.SIGKILL, 0)])
+def test_a_rank_whose_collective_cannot_be_aborted_within_a_second_is_ended(
+    number: signal.Signals, status: int, store: str
+) -> None:
+    """DATA-3. A stopped peer keeps its connections, and torch's Gloo waits for it; a dead one does not."""
+    with ranks(store, 2) as (rank, peer):
+        for process in (rank, peer):
+            expect(process, "connected")
+        peer.send_signal(number)
+        tell(rank)
+        expect(rank, "started")
+        began = time.monotonic()
+        tell(rank)
+        assert rank.wait(GUARD_S) == status
+        assert rank.stderr is not None
+        said = rank.stderr.read()
+    if status:
+        assert "a process group that runs in this process could not be aborted within 1 s" in said
+        assert ABORT_TIMEOUT_S <= time.monotonic() - began < GUARD_S / 3

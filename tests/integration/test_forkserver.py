@@ -1,0 +1,228 @@
+"""Processes forked from one that has everything imported: what they have, and that they end with their owner."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from elasticgang.errors import OperationalError
+from elasticgang.process.forkserver import ForkServer, ForkServerClient, Spawned
+from tests.support import REPOSITORY, wait_dead, wait_until
+
+CHILDREN = "tests.integration.children"
+GUARD_S = 20.0
+AT_ONCE_S = 1.0  # as the issue promises
+
+
+@pytest.fixture
+def quick() -> Iterator[ForkServer]:
+    """A fork server of this test's own, without torch."""
+    server = ForkServer(preload=(), env={"PYTHONPATH": str(REPOSITORY)})
+    server.wait_ready()
+    yield server
+    server.close()
+
+
+def end(spawned: Spawned) -> int:
+    """Wait for it; its exit status, as of `subprocess`."""
+    assert not wait_dead([spawned.pidfd], GUARD_S)
+    found = os.waitid(os.P_PIDFD, spawned.pidfd, os.WEXITED)
+    os.close(spawned.pidfd)
+    assert found is not None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def kill(spawned: Spawned) -> None:
+    signal.pidfd_send_signal(spawned.pidfd, signal.SIGKILL)
+    assert end(spawned) == -signal.SIGKILL
+
+
+def description(server: ForkServerClient, args: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as told:
+        fds = [writer, *options.pop("fds", ())]
+        spawned = server.spawn(f"{CHILDREN}:describe", args or {}, fds=fds, **options)
+        os.close(writer)
+        described: dict[str, Any] = json.loads(told.read())
+    assert described["pid"] == spawned.pid
+    assert end(spawned) == 0
+    return described
+
+
+def test_a_child_has_what_it_was_given_and_nothing_else(quick: ForkServer) -> None:
+    with open(os.devnull) as given:
+        found = description(quick, {"x": [1, None, "é"]}, fds=[given.fileno()], env={"MINE": "1"}, name="a-name")
+    assert found["args"] == {"x": [1, None, "é"]}
+    assert found["num_fds"] == 2
+    assert len(found["open"]) == 3 + 2 + 1  # stdio, what was given, and the listing itself
+    assert found["env"]["MINE"] == "1"
+    assert found["stdin"] == os.devnull
+    assert found["name"] == "a-name"
+    assert found["threads"] == 1
+    assert not found["ignores_sigint"]
+
+
+def test_a_child_belongs_to_the_owner_and_leads_a_group(quick: ForkServer) -> None:
+    found = description(quick)
+    assert found["parent"] == os.getpid()
+    assert found["group"] == found["pid"]
+
+
+def test_a_child_joins_the_group_it_is_told(quick: ForkServer) -> None:
+    leader = quick.spawn(f"{CHILDREN}:sleep", {})
+    assert description(quick, group=leader.pid)["group"] == leader.pid
+    kill(leader)
+
+
+def test_children_draw_different_random_numbers(quick: ForkServer) -> None:
+    assert len({description(quick)["random"] for _ in range(4)}) == 4
+
+
+def test_output_goes_where_it_is_told_and_the_code_comes_back(quick: ForkServer) -> None:
+    readers, writers = zip(os.pipe(), os.pipe(), strict=True)
+    out, err = (readers[0], writers[0]), (readers[1], writers[1])
+    spawned = quick.spawn(
+        f"{CHILDREN}:echo", {"out": "to stdout", "err": "to stderr", "code": 7}, stdio=[out[1], err[1]]
+    )
+    for _, writer in (out, err):
+        os.close(writer)
+    with os.fdopen(out[0]) as stdout, os.fdopen(err[0]) as stderr:
+        assert (stdout.read(), stderr.read()) == ("to stdout\n", "to stderr\n")
+    assert end(spawned) == 7
+
+
+def test_an_exception_is_shown_and_ends_with_code_1(capfd: pytest.CaptureFixture[str]) -> None:
+    server = ForkServer(preload=(), env={"PYTHONPATH": str(REPOSITORY)})
+    server.wait_ready()
+    assert end(server.spawn(f"{CHILDREN}:fail", {})) == 1
+    assert "ValueError: it fails" in capfd.readouterr().err
+    assert description(server)["args"] == {}
+    server.close()
+
+
+def test_a_child_for_a_group_that_is_gone_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """The rank that asked for its comm process was killed meanwhile."""
+    server = ForkServer(preload=(), env={"PYTHONPATH": str(REPOSITORY)})
+    server.wait_ready()
+    leader = server.spawn(f"{CHILDREN}:sleep", {})
+    kill(leader)
+    assert end(server.spawn(f"{CHILDREN}:sleep", {}, group=leader.pid)) == 1
+    server.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_second_connection_works_by_itself(quick: ForkServer) -> None:
+    second = ForkServerClient(quick.connect())
+    assert description(second)["parent"] == os.getpid()
+    second.close()
+    assert description(quick)["parent"] == os.getpid()
+
+
+def test_what_runs_goes_on_without_the_server_and_nothing_more_starts(quick: ForkServer) -> None:
+    spawned = quick.spawn(f"{CHILDREN}:sleep", {})
+    quick.process.kill()
+    quick.process.wait()
+    with pytest.raises(OperationalError, match="fork server"):
+        quick.spawn(f"{CHILDREN}:sleep", {})
+    with pytest.raises(OperationalError, match="fork server is gone"):
+        quick.connect()
+    assert wait_dead([spawned.pidfd], 0.0) == [spawned.pidfd]
+    kill(spawned)
+
+
+def test_the_server_forgets_those_that_have_ended(quick: ForkServer) -> None:
+    server = psutil.Process(quick.process.pid)
+    before = server.num_fds()
+    for _ in range(30):
+        assert end(quick.spawn(f"{CHILDREN}:echo", {"out": "", "err": "", "code": 0}, stdio=[1, 1])) == 0
+    wait_until(lambda: server.num_fds() == before, "the descriptors of the dead are closed")
+    assert not server.children()
+
+
+def test_a_server_that_has_threads_refuses_to_fork() -> None:
+    server = ForkServer(preload=("tests.integration.has_a_thread",), env={"PYTHONPATH": str(REPOSITORY)})
+    with pytest.raises(OperationalError, match="2 threads are alive after the imports"):
+        server.wait_ready()
+    server.close()
+
+
+def test_a_server_that_has_cuda_refuses_to_fork() -> None:
+    server = ForkServer(preload=("tests.integration.has_cuda",), env={"PYTHONPATH": str(REPOSITORY)})
+    with pytest.raises(OperationalError, match="CUDA was initialized by the imports"):
+        server.wait_ready()
+    server.close()
+
+
+def test_a_server_that_cannot_import_says_what() -> None:
+    server = ForkServer(preload=("tests.integration.no_such_module",))
+    with pytest.raises(OperationalError, match=r"No module named 'tests\.gang\.no_such_module'"):
+        server.wait_ready()
+    server.close()
+
+
+def test_a_server_that_dies_while_it_starts_is_noticed() -> None:
+    server = ForkServer(preload=("tests.integration.imports_for_ever",), env={"PYTHONPATH": str(REPOSITORY)})
+    server.process.kill()
+    with pytest.raises(OperationalError, match="ended while it was starting"):
+        server.wait_ready()
+    server.close()
+
+
+@contextlib.contextmanager
+def owner(function: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A process that owns a fork server, and what it says that it has started."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from {CHILDREN} import {function}; {function}()"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert process.stdout is not None
+    try:
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_everything_ends_with_its_owner(number: signal.Signals) -> None:
+    """FORK-3: processes that ignore signals, and their busy children that hold every descriptor."""
+    with owner("own") as (process, pids):
+        assert len(pids) == 1 + 2 * 3
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        assert len(wait_dead(pidfds, 0.0)) == len(pidfds)
+        process.send_signal(number)
+        assert wait_dead(pidfds, AT_ONCE_S) == []
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+def test_a_server_that_is_still_importing_ends_with_its_owner() -> None:
+    with owner("own_importing") as (process, pids):
+        wait_until(lambda: "eg-forkserver" in psutil.Process(pids[0]).name(), "the server has begun to import")
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        process.kill()
+        assert wait_dead(pidfds, AT_ONCE_S) == []
+        os.close(pidfds[0])
+
+
+def test_a_pidfd_tells_of_the_end(quick: ForkServer) -> None:
+    spawned = quick.spawn(f"{CHILDREN}:sleep", {})
+    poll = select.poll()
+    poll.register(spawned.pidfd, select.POLLIN)
+    assert not poll.poll(0)
+    kill(spawned)

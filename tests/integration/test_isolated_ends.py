@@ -1,0 +1,114 @@
+"""What isolated groups leave behind: nothing, after many configurations and after the death of their rank."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from elasticgang.comm.error_swallowing import SwallowingProcessGroup
+from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
+from tests.integration.conftest import Rings
+from tests.support import REPOSITORY, Command, busy_core, is_alive, wait_dead, wait_until
+
+GUARD_S = 20.0
+RANKS = [sys.executable, "-m", "tests.integration.isolated_ranks"]
+# Two comm processes of which the standbys are new ones, groups that are torn down beside the path, allocators' caches.
+ALLOWED = {
+    "processes": 0, "threads": 0, "descriptors": 2, "memfds": 2, "mappings": 2, "shm_files": 0, "rss_mb": 15,
+    "comm_threads": 8, "comm_descriptors": 8, "comm_rss_mb": 40,
+}  # fmt: skip
+
+
+def test_nothing_grows_over_a_thousand_configurations(capsys: pytest.CaptureFixture[str]) -> None:
+    done = subprocess.run([*RANKS, "reconfigure"], cwd=REPOSITORY, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    with capsys.disabled():
+        print("\n  before, and after 1,000 configurations (20 of them after an abort):")
+        for name, before in found["before"].items():
+            print(f"    {name:18}{before:10g}{found['after'][name]:10g}")
+    for name, allowed in ALLOWED.items():
+        assert found["after"][name] <= found["before"][name] + allowed, name
+
+
+def test_few_descriptors_are_enough_and_none_is_an_error_that_passes() -> None:
+    done = subprocess.run([*RANKS, "with_few_descriptors"], cwd=REPOSITORY, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_group_that_is_dropped_ends_its_processes(rings: Rings) -> None:
+    ring = rings(2)
+    assert ring.sums() == [2.0, 2.0]
+    process = weakref.ref(ring[0]._comm)
+    pidfd = os.pidfd_open(ring[0]._comm.pid)
+    standby = os.pidfd_open(ring[0]._groups._standby.result(GUARD_S).pid)
+    del ring.groups[0]
+    gc.collect()
+    assert wait_dead([pidfd, standby], 1.0) == []
+    wait_until(lambda: gc.collect() >= 0 and process() is None, "the rest of it", GUARD_S)
+    for fd in (pidfd, standby):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["plain", "swallowing"])
+@pytest.mark.parametrize("operation", [ReduceOp.SUM, ReduceOp.AVG])
+def test_a_group_that_is_dropped_ends_though_a_future_waits(operation: Any, swallows: bool, rings: Rings) -> None:
+    """And does not wait for its deadline."""
+    ring = rings(2, timeout=60.0)
+    comm = ring[0]._comm
+    dropped = ring.groups.pop(0)
+    if swallows:
+        dropped = SwallowingProcessGroup(dropped)
+    future = dropped.allreduce([torch.ones(3)], operation).get_future()
+    group, process, pidfd = weakref.ref(dropped), weakref.ref(comm), os.pidfd_open(comm.pid)
+    del dropped, comm
+    gc.collect()
+    assert wait_dead([pidfd], 1.0) == []
+    wait_until(future.done, "the future", GUARD_S)
+    assert group() is None
+    del future  # its error's traceback has frames of the thread that ended it
+    wait_until(lambda: gc.collect() >= 0 and process() is None, "the rest of it", GUARD_S)
+    os.close(pidfd)
+
+
+def test_a_program_that_ends_without_shutdown_ends(tmp_path: Path) -> None:
+    """And with it what it has started: its interpreter's end finds groups that nobody has let go of."""
+    with Command(tmp_path / "rank", [*RANKS, "leave"]) as rank:
+        started = json.loads(wait_until(lambda: rank.stdout, "its pids"))
+        assert rank.process.wait(GUARD_S) == 0
+        assert len(started) >= 3  # comm processes and the fork server
+        wait_until(lambda: not any(is_alive(pid) for pid in started), "their end", GUARD_S)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["", "busy"])
+def test_they_end_with_their_rank_whoever_holds_their_descriptors(busy: bool, store: str, tmp_path: Path) -> None:
+    """Within a second of the SIGKILL, in the middle of a collective, with busy DataLoader workers that inherited every
+    descriptor and do not look at them."""
+    peer = ProcessGroupIsolatedGloo(300.0)
+    address = f"{store}/ends/{time.monotonic_ns()}"
+    with Command(tmp_path / "rank", [*RANKS, "wait_for_ever", address]) as rank:
+        peer.configure(address, "replica", 1, 2)
+        told = json.loads(wait_until(lambda: rank.stdout, "its pids"))
+        names = [name for name, _ in told["started"]]
+        assert names.count("eg-comm") == 2  # with the standby
+        pidfds = [os.pidfd_open(pid) for _, pid in told["started"]]
+        with busy_core() if busy else contextlib.nullcontext():
+            rank.process.kill()
+            alive = wait_dead(pidfds, 1.0)
+        assert not alive, [told["started"][pidfds.index(pidfd)] for pidfd in alive]
+        assert all(os.path.exists(f"/proc/{pid}") for pid in told["workers"])  # busy all the while
+        for pidfd in pidfds:
+            os.close(pidfd)
+    peer.shutdown()

@@ -1,0 +1,51 @@
+"""The README's job for a layout in which ranks hold parts of the model: parameters on two meshes, and their norm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.layout_recipe import OPTIMIZERS, STEPS
+from tests.support import REPOSITORY
+
+RECIPE = "tests/integration/layout_recipe.py"
+LAUNCHER = ["-m", "elasticgang", "run", "--nproc-per-node", "4"]
+DEADLINE_S = 180
+
+
+def run(output: Path, optimizer: str, launcher: list[str], *layout: str) -> list[dict[str, Any]]:
+    command = [sys.executable, *launcher, RECIPE, "--output", str(output), "--optimizer", optimizer, *layout]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def check(rank: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert rank["losses"] == pytest.approx({step: alone["losses"][step] for step in rank["losses"]}, rel=1e-9)
+    assert rank["parameters"].keys() == alone["parameters"].keys()
+    for name, values in alone["parameters"].items():
+        assert rank["parameters"][name] == pytest.approx(values, rel=1e-9, abs=1e-9), name
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_a_model_on_two_meshes_is_clipped_and_applied_as_one_rank_does(optimizer: str, tmp_path: Path) -> None:
+    (alone,) = run(tmp_path / "alone", optimizer, [])
+    ranks = run(tmp_path / "ranks", optimizer, LAUNCHER, "--sdp", "2", "--tp", "2")
+    assert [len(each["losses"]) for each in (alone, *ranks)] == [STEPS] * 5
+    for rank in ranks:
+        check(rank, alone)
+
+
+def test_a_kill_does_not_show_in_what_is_clipped_on_two_meshes(tmp_path: Path) -> None:
+    """Two replica groups of two. The other one takes the step; who has lost its peer, and the peer's successor, heal."""
+    (alone,) = run(tmp_path / "alone", "sgd", [])
+    ranks = run(tmp_path / "ranks", "sgd", LAUNCHER, "--tp", "2", "--kill", "2")
+    assert (tmp_path / "ranks.killed").exists()
+    assert sum(len(rank["losses"]) == STEPS for rank in ranks) in (2, 3)
+    for rank in ranks:
+        check(rank, alone)

@@ -1,0 +1,31 @@
+"""An agent's fork server that fails while it is asked: somebody is started, once, and nothing of a failed try stays."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support import Command
+
+
+def outcome(directory: Path, *case: str) -> dict[str, Any]:
+    with Command(directory, [sys.executable, "-m", "tests.integration.tries", *case]) as command:
+        assert command.wait() == 0, command.stderr
+        command.assert_nothing_left()
+        found: dict[str, Any] = json.loads(command.stdout)
+        return found
+
+
+def test_one_that_stands_still_is_replaced(tmp_path: Path) -> None:
+    assert outcome(tmp_path, "stopped") == {"tries": 2, "servers": 2, "runs": True}
+
+
+def test_of_a_try_whose_answer_was_lost_no_rank_stays(tmp_path: Path) -> None:
+    found = outcome(tmp_path, "twin", str(tmp_path / "script.py"))
+    assert found == {"tries": 2, "twin lives": False, "runs": True}
+
+
+def test_none_is_started_after_the_end(tmp_path: Path) -> None:
+    assert outcome(tmp_path, "after the end") == {}

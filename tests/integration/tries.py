@@ -1,0 +1,123 @@
+"""An agent's process supervisor in a process of its own, whose fork server fails.
+
+`python -m tests.integration.tries CASE` prints what came of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elasticgang.agent.process_supervisor import ProcessSupervisor
+from elasticgang.agent.rank_launch import LaunchedRank, RankLaunch
+from elasticgang.errors import OperationalError
+from elasticgang.launch.output import PrefixedOutput
+from elasticgang.process.forkserver import ForkServer, Spawned
+from elasticgang.process.lease import Lease
+from tests.support import wait_dead
+
+GUARD_S = 20.0
+
+
+class _Deaf(ForkServer):
+    """A real one, whose answer does not arrive: it is killed when it has forked."""
+
+    first: Spawned
+
+    def __init__(self, server: ForkServer) -> None:
+        self.__dict__.update(vars(server))
+
+    def spawn(
+        self,
+        target: str,
+        args: dict[str, Any],
+        *,
+        fds: Sequence[int] = (),
+        stdio: Sequence[int] = (),
+        env: Mapping[str, str] | None = None,
+        group: int = 0,
+        name: str = "",
+    ) -> Spawned:
+        type(self).first = super().spawn(target, args, fds=fds, stdio=stdio, env=dict(env or {}), name=name)
+        self.process.kill()
+        self._sock.close()
+        raise OperationalError("it was killed before it answered")
+
+
+async def _stopped(supervisor: ProcessSupervisor) -> dict[str, Any]:
+    """The fork server stands still while it is asked."""
+    tries: list[int] = []
+
+    def fork(server: ForkServer) -> Spawned:
+        tries.append(server.process.pid)
+        if len(tries) == 1:
+            server._sock.settimeout(0.3)
+            os.kill(server.process.pid, signal.SIGSTOP)
+        return server.spawn("tests.integration.children:sleep", {})
+
+    spawned = await supervisor.fork(fork, is_own=True)
+    return {"tries": len(tries), "servers": len(set(tries)), "runs": wait_dead([spawned.pidfd], 0.0) != []}
+
+
+async def _twin(supervisor: ProcessSupervisor) -> dict[str, Any]:
+    """The fork server dies between its fork and its answer."""
+    script = Path(sys.argv[2])
+    script.write_text("import time\ntime.sleep(1000)\n")
+    args = {
+        "command": {"script": str(script), "args": [], "module": False},
+        "agent_pid": os.getpid(),
+        "num_ranks": 1,
+        "store": "127.0.0.1:1",
+        "host": "127.0.0.1",
+        "job": "job",
+        "collective_timeout": 1.0,
+    }
+    launch = RankLaunch("agent", 0, "elasticgang.member.rank_main:main", args, {}, Lease.create().fd)
+    output = PrefixedOutput()
+    tries = 0
+
+    def fork(server: ForkServer) -> LaunchedRank:
+        nonlocal tries
+        tries += 1
+        return launch.start(_Deaf(server) if tries == 1 else server, output)
+
+    launched = await supervisor.fork(fork, is_own=True)
+    left = wait_dead([_Deaf.first.pidfd], GUARD_S)
+    return {"tries": tries, "twin lives": left != [], "runs": wait_dead([launched.pidfd], 0.0) != []}
+
+
+async def _after_the_end(supervisor: ProcessSupervisor) -> dict[str, Any]:
+    """The fork server dies when nothing is forked any more."""
+    supervisor.stop()
+    supervisor.kill()
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    supervisor.reap()
+    return {}
+
+
+CASES: dict[str, Callable[[ProcessSupervisor], Any]] = {
+    "stopped": _stopped,
+    "twin": _twin,
+    "after the end": _after_the_end,
+}
+
+
+async def main() -> None:
+    supervisor = ProcessSupervisor({}, (), threading.Event(), lambda _: None)
+    supervisor.open()
+    await supervisor.ready()
+    try:
+        print(json.dumps(await CASES[sys.argv[1]](supervisor)))
+    finally:
+        await supervisor.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
