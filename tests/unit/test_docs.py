@@ -1,27 +1,22 @@
-"""The documents say what the code says: links, rules, files, commands, and every timeout with its value. Every Python
-block is run by a test of another tier."""
+"""The documents say what the code says: links, rules, files, and every timeout with its value.
+
+`tests/integration` looks at the commands and the reference; it and `tests/chaos` run every Python block.
+"""
 
 from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import io
-import os
 import re
-import subprocess
 import tokenize
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-import demo
-import elasticgang
 from elasticgang.launch.cli import make_parser
-from scripts import api_docs
-from tests.documents import DOCUMENTS, PROGRAMS, REPOSITORY, anchors, blocks, inline_code, links
+from tests.documents import DOCUMENTS, PROGRAMS, REPOSITORY, anchors, blocks, links
 
 FILE = re.compile(r"`((?:elasticgang|tests|scripts|docker)/[\w./-]+)`")
 CONSTANT = re.compile(r"`(_?[A-Z][A-Z_]+)` ([\d.]+)(?: (s|ms))?")
@@ -76,100 +71,6 @@ def test_every_python_block_is_part_of_a_program_that_a_test_runs() -> None:
     assert len(left_out) == len(NOT_RUN)
     assert all(any(text in each for each in left_out) for text in NOT_RUN)
     assert {block.language for block in blocks()} <= {"python", "console", ""}, "a language that no test looks at"
-
-
-# -- the reference of the public names
-
-
-def test_the_reference_is_what_the_docstrings_say() -> None:
-    assert api_docs.main(["--check"]) == 0, "run scripts/api-docs"
-
-
-def test_a_reference_that_is_out_of_date_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = api_docs.OUTPUT.read_text()
-    monkeypatch.setattr(api_docs, "OUTPUT", tmp_path / "api.md")
-    api_docs.OUTPUT.write_text(text.replace("def ", "", 1).replace("`", "", 1))
-    assert api_docs.main(["--check"]) == 1
-    assert "run scripts/api-docs" in capsys.readouterr().err
-    assert api_docs.main([]) == 0
-    assert api_docs.OUTPUT.read_text() == text
-
-
-def test_the_reference_has_every_public_name() -> None:
-    headings = set(re.findall(r"^### (\w+)$", api_docs.OUTPUT.read_text(), re.MULTILINE))
-    assert set(elasticgang.__all__) - headings == set()
-
-
-# -- commands
-
-
-@cache
-def options_of(command: str) -> frozenset[str]:
-    """The long options that `--help` of a command names: `elasticgang run`, `scripts/demo`."""
-    if command.startswith("elasticgang "):
-        commands = next(each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction))
-        return frozenset(commands.choices[command.split()[1]].format_help().split())
-    if command == "scripts/demo":
-        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
-            demo.parse_args(["--help"])
-        return frozenset(said.getvalue().split())
-    done = subprocess.run(
-        [REPOSITORY / command, "--help"], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=True
-    )
-    return frozenset(done.stdout.split())
-
-
-def commands_in(document: Path) -> Iterator[list[str]]:
-    """Each command line of the document, in a block or between backticks, as a list of words."""
-    lines = [line for block in blocks("console") if block.path == document for line in block.text.splitlines()]
-    shown = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    for line in [*shown, *(" ".join(code.split()) for code in inline_code(document))]:
-        if re.match(r"(\.venv/bin/)?elasticgang [a-z]|scripts/\w+( |$)", line):
-            yield re.sub(r"\s+#.*", "", line.removeprefix(".venv/bin/")).split()
-
-
-COMMANDS = [(path, words) for path in DOCUMENTS for words in commands_in(path)]
-
-
-def test_the_documents_show_commands() -> None:
-    assert len({words[0] for _, words in COMMANDS}) > 5
-
-
-@pytest.mark.parametrize("words", [words for _, words in COMMANDS], ids=" ".join)
-def test_a_command_exists_and_knows_its_options(words: list[str]) -> None:
-    command = words[0]
-    if command == "elasticgang":
-        command += f" {words[1]}"
-    else:
-        assert os.access(REPOSITORY / command, os.X_OK)
-    options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
-    if options:
-        assert options <= {word.strip("[],()`:;.") for word in options_of(command)}
-    if command in ("scripts/chaos", "scripts/bench") and len(words) > 1 and re.match(r"[a-z]", words[1]):
-        assert words[1] in options_of(command)
-
-
-def test_the_shown_job_can_be_started() -> None:
-    """The command line that the README shows is one that the parser takes."""
-    (words,) = [words for _, words in COMMANDS if words[:2] == ["elasticgang", "run"] and words[-1] == "train.py"]
-    assert make_parser().parse_args(words[1:]).script == "train.py"
-
-
-OF_OTHERS = {"--build-arg"}  # docker's
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_option_between_backticks_is_one_of_ours(document: Path) -> None:
-    ours = {
-        option
-        for command in ("elasticgang run", "elasticgang coordinator", "scripts/demo")
-        for word in options_of(command)
-        for option in re.findall(r"--[a-z][a-z-]+", word)
-    }
-    named = {option for code in inline_code(document) for option in re.findall(r"^--[a-z][a-z-]+", code)}
-    assert named - ours - OF_OTHERS == set()
 
 
 # -- timeouts

@@ -1,0 +1,86 @@
+"""The commands that the documents show exist, with every option that they name."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import demo
+from elasticgang.launch.cli import make_parser
+from tests.documents import DOCUMENTS, REPOSITORY, blocks, inline_code
+
+
+@cache
+def options_of(command: str) -> frozenset[str]:
+    """The long options that `--help` of a command names: `elasticgang run`, `scripts/demo`."""
+    if command.startswith("elasticgang "):
+        commands = next(each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction))
+        return frozenset(commands.choices[command.split()[1]].format_help().split())
+    if command == "scripts/demo":
+        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+            demo.parse_args(["--help"])
+        return frozenset(said.getvalue().split())
+    done = subprocess.run(
+        [REPOSITORY / command, "--help"], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=True
+    )
+    return frozenset(done.stdout.split())
+
+
+def commands_in(document: Path) -> Iterator[list[str]]:
+    """Each command line of the document, in a block or between backticks, as a list of words."""
+    lines = [line for block in blocks("console") if block.path == document for line in block.text.splitlines()]
+    shown = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for line in [*shown, *(" ".join(code.split()) for code in inline_code(document))]:
+        if re.match(r"(\.venv/bin/)?elasticgang [a-z]|scripts/\w+( |$)", line):
+            yield re.sub(r"\s+#.*", "", line.removeprefix(".venv/bin/")).split()
+
+
+COMMANDS = [(path, words) for path in DOCUMENTS for words in commands_in(path)]
+
+
+def test_the_documents_show_commands() -> None:
+    assert len({words[0] for _, words in COMMANDS}) > 5
+
+
+@pytest.mark.parametrize("words", [words for _, words in COMMANDS], ids=" ".join)
+def test_a_command_exists_and_knows_its_options(words: list[str]) -> None:
+    command = words[0]
+    if command == "elasticgang":
+        command += f" {words[1]}"
+    else:
+        assert os.access(REPOSITORY / command, os.X_OK)
+    options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
+    if options:
+        assert options <= {word.strip("[],()`:;.") for word in options_of(command)}
+    if command in ("scripts/chaos", "scripts/bench") and len(words) > 1 and re.match(r"[a-z]", words[1]):
+        assert words[1] in options_of(command)
+
+
+def test_the_shown_job_can_be_started() -> None:
+    """The command line that the README shows is one that the parser takes."""
+    (words,) = [words for _, words in COMMANDS if words[:2] == ["elasticgang", "run"] and words[-1] == "train.py"]
+    assert make_parser().parse_args(words[1:]).script == "train.py"
+
+
+OF_OTHERS = {"--build-arg"}  # docker's
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_option_between_backticks_is_one_of_ours(document: Path) -> None:
+    ours = {
+        option
+        for command in ("elasticgang run", "elasticgang coordinator", "scripts/demo")
+        for word in options_of(command)
+        for option in re.findall(r"--[a-z][a-z-]+", word)
+    }
+    named = {option for code in inline_code(document) for option in re.findall(r"^--[a-z][a-z-]+", code)}
+    assert named - ours - OF_OTHERS == set()

@@ -1,0 +1,67 @@
+"""The unit tier is pure: a test that opens a socket, starts a process or writes beyond the temporary folder fails.
+
+An audit hook of Python sees all but socket pairs and what native code does by itself: those are refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+FORBIDDEN = {
+    "socket.__new__": "opens a socket",
+    "os.fork": "forks",
+    "os.forkpty": "forks",
+    "os.posix_spawn": "starts a process",
+    "subprocess.Popen": "starts a process",
+}
+STORES = ("TCPStore", "FileStore")
+WRITES = os.O_WRONLY | os.O_RDWR
+CACHES = ("__pycache__", ".hypothesis")  # what Python and hypothesis write beside the tests
+
+_is_on = False
+
+
+def _fail(what: str) -> NoReturn:
+    pytest.fail(f"tests/unit is pure, but this test {what}: such tests belong in tests/integration")
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.is_relative_to(tempfile.gettempdir()) or path == Path(os.devnull)
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if not _is_on:
+        return
+    if event in FORBIDDEN:
+        _fail(f"{FORBIDDEN[event]} ({event}{args})")
+    if event == "open" and isinstance(args[0], str | bytes) and args[2] & WRITES:
+        path = Path(os.fsdecode(args[0])).absolute()
+        if not _is_temporary(path) and not set(path.parts) & set(CACHES):
+            _fail(f"writes {path}")
+
+
+sys.addaudithook(_audit)
+
+
+@pytest.fixture(autouse=True)
+def _pure(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    global _is_on
+    monkeypatch.setattr(socket, "socketpair", lambda *_, **__: _fail("opens a socket (socketpair)"))
+    dist = sys.modules.get("torch.distributed")  # where no module has imported it, nothing opens a store
+    for name in STORES if dist is not None else ():
+        monkeypatch.setattr(
+            getattr(dist, name), "__init__", lambda *_, _name=name, **__: _fail(f"opens a store ({_name})")
+        )
+    _is_on = True
+    try:
+        yield
+    finally:
+        _is_on = False
