@@ -7,7 +7,6 @@ the environment of the process that was executed, so that neither a new parent n
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -21,6 +20,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import psutil
+
+from scripts.demo_job.driver import Tail
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE_S = 180.0  # a guard against a hang; no test waits for it to pass
@@ -166,11 +167,7 @@ class Job(Command):
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened until now."""
-        try:
-            text = (self.directory / "events.jsonl").read_text()
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return list(Tail(self.directory / "events.jsonl").read())
 
     def expect(self, event: str, *, count: int = 1, **fields: Any) -> dict[str, Any]:
         """Wait for the `count`-th event of that name and with those fields."""

@@ -17,11 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
-
-from driver import Job, JobFailedError, JobSpec
-from recovery import KillsAtFullStrength, figure_of
-from run_audit import CommittedRun, recoveries
+from scripts.benches.recovery import KillsAtFullStrength, figure_of
+from scripts.demo_job.driver import Job, JobFailedError, JobSpec
+from scripts.demo_job.run_audit import CommittedRun, recoveries
 
 _SMALL_STEPS = ("--dim", "32", "--layers", "1", "--context", "16")
 _NEVER = 10**7  # steps: the job ends when all has been measured

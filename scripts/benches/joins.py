@@ -22,11 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
-
-from driver import Job, JobFailedError, JobSpec
-from recovery import KillsAtFullStrength, figure_of
-from run_audit import CommittedRun, Recovery, recoveries
+from scripts.benches.recovery import KillsAtFullStrength, figure_of
+from scripts.demo_job.driver import Job, JobFailedError, JobSpec
+from scripts.demo_job.run_audit import CommittedRun, Recovery, recoveries
 
 _NEVER = 10**7  # steps: the job ends when all has been measured
 

@@ -29,11 +29,9 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
-
-from driver import Job, JobFailedError, JobSpec
-from run_audit import CommittedRun, Kill, Phases, percentile, recoveries
-from torchft_peer.job import PeerFailedError, PeerJob, PeerSettings, default_settings, tuned_settings
+from scripts.benches.torchft_peer.job import PeerFailedError, PeerJob, PeerSettings, default_settings, tuned_settings
+from scripts.demo_job.driver import Job, JobFailedError, JobSpec
+from scripts.demo_job.run_audit import CommittedRun, Kill, Phases, percentile, recoveries
 
 _SMALL_STEPS = ("--dim", "32", "--layers", "1", "--context", "16")
 _NEVER = 10**7  # steps: the job ends when the kills are done

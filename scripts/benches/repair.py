@@ -21,11 +21,9 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
-
-from driver import Job, JobFailedError, JobSpec
-from recovery import KillsAtFullStrength, figure_of
-from run_audit import CommittedRun, Phases, recoveries
+from scripts.benches.recovery import KillsAtFullStrength, figure_of
+from scripts.demo_job.driver import Job, JobFailedError, JobSpec
+from scripts.demo_job.run_audit import CommittedRun, Phases, recoveries
 
 TRAIN = Path(__file__).with_name("pairs") / "train.py"
 RANKS, SPARES = 4, 1

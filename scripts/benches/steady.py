@@ -22,9 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
-
-from driver import Job, JobFailedError, JobSpec, Tail
+from scripts.demo_job.driver import Job, JobFailedError, JobSpec, Tail
 
 PLAIN = Path(__file__).with_name("pairs") / "plain_ddp.py"
 _FAST = ("--dim", "32", "--layers", "1", "--context", "16")

@@ -30,12 +30,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
-
-from containers.engine import EngineError, NotHereError, Project, build, docker, find_compose
-from containers.host_logs import HostLog, came_back_wrongly, cut_off_wrongly, host_log_of, run_log_of
-from run_log import RunLog, StepAttempt
-from soaking.checks import failed_checks
+from scripts.chaos_runs.containers.engine import EngineError, NotHereError, Project, build, docker, find_compose
+from scripts.chaos_runs.containers.host_logs import HostLog, came_back_wrongly, cut_off_wrongly, host_log_of, run_log_of
+from scripts.chaos_runs.soaking.checks import failed_checks
+from scripts.demo_job.run_log import RunLog, StepAttempt
 
 AGENTS = ("agent-1", "agent-2", "agent-3")
 CUT, KILLED = AGENTS[1:]
@@ -45,7 +43,6 @@ EXIT_NOT_HERE = 3
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NUM_STEPS = 600
 _SEED = 0
-_PARTS = "chaos_runs/containers"  # of scripts/
 _MODEL = ("--dim", "64", "--layers", "1", "--context", "32")
 _STEPS_ON = 5  # that the others commit while one is away
 _LIMIT_S = 300.0  # for each thing that is waited for
@@ -70,9 +67,8 @@ class Story:
 
     def tell(self) -> None:
         self._wait(f"{len(AGENTS) * RANKS_PER_AGENT} ranks train", lambda: self._strength_is(len(AGENTS)))
-        asked = docker(
-            "exec", self.project.container(AGENTS[0]), "python3", f"/app/{_PARTS}/expected_samples.py", *train_args()
-        )
+        module = "scripts.chaos_runs.containers.expected_samples"
+        asked = docker("exec", self.project.container(AGENTS[0]), "python3", "-m", module, *train_args())
         self.expected_samples = json.loads(asked)
         container = self.project.container(KILLED)
         docker("kill", container)
@@ -188,7 +184,7 @@ def environment(image: str, job: str) -> Mapping[str, str]:
         "IMAGE": image,
         "JOB_ID": job,
         "SCRIPTS": str(Path(__file__).resolve().parents[1]),
-        "SCRIPT": f"{_PARTS}/paced.py",
+        "SCRIPT": "chaos_runs/containers/paced.py",
         "SCRIPT_ARGS": " ".join(train_args()),
     }
 

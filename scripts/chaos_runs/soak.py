@@ -28,14 +28,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo_job"))
-
-from driver import TRAIN, Tail
-from run_audit import CommittedRun
-from run_log import RunLog
-from soaking.checks import failed_checks
-from soaking.fault_injector import FaultInjector
-from soaking.fleet import Fleet, FleetSpec
+from scripts.chaos_runs.soaking.checks import failed_checks
+from scripts.chaos_runs.soaking.fault_injector import FaultInjector
+from scripts.chaos_runs.soaking.fleet import Fleet, FleetSpec
+from scripts.demo_job.driver import TRAIN, Tail
+from scripts.demo_job.run_audit import CommittedRun
+from scripts.demo_job.run_log import RunLog
 
 _SMALL = ("--dim", "64", "--layers", "1", "--context", "32")
 _TICK_S = 0.004
@@ -124,7 +122,7 @@ def reference_curve(args: argparse.Namespace, num_steps: int, directory: Path) -
 
 
 def expected_samples(args: argparse.Namespace, num_steps: int) -> Sequence[Sequence[int]]:
-    import train
+    from scripts.demo_job import train
 
     parsed = train.parse_args(train_args(args, num_steps))
     batches = train.make_batches(parsed, len(train.load_text(parsed.context)))

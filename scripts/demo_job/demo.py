@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from driver import Job, JobFailedError, JobSpec
-from kills import ScheduledKills
-from progress import Progress, Status
-from report import LOSS_TOLERANCE, Asked, Report, Run
-from run_audit import CommittedRun, Recovery, recoveries
+from scripts.demo_job.driver import Job, JobFailedError, JobSpec
+from scripts.demo_job.kills import ScheduledKills
+from scripts.demo_job.progress import Progress, Status
+from scripts.demo_job.report import LOSS_TOLERANCE, Asked, Report, Run
+from scripts.demo_job.run_audit import CommittedRun, Recovery, recoveries
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_RANKS = 8  # the slots of train.py's batch: more ranks would have nothing to do
@@ -162,7 +162,7 @@ def status_of(job: Job) -> Status:
 
 def expected_samples(spec: JobSpec) -> list[list[int]]:
     """The samples of each step of an undisturbed run."""
-    import train  # here: it imports torch, which takes seconds
+    from scripts.demo_job import train  # here: it imports torch, which takes seconds
 
     args = train.parse_args(spec.train_argv)
     batches = train.make_batches(args, len(train.load_text(args.context)))
@@ -201,7 +201,7 @@ def write(report: Report, directory: Path) -> None:
     written = ["summary.json"]
     if report.curve:
         try:
-            from plot import plot
+            from scripts.demo_job.plot import plot
         except ImportError as missing:
             print(f"no loss.png: {missing}; it comes with `pip install 'elasticgang[plot]'`")
         else:

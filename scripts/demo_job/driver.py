@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kills import Killer
-from run_log import RunLog
+from scripts.demo_job.kills import Killer
+from scripts.demo_job.run_log import RunLog
 
 ELASTICGANG = Path(sys.executable).with_name("elasticgang")
 TRAIN = Path(__file__).with_name("train.py")
@@ -60,6 +60,20 @@ class JobSpec:
         return [*given, *self.train_args]
 
 
+def start_command(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start `elasticgang ARGUMENTS` with its output appended to `log`. The kernel ends it when this process dies."""
+    prctl = ctypes.CDLL(None).prctl  # before the fork
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [str(ELASTICGANG), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C in the terminal comes to this process, which ends the job in order
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+
+
 class Tail:
     """The complete lines of a file that grows, each once."""
 
@@ -92,19 +106,10 @@ class Job:
 
     def __enter__(self) -> Job:
         self.spec.directory.mkdir(parents=True, exist_ok=True)
-        command = [str(ELASTICGANG), "run", "--nproc-per-node", str(self.spec.ranks)]
+        command = ["run", "--nproc-per-node", str(self.spec.ranks)]
         command += ["--spares", str(self.spec.spares), "--log-dir", str(self.spec.directory)]
         command += [*self.spec.run_args, str(self.spec.script), *self.spec.train_argv]
-        prctl = ctypes.CDLL(None).prctl
-        with self.log.open("wb") as log:
-            self._agent = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C in the terminal comes to this process, which ends the job in order
-                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-            )
+        self._agent = start_command(command, self.log)
         self._agent_fd = os.pidfd_open(self._agent.pid)
         self.killer = Killer(self._agent.pid, self.spec.signal)
         return self

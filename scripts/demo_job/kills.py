@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from run_audit import Kill
-from run_log import RunLog, Spawned
+from scripts.demo_job.run_audit import Kill
+from scripts.demo_job.run_log import RunLog, Spawned
 
 _HELD_UP_S = 0.005
 _LAST_MOMENTS_S = 1.0

@@ -14,7 +14,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from report import LOSS_TOLERANCE, Report
+from scripts.demo_job.report import LOSS_TOLERANCE, Report
 
 _LOSS, _REFERENCE, _KILL, _REJOIN = "#1f4e9c", "#f2b134", "#c8322b", "#2e8b57"
 

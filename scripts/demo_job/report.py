@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kills import DueKill
-from run_audit import (
+from scripts.demo_job.kills import DueKill
+from scripts.demo_job.run_audit import (
     Audit,
     CommittedRun,
     Difference,
@@ -26,7 +26,7 @@ from run_audit import (
     recoveries,
     rejoins,
 )
-from run_log import RunLog
+from scripts.demo_job.run_log import RunLog
 
 # How far the loss of a step may be from that of the undisturbed run, which adds up the same terms in another order.
 #

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from run_log import Entered, Prepared, RunLog, StepAttempt
+from scripts.demo_job.run_log import Entered, Prepared, RunLog, StepAttempt
 
 
 class CommittedRun:

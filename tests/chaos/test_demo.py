@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import REPOSITORY, Command, wait_until
+from tests.support import Command, wait_until
 
 KEYS = (
     "steps", "ranks", "kills", "rejoins", "generations", "dropped_steps", "lost_samples", "duplicate_samples",
@@ -19,9 +19,8 @@ KEYS = (
 
 
 def demo(directory: Path, *args: str) -> Command:
-    script = REPOSITORY / "scripts" / "demo_job" / "demo.py"
-    run = directory / "run"
-    return Command(directory, [sys.executable, str(script), "--no-reference", "--output-dir", str(run), *args])
+    given = ["--no-reference", "--output-dir", str(directory / "run"), *args]
+    return Command(directory, [sys.executable, "-m", "scripts.demo_job.demo", *given])
 
 
 def summary_of(command: Command) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from containers.host_logs import HostLog, came_back_wrongly, cut_off_wrongly, host_log_of
+from scripts.chaos_runs.containers.host_logs import HostLog, came_back_wrongly, cut_off_wrongly, host_log_of
 from tests.support import REPOSITORY, wait_until
 
 HEALTH = REPOSITORY / "docker" / "health.py"

@@ -12,13 +12,19 @@ import pytest
 
 from tests.support import REPOSITORY
 
-SOAK = REPOSITORY / "scripts" / "chaos_runs" / "soak.py"
+SOAK = [sys.executable, "-m", "scripts.chaos_runs.soak"]
+
+
+def soak(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    command = [*SOAK, *arguments]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, cwd=REPOSITORY
+    )
 
 
 @pytest.mark.timeout(420)
 def test_a_minute_of_random_blows_breaks_no_promise(tmp_path: Path) -> None:
-    command = [sys.executable, str(SOAK), "--minutes", "1", "--seed", "7", "--output-dir", str(tmp_path)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=400)
+    done = soak("--minutes", "1", "--seed", "7", "--output-dir", str(tmp_path), timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] is True
@@ -35,6 +41,6 @@ def test_a_minute_of_random_blows_breaks_no_promise(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_soaked_is_refused(argument: list[str], told: str) -> None:
-    done = subprocess.run([sys.executable, str(SOAK), *argument], capture_output=True, text=True, timeout=60)
+    done = soak(*argument, timeout_s=60)
     assert done.returncode == 2
     assert told in done.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import demo
+from scripts.demo_job import demo
 from elasticgang.launch.cli import make_parser
 from tests.documents import DOCUMENTS, REPOSITORY, blocks, inline_code
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import demo
+from scripts.demo_job import demo
 
 
 @pytest.mark.parametrize(

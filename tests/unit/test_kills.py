@@ -6,8 +6,8 @@ from itertools import islice, pairwise
 
 import pytest
 
-from kills import ScheduledKills, choose, draw_schedule
-from run_log import RunLog
+from scripts.demo_job.kills import ScheduledKills, choose, draw_schedule
+from scripts.demo_job.run_log import RunLog
 
 
 def journal_of(committed: dict[int, tuple[int, int]], *, ranks: int = 3, generations: int = 1) -> RunLog:

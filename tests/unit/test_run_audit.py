@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from run_audit import (
+from scripts.demo_job.run_audit import (
     Audit,
     CommittedRun,
     Difference,
@@ -20,8 +20,8 @@ from run_audit import (
     percentile,
     recoveries,
 )
-from run_audit import rejoins as find_rejoins
-from run_log import RunLog, StepAttempt
+from scripts.demo_job.run_audit import rejoins as find_rejoins
+from scripts.demo_job.run_log import RunLog, StepAttempt
 
 RANKS = 2
 EXPECTED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from run_log import RunLog
-from soaking.checks import failed_checks
+from scripts.chaos_runs.soaking.checks import failed_checks
+from scripts.demo_job.run_log import RunLog
 
 EXPECTED = [[0, 1], [2, 3]]
 REFERENCE = {0: 1.0, 1: 2.0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -14,11 +13,9 @@ from torch import nn
 from torch.distributed import destroy_process_group, get_rank, get_world_size, init_process_group
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_job"))
-
 from elasticgang.protocol.member_state import Share
-from train import ByteTransformer, load_text, make_batches
-from train import parse_args as train_args
+from scripts.demo_job.train import ByteTransformer, load_text, make_batches
+from scripts.demo_job.train import parse_args as train_args
 
 
 def main() -> None:

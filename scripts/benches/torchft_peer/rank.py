@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,9 +21,7 @@ from torch.nn import functional
 from torchft import Manager, ProcessGroupGloo
 from torchft.optim import OptimizerWrapper
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_job"))
-
-from train import ByteTransformer, load_text
+from scripts.demo_job.train import ByteTransformer, load_text
 
 
 def parse_args() -> argparse.Namespace:

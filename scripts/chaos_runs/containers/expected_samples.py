@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_job"))
-
-import train
+from scripts.demo_job import train
 
 
 def main() -> None:

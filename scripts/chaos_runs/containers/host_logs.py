@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from run_log import RunLog, member_name
+from scripts.demo_job.run_log import RunLog, member_name
 
 
 @dataclass

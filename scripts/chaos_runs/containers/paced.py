@@ -6,16 +6,13 @@ So that the job is not done before what is to happen to it has happened, however
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "demo_job"))
-
 import elasticgang as eg
-import train
 from elasticgang.member.manager import Step
 from elasticgang.train.data import Slots
+from scripts.demo_job import train
 
 _STEP_S = 0.25
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from run_audit import CommittedRun, audit
-from run_log import RunLog
+from scripts.demo_job.run_audit import CommittedRun, audit
+from scripts.demo_job.run_log import RunLog
 
 CLOSE_STEPS = 1000
 CLOSE = 1e-5  # see report.py: what another order of summation explains, for that many steps

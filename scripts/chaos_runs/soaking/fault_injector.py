@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from run_log import Spawned, StepAttempt
-from soaking.fleet import AgentProcess, Fleet
+from scripts.chaos_runs.soaking.fleet import AgentProcess, Fleet
+from scripts.demo_job.run_log import Spawned, StepAttempt
 
 # How often each is drawn. The aimed ones wait for their moment: a generation change, a learner, a vote.
 WEIGHTS = {

@@ -5,22 +5,18 @@ However this process ends, its processes end with it: in order with `close`, by 
 
 from __future__ import annotations
 
-import ctypes
-import json
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from driver import ELASTICGANG, TRAIN, Tail
-from run_log import RunLog, Spawned, member_name
+from scripts.demo_job.driver import TRAIN, Tail, start_command
+from scripts.demo_job.run_log import RunLog, Spawned, member_name
 
-_PR_SET_PDEATHSIG = 1
 _STOP_S = 3.0
 
 
@@ -68,7 +64,6 @@ class Fleet:
         self.generations: list[tuple[AgentProcess, dict[str, Any]]] = []
         self.changes: list[dict[str, Any]] = []
         self._histories: dict[str, Tail] = {}
-        self._prctl = ctypes.CDLL(None).prctl
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
 
@@ -153,7 +148,7 @@ class Fleet:
     def _start_coordinator(self) -> subprocess.Popen[bytes]:
         state = self.spec.directory / "coordinator"
         command = ["coordinator", "--host", "127.0.0.1", "--port", str(self._port), "--state-dir", str(state)]
-        return self._start(command, self.spec.directory / "coordinator.log")
+        return start_command(command, self.spec.directory / "coordinator.log")
 
     def _start_agent(self, index: int, life: int) -> AgentProcess:
         directory = self.spec.directory / f"agent-{index}.{life}"
@@ -162,30 +157,14 @@ class Fleet:
         command += ["--nnodes", f"1:{self.spec.agents}", "--nproc-per-node", str(self.spec.ranks_per_agent)]
         command += ["--log-dir", str(directory), "--hang-timeout", f"{self.spec.hang_timeout_s:g}"]
         command += [str(TRAIN), *self.spec.train_args, "--output-dir", str(self.spec.directory)]
-        process = self._start(command, directory / "agent.log")
+        process = start_command(command, directory / "agent.log")
         return AgentProcess(index, process, directory, Tail(directory / "events.jsonl"))
-
-    def _start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, str(ELASTICGANG), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=lambda: self._prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-            )
 
     def failures(self) -> list[str]:
         """Why agents that were left alone ended badly."""
         return [
             f"agent {agent.index} failed: {line['reason']}"
             for agent in (*self.agents, *self.past)
-            for line in _lines(agent.directory / "events.jsonl")
+            for line in Tail(agent.directory / "events.jsonl").read()
             if line["event"] == "failed"
         ]
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
