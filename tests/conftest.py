@@ -20,6 +20,7 @@ hypothesis.settings.load_profile("elasticgang")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 TESTS = Path(__file__).parent
+os.environ["PYTHONPATH"] = str(TESTS.parent)  # so that what a test starts finds `tests` and `scripts`
 MARKED_TIERS = ("chaos", "gpu")
 # torchft's case shuts one rank down as soon as it is configured, maybe before another one is.
 ALONE = re.compile(r"test_collective_with_resiliency_\d+_send_recv")

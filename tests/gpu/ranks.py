@@ -6,13 +6,10 @@ import os
 import signal
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from elasticgang.gang import GangGrid, ProcessGroupGang, ReduceOperation, create_parallel_gangs, get_default_device
 from tests.integration import contract

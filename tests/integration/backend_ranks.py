@@ -7,7 +7,6 @@ import argparse
 import gc
 import json
 import pickle
-import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,8 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.integration.checkpoint_cases import checkpoint
 

@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from elasticgang.errors import LayoutError
 from elasticgang.gang import GangGrid, ProcessGroupGang, create_fsdp_gangs, create_parallel_gangs

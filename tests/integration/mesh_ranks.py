@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import elasticgang as eg
 from tests.integration.checkpoint_cases import checkpoint
