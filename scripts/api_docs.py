@@ -25,8 +25,12 @@ MODULES = {
     "elasticgang.comm": "process groups",
     "elasticgang.layout": "layouts",
     "elasticgang.errors": "errors",
+    "elasticgang.testing": "faults at named places, for tests",
 }
-NAMES = {"elasticgang.member.manager": ["QuorumManager", "Step"]}  # of a module without `__all__`
+NAMES = {  # of a module without `__all__`
+    "elasticgang.member.manager": ["QuorumManager", "Step"],
+    "elasticgang.testing": ["fail_at", "kill_this_process"],
+}
 HEADER = """\
 # API
 

@@ -42,6 +42,7 @@ from elasticgang.process.status_page import ThreadState
 from elasticgang.protocol.commit import Action, Attempt
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import MemberReport, Record, Seat
+from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
 
@@ -199,6 +200,17 @@ class QuorumManager:
         return len(self._member_state.active)
 
     @property
+    def num_members(self) -> int:
+        """Ranks that have a seat in the present generation: active, learners and spares; 0 between two generations."""
+        record = self._rendezvous.record
+        return 0 if record is None else len(record.seats)
+
+    @property
+    def join_noticed(self) -> bool:
+        """Whether a rank is known to wait for the next generation, which begins after this step then."""
+        return self._rendezvous.join_noticed
+
+    @property
     def is_leader(self) -> bool:
         """Whether this rank does what one rank does: the active member of the lowest rank. After the loop, as of the
         last generation."""
@@ -327,6 +339,11 @@ class QuorumManager:
         and others have yet to heal it: learners, spares, and ranks that are being started. May be called from a signal
         handler and from any thread."""
         self._drain.request()
+
+    @property
+    def leave_requested(self) -> bool:
+        """Whether this rank was told to leave, by `leave` or SIGTERM. It goes at the end of a step."""
+        return self._drain.requested
 
     def _is_leaving(self) -> bool:
         return self._drain.requested and (self._drain.granted or not self.generation)
@@ -462,6 +479,7 @@ class QuorumManager:
     def _passed(self, attempt: Attempt) -> bool:
         applies = self._member_state.passed(attempt)
         self._rendezvous.committed(*attempt)  # before applying: who dies in the act must not take this with it
+        reached("commit_recorded")
         if applies:
             self._apply()
         return self.tip == attempt
@@ -482,6 +500,7 @@ class QuorumManager:
             raise StepAborted("the step is lost")
         num_groups = self.gangs.root.size // self.layout.unit  # whose gradients are the same
         ranks_of_sample = self.layout.tp * self.layout.pp
+        reached("totals_received")
         return [total / ranks_of_sample, num_failed, *(each / num_groups for each in sums)]
 
     def _start_vote(self, attempt: Attempt) -> Callable[[], bool]:
@@ -491,8 +510,10 @@ class QuorumManager:
         voting = self._rendezvous.start_sum(CONTROL, ballot)
 
         def wait() -> bool:
+            votes = voting()
+            reached("votes_received")
             try:
-                count = self._member_state.count(attempt, voting(), draining)
+                count = self._member_state.count(attempt, votes, draining)
             except InternalError as error:
                 self._rendezvous.poison(PeerLostError(str(error)))
                 raise
@@ -511,14 +532,17 @@ class QuorumManager:
             for act in self._to_apply:
                 act()
         self._member_state.end_apply(attempt)
+        reached("applied")
 
     def _heal(self) -> None:
         """Load the committed state. On failure this rank stays a learner, and tries again in the next step."""
+        reached("healing")
         with self._page.in_thread_state(ThreadState.WAITING):
             healed = self._state_server.heal(self._sources(), self._member_state.committed, lambda: self.poisoned)
         if healed:
             self._member_state.healed()
             self._rendezvous.healed()
+            reached("healed")
 
     def _healed_on(self) -> bool:
         """Whether the try that has ended served a heal that takes longer than a generation lives. Healers alone see
@@ -582,6 +606,7 @@ class QuorumManager:
 
     def _act(self, record: Record, seat: Seat) -> None:
         """Bring this rank's state to what `record` says is committed."""
+        reached("record_received")
         if self._member_state.action_for(record) is Action.APPLY:
             self._apply()
         self._to_apply = ()

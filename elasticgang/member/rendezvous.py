@@ -54,6 +54,7 @@ from elasticgang.process.lease import Lease
 from elasticgang.process.status_page import StatusPage, ThreadState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import ACTIVE, SPARE, MemberReport, Record, Seat, layout_to_json
+from elasticgang.testing import reached
 
 if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
@@ -251,6 +252,7 @@ class ElasticRendezvous:
         with self.page.in_thread_state(ThreadState.REQUESTING):
             self._next_generation(report, act)
         self.page.set_thread_state(ThreadState.USER_CODE)
+        reached("entered")
 
     def _next_generation(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
         while True:
@@ -259,11 +261,14 @@ class ElasticRendezvous:
             why = {"broken": error is not None, "timed_out": isinstance(error, CollectiveTimeoutError)}
             self._leave_generation()
             phases["aborted"] = time.monotonic()
+            reached("requesting")
             self._link.send("request", report=asdict(report()), layout=layout_to_json(self._layout), **why)
+            reached("requested")
             record, seat = self._next_seat(act, had_part)
             phases["agreed"] = time.monotonic()
             act(record, seat)
             phases["resolved"] = time.monotonic()
+            reached("configuring")
             if not self._configure(record, seat):
                 self._groups.prepare()
             else:
@@ -418,6 +423,7 @@ class ElasticRendezvous:
     def _on_abort(self, number: int, reason: str) -> None:
         """On the link's thread, which must not wait: further notices and the next record come by it."""
         self._aborted = (number, reason)
+        reached("abort_noticed")
         generation = self._generation
         if generation is not None and generation.record.generation <= number:
             generation.groups.kill(PeerLostError(reason))

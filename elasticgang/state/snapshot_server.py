@@ -31,6 +31,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.state import striped_fetch, transport
 from elasticgang.state.dtensor import like, local, locally
 from elasticgang.state.serialization import flatten, unflatten
+from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
 
@@ -226,6 +227,7 @@ class SnapshotServer:
                 if refusal is not None:
                     transport.send(sock, json.dumps({"refused": refusal}).encode())
                     return
+                reached("serving")
                 if request.get("by_range"):
                     striped_fetch.serve(sock, attempt, self._snapshot, self._large(), self._digests)
                 else:
@@ -354,4 +356,5 @@ def _receive_tensor(sock: socket.socket, shape: list[int], dtype: str) -> Tensor
         transport.receive_into(sock, chunk)
         if transport.digest(chunk) != bytes(expected):
             raise WireError(f"the digest of a chunk of a tensor {shape} is wrong")
+    reached("tensor_received")
     return tensor

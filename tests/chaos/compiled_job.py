@@ -65,9 +65,8 @@ class Count:
 
 
 def wait_for_company(manager: eg.QuorumManager, size: int) -> None:
-    rendezvous: Any = manager._rendezvous
     deadline = time.monotonic() + COME_BACK_S
-    while len(rendezvous.record.seats) < size and not (rendezvous.join_noticed or manager.poisoned):
+    while manager.num_members < size and not (manager.join_noticed or manager.poisoned):
         assert time.monotonic() < deadline, "nobody came back"
         time.sleep(0.002)
 

@@ -36,7 +36,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,18 +45,14 @@ import torch
 from torch import Tensor, nn
 
 import elasticgang as eg
-from elasticgang.state import snapshot_server as keeper_module
+from elasticgang import testing
 from tests.support import comm_processes, is_alive, wait_until
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 8, 2, 5
 COME_BACK_S = 40.0
 HOLD_S = 120.0
 
-PLACES = (
-    "start", "joined", "built", "step", "forward", "body", "summed", "voted", "told", "torn", "applied",
-    "request", "requested", "agreed", "configure", "entered", "healing", "half-healed", "serving", "healed", "finished",
-)  # fmt: skip
-
+PLACES = ("start", "joined", "built", "step", "forward", "body", "torn", "finished", *testing.PLACES)
 
 GOING = ("drain", "leave")
 
@@ -199,61 +194,20 @@ class Faults:
         """In a step that was begun without all ranks: wait for somebody to ask to join."""
         manager = self.manager
         assert manager is not None
-        if manager._rendezvous.record is None:
-            return
         deadline = time.monotonic() + COME_BACK_S
-        while self.more and not (self._are_all_seated() or manager._rendezvous.join_noticed or manager.poisoned):
+        while self.more and not (self._are_all_seated() or manager.join_noticed or manager.poisoned):
             assert time.monotonic() < deadline, "nobody came back"
             time.sleep(0.002)
 
     def _are_all_seated(self) -> bool:
-        record = self.manager._rendezvous.record if self.manager is not None else None
-        return record is not None and len(record.seats) >= self._num_ranks - self._num_going
+        return self.manager is not None and self.manager.num_members >= self._num_ranks - self._num_going
 
     # -- where it happens
 
     def install(self, manager: eg.QuorumManager) -> None:
         self.manager = manager
-        rendezvous: Any = manager._rendezvous
-        if not hasattr(rendezvous, "_link"):
-            return  # alone
-        self._around(manager, "_totals", after=lambda _: self.at("summed"))
-        self._around(manager._member_state, "count", before=lambda *_: self.at("voted"))
-        self._around(rendezvous, "committed", after=lambda *_: self.at("told"))
-        self._around(manager, "_apply", after=lambda *_: self.at("applied"))
-        self._around(
-            rendezvous._link,
-            "send",
-            before=lambda kind, **_: self.at("request") if kind == "request" else None,
-            after=lambda kind, **_: self.at("requested") if kind == "request" else None,
-        )
-        self._around(manager, "_act", before=lambda *_: self.at("agreed"))
-        self._around(rendezvous, "_configure", before=lambda *_: self.at("configure"))
-        self._around(rendezvous, "next_generation", after=lambda *_: self.at("entered"))
-        self._around(
-            manager,
-            "_heal",
-            before=lambda: self.at("healing"),
-            after=lambda: self.at("healed") if manager.tip else None,
-        )
-        self._around(keeper_module, "_receive_tensor", after=lambda *_: self.at("half-healed"))
-        self._around(manager._state_server, "_send_state", before=lambda *_: self.at("serving"))
-
-    @staticmethod
-    def _around(
-        owner: Any, name: str, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
-    ) -> None:
-        inner = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
-                before(*args, **kwargs)
-            result = inner(*args, **kwargs)
-            if after is not None:
-                after(*args, **kwargs)
-            return result
-
-        setattr(owner, name, wrapped)
+        for place in testing.PLACES:
+            testing.fail_at(place, functools.partial(self.at, place))
 
 
 class Holds:

@@ -55,7 +55,7 @@ SCENARIOS: dict[str, tuple[list[Fault], set[int], tuple[int, ...]]] = {
     "one after the other": (
         [
             at("body", 1, "drain", step=3),
-            at("told", 0, "leave", step=7),  # its vote is over: the next one tells
+            at("commit_recorded", 0, "leave", step=7),  # its vote is over: the next one tells
             at("step", 3, "drain", step=11),
         ],
         {0, 1, 3},
@@ -69,7 +69,7 @@ SCENARIOS: dict[str, tuple[list[Fault], set[int], tuple[int, ...]]] = {
     ),
     "while the first generation is agreed": ([soon("requested", 2, "drain")], {2}, ()),
     "during a generation change": (
-        [at("body", 1, step=3), soon("requested", 2, "drain"), at("body", 1, step=9), soon("configure", 0, "drain")],
+        [at("body", 1, step=3), soon("requested", 2, "drain"), at("body", 1, step=9), soon("configuring", 0, "drain")],
         {0, 2},
         (1, 1),
     ),
@@ -269,7 +269,7 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
     body = f"""
                 if rank == 1 and step.index == 3:
                     pathlib.Path({str(tmp_path)!r}, "busy").write_text("1\\n")
-                    while not manager._drain.requested: time.sleep(0.01)
+                    while not manager.leave_requested: time.sleep(0.01)
                     pathlib.Path({str(tmp_path)!r}, "heeded").write_text("1\\n")
                     time.sleep(50)
                 if rank == 0 and step.index < 200: time.sleep(0.01)

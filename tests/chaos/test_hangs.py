@@ -34,7 +34,7 @@ def hung(job: Job) -> list[tuple[int, bool]]:
 # A rank is not judged before it has computed some steps.
 SCENARIOS: dict[str, tuple[list[Fault], list[tuple[int, bool]]]] = {
     "stopped": (
-        [at("body", 1, "stop", step=3), at("summed", 0, "stop", step=8), at("applied", 2, "stop", step=13)],
+        [at("body", 1, "stop", step=3), at("totals_received", 0, "stop", step=8), at("applied", 2, "stop", step=13)],
         [(1, False), (0, False), (2, False)],
     ),
     "alive, and nothing comes of it": (
@@ -42,15 +42,15 @@ SCENARIOS: dict[str, tuple[list[Fault], list[tuple[int, bool]]]] = {
             at("step", 1, "lock", step=3),
             at("body", 0, "gil", step=8),
             at("torn", 2, "lock", step=13),
-            at("voted", 1, "gil", step=18),
+            at("votes_received", 1, "gil", step=18),
         ],
         [(1, False), (0, False), (2, False), (1, False)],
     ),
     "the comm process stopped": (
         [
             at("body", 1, "stop-comm", step=3),
-            at("summed", 0, "stop-comm", step=8),
-            at("voted", 2, "stop-all", step=13),
+            at("totals_received", 0, "stop-comm", step=8),
+            at("votes_received", 2, "stop-all", step=13),
         ],
         [(1, True), (0, True), (2, False)],
     ),
@@ -59,9 +59,9 @@ SCENARIOS: dict[str, tuple[list[Fault], list[tuple[int, bool]]]] = {
             at("body", 1, step=3),
             soon("requested", 2, "stop"),
             at("body", 1, step=8),
-            soon("configure", 0, "stop"),
+            soon("configuring", 0, "stop"),
             at("body", 1, step=13),
-            soon("half-healed", 1, "stop"),
+            soon("tensor_received", 1, "stop"),
         ],
         [(2, False), (0, False), (1, False)],
     ),

@@ -107,50 +107,50 @@ SCENARIOS: dict[str, list[Fault]] = {
     "a rank at each place of a step": [
         at("step", 1),
         at("body", 0),
-        at("summed", 2),  # its gradients are in, and it has not voted
-        at("voted", 0),  # all have voted, and it has told nobody
-        at("told", 1),
+        at("totals_received", 2),  # its gradients are in, and it has not voted
+        at("votes_received", 0),  # all have voted, and it has told nobody
+        at("commit_recorded", 1),
         at("torn", 0),
         at("applied", 2),
     ],
     "two ranks at once": [
         at("body", 0, [0, 1]),
-        at("summed", 2, [0, 2]),
-        at("voted", 1, [1, 2]),
+        at("totals_received", 2, [0, 2]),
+        at("votes_received", 1, [1, 2]),
         at("torn", 0, [0, 2]),
     ],
     "comm processes": [
         at("body", 0, "comm"),
-        at("summed", 1, "comm"),
-        at("voted", 2, "comm"),
+        at("totals_received", 1, "comm"),
+        at("votes_received", 2, "comm"),
         at("applied", 0, "comm"),
         at("step", 2, "standby"),
         soon("step", 2, "comm"),  # and there is no standby to take
         at("body", 0, "comms"),
-        at("summed", 1, "comms"),
-        at("voted", 0, "comms"),
+        at("totals_received", 1, "comms"),
+        at("votes_received", 0, "comms"),
     ],
     "the script raises": [
         at("body", 1, "raise", step=5),
-        at("summed", 2, "raise"),  # its gradients are in, and it has not voted
+        at("totals_received", 2, "raise"),  # its gradients are in, and it has not voted
         at("applied", 0, "raise"),
         soon("joined", 0, "raise"),  # as it comes back
     ],
     "another rank during a generation change": [
         at("body", 1),
-        soon("request", 2),
+        soon("requesting", 2),
         at("body", 1),
         soon("requested", 2),
         at("body", 1),
-        soon("agreed", 0),
+        soon("record_received", 0),
         at("body", 1),
-        soon("configure", 2),
+        soon("configuring", 2),
         at("body", 1),
         soon("entered", 0),
     ],
     "comm processes during a generation change": [
         at("body", 1),
-        soon("configure", 0, "comms"),
+        soon("configuring", 0, "comms"),
         at("body", 1),
         soon("requested", 2, "standby"),
         at("body", 1),
@@ -159,12 +159,12 @@ SCENARIOS: dict[str, list[Fault]] = {
     "who heals, and who is healed from": [
         at("body", 2),
         soon("healing", 2),
-        soon("half-healed", 2),
+        soon("tensor_received", 2),
         soon("healed", 2),
         at("body", 1),
         soon("serving", None),
         at("body", 1),
-        soon("half-healed", 1, "comm"),
+        soon("tensor_received", 1, "comm"),
         at("body", 1),
         soon("serving", None, "comms"),
     ],
@@ -172,24 +172,27 @@ SCENARIOS: dict[str, list[Fault]] = {
         soon("start", 1, free=True),
         soon("joined", 0, free=True),
         soon("requested", 2, free=True),
-        soon("configure", 1, free=True),
+        soon("configuring", 1, free=True),
         soon("entered", 0, free=True),
         at("body", 2),
     ],
     "everyone that has the state before the first step": [
         soon("serving", 0),
-        soon("summed", 1),
-        soon("voted", 2),
+        soon("totals_received", 1),
+        soon("votes_received", 2),
     ],
     "the first to have the state, half applied": [soon("torn", 0)],
     "the first to have the state, applied": [soon("applied", 0)],
     "the first to have the state, once another is healed": [soon("healed", 1, [0])],
     "in the last step": [
         at("body", 1, step=NUM_STEPS - 1),
-        soon("voted", 0, step=NUM_STEPS - 1),
+        soon("votes_received", 0, step=NUM_STEPS - 1),
         soon("finished", 2),
     ],
-    "in the last step, and what it leaves in doubt": [at("summed", 1, step=NUM_STEPS - 1), soon("finished", 2)],
+    "in the last step, and what it leaves in doubt": [
+        at("totals_received", 1, step=NUM_STEPS - 1),
+        soon("finished", 2),
+    ],
     "in the last apply": [at("torn", 0, [0, 1], step=NUM_STEPS - 1)],
 }
 
@@ -220,7 +223,7 @@ def test_the_fork_server_may_die(tmp_path: Path, alone: str) -> None:
 
 
 def test_of_two_ranks_one_goes_on(tmp_path: Path, alone: str) -> None:
-    faults = [at("voted", 0), at("voted", 1), at("torn", 0), at("body", 1)]
+    faults = [at("votes_received", 0), at("votes_received", 1), at("torn", 0), at("body", 1)]
     check(run(tmp_path, faults, ranks=2), faults, alone)
 
 

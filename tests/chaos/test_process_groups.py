@@ -33,7 +33,7 @@ def group_kinds(directory: Path) -> set[str]:
     return {line["group"] for history in histories(directory) for line in history if line["kind"] == "prepared"}
 
 
-KILLS = [at("body", 1, step=4), at("voted", 0, step=9), at("applied", 2, step=14)]
+KILLS = [at("body", 1, step=4), at("votes_received", 0, step=9), at("applied", 2, step=14)]
 
 
 def test_a_rank_is_killed_while_gloo_in_process_carries_the_data(tmp_path: Path, alone: str) -> None:

@@ -22,24 +22,46 @@ LAST = 19
 Scenario = tuple[Sizes, list[dict[str, Any]]]
 
 SCENARIOS: dict[str, Scenario] = {
-    "eight ranks in pairs, without a spare": (Sizes(active=8, tp=2), [at("forward", 3), at("voted", 0)]),
-    "stages, and a spare": (Sizes(active=4, spares=1, pp=2), [at("forward", 0), at("forward", 3), at("voted", 1)]),
-    "shards, and a spare": (Sizes(active=4, spares=1, sdp=2), [at("forward", 3), at("summed", 0), at("applied", 1)]),
+    "eight ranks in pairs, without a spare": (Sizes(active=8, tp=2), [at("forward", 3), at("votes_received", 0)]),
+    "stages, and a spare": (
+        Sizes(active=4, spares=1, pp=2),
+        [at("forward", 0), at("forward", 3), at("votes_received", 1)],
+    ),
+    "shards, and a spare": (
+        Sizes(active=4, spares=1, sdp=2),
+        [at("forward", 3), at("totals_received", 0), at("applied", 1)],
+    ),
     "shards by FSDP2, and a spare": (
         Sizes(active=4, spares=1, sdp=2, fsdp=True),
-        [at("forward", 3), at("voted", 0), at("forward", None), at("applied", None)],
+        [at("forward", 3), at("votes_received", 0), at("forward", None), at("applied", None)],
     ),
     "in doubt: one of a pair": (
         PAIRS,
-        [at("summed", 1), at("voted", 2), at("told", 3), at("torn", 4), at("applied", 0), at("voted", None)],
+        [
+            at("totals_received", 1),
+            at("votes_received", 2),
+            at("commit_recorded", 3),
+            at("torn", 4),
+            at("applied", 0),
+            at("votes_received", None),
+        ],
     ),
     "in doubt: both of a pair, and one of each": (
         PAIRS,
-        [at("voted", 0, [0, 1]), at("voted", 4), at("summed", 2, [2, 3])],  # 4 was the spare, and 2 and 3 stay a pair
+        [
+            at("votes_received", 0, [0, 1]),
+            at("votes_received", 4),
+            at("totals_received", 2, [2, 3]),  # 4 was the spare, and 2 and 3 stay a pair
+        ],
     ),
     "in doubt: comm processes": (
         PAIRS,
-        [at("voted", 0, "comm"), at("summed", 1, "comms"), at("voted", 3, "comms"), at("applied", 2, "comm")],
+        [
+            at("votes_received", 0, "comm"),
+            at("totals_received", 1, "comms"),
+            at("votes_received", 3, "comms"),
+            at("applied", 2, "comm"),
+        ],
     ),
     "while the spare takes the seat": (
         Sizes(active=6, spares=1, tp=2),
@@ -49,14 +71,14 @@ SCENARIOS: dict[str, Scenario] = {
             at("body", 0),
             soon("healing", None),
             at("body", None),
-            soon("half-healed", None),
+            soon("tensor_received", None),
             at("body", None),
-            soon("configure", None),
+            soon("configuring", None),
             at("body", None),
             soon("serving", None),
         ],
     ),
-    "in the last step": (PAIRS, [at("voted", 0, step=LAST)]),
+    "in the last step": (PAIRS, [at("votes_received", 0, step=LAST)]),
     "before the first step": (PAIRS, [soon("forward", 0, [0, 2], step=0)]),
 }
 
@@ -138,7 +160,7 @@ def test_when_all_that_hold_a_part_die_the_job_ends_and_says_so(tmp_path: Path) 
 def test_stages_shards_and_pairs_together(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Two replica groups of eight, and a spare. A few steps: these are 36 processes."""
     steps = 6
-    sizes, faults = Sizes(active=16, spares=1, pp=2, sdp=2, tp=2), [at("forward", 5), at("voted", 9)]
+    sizes, faults = Sizes(active=16, spares=1, pp=2, sdp=2, tp=2), [at("forward", 5), at("votes_received", 9)]
     job = run(tmp_path, sizes, faults, steps=steps)
     check(job, sizes, faults, reference_in(tmp_path_factory.mktemp("reference"), steps))
     assert moved(histories(tmp_path)) == []
@@ -214,8 +236,8 @@ for step in manager.steps(8):
         if step.index == 2 and os.environ["LOCAL_RANK"] == "1" and not fired.exists():
             fired.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if step.index == 4 and len(manager._rendezvous.record.seats) < 3:  # nobody finishes before it is back
-            while not (manager._rendezvous.join_noticed or manager.poisoned):
+        if step.index == 4 and manager.num_members < 3:  # nobody finishes before it is back
+            while not (manager.join_noticed or manager.poisoned):
                 time.sleep(0.002)
         optim.step(weight=slots.num_samples)
 print("digest", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest(), flush=True)

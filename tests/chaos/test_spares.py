@@ -23,7 +23,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def test_a_spare_takes_the_seat_of_a_dead_rank_at_once_and_nobody_else_moves(
     tmp_path: Path, reference: Reference
 ) -> None:
-    faults = [at("forward", 3), at("body", 4), at("summed", 0)]
+    faults = [at("forward", 3), at("body", 4), at("totals_received", 0)]
     job = run(tmp_path, PAIRS, faults)
     check(job, PAIRS, faults, reference)
     found = histories(tmp_path)
@@ -40,7 +40,7 @@ def test_a_spare_takes_the_seat_of_a_dead_rank_at_once_and_nobody_else_moves(
 def test_with_plain_data_parallelism_spares_wait_too_and_take_seats_in_their_order(
     tmp_path: Path, reference: Reference
 ) -> None:
-    sizes, faults = Sizes(active=3, spares=2), [at("body", 1, [1, 2]), at("voted", 0)]
+    sizes, faults = Sizes(active=3, spares=2), [at("body", 1, [1, 2]), at("votes_received", 0)]
     job = run(tmp_path, sizes, faults)
     check(job, sizes, faults, reference)
     found = histories(tmp_path)
@@ -50,7 +50,7 @@ def test_with_plain_data_parallelism_spares_wait_too_and_take_seats_in_their_ord
 
 
 def test_the_death_of_a_spare_costs_nobody_a_step(tmp_path: Path, reference: Reference) -> None:
-    faults = [soon("agreed", 4)]
+    faults = [soon("record_received", 4)]
     job = run(tmp_path, PAIRS, faults)
     check(job, PAIRS, faults, reference)
     lines = [line for written in histories(tmp_path).values() for line in written]

@@ -1,0 +1,71 @@
+"""Faults at named places of the runtime, for tests of jobs.
+
+    from elasticgang import testing
+
+    testing.fail_at("votes_received")                   # this process gets SIGKILL at that place
+    testing.fail_at("tensor_received", raise_an_error)  # or calls a function, on the thread that reaches the place
+    with testing.fail_at("serving", raise_an_error):    # until the block ends
+        ...
+
+`PLACES` has every place. An action may raise, kill, stop or wait: what the runtime does then is what it does when the
+same happens by itself at that place. A process in which nothing is installed pays a look at an empty dict per place.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+PLACES = {
+    "totals_received": "the gradients are reduced and their total weight is known; this rank has not voted",
+    "votes_received": "the votes are in; nothing here knows yet whether the step is committed",
+    "commit_recorded": "the step is committed and the agent can read so; it is not applied",
+    "applied": "the committed step is applied to the state of this rank",
+    "abort_noticed": "the agent's notice that a generation has ended has come; on the thread that reads from the agent",
+    "requesting": "the rank has left its generation; its request for the next is not sent",
+    "requested": "the request is sent",
+    "record_received": "the next record has come; the rank has not acted on it",
+    "configuring": "the rank has acted on the record; its groups are not configured",
+    "entered": "the rank has entered the generation",
+    "healing": "a learner is about to ask its peers for the state",
+    "tensor_received": "a learner has received one tensor of the state",
+    "healed": "a learner has loaded the state; it is not active",
+    "serving": "a peer is about to send its state to a learner",
+}
+
+_actions: dict[str, list[Callable[[], object]]] = {}
+
+
+def kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_at(place: str, action: Callable[[], object] = kill_this_process) -> AbstractContextManager[None]:
+    """Call `action` whenever this process reaches `place`, from now on. As a context manager, until its end.
+
+    Raises:
+        ValueError: there is no such place.
+    """
+    if place not in PLACES:
+        raise ValueError(f"`place` must be one of {', '.join(PLACES)}, but is {place!r} instead.")
+    _actions.setdefault(place, []).append(action)
+    return _Installed(place, action)
+
+
+def reached(place: str) -> None:
+    """The runtime calls this at each place."""
+    for action in _actions.get(place, ()):
+        action()
+
+
+class _Installed(AbstractContextManager[None]):
+    def __init__(self, place: str, action: Callable[[], object]) -> None:
+        self._place, self._action = place, action
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _actions[self._place].remove(self._action)
