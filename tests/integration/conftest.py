@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
@@ -18,6 +19,7 @@ from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
 from tests.integration.rings import Ring, open_store
+from tests.integration.state_ranks import Rank, Ranks
 from tests.support import DEADLINE_S, REPOSITORY
 
 _T = TypeVar("_T")
@@ -129,3 +131,20 @@ def rings(store: str) -> Iterator[Rings]:
     yield make
     for ring in made:
         ring.close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Ranks with a state, as the test makes them."""
+    made: list[Rank] = []
+
+    def make(*args: Any, **kwargs: Any) -> Rank:
+        made.append(Rank(*args, **kwargs))
+        return made[-1]
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for a core that another test has make this ten times slower
+    yield make
+    torch.set_num_threads(num_threads)
+    for rank in made:
+        rank.server.close()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.demo_job import demo
 from elasticgang.launch.cli import make_parser
+from scripts.demo_job import demo
 from tests.documents import DOCUMENTS, REPOSITORY, blocks, inline_code
 
 

@@ -16,7 +16,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.state import snapshot_server as keeper_module
 from elasticgang.state import striped_fetch, transport
 from elasticgang.state.serialization import flatten
-from tests.integration.test_snapshot_server import AT, HERE, Rank, same
+from tests.integration.state_ranks import AT, HERE, Rank, same
 
 SIZE = 20_000  # 3 floats each, thrice with the optimizer's state: 180 chunks of 4000 bytes
 

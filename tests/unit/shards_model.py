@@ -12,7 +12,7 @@ from elasticgang.layout import Member, ParallelLayout, Plan
 from elasticgang.protocol import recovery
 from elasticgang.protocol.commit import Action, Attempt, action, resolve
 from elasticgang.protocol.record import MemberReport, Record, RecordRef, Report, Seat, Undecided, Unrecoverable
-from tests.unit import commit_model
+from tests.unit import commit_model, commit_search
 from tests.unit.commit_model import AWAY, DIES, PRESENT, Mem, Outcome, Rule, World, check_actions, check_truth
 
 
@@ -45,7 +45,7 @@ class ShardedRule(Rule):
     def _truth(
         self, world: World, fates: Sequence[str], heard: Attempt | None
     ) -> recovery.CommittedState | Undecided | Unrecoverable:
-        said = sorted(zip(map(commit_model.number, world.mems), fates, strict=True))
+        said = sorted(zip(map(commit_search.number, world.mems), fates, strict=True))
         key = (tuple(said), heard, world.record, world.generation)
         if key not in self.known:
             record = _record(world)

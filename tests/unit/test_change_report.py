@@ -6,7 +6,7 @@ from typing import Any
 
 from elasticgang.observe.change_report import PHASES, ChangeReporter, format_change
 from elasticgang.protocol.commit import Attempt
-from tests.unit.test_agent_state import record_of
+from tests.unit.agent_hosts import record_of
 
 
 def enter(changes: ChangeReporter, member: str, generation: int, began: float) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from elasticgang.protocol.commit import Action, Attempt, Fate, Standing, action, resolve
-from tests.unit.commit_model import FIRST, Bounds, Op, Rule, explore, parse, replay, start
+from tests.unit.commit_model import FIRST, Op, Rule, parse, replay, start
+from tests.unit.commit_search import Bounds, explore
 
 GOLDEN = Path(__file__).parent / "golden"
 

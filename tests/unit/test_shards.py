@@ -13,7 +13,8 @@ import pytest
 
 from elasticgang.protocol.commit import Attempt, action, resolve
 from elasticgang.protocol.recovery import CommittedState
-from tests.unit.commit_model import AWAY, DIES, FIRST, PRESENT, Bounds, explore, start
+from tests.unit.commit_model import AWAY, DIES, FIRST, PRESENT, start
+from tests.unit.commit_search import Bounds, explore
 from tests.unit.mutants import mutated
 from tests.unit.shards_model import ShardedRule
 

@@ -1,0 +1,254 @@
+"""`elasticgang run` when the script raises, exits or never joins."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+from tests.chaos.scripts import script, training
+from tests.chaos.test_run import ENDED_S
+from tests.support import Job
+
+# -- how it fails
+
+
+def test_an_exception_on_every_rank_is_shown_once_and_whole(tmp_path: Path) -> None:
+    path = training(tmp_path, body="deep(20)", setup="def deep(n): return deep(n - 1) if n else 1 / 0")
+    with Job(tmp_path, path, ranks=3) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert job.stderr.count("ZeroDivisionError: division by zero") == 1
+        assert job.stderr.count("Traceback (most recent call last)") == 1
+        assert f'File "{path}", line' in job.stderr
+        assert "runpy" not in job.stderr
+        reason = r"elasticgang: error: rank \d exited with code 1 before its first committed step$"
+        assert re.search(reason, job.stderr, re.MULTILINE)
+
+
+def test_nothing_is_told_after_why_the_job_has_failed(tmp_path: Path) -> None:
+    body = """
+                if rank == 1:
+                    raise ValueError("no")
+    """
+    with Job(tmp_path, training(tmp_path, body=body), ranks=2) as job:
+        assert job.wait() == 1
+    own = [line for line in job.stderr.splitlines() if line.startswith("elasticgang: ")]
+    assert any(line.startswith("elasticgang: generation 1") for line in own)
+    assert own[-1].startswith("elasticgang: error: ")
+    told = [event["event"] for event in job.events() if event["event"] in ("generation_change", "failed")]
+    assert told[-1] == "failed"
+
+
+def test_an_exception_before_joining_is_shown_too(tmp_path: Path) -> None:
+    with Job(tmp_path, script(tmp_path, "raise ValueError('before')")) as job:
+        assert job.wait() == 1
+        assert job.stderr.count("ValueError: before") == 1
+
+
+def test_a_rank_whose_script_fails_once_is_restarted_by_default(tmp_path: Path) -> None:
+    body = """if rank == 1 and step.index == 5 and not (here / "failed").exists():
+                    (here / "failed").touch()
+                    raise OSError("of this machine")
+                while rank != 1 and step.index == 7 and not (here / "back").exists():
+                    time.sleep(0.005)"""
+    setup = 'if rank == 1 and (here / "failed").exists(): (here / "back").touch()'
+    path = training(tmp_path, steps=9, setup=setup, body=body, after='print("finished", manager.committed_steps)')
+    with Job(tmp_path, path, ranks=3) as job:
+        assert job.wait() == 0, job.stderr
+        assert job.stdout.count("finished 9") >= 2  # and the restarted one, if it came back in time
+        assert job.stderr.count("OSError: of this machine") == 1
+        assert "rank 1 exited with code 1 in step 5: restart 1 of 3 that it has in an hour" in job.stderr
+
+
+def test_a_step_in_which_the_script_fails_again_ends_the_job(tmp_path: Path) -> None:
+    """On every rank, so that the others fail when they try it without the first. In a step that all begin, after some
+    that all have committed: the last holder of the state would end the job otherwise."""
+    setup = """
+        together = 0
+
+        def fails(index):
+            global together
+            together = together + 1 if manager.gangs.root.size == 3 else 0
+            agreed = here / "step"
+            if together == 4 and not agreed.exists():
+                (here / f"step-{rank}").write_text(str(index))
+                os.replace(here / f"step-{rank}", agreed)
+            return agreed.exists() and index == int(agreed.read_text())
+        """
+    body = 'if fails(step.index): raise ValueError("of the script")'
+    with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=3) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert job.stderr.count("ValueError: of the script") == 1
+        assert job.stderr.count("Traceback (most recent call last)") == 1
+        step = (tmp_path / "step").read_text()
+        reason = rf"elasticgang: error: rank \d exited with code 1 in step {step}, in which rank \d had failed too$"
+        assert re.search(reason, job.stderr, re.MULTILINE)
+
+
+def test_a_rank_that_fails_whenever_it_comes_back_ends_the_job(tmp_path: Path) -> None:
+    setup = """if (here / "failed").exists() and rank == 1:
+            raise ValueError("when it builds")"""
+    body = """if rank == 1 and step.index == 5:
+                    (here / "failed").touch()
+                    raise OSError("of this machine")"""
+    with Job(tmp_path, training(tmp_path, steps=10**9, setup=setup, body=body), ranks=3) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert job.stderr.count("ValueError: when it builds") == 1
+        error = "elasticgang: error: rank 1 exited with code 1 before it began a step, again"
+        assert job.stderr.splitlines()[-1] == error
+
+
+def test_a_rank_that_fails_in_one_step_after_the_other_uses_up_its_restarts(tmp_path: Path) -> None:
+    body = """if rank == 1 and step.index >= 5:
+                    raise OSError(f"in step {step.index}")"""
+    path = training(tmp_path, steps=10**9, body=body)
+    with Job(tmp_path, path, ranks=2, options=["--max-restarts", "2"]) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert len(re.findall(r"^OSError: in step \d+$", job.stderr, re.MULTILINE)) == 3
+        error = "elasticgang: error: rank 1 exited with code 1; --max-restarts is 2 for each rank in an hour"
+        assert job.stderr.splitlines()[-1] == error
+        spawned = [event["local_rank"] for event in job.events() if event["event"] == "spawned"]
+        assert spawned.count(1) == 3
+
+
+def test_an_exception_while_the_model_is_built_ends_the_job_at_once(tmp_path: Path) -> None:
+    with Job(tmp_path, training(tmp_path, setup='if rank == 1: raise ValueError("while it builds")'), ranks=3) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert job.stderr.count("ValueError: while it builds") == 1
+        error = "elasticgang: error: rank 1 exited with code 1 before its first committed step"
+        assert job.stderr.splitlines()[-1] == error
+        spawned = [event["local_rank"] for event in job.events() if event["event"] == "spawned"]
+        assert spawned.count(1) == 1
+
+
+def test_a_rank_that_raises_and_does_not_exit_has_failed_when_it_is_killed(tmp_path: Path) -> None:
+    """A thread of the script holds up its exit."""
+    setup = """import threading"""
+    body = """if rank == 1 and step.index == 5:
+                    threading.Thread(target=time.sleep, args=(600,)).start()
+                    raise ValueError("and a thread is left")"""
+    path = training(tmp_path, steps=10**9, setup=setup, body=body)
+    with Job(tmp_path, path, ranks=2, options=["--max-restarts", "0"]) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert job.stderr.count("ValueError: and a thread is left") == 1
+        assert job.stderr.splitlines()[-1] == "elasticgang: error: rank 1 exited with code 1; --max-restarts is 0"
+
+
+def test_a_rank_that_is_interrupted_by_itself_is_restarted_as_after_any_kill(tmp_path: Path) -> None:
+    body = """if rank == 1 and step.index == 3 and not (here / "failed").exists():
+                    (here / "failed").touch()
+                    os.kill(os.getpid(), signal.SIGINT)"""
+    path = training(tmp_path, steps=8, body=body, after='print("finished", manager.committed_steps)')
+    with Job(tmp_path, path, ranks=3) as job:
+        assert job.wait() == 0, job.stderr
+        assert "was killed by SIGINT" in job.stderr
+        assert "Traceback" not in job.stderr
+
+
+def test_without_restarts_the_first_failure_ends_the_others(tmp_path: Path) -> None:
+    path = training(tmp_path, steps=10**9, body='if rank == 1 and step.index == 3: raise RuntimeError("once")')
+    with Job(tmp_path, path, ranks=3, options=["--max-restarts", "0"]) as job:
+        assert job.wait() == 1
+        job.assert_nothing_left()
+        assert job.stderr.count("RuntimeError: once") == 1
+        assert "rank 1 exited with code 1" in job.stderr
+
+
+def test_a_restart_that_still_waits_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    setup = """if rank == 1:
+            (here / "deaths").open("a").write("x")
+            os.kill(os.getpid(), signal.SIGKILL)"""
+    body = """while step.index == 1 and len((here / "deaths").read_text()) < 8: time.sleep(0.01)"""
+    path = training(tmp_path, steps=3, setup=setup, body=body, after='print("over at", time.time(), flush=True)')
+    with Job(tmp_path, path, ranks=2) as job:
+        assert job.wait() == 0, job.stderr
+        ended_at = time.time()
+        (over_at,) = re.findall(r"over at ([0-9.]+)", job.stdout)
+    assert ended_at - float(over_at) < ENDED_S  # the ninth start would be 4 s after the eighth death
+    assert len((tmp_path / "deaths").read_text()) == 8
+
+
+OWN_EXITS = [
+    ("sys.exit(3)", 3, "rank 1 exited with code 3"),
+    ("sys.exit('no data')", 1, "no data"),
+    ("os._exit(7)", 7, "rank 1 exited with code 7"),
+    ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 was killed by SIGSEGV"),
+]
+
+
+def test_the_scripts_own_exit_code_is_the_jobs(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for number, (statement, _, _) in enumerate(OWN_EXITS):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            text = f"""\
+            import os, signal, sys, time
+            if os.environ["LOCAL_RANK"] == "1":
+                {statement}
+            time.sleep(600)
+            """
+            jobs.append(stack.enter_context(Job(directory, script(directory, text))))
+        for job, (_, code, words) in zip(jobs, OWN_EXITS, strict=True):
+            assert job.wait() == code
+            job.assert_nothing_left()
+            assert words in job.stderr
+
+
+def test_a_script_that_never_joins_may_end(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """\
+        import os, sys
+        print("argv", sys.argv[1:], "rank", os.environ["LOCAL_RANK"], "of", os.environ["LOCAL_WORLD_SIZE"], __name__)
+        sys.exit(0 if os.environ["LOCAL_RANK"] == "1" else None)
+        """,
+    )
+    with Job(tmp_path, path, "--lr", "3e-4", "-x") as job:
+        assert job.wait() == 0
+        assert sorted(job.stdout.splitlines()) == [
+            f"[rank {rank} step 0] argv ['--lr', '3e-4', '-x'] rank {rank} of 2 __main__" for rank in range(2)
+        ]
+        (line,) = job.stderr.splitlines()
+        assert "exited with code 0 and never called `elasticgang.join`" in line
+
+
+def test_an_abort_does_not_keep_a_rank_from_hearing_its_agent(tmp_path: Path) -> None:
+    """Rank 1 dies, then rank 2 leaves: two notices. Meanwhile a callback holds up the reader of the comm process, whose
+    end the first notice would wait for."""
+    setup = """import threading
+        from elasticgang import testing
+        is_held, let_go, notices = threading.Event(), threading.Event(), threading.Semaphore(0)
+        testing.fail_at("abort_noticed", notices.release)
+        def hold(future):
+            is_held.set()
+            let_go.wait(60)"""
+    body = """if step.index == 2 and not (here / "over").exists():
+                    work = manager.gangs.root.all_reduce(torch.ones(1), eg.ReduceOperation.SUM, async_op=True) \\
+                        if rank == 0 else None
+                    if rank == 0:
+                        held = work.get_future().then(hold)
+                        (here / "set").touch()
+                        is_held.wait(60)
+                        (here / "held").write_text("yes\\n")
+                        (here / "over").write_text(str(sum(notices.acquire(timeout=5) for _ in range(2))))
+                        let_go.set()
+                    else:
+                        while not (here / "set").exists():
+                            time.sleep(0.005)
+                        manager.gangs.root.all_reduce(torch.ones(1), eg.ReduceOperation.SUM)"""
+    path = training(tmp_path, steps=8, setup=setup, body=body)
+    with Job(tmp_path, path, ranks=3) as job:
+        job.expect_file(tmp_path / "held")
+        os.kill(job.rank_pid(1), signal.SIGKILL)
+        assert job.wait() == 0, job.stderr
+        assert (tmp_path / "over").read_text() == "2"

@@ -1,0 +1,325 @@
+"""The committed state at a generation change: who is waited for, what is rolled forward or back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from elasticgang.layout import ParallelLayout
+from elasticgang.protocol.commit import Action, Attempt, action
+from elasticgang.protocol.next_record import next_record
+from elasticgang.protocol.record import (
+    ACTIVE,
+    LEARNER,
+    SPARE,
+    Record,
+    RecordRef,
+    Undecided,
+    Unrecoverable,
+)
+from tests.unit.proposals import PAIRS, agreed, first, member, report, trained, undecided
+
+# --- the state
+
+
+@pytest.mark.parametrize(
+    ("are_prepared", "known", "expected", "rolled_forward"),
+    [
+        ((True, True), None, Attempt(4, 2), True),
+        ((True, False), None, Attempt(3, 1), False),
+        ((True, True), Attempt(4, 2), Attempt(4, 2), False),
+        ((True, False), Attempt(4, 2), Attempt(4, 2), False),
+        ((False, False), None, Attempt(3, 1), False),
+    ],
+)
+def test_a_step_in_doubt(
+    are_prepared: Sequence[bool], known: Attempt | None, expected: Attempt, rolled_forward: bool
+) -> None:
+    record, tip = trained("a", "b", "c")
+    members = [
+        member(id, tip, Attempt(4, 2) if is_prepared else None, entered=2)
+        for id, is_prepared in zip(("a0", "b0"), are_prepared, strict=True)
+    ]
+    after = agreed(record, *(report(mine.id[0], mine, seen=record, newest_commit=known) for mine in members))
+    assert (after.committed, after.rolled_forward) == (expected, rolled_forward)
+    for seat, mine in zip(after.seats, members, strict=True):
+        assert (seat.status == ACTIVE) == (action(mine.tip, mine.pending, after.committed) is not Action.HEAL)
+
+
+def test_the_decision_stands_for_those_who_have_not_acted_on_it() -> None:
+    """COMMIT-3, over a chain of records: generation 3 decides, nobody acts, 4 and 5 decide the same."""
+    record, tip = trained("a", "b")
+    doubt = Attempt(4, 2)
+    chain = [record]
+    for _ in range(3):
+        asked = [report(agent, member(f"{agent}0", tip, doubt, entered=2), seen=chain[-1]) for agent in "ab"]
+        chain.append(agreed(chain[-1], *asked))
+    assert [after.committed for after in chain[1:]] == [doubt] * 3
+    assert [after.rolled_forward for after in chain[1:]] == [True, False, False]
+    assert [after.generation for after in chain] == [2, 3, 4, 5]
+    assert [after.parent for after in chain[1:]] == [before.digest for before in chain[:-1]]
+    assert chain[-1].members(ACTIVE) == ("a0", "b0")
+
+
+def test_a_dropped_attempt_stays_dropped() -> None:
+    record, tip = trained("a", "b", "c")
+    doubt = Attempt(4, 2)
+    a, b = member("a0", tip, doubt, entered=2), member("b0", tip, entered=2)
+    dropped = agreed(record, report("a", a, seen=record), report("b", b, seen=record))
+    assert dropped.committed == tip
+    again = agreed(dropped, report("a", a, seen=dropped))  # alone now, and it never acted
+    assert (again.committed, again.rolled_forward) == (tip, False)
+
+
+def test_joiners_and_returning_members_learn() -> None:
+    record, tip = trained("a", "b")
+    newer = Attempt(5, 2)
+    back = member("b0", tip, entered=1)
+    after = agreed(
+        record, report("a", member("a0", newer, entered=2), member("a1"), seen=record), report("b", back, seen=record)
+    )
+    assert after.committed == newer
+    assert (after.members(ACTIVE), set(after.members(LEARNER))) == (("a0",), {"a1", "b0"})
+
+
+def test_state_of_other_model_coordinates_does_not_count() -> None:
+    hosts = [report(host, member(f"{host}0"), member(f"{host}1"), layout=PAIRS) for host in "ab"]
+    record = agreed(None, *hosts)
+    tip = Attempt(2, 1)
+    swapped = dict(zip("ab", "ba", strict=True))
+    asked = [
+        report(
+            host,
+            *(member(f"{host}{i}", tip, entered=1, holds=record.model_coordinates(f"{host}{1 - i}")) for i in (0, 1)),
+            seen=record,
+            layout=PAIRS,
+        )
+        for host in swapped
+    ]
+    after = agreed(record, *asked)
+    for seat in after.seats:
+        held = next(m.holds for r in asked for m in r.members if m.id == seat.member)
+        assert (seat.status == ACTIVE) == (held == after.model_coordinates(seat.member))
+
+
+def test_missing_state_is_waited_for() -> None:
+    record, tip = trained("a", "b")
+    newer = Attempt(4, 2)
+    heard = report("a", member("a0", tip, entered=2), seen=record, newest_commit=newer)
+    assert undecided(record, heard).reason == "nobody here holds step 4 of generation 2, but b0 may live"
+    lowered = agreed(record, dataclasses.replace(heard, exited=("b0",)))
+    assert (lowered.committed, lowered.rolled_back) == (tip, True)
+
+
+def test_a_spare_may_hold_the_missing_state() -> None:
+    """It was active in the generation before, and nothing was committed since."""
+    start = agreed(None, *(report(host, member(f"{host}0"), member(f"{host}1"), layout=PAIRS) for host in "ab"))
+    tip = Attempt(2, 1)
+    three = [member(m, tip, entered=1, holds=start.model_coordinates(m)) for m in ("a0", "a1", "b0")]
+    record = agreed(
+        start,
+        report("a", *three[:2], seen=start, layout=PAIRS),
+        report("b", three[2], seen=start, exited=("b1",), layout=PAIRS),
+    )
+    assert record.members(SPARE) == ("b0",)
+    lost = next(m for m in three[:2] if m.holds == three[2].holds)
+    kept = next(m for m in three[:2] if m is not lost)
+    asked = report("a", kept, member("a2"), seen=record, exited=(lost.id,), layout=PAIRS)
+    assert undecided(record, asked).reason == "nobody here holds step 2 of generation 1, but b0 may live"
+    back = report("b", three[2], seen=record, layout=PAIRS)
+    assert agreed(record, asked, back).committed == tip
+    assert isinstance(next_record(record, [dataclasses.replace(asked, exited=(lost.id, "b0"))]), Unrecoverable)
+
+
+def test_lost_state_is_lowered_to_the_newest_checkpoint() -> None:
+    record, _ = trained("a", "b")
+    newer, checkpoint = Attempt(4, 2), Attempt(2, 1)
+    torn = member("a0", entered=2)
+    asked = report("a", torn, seen=record, newest_commit=newer, exited=("b0",), checkpoint=checkpoint)
+    other = report("c", member("c0"), checkpoint=Attempt(1, 1))
+    after = agreed(record, asked, other)
+    assert (after.committed, after.rolled_back, after.rolled_forward) == (checkpoint, True, False)
+    assert after.loads_checkpoint
+    assert not after.members(ACTIVE)
+
+
+def test_lost_state_is_lowered_to_the_newest_that_is_whole() -> None:
+    """Step 5 was told, and is lost with b0; a0 holds step 4, of the same generation, or the one before, or neither."""
+    record, tip = trained("a", "b")
+
+    def ask(held: Attempt | None, checkpoint: Attempt | None) -> Record | Undecided | Unrecoverable:
+        mine = member("a0", held, entered=2)
+        asked = report("a", mine, seen=record, newest_commit=Attempt(5, 2), exited=("b0",), checkpoint=checkpoint)
+        return next_record(record, [asked])
+
+    for held in (Attempt(4, 2), tip):
+        for checkpoint in (None, Attempt(1, 1), held):
+            after = ask(held, checkpoint)
+            assert isinstance(after, Record)
+            assert (after.committed, after.rolled_back, after.loads_checkpoint) == (held, True, False)
+            assert after.members(ACTIVE) == ("a0",)
+    newest = ask(tip, Attempt(4, 2))
+    assert isinstance(newest, Record)
+    assert (newest.committed, newest.loads_checkpoint) == (Attempt(4, 2), True)
+    assert isinstance(ask(Attempt(2, 1), None), Unrecoverable)  # it may be of a line that was given up
+
+
+def test_who_may_hold_what_is_whole_is_waited_for_before_it_is_lowered() -> None:
+    """Half of step 4 is lost with b0. Of step 3, c0 may hold that half."""
+    across = ParallelLayout(tp=2, within_host=())
+    start = first("a", "b", "c", layout=across)
+    (spare,) = start.members(SPARE)
+    here, dead = (m for m in ("a0", "b0", "c0") if m != spare)
+    mine = member(here, Attempt(1, 1), entered=1, holds=start.model_coordinates(here))
+    asked = report(here[0], mine, member(spare), seen=start, layout=across)
+    assert undecided(start, asked).absent_agents == (dead[0],)
+    lost = dataclasses.replace(asked, dead_agents=(dead[0],))
+    assert isinstance(next_record(start, [lost]), Unrecoverable)
+
+
+# --- agents that are lost
+
+
+def test_the_members_of_a_lost_agent_are_waited_for_no_more() -> None:
+    record, tip = trained("a", "b", "c")
+    joiner = report("j", member("j0"))
+    assert undecided(record, joiner).absent_agents == ("a", "b", "c")
+    behind = report("a", member("a0", entered=2), seen=record)  # torn
+    assert undecided(record, behind, joiner).absent_agents == ("b", "c")
+    assert undecided(record, behind, dataclasses.replace(joiner, dead_agents=("b",))).absent_agents == ("c",)
+    learner = report("k", member("k0", tip), dead_agents=("b", "c"))
+    after = agreed(record, behind, learner)
+    assert (after.committed, after.members(ACTIVE)) == (tip, ("k0",))
+    assert after.dead_agents == (("b", "k"), ("c", "k"))
+    assert after.absent_agents == ()
+
+
+def test_the_ghost_of_a_lost_agent_is_no_participant_but_what_it_knew_counts() -> None:
+    record, tip = trained("a", "b")
+    ghost = report("b", member("b0", tip, entered=2), seen=record, newest_commit=Attempt(4, 2))
+    alone = report("a", member("a0", tip, Attempt(4, 2), entered=2), seen=record, dead_agents=("b",))
+    after = agreed(record, alone, ghost)
+    assert (after.agents, after.committed, after.members(ACTIVE)) == (("a",), Attempt(4, 2), ("a0",))
+
+
+def test_who_is_left_behind_is_waited_for_before_the_state_is_given_up() -> None:
+    """Agent b was slow, and is in no later generation; it alone holds the committed state now."""
+    record, tip = trained("a", "b")
+    shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=record))
+    assert shrunk.absent_agents == ("b",)
+    restarted = report("a", member("a1"), seen=shrunk, exited=("a0",))
+    assert undecided(shrunk, restarted) == Undecided(
+        "nobody here holds step 3 of generation 1, but agent b may live", absent_agents=("b",)
+    )
+    back = report("b", member("b0", tip, entered=2), seen=record)
+    after = agreed(shrunk, restarted, back)
+    assert (after.committed, after.members(ACTIVE), after.absent_agents) == (tip, ("b0",), ())
+    assert isinstance(next_record(shrunk, [dataclasses.replace(restarted, dead_agents=("b",))]), Unrecoverable)
+
+
+def test_quorum_without_voters_does_not_restart_from_step_zero() -> None:
+    """All that took part in the first generation are lost: nobody knows how many steps there were."""
+    record = first("a", "b")
+    joiner = report("j", member("j0"), dead_agents=("a", "b"))
+    answer = next_record(record, [joiner])
+    assert answer == Unrecoverable("all that took part in generation 1 are lost, and there is no checkpoint")
+    loaded = agreed(record, dataclasses.replace(joiner, checkpoint=Attempt(7, 1)))
+    assert (loaded.committed, loaded.rolled_back, loaded.loads_checkpoint) == (Attempt(7, 1), True, True)
+    behind = report("b", seen=record, exited=("b0",))  # it would have heard of a step
+    told = agreed(record, dataclasses.replace(joiner, dead_agents=("a",)), behind)
+    assert (told.committed, told.rolled_back) == (Attempt(0, 2), False)
+
+
+def test_who_comes_back_to_a_generation_that_is_lost_goes_back_in_so_many_words() -> None:
+    record, tip = trained("a", "b")
+    shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=record))
+    back = report("b", member("b0", tip, entered=2), seen=record, dead_agents=("a",))
+    after = agreed(shrunk, back)
+    assert (after.committed, after.rolled_back, after.loads_checkpoint) == (tip, True, False)
+
+
+# --- chains of records
+
+
+def test_another_chain_is_refused_whatever_its_numbers() -> None:
+    """Two jobs began with the same names: their attempts are called alike and are not the same."""
+    record, tip = trained("a", "b")
+    other, _ = trained("a", "c")
+    assert record.generation == other.generation
+    mismatched_agents = [
+        report("c", member("c0", tip, entered=2), seen=other),  # of the same generation
+        report("d", member("d0", tip, entered=1), seen=RecordRef(1, other.parent)),  # of one before
+        report("e", member("e0", tip, entered=1), seen=RecordRef(1, "")),
+    ]
+    for mismatched_agent in mismatched_agents:
+        answer = undecided(record, report("a", member("a0", tip, entered=2), seen=record), mismatched_agent)
+        assert [agent for agent, _ in answer.refused] == [mismatched_agent.agent]
+        assert "builds on" in answer.reason
+
+
+def test_who_was_away_for_long_is_of_the_chain_up_to_a_limit() -> None:
+    record, tip = trained("a", "b")
+    chain = [record]
+    for _ in range(30):
+        chain.append(agreed(chain[-1], report("a", member("a0", tip, entered=2), seen=chain[-1])))
+    for number, seen in enumerate(reversed(chain)):
+        back = report("b", member("b0", tip, entered=2), seen=seen)
+        answer = next_record(chain[-1], [report("a", member("a0", tip, entered=2), seen=chain[-1]), back])
+        assert isinstance(answer, Record) == (number <= 16)
+    assert all(len(record.ancestors) <= 16 for record in chain)
+
+
+def test_what_was_lowered_does_not_come_back() -> None:
+    """COMMIT-4: the agent still knows of step 4, and somebody who was long away even holds it."""
+    record, tip = trained("a", "b")
+    gone, checkpoint = Attempt(4, 2), Attempt(2, 1)
+    asked = report(
+        "a", member("a0", tip, entered=2), seen=record, newest_commit=gone, exited=("b0",), checkpoint=checkpoint
+    )
+    lowered = agreed(record, asked)
+    going_on = report("a", member("a0", Attempt(3, 3), entered=3, active=True), seen=lowered, newest_commit=gone)
+    back = report("z", member("z0", gone, entered=2), seen=record)
+    after = agreed(lowered, going_on, back)
+    assert (after.committed, after.rolled_back) == (Attempt(3, 3), False)
+    assert (after.members(ACTIVE), after.members(LEARNER)) == (("a0",), ("z0",))
+
+
+def test_the_state_before_the_first_step_is_designated_anew() -> None:
+    """RECOVERY-3, under a new attempt: who held the former one and comes back heals."""
+    record = first("a", "b", "c")
+    (holder,) = record.members(ACTIVE)
+    others = [m for m in ("a0", "b0", "c0") if m != holder]
+    asked = [report(m[0], member(m, entered=1), seen=record) for m in others]
+    assert undecided(record, *asked).reason == f"no witness of generation 1 is here, but {holder} may live"
+    asked.append(report(holder[0], seen=record, exited=(holder,)))
+    after = agreed(record, *asked)
+    assert (after.committed, after.rolled_back) == (Attempt(0, 2), False)
+    (designated,) = after.members(ACTIVE)
+    assert action(Attempt(0, 1), None, after.committed) is Action.HEAL
+    entered = [
+        report(m[0], member(m, after.committed if m == designated else None, entered=2), seen=after) for m in others
+    ]
+    back = report(holder[0], member(holder, Attempt(0, 1), entered=1), seen=after)
+    third = agreed(after, *entered, back)
+    assert (third.committed, third.members(ACTIVE)) == (Attempt(0, 2), (designated,))
+
+
+def test_a_step_that_cannot_be_completed_is_dropped_rather_than_lost() -> None:
+    """Nobody is left with one half of step 3, in doubt, but somebody has that half of the step before."""
+    across = ParallelLayout(tp=2, within_host=())
+    start = first("a", "b", "c", "d", layout=across)
+    before, doubt = Attempt(2, 1), Attempt(3, 2)
+    half = {m: start.model_coordinates(m) for m in ("a0", "b0", "c0", "d0")}
+    kept = "a0"
+    lost, learner = (m for m in half if half[m] != half[kept])
+    pair = [report(m[0], member(m, before, entered=1, holds=half[m]), seen=start, layout=across) for m in (kept, lost)]
+    record = agreed(start, *pair)
+    assert set(record.members(ACTIVE)) == {kept, lost}
+    here = report("a", member(kept, before, doubt, entered=2, holds=half[kept]), seen=record, layout=across)
+    back = report(learner[0], member(learner, before, entered=1, holds=half[learner]), seen=start, layout=across)
+    assert undecided(record, here, back).reason == f"nobody here holds step 3 of generation 2, but {lost} may live"
+    after = agreed(record, dataclasses.replace(here, exited=(lost,)), back)
+    assert (after.committed, after.rolled_forward, after.rolled_back) == (before, False, False)
+    assert set(after.members(ACTIVE)) == {kept, learner}
