@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.scripts import script, training
 from tests.chaos.test_kills import NUM_STEPS, Fault, alone, at, check, histories, run, soon
+from tests.chaos.training_scripts import script, training
 from tests.support import Job, is_alive
 
 __all__ = ["alone"]  # the fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from tests.chaos.scripts import training
+from tests.chaos.training_scripts import training
 from tests.support import Job, kill, wait_until
 
 BODY = 'time.sleep(0.01); (here / f"at-{rank}").write_text(f"{step.index}\\n")'

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from elasticgang.launch.cli import main
-from tests.chaos.scripts import training
 from tests.chaos.test_kills import NUM_STEPS, Fault, alone, at, check, run, soon
+from tests.chaos.training_scripts import training
 from tests.support import Job, is_alive, wait_until
 
 __all__ = ["alone"]  # the fixture

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.scripts import script, training
+from tests.chaos.training_scripts import script, training
 from tests.support import REPOSITORY, Command, Job, wait_until
 
 AT_ONCE_S = 1.0  # as the issue promises for what was left by a killed agent

@@ -9,8 +9,8 @@ import signal
 import time
 from pathlib import Path
 
-from tests.chaos.scripts import script, training
 from tests.chaos.test_run import ENDED_S
+from tests.chaos.training_scripts import script, training
 from tests.support import Job
 
 # -- how it fails

@@ -14,7 +14,7 @@ from elasticgang.agent import embedded_coordinator
 from elasticgang.agent.embedded_coordinator import CoordinatorLauncher
 from elasticgang.errors import OperationalError
 from elasticgang.process.forkserver import ForkServer, Spawned
-from tests.chaos.scripts import training
+from tests.chaos.training_scripts import training
 from tests.support import Job, is_alive, wait_until
 
 

@@ -1,10 +1,12 @@
 """The unit tier is pure: a test that opens a socket, starts a process or writes beyond the temporary folder fails.
 
-An audit hook of Python sees all but socket pairs and what native code does by itself: those are refused by name.
+Python's audit events tell of most of it. What raises none (socket pairs, the start of a process by multiprocessing,
+torch's stores) is refused by name.
 """
 
 from __future__ import annotations
 
+import _posixsubprocess
 import os
 import socket
 import sys
@@ -54,6 +56,7 @@ sys.addaudithook(_audit)
 @pytest.fixture(autouse=True)
 def _pure(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     global _is_on
+    monkeypatch.setattr(_posixsubprocess, "fork_exec", lambda *_: _fail("starts a process (multiprocessing)"))
     monkeypatch.setattr(socket, "socketpair", lambda *_, **__: _fail("opens a socket (socketpair)"))
     dist = sys.modules.get("torch.distributed")  # where no module has imported it, nothing opens a store
     for name in STORES if dist is not None else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from torch._C._distributed_c10d import FileStore, TCPStore
         (lambda: socket.socketpair(), "opens a socket"),
         (lambda: subprocess.run([sys.executable, "-c", ""]), "starts a process"),
         (lambda: os.posix_spawn(sys.executable, [sys.executable, "-c", ""], {}), "starts a process"),
+        (lambda: multiprocessing.get_context("spawn").Process(target=print).start(), "starts a process"),
         (lambda: TCPStore("127.0.0.1", 0, is_master=True), "opens a store"),
         (lambda: FileStore("/tmp/no-such-store", 1), "opens a store"),
         (lambda: Path(__file__).with_name("written.txt").open("x"), "writes .*written.txt"),
