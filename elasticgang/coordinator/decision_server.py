@@ -42,7 +42,7 @@ from elasticgang.session.secret import Secret
 
 _TICK_S = 0.2
 _MAX_JOBS = 1024
-_MIN_DELTA_BYTES = 32 << 10  # a smaller record is sent whole: an agent reads it faster than a delta
+MIN_DELTA_BYTES = 32 << 10  # a smaller record is sent whole: an agent reads it faster than a delta
 
 
 @dataclass
@@ -231,7 +231,7 @@ class CoordinatorServer:
 
     @staticmethod
     def _delta(before: Record | None, push: Push) -> bytes | None:
-        if before is None or len(push.decision.record.text) < _MIN_DELTA_BYTES:
+        if before is None or len(push.decision.record.text) < MIN_DELTA_BYTES:
             return None
         return encode_delta(before, push)
 
