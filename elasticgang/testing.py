@@ -31,8 +31,10 @@ PLACES = {
     "configuring": "the rank has acted on the record; its groups are not configured",
     "entered": "the rank has entered the generation",
     "healing": "a learner is about to ask its peers for the state",
+    "source_agreed": "a learner of a large state has agreed with one peer on its chunks; that peer has sent none",
     "tensor_received": "a learner has received one tensor of the state",
     "healed": "a learner has loaded the state; it is not active",
+    "forward_awaited": "a peer waits for the end of its forward before it serves a learner; it holds the server's lock",
     "serving": "a peer is about to send its state to a learner",
 }
 

@@ -21,7 +21,7 @@ from elasticgang.process.forkserver import ForkServerClient, Spawned
 from elasticgang.protocol.record import Record
 
 _HOST = "127.0.0.1"
-_START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
 _RETRY_S = 1.0
 _ENDED = b'{"error": "the coordinator ended while it was starting"}'
 
@@ -53,7 +53,7 @@ class CoordinatorLauncher:
             os.close(writer)
             os.close(owner)
         try:
-            told = json.loads(_read_all(reader, _START_TIMEOUT_S) or _ENDED)
+            told = json.loads(_read_all(reader, START_TIMEOUT_S) or _ENDED)
             if "error" in told:
                 raise OperationalError(told["error"])
         except BaseException:

@@ -181,13 +181,17 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
         return f"elasticgang-isolated-{self.backend}"
 
     @property
-    def _comm(self) -> CommProcess | None:
+    def comm_process(self) -> CommProcess | None:
         """The process of the present configuration."""
         return None if self._groups.present is None else self._groups.present.comm
 
+    def wait_standby(self, timeout_s: float) -> CommProcess:
+        """Wait until the process that takes over after an abort is ready. Raises as `StandbyPool.take`."""
+        return self._groups.wait_standby(timeout_s)
+
     def num_active_work(self) -> int:
         """Collectives under way."""
-        return 0 if self._comm is None else self._comm.num_works
+        return 0 if self.comm_process is None else self.comm_process.num_works
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self._rank}, size={self._size})"

@@ -22,7 +22,7 @@ from elasticgang.process.forkserver import ForkServer, ForkServerClient
 
 PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
 _MAX_STARTS = 20
-_CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 
 
 class StandbyPool:
@@ -68,12 +68,21 @@ class StandbyPool:
         if self._standby is None:
             self._standby = self._start()
 
+    def wait_standby(self, timeout: float) -> CommProcess:
+        """The standby, once it is ready; it stays the standby. Raises as `take`."""
+        self.prepare()
+        assert self._standby is not None
+        try:
+            return self._standby.result(timeout)
+        except FutureTimeoutError:
+            raise CollectiveTimeoutError(f"starting a comm process timed out after {timeout:g} seconds") from None
+
     def close(self) -> None:
         standby, self._standby = self._standby, None
         if standby is None or standby.cancel():
             return
         try:
-            standby.result(_CLOSE_TIMEOUT_S).close()
+            standby.result(CLOSE_TIMEOUT_S).close()
         except FutureTimeoutError:  # it ends when it has come up
             standby.add_done_callback(_close)
         except (GangError, OperationalError):  # it never came up

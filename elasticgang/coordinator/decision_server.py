@@ -53,7 +53,7 @@ EXITED_S = 1.2
 _TICK_S = 0.2
 _PROBE_S = 1.0
 _MAX_JOBS = 1024
-_MIN_DELTA_BYTES = 32 << 10  # a smaller record is sent whole: an agent reads it faster than a delta
+MIN_DELTA_BYTES = 32 << 10  # a smaller record is sent whole: an agent reads it faster than a delta
 
 
 @dataclass
@@ -292,7 +292,7 @@ class CoordinatorServer:
 
     @staticmethod
     def _delta(before: Record | None, push: Push) -> bytes | None:
-        if before is None or len(push.decision.record.text) < _MIN_DELTA_BYTES:
+        if before is None or len(push.decision.record.text) < MIN_DELTA_BYTES:
             return None
         return encode_delta(before, push)
 

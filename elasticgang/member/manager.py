@@ -46,7 +46,7 @@ from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
 
-_MAX_LOST_STEPS = 100
+MAX_LOST_STEPS = 100
 _NEVER_DROPPED = (InternalError, OperationalError, EvictedError, StateLostError)
 
 
@@ -322,7 +322,7 @@ class QuorumManager:
                     raise InvalidOperationError(f"step {step.index} was not used; write `with step:` in the loop")
                 healed_on = self._healed_on()
                 lost = 0 if self.committed_steps > step.index else lost + (not healed_on)
-                if lost >= _MAX_LOST_STEPS:
+                if lost >= MAX_LOST_STEPS:
                     raise OperationalError(f"step {step.index} was lost {lost} times in a row; the last: {self.error}")
         except Drained:
             pass

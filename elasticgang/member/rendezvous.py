@@ -233,7 +233,7 @@ class ElasticRendezvous:
         # All messages cross at once, where those of a ring wait for each other; and all sum in the same order.
         mine = torch.tensor([values] * len(ranks), dtype=torch.float64)
         of_all = torch.empty_like(mine)
-        name = self._group_name(ranks, gang)
+        name = self.group_name(ranks, gang)
         work = generation.groups.comm.submit(name, "alltoall_single", [of_all], [mine])
 
         def wait() -> list[float]:
@@ -346,7 +346,7 @@ class ElasticRendezvous:
         for name in (*self._families, CONTROL, *self._reductions):
             ranks = self._ranks_of(generation, name)
             if len(ranks) > 1:
-                group = self._group_name(ranks, name)
+                group = self.group_name(ranks, name)
                 specs.setdefault(group, GroupSpec(group, ranks.index(generation.rank), len(ranks)))
                 firsts.setdefault(group, name)
         if self._aborted[0] >= record.generation:  # the abort came before there was anything to poison
@@ -371,7 +371,7 @@ class ElasticRendezvous:
             if len(ranks) == 1:
                 gang.bind(Binding(place, ranks, None))
                 continue
-            bound = self._bound(generation, specs[self._group_name(ranks, name)])
+            bound = self._bound(generation, specs[self.group_name(ranks, name)])
             gang.bind(Binding(place, ranks, bound, functools.partial(self._make_group, generation)))
         self._gangs = self._snapshot()
         self._torch_environment.follow(self._gangs, master_host(record))
@@ -415,7 +415,7 @@ class ElasticRendezvous:
         return next(ranks for ranks in generation.record.plan.groups(family) if generation.rank in ranks)
 
     @staticmethod
-    def _group_name(ranks: tuple[int, ...], name: str) -> str:
+    def group_name(ranks: tuple[int, ...], name: str) -> str:
         """Gangs of the same ranks share a process group; the runtime's own do not. Each name has the ranks in it:
         groups of one name would meet under the same keys, and connect to each other."""
         among = "-".join(map(str, ranks))

@@ -28,13 +28,13 @@ _PY_SPY_S = 5.0
 _ANSWER_S = 5.0
 _POLL_S = 0.01
 _QUIET_S = 0.5  # a dump that does not show its end is taken as whole once nothing has come for so long
-_OUTERMOST = "in _run_module_as_main\n"  # of the fork server, and so of its children's main threads, which come last
+OUTERMOST = "in _run_module_as_main\n"  # of the fork server, and so of its children's main threads, which come last
 _MAX_BYTES = 1 << 18
 _STOPPED = "Tt"
 _HEADER = re.compile(r"(Current thread|Thread) 0x")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _STARTERS = ("/threading.py", "/concurrent/futures/thread.py")  # of threads that run something else
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+PACKAGE = str(Path(__file__).resolve().parents[1])
 _FORK_SERVER = str(Path(__file__).resolve().with_name("forkserver.py"))
 
 
@@ -88,7 +88,7 @@ def read(source: StackSource) -> str:
         state = _state(source.pid)
         if state in _STOPPED:
             return f"stopped (state {state})"
-        threads = _by_py_spy(source.pid) or _by_faulthandler(source)
+        threads = by_py_spy(source.pid) or by_faulthandler(source)
         return describe(threads) if threads else f"its stack cannot be read (state {state})"
     except (OSError, ValueError):
         return "it has ended"
@@ -101,14 +101,14 @@ def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def _handles(pid: int, number: int) -> bool:
+def handles_signal(pid: int, number: int) -> bool:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
 
 
-def _by_py_spy(pid: int) -> list[Thread]:
+def by_py_spy(pid: int) -> list[Thread]:
     """Nothing where it is not installed, or may not look."""
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     program = shutil.which("py-spy") or shutil.which(beside)
@@ -124,15 +124,15 @@ def _by_py_spy(pid: int) -> list[Thread]:
     return []
 
 
-def _by_faulthandler(source: StackSource) -> list[Thread]:
-    if not _handles(source.pid, STACK_SIGNAL):
+def by_faulthandler(source: StackSource) -> list[Thread]:
+    if not handles_signal(source.pid, STACK_SIGNAL):
         return []
     os.ftruncate(source.file, 0)
     os.lseek(source.file, 0, os.SEEK_SET)  # of the process too: they share the open file
     signal.pidfd_send_signal(source.pidfd, STACK_SIGNAL)
     now = time.monotonic()
     dump, deadline, grown_at = "", now + _ANSWER_S, now
-    while now < deadline and not (dump and (dump.endswith(_OUTERMOST) or now - grown_at > _QUIET_S)):
+    while now < deadline and not (dump and (dump.endswith(OUTERMOST) or now - grown_at > _QUIET_S)):
         time.sleep(_POLL_S)
         now, before = time.monotonic(), dump
         dump = os.pread(source.file, _MAX_BYTES, 0).decode(errors="replace")
@@ -165,14 +165,14 @@ def _own_frames(thread: Thread) -> Thread:
     is_main = not files[-1].endswith(_STARTERS)
     if is_main and _FORK_SERVER in files:  # the fork server has called the runtime, and the runtime the script
         frames = list(thread[: files.index(_FORK_SERVER)])
-        while frames and frames[-1].file.startswith(_PACKAGE):
+        while frames and frames[-1].file.startswith(PACKAGE):
             frames.pop()
         while frames and "runpy" in frames[-1].file:
             frames.pop()
         return tuple(frames)
     started = [file for file in files if not file.endswith(_STARTERS)]
     is_idle = not started or files[0].endswith(_STARTERS[1])  # a worker of a pool that has nothing to do
-    return () if is_idle or started[-1].startswith(_PACKAGE) else thread
+    return () if is_idle or started[-1].startswith(PACKAGE) else thread
 
 
 def merge(stacks: Sequence[tuple[int, int, str]]) -> str:

@@ -6,10 +6,10 @@ executes every instruction, and hands in `TimePassed` at `deadline_s`.
 
 LIFE-1  Forks come one at a time. None begins once the job has finished here, or a signal has come.
 LIFE-2  A failed fork of the first start ends the agent. Later ones are tried again, within the agent state's budget.
-LIFE-3  A restart waits until a survivor has entered the next generation, `_ENTER_TIMEOUT_S` at most: a start takes the
+LIFE-3  A restart waits until a survivor has entered the next generation, `ENTER_TIMEOUT_S` at most: a start takes the
         cores that the survivors need. Then it waits for the delay of the agent state.
-LIFE-4  The agent kills a retired member that has not exited after `_RETIRE_TIMEOUT_S`, at once if it never asked;
-        and a member whose script has raised and that has not exited after `_EXIT_TIMEOUT_S`.
+LIFE-4  The agent kills a retired member that has not exited after `RETIRE_TIMEOUT_S`, at once if it never asked;
+        and a member whose script has raised and that has not exited after `EXIT_TIMEOUT_S`.
 LIFE-5  The first SIGTERM drains, if other agents go on. Another signal, or a second one, ends the ranks. The agent
         exits `grace_period_s` after the first signal at the latest.
 LIFE-6  When the lease is over, the agent kills all ranks and decides nothing else until every one has exited and no
@@ -64,10 +64,10 @@ from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.record import Report
 from elasticgang.protocol.restarts import Restarts
 
-_START_TIMEOUT_S = 60.0
-_ENTER_TIMEOUT_S = 0.5
-_RETIRE_TIMEOUT_S = 10.0
-_EXIT_TIMEOUT_S = 10.0  # after an exception
+START_TIMEOUT_S = 60.0
+ENTER_TIMEOUT_S = 0.5
+RETIRE_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 10.0  # after an exception
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class AgentLifecycle:
                 return []
             case ScriptRaised(member):
                 if self._phase is _Phase.SERVING and member in self._members:
-                    self._kill_at_s.setdefault(member, self._now_s + _EXIT_TIMEOUT_S)
+                    self._kill_at_s.setdefault(member, self._now_s + EXIT_TIMEOUT_S)
                 return []
             case RecordRequested(member) if member in self._members:
                 self._members[member] = True
@@ -239,7 +239,7 @@ class AgentLifecycle:
         for instruction in self.state.handle(event):
             match instruction:
                 case Restart(local_rank, delay_s):
-                    settle_s = 0.0 if self._has_entered else _ENTER_TIMEOUT_S
+                    settle_s = 0.0 if self._has_entered else ENTER_TIMEOUT_S
                     self._delayed[local_rank] = _Delayed(
                         self._now_s + settle_s + delay_s, delay_s, not self._has_entered
                     )
@@ -282,7 +282,7 @@ class AgentLifecycle:
         agent_state.host, agent_state.coordinator, agent_state.address = event.host, event.incarnation, event.address
         if self._lost_id:
             agent_state.handle(HostLost(self._lost_id))
-        self._start_expires_s = self._now_s + _START_TIMEOUT_S
+        self._start_expires_s = self._now_s + START_TIMEOUT_S
         self._to_start.extend(range(self._options.num_ranks + self._options.num_spares))
         return []
 
@@ -334,7 +334,7 @@ class AgentLifecycle:
         self._retired.update(new)
         asking = [member for member in new if self._members[member]]
         for member in asking:
-            self._kill_at_s.setdefault(member, self._now_s + _RETIRE_TIMEOUT_S)
+            self._kill_at_s.setdefault(member, self._now_s + RETIRE_TIMEOUT_S)
         others = tuple(member for member in new if member not in asking)
         return [RetireMembers(new, reason), *([KillRanks(others)] if others else [])]
 

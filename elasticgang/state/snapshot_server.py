@@ -36,9 +36,9 @@ from elasticgang.testing import reached
 log = logging.getLogger("elasticgang")
 
 EXCLUSIVE_TIMEOUT_S = 10.0
-_READY_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 10.0
 _ACCEPT_RETRY_S = 0.1
-_BY_RANGE_FROM_BYTES = 16 << 20  # below that, to ask several takes longer than to take all from one
+BY_RANGE_FROM_BYTES = 16 << 20  # below that, to ask several takes longer than to take all from one
 
 _T = TypeVar("_T")
 
@@ -243,9 +243,10 @@ class SnapshotServer:
         """Wait until this rank's step on `attempt` has begun and, with `after`, until its forward is done, however long
         that takes; from then on no apply happens while it reads. Otherwise why it may not read."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._serving == attempt, _READY_TIMEOUT_S):
+            if not self._changed.wait_for(lambda: self._serving == attempt, READY_TIMEOUT_S):
                 return f"it serves {_in_words(self._serving)}, not {_in_words(attempt)}"
             if after:
+                reached("forward_awaited")
                 ended = self._changed.wait_for(
                     lambda: self._serving != attempt or self._forward_done, transport.FORWARD_TIMEOUT_S
                 )
@@ -278,7 +279,7 @@ class SnapshotServer:
             self._snapshot = self._small(cloned=True)  # the step that this rank heals in may be dropped
             return True
 
-        if self._num_bytes() >= _BY_RANGE_FROM_BYTES:
+        if self._num_bytes() >= BY_RANGE_FROM_BYTES:
             if self._received is None:
                 self._received = striped_fetch.ReceivedChunks()
             state = striped_fetch.StripedFetch(sources, attempt, cancelled, self._received).run()

@@ -24,10 +24,11 @@ from elasticgang.errors import WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import transport
 from elasticgang.state.serialization import flatten, unflatten
+from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
 
-_RUN = 4  # chunks asked for at once
+RUN = 4  # chunks asked for at once
 _MAX_REQUEST_BYTES = 1 << 16
 _POLL_S = 0.02
 _FAILURES = (OSError, WireError, ValueError, KeyError, TypeError, IndexError, RuntimeError)
@@ -184,6 +185,7 @@ class StripedFetch:
                         return
                     self._sockets.append(sock)
                 small_manifest = self._agree(sock, source)
+                reached("source_agreed")
                 while True:
                     asks_small, mine = self._take()
                     if not asks_small and not mine:
@@ -233,7 +235,7 @@ class StripedFetch:
                 self._open = [index for index in self._open if index in self._received.missing]
                 if not self._small_asked or self._open:
                     asks_small, self._small_asked = not self._small_asked, True
-                    mine, self._open = self._open[:_RUN], self._open[_RUN:]
+                    mine, self._open = self._open[:RUN], self._open[RUN:]
                     self._received.asked.update(mine)
                     return asks_small, mine
                 self._changed.wait(_POLL_S)

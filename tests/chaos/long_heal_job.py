@@ -24,8 +24,8 @@ MAX_LOST = 3
 
 def main() -> None:
     transport.CHUNK_BYTES = 4096
-    keeper_module._BY_RANGE_FROM_BYTES = 0
-    manager_module._MAX_LOST_STEPS = MAX_LOST
+    keeper_module.BY_RANGE_FROM_BYTES = 0
+    manager_module.MAX_LOST_STEPS = MAX_LOST
     torch.manual_seed(int(os.environ["LOCAL_RANK"]))
     manager = eg.join(layout=eg.ParallelLayout())
     model = eg.DistributedDataParallel(manager, nn.Linear(50_000, 1))  # 49 chunks

@@ -100,7 +100,7 @@ def test_an_abort_and_the_next_configuration(number: signal.Signals | None, ring
     pg.allreduce([tensor], SUM).wait()
     CUDA.synchronize()
     if number is not None:
-        os.kill(pg._comm.pid, number)
+        os.kill(pg.comm_process.pid, number)
     pg.abort()
     with pytest.raises(GangError):
         pg.allreduce([tensor], SUM).wait()

@@ -62,7 +62,7 @@ def footprint(ring: Ring) -> dict[str, float]:
 
 def _footprint(ring: Ring) -> dict[str, float]:
     here = psutil.Process()
-    comms = [psutil.Process(pg._comm.pid) for pg in ring.groups if pg._comm is not None]
+    comms = [psutil.Process(pg.comm_process.pid) for pg in ring.groups if pg.comm_process is not None]
     links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
     return {
         "processes": len(here.children(recursive=True)),
@@ -95,7 +95,7 @@ def with_few_descriptors() -> None:
         ring.each(lambda rank: [ring[rank].allreduce([tensor]).wait() for tensor in kept[rank]])
         assert all(tensor[-1].item() == 2.0 for mine in kept for tensor in mine)
         for pg in ring.groups:
-            pg._groups._standby.result(30.0)
+            pg.wait_standby(30.0)
         held = exhaust()
         strided = torch.ones(6_000_000, 2)[:, 0]
         error = failure(lambda: ring[0].allreduce([strided]).wait())
@@ -153,7 +153,7 @@ def wait_for_ever(address: str) -> None:
     pids of the workers, and of what else it has started, by name."""
     pg: Any = ProcessGroupIsolatedGloo(300.0)
     pg.configure(address, "replica", 0, 2)
-    pg._groups._standby.result(30.0)  # it is up, and the workers have its descriptors too
+    pg.wait_standby(30.0)  # it is up, and the workers have its descriptors too
     batches: Any = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
     next(batches)
     work = pg.allreduce([torch.ones(1_000_000)])

@@ -137,7 +137,7 @@ def test_a_message_that_does_not_come_is_an_error(rings: Rings) -> None:
 def test_a_swallowed_message_is_no_value(rings: Rings) -> None:
     ring = rings(2, make=KINDS["swallowing"])
     work = ring[0].recv_anysource([torch.ones(1)], 0)
-    os.kill(ring[0].parent._comm.pid, signal.SIGKILL)
+    os.kill(ring[0].parent.comm_process.pid, signal.SIGKILL)
     for end in (work.wait, work.wait, work._source_rank):
         with pytest.raises(StepAborted):
             end()
@@ -212,7 +212,7 @@ def test_a_lost_comm_process_ends_a_barrier_at_once(rings: Rings) -> None:
 
     pending = ring.begin(use)
     wait_until(lambda: ring[0].num_active_work(), "the barrier's start")
-    os.kill(ring[1]._comm.pid, signal.SIGKILL)
+    os.kill(ring[1].comm_process.pid, signal.SIGKILL)
     with pytest.raises(GangError):
         pending.result(DEADLINE_S)
     with pytest.raises(GangError):

@@ -38,13 +38,13 @@ def isolated(pg: Any) -> ProcessGroupIsolatedGloo:
 
 
 def num_threads(pg: Any) -> int:
-    comm = isolated(pg)._comm
+    comm = isolated(pg).comm_process
     assert comm is not None
     return len(comm._reply_reader._threads)
 
 
 def kill_comm(pg: Any) -> None:
-    comm = isolated(pg)._comm
+    comm = isolated(pg).comm_process
     assert comm is not None
     os.kill(comm.pid, signal.SIGKILL)
 

@@ -299,7 +299,7 @@ def test_a_sender_that_is_blocked_is_released_by_an_abort(worlds: Worlds) -> Non
     flooding = world.begin(flood)
     assert stopped.wait(GUARD_S)
     sent = 0
-    while sent != (sent := comm._next_id):  # until the sender stands
+    while sent != (sent := comm.num_works):  # until the sender stands
         time.sleep(0.05)
     comm.abort(PeerLostError("over"))
     assert isinstance(flooding.result(GUARD_S), GangError)

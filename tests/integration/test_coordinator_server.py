@@ -192,7 +192,7 @@ def test_a_change_reaches_every_agent() -> None:
 
 
 def test_a_large_record_is_pushed_as_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision_server, "_MIN_DELTA_BYTES", 0)
+    monkeypatch.setattr(decision_server, "MIN_DELTA_BYTES", 0)
 
     async def test(job: Job) -> None:
         a, b = job.add("a", num_ranks=400), job.add("b", num_ranks=400)

@@ -31,7 +31,7 @@ class StandsStill(ForkServer):
 
 @pytest.mark.timeout(60)
 def test_one_that_stands_still_while_it_starts_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_coordinator, "_START_TIMEOUT_S", 0.2, raising=False)
+    monkeypatch.setattr(embedded_coordinator, "START_TIMEOUT_S", 0.2)
     server = StandsStill(preload=())
     own = CoordinatorLauncher(None)
     try:

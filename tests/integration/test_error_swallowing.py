@@ -241,7 +241,7 @@ def test_ddp_goes_on_when_the_peer_is_lost(kind: str, rings: Rings) -> None:
         ring[1].report_error(RuntimeError("rank 1 left"))
         ring[0].report_error(RuntimeError("rank 1 left"))
     else:
-        os.kill(ring[1].parent._comm.pid, signal.SIGKILL)
+        os.kill(ring[1].parent.comm_process.pid, signal.SIGKILL)
     for gradients in ring.each(step):
         assert all(gradient.isfinite().all() for gradient in gradients)
     assert all(pg.error() for pg in ring.groups)

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import elasticgang as eg
-from elasticgang.gang import torch_registry
 from elasticgang.gang.elastic import Binding, ElasticGang
 from tests.support import REPOSITORY
 
+TORCHS_OWN = dist.init_process_group  # as it is while the tests are collected
 CPU = torch.device("cpu")
 DEADLINE_S = 120
 
@@ -87,13 +87,12 @@ def test_fake_gangs_that_have_nothing_to_do_with_each_other_are_none() -> None:
 
 
 def test_a_fake_default_gives_way_to_torchs_own(store: None) -> None:
-    original = torch_registry._torch_init_process_group
     gangs = eg.create_parallel_gangs(eg.FakeGang(CPU, size=4), tp_size=2)
     gangs.device_mesh("rdp", "tp")
     assert dist.get_world_size() == 4
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
-    assert dist.init_process_group is dist.distributed_c10d.init_process_group is original
+    assert dist.init_process_group is dist.distributed_c10d.init_process_group is TORCHS_OWN
     with pytest.raises(ValueError, match="twice"):
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with pytest.raises(eg.InvalidOperationError, match="is another one, of 1 ranks"):

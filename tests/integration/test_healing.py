@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from elasticgang import testing
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import snapshot_server as keeper_module
 from elasticgang.state import transport
@@ -66,30 +67,18 @@ def test_what_forward_changed_is_waited_for(ranks: Ranks) -> None:
     assert learner.counter.state["count"] == 99
 
 
-class _WatchedCondition(threading.Condition):
-    """Says when somebody waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited_on = threading.Event()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.waited_on.set()
-        return super().wait(timeout)
-
-
 def test_a_forward_that_takes_longer_than_a_step_takes_to_begin_is_waited_for(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(keeper_module, "READY_TIMEOUT_S", 0.0)
     source, learner = ranks(3), ranks(1)
-    source.server._changed = changed = _WatchedCondition()
+    awaited = threading.Event()
     source.server.begin(AT)
-    fetching = Background(lambda: learner.server.fetch_after([source.server.address], AT))
-    assert changed.waited_on.wait(DEADLINE_S)
-    with changed:  # so the wait has begun
-        source.counter.state["count"] = 99
-    source.server.forward_done()
+    with testing.fail_at("forward_awaited", awaited.set):
+        fetching = Background(lambda: learner.server.fetch_after([source.server.address], AT))
+        assert awaited.wait(DEADLINE_S)
+    source.counter.state["count"] = 99
+    source.server.forward_done()  # needs the lock: the wait has begun by then
     load = fetching.result()
     assert load is not None
     load()
@@ -105,7 +94,7 @@ def test_a_refusal_says_what_is_served_or_what_is_waited_for(
         (record,) = caplog.records
         return record.getMessage().partition(": ")[2]
 
-    monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(keeper_module, "READY_TIMEOUT_S", 0.05)
     monkeypatch.setattr(transport, "FORWARD_TIMEOUT_S", 0.05)
     source, learner = ranks(3), ranks(1)
     address = [source.server.address]
@@ -121,10 +110,11 @@ def test_a_refusal_says_what_is_served_or_what_is_waited_for(
 
 def test_a_wait_for_a_forward_ends_with_the_step(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     source, learner = ranks(3), ranks(1)
-    source.server._changed = changed = _WatchedCondition()
+    awaited = threading.Event()
     source.server.begin(AT)
-    fetching = Background(lambda: learner.server.fetch_after([source.server.address], AT))
-    assert changed.waited_on.wait(DEADLINE_S)
+    with testing.fail_at("forward_awaited", awaited.set):
+        fetching = Background(lambda: learner.server.fetch_after([source.server.address], AT))
+        assert awaited.wait(DEADLINE_S)
     source.server.begin(Attempt(4, 2))
     assert fetching.result() is None
     assert "ended, and it serves the state after step 4 of generation 2 now" in caplog.text
@@ -188,7 +178,7 @@ def test_many_heal_from_one_at_once(ranks: Ranks) -> None:
 def test_another_attempt_is_refused_and_nothing_changes(
     ranks: Ranks, wrong: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(keeper_module, "READY_TIMEOUT_S", 0.05)
     source, healer = ranks(3), ranks(1)
     before = healer.large(), healer.small()
     source.server.begin(AT)
@@ -206,7 +196,7 @@ def test_a_healer_waits_until_the_source_begins_the_step(ranks: Ranks) -> None:
 
 
 def test_a_source_without_state_serves_nobody(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(keeper_module, "READY_TIMEOUT_S", 0.05)
     source, healer = ranks(3), ranks(1)
     source.server.begin(None)
     assert not healer.server.heal([source.server.address], AT)
@@ -234,14 +224,9 @@ def test_nothing_is_asked_of_further_sources_once_cancelled(ranks: Ranks) -> Non
 def record_of(rank: Rank) -> bytes:
     """What a source sends for its whole state."""
     rank.server.begin(AT)
-    ours, theirs = socket.socketpair()
-    with ours:
-        sent = bytearray()
-        reader = Background(lambda: sent.extend(b"".join(iter(lambda: ours.recv(1 << 16), b""))))
-        with theirs:
-            rank.server._send_state(theirs, False)
-        reader.result()
-    return bytes(sent)
+    with transport.connect(rank.server.address) as sock:
+        transport.send(sock, json.dumps({"attempt": list(AT), "after": False}).encode())
+        return b"".join(iter(lambda: sock.recv(1 << 16), b""))
 
 
 def test_a_dead_source_is_passed_over(ranks: Ranks) -> None:

@@ -51,9 +51,9 @@ def test_few_descriptors_are_enough_and_none_is_an_error_that_passes() -> None:
 def test_a_group_that_is_dropped_ends_its_processes(rings: Rings) -> None:
     ring = rings(2)
     assert ring.sums() == [2.0, 2.0]
-    process = weakref.ref(ring[0]._comm)
-    pidfd = os.pidfd_open(ring[0]._comm.pid)
-    standby = os.pidfd_open(ring[0]._groups._standby.result(GUARD_S).pid)
+    process = weakref.ref(ring[0].comm_process)
+    pidfd = os.pidfd_open(ring[0].comm_process.pid)
+    standby = os.pidfd_open(ring[0].wait_standby(GUARD_S).pid)
     del ring.groups[0]
     gc.collect()
     assert wait_dead([pidfd, standby], 1.0) == []
@@ -67,7 +67,7 @@ def test_a_group_that_is_dropped_ends_its_processes(rings: Rings) -> None:
 def test_a_group_that_is_dropped_ends_though_a_future_waits(operation: Any, swallows: bool, rings: Rings) -> None:
     """And does not wait for its deadline."""
     ring = rings(2, timeout=60.0)
-    comm = ring[0]._comm
+    comm = ring[0].comm_process
     dropped = ring.groups.pop(0)
     if swallows:
         dropped = SwallowingProcessGroup(dropped)

@@ -123,7 +123,7 @@ def test_configure_works_though_both_processes_were_just_killed(rings: Rings) ->
     ring = rings(2, make=lambda: SwallowingProcessGroup(ProcessGroupIsolatedGloo(30.0)))
     for _ in range(5):
         for pg in ring.groups:
-            standby = pg.parent._groups._standby.result(GUARD_S)
+            standby = pg.parent.wait_standby(GUARD_S)
             for process in (standby.pid, pid(pg.parent)):
                 os.kill(process, signal.SIGKILL)
         ring.configure()
@@ -133,18 +133,18 @@ def test_configure_works_though_both_processes_were_just_killed(rings: Rings) ->
 def test_a_standby_that_dies_while_it_is_configured_is_replaced(rings: Rings) -> None:
     """It stands still, so that it is certain to die in the middle of it."""
     ring = rings(2)
-    before = ring[0]._comm
-    stopped = ring[0]._groups._standby.result(GUARD_S)
+    before = ring[0].comm_process
+    stopped = ring[0].wait_standby(GUARD_S)
     os.kill(stopped.pid, signal.SIGSTOP)
     ring[0].abort()
     address = ring.next_address()
     configuring = [ring.begin(lambda rank=rank: ring[rank].configure(address, "r", rank, 2)) for rank in (0, 1)]  # type: ignore[misc]
-    wait_until(lambda: ring[0]._comm is stopped, "it is at it", GUARD_S)
+    wait_until(lambda: ring[0].comm_process is stopped, "it is at it", GUARD_S)
     os.kill(stopped.pid, signal.SIGKILL)
     for each in configuring:
         each.result(GUARD_S)
     assert ring.sums() == [2.0, 2.0]
-    assert ring[0]._comm not in (before, stopped)
+    assert ring[0].comm_process not in (before, stopped)
 
 
 COLD = """

@@ -114,7 +114,7 @@ def test_groups_of_other_ranks_have_other_names() -> None:
     ranks_of: dict[str, tuple[int, ...]] = {}
     for name, family in families.items():
         for ranks in planned.groups(family):
-            group = ElasticRendezvous._group_name(ranks, name)
+            group = ElasticRendezvous.group_name(ranks, name)
             assert ranks_of.setdefault(group, ranks) == ranks
             assert (name in group) == (name in (CONTROL, REDUCE, REDUCE_RDP))
 

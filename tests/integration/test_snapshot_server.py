@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from elasticgang import testing
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import snapshot_server as keeper_module
@@ -84,7 +85,7 @@ def test_an_apply_waits_no_longer_than_its_limit_and_drops_the_slow(
 
 
 def test_nobody_is_let_in_between_an_apply_and_the_next_step(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "_READY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(keeper_module, "READY_TIMEOUT_S", 0.05)
     source, healer = ranks(3), ranks(1)
     source.server.begin(AT)
     with source.server.exclusive():
@@ -101,20 +102,20 @@ def test_a_reader_that_does_not_end_when_it_is_dropped_keeps_the_apply_from_happ
     source, healer = ranks(1), ranks(0)
     reads, ends = threading.Event(), threading.Event()
 
-    def read(*_: object) -> None:
+    def read() -> None:
         reads.set()
         assert ends.wait(DEADLINE_S)
 
-    monkeypatch.setattr(source.server, "_send_state", read)
     source.server.begin(AT)
-    healing = Background(lambda: healer.server.heal([source.server.address], AT))
-    try:
-        assert reads.wait(DEADLINE_S)
-        applying = Background(lambda: _raised(OperationalError, source.server))
-        assert applying.result()
-    finally:
-        ends.set()
-    assert healing.result() is False
+    with testing.fail_at("serving", read):
+        healing = Background(lambda: healer.server.heal([source.server.address], AT))
+        try:
+            assert reads.wait(DEADLINE_S)
+            applying = Background(lambda: _raised(OperationalError, source.server))
+            assert applying.result()
+        finally:
+            ends.set()
+        assert healing.result() is False
 
 
 def _raised(kind: type[Exception], state_server: SnapshotServer) -> bool:

@@ -20,7 +20,7 @@ from elasticgang.process.stacks import Frame, StackSource, describe, merge, pars
 from tests.support import wait_until
 
 GUARD_S = 20.0
-PACKAGE = stacks._PACKAGE
+PACKAGE = stacks.PACKAGE
 
 DUMP = """\
 Thread 0x00007f01 (most recent call first):
@@ -135,7 +135,7 @@ Children = Callable[..., Child]
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[Children]:
     """Read without py-spy."""
-    monkeypatch.setattr(stacks, "_by_py_spy", lambda pid: [])
+    monkeypatch.setattr(stacks, "by_py_spy", lambda pid: [])
     made: list[Child] = []
 
     def make(body: Callable[[], object], **options: bool) -> Child:
@@ -175,7 +175,7 @@ def test_a_dump_that_comes_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyP
     file = stacks.create_file()
     frames = [
         *(f'  File "/home/me/train.py", line {n} in f{n}' for n in range(5)),
-        f'  File "x" {stacks._OUTERMOST[:-1]}',
+        f'  File "x" {stacks.OUTERMOST[:-1]}',
     ]
     lines = ["Current thread 0x1 (most recent call first):", *frames]
 
@@ -185,9 +185,9 @@ def test_a_dump_that_comes_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyP
             time.sleep(0.2)
 
     writer = threading.Thread(target=write)
-    monkeypatch.setattr(stacks, "_handles", lambda pid, number: True)
+    monkeypatch.setattr(stacks, "handles_signal", lambda pid, number: True)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda pidfd, number: writer.start())
-    (thread,) = stacks._by_faulthandler(StackSource(os.getpid(), -1, file))
+    (thread,) = stacks.by_faulthandler(StackSource(os.getpid(), -1, file))
     writer.join()
     os.close(file)
     assert [frame.name for frame in thread] == ["f0", "f1", "f2", "f3", "f4"]
@@ -239,7 +239,7 @@ def test_py_spy_reads_a_process_that_does_not_help() -> None:
     code = "import time\ndef deep():\n    time.sleep(1000)\ndeep()"
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
-        (thread,) = wait_until(lambda: stacks._by_py_spy(process.pid), "its stack", GUARD_S)
+        (thread,) = wait_until(lambda: stacks.by_py_spy(process.pid), "its stack", GUARD_S)
         assert [frame.name for frame in thread][-2:] == ["deep", "<module>"]
     finally:
         process.kill()

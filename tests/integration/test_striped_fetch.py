@@ -44,7 +44,7 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[striped_fetch.Stripe
 
     monkeypatch.setattr(striped_fetch, "StripedFetch", Seen)
     monkeypatch.setattr(transport, "CHUNK_BYTES", 4000)
-    monkeypatch.setattr(keeper_module, "_BY_RANGE_FROM_BYTES", 0)
+    monkeypatch.setattr(keeper_module, "BY_RANGE_FROM_BYTES", 0)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield made
@@ -182,7 +182,7 @@ def test_an_apply_waits_for_a_pull_and_no_longer(pulls: list[striped_fetch.Strip
 
 
 def num_chunks(rank: Rank) -> int:
-    return sum(len(transport.chunks(tensor)) for tensor in flatten(rank.server._large())[1])
+    return sum(len(transport.chunks(tensor)) for tensor in flatten(rank.large())[1])
 
 
 def test_what_came_before_it_was_cancelled_is_not_asked_for_again(
@@ -203,7 +203,7 @@ def test_what_came_before_it_was_cancelled_is_not_asked_for_again(
     assert not healer.server.heal(addresses(sources), AT, cancelled.is_set)
     assert healer.server.heal(addresses(sources), AT)
     assert_healed(healer, sources)
-    assert len(came) <= num_chunks(sources[0]) + 2 * 2 * striped_fetch._RUN  # what was under way comes twice
+    assert len(came) <= num_chunks(sources[0]) + 2 * 2 * striped_fetch.RUN  # what was under way comes twice
 
 
 def test_of_another_attempt_what_has_not_changed_stays(pulls: list[striped_fetch.StripedFetch]) -> None:

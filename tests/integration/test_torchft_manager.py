@@ -179,7 +179,7 @@ def test_a_comm_process_that_is_killed_costs_a_step(make: MakeGroup, lighthouse:
         manager.wait_quorum()
         if manager.current_step() == 2 and not killed:
             pg = replicas[1].pg
-            killed.append(getattr(pg, "parent", pg)._comm.pid)
+            killed.append(getattr(pg, "parent", pg).comm_process.pid)
             os.kill(killed[0], signal.SIGKILL)
 
     run(replicas, {1: kill})
@@ -252,7 +252,7 @@ def test_an_error_in_a_managed_group_costs_a_step(make: MakeGroup, lighthouse: s
         manager.wait_quorum()
         if manager.current_step() == 2 and not killed:
             pg = replicas[1].pg
-            killed.append(getattr(pg, "parent", pg)._comm.pid)
+            killed.append(getattr(pg, "parent", pg).comm_process.pid)
             os.kill(killed[0], signal.SIGKILL)
 
     run(list(replicas), {1: kill})
@@ -296,7 +296,7 @@ def test_other_collectives_of_a_managed_group_swallow_errors_and_report_them(lig
     def kill(tries: int, manager: Manager) -> None:
         manager.wait_quorum()
         if manager.current_step() == 2 and not killed:
-            killed.append(replicas[1].pg._comm.pid)
+            killed.append(replicas[1].pg.comm_process.pid)
             os.kill(killed[0], signal.SIGKILL)
 
     run(list(replicas), {1: kill})

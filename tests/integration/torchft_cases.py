@@ -48,8 +48,8 @@ class WithInternals(ProcessGroupIsolatedGloo):
 
     @property
     def _running(self) -> CommProcess:
-        assert self._comm is not None
-        return self._comm
+        assert self.comm_process is not None
+        return self.comm_process
 
     @property
     def _p(self) -> _Process:

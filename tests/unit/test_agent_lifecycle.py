@@ -146,7 +146,7 @@ def test_a_failed_restart_is_tried_again_after_a_growing_delay() -> None:
         assert isinstance(warning, Warn)
         before_s = host.now_s
         assert host.waits() == [StartRank(1)]
-        assert host.now_s - before_s == delay_s + agent_lifecycle._ENTER_TIMEOUT_S
+        assert host.now_s - before_s == delay_s + agent_lifecycle.ENTER_TIMEOUT_S
 
 
 def test_failed_starts_give_up_after_their_budget_when_no_rank_is_left() -> None:
@@ -191,7 +191,7 @@ def test_ranks_that_start_are_waited_for_until_the_start_expires() -> None:
     host.connect()
     host.start("a0", "a1")
     assert host.asks("a0") == []
-    assert host.agent.timers() == {"start": host.now_s + agent_lifecycle._START_TIMEOUT_S}
+    assert host.agent.timers() == {"start": host.now_s + agent_lifecycle.START_TIMEOUT_S}
     assert host.waits() == [RequestQuorum()]
     assert host.agent.deadline_s is None
 
@@ -206,7 +206,7 @@ def test_the_start_does_not_expire_once_all_have_asked() -> None:
 def test_a_restart_waits_until_a_survivor_has_entered() -> None:
     host = running()
     host.exits("a1")
-    assert host.agent.timers() == {"restart 1": host.now_s + agent_lifecycle._ENTER_TIMEOUT_S}
+    assert host.agent.timers() == {"restart 1": host.now_s + agent_lifecycle.ENTER_TIMEOUT_S}
     host(RankEntered())
     assert host.agent.timers() == {"restart 1": host.now_s}
     assert host.waits() == [StartRank(1)]
@@ -215,7 +215,7 @@ def test_a_restart_waits_until_a_survivor_has_entered() -> None:
 def test_a_restart_does_not_wait_for_long_when_no_survivor_enters() -> None:
     host = running()
     host.exits("a1")
-    host.now_s += agent_lifecycle._ENTER_TIMEOUT_S
+    host.now_s += agent_lifecycle.ENTER_TIMEOUT_S
     assert host(TimePassed()) == [StartRank(1)]
 
 
@@ -223,7 +223,7 @@ def test_a_survivor_of_the_generation_before_has_not_entered_the_next() -> None:
     host = running()
     host(RankEntered())
     assert isinstance(host.exits("a1")[0], Abort)
-    assert host.agent.timers() == {"restart 1": host.now_s + agent_lifecycle._ENTER_TIMEOUT_S}
+    assert host.agent.timers() == {"restart 1": host.now_s + agent_lifecycle.ENTER_TIMEOUT_S}
 
 
 # -- LIFE-4: members that must exit
@@ -239,7 +239,7 @@ def test_a_dismissed_member_is_killed_when_it_does_not_exit() -> None:
         KillRanks(("a1",)),  # it never asked
     ]
     assert host.agent.is_retired("a0")
-    assert host.agent.timers()["exit a0"] == host.now_s + agent_lifecycle._RETIRE_TIMEOUT_S
+    assert host.agent.timers()["exit a0"] == host.now_s + agent_lifecycle.RETIRE_TIMEOUT_S
     assert host(Finished()) == []
     assert host.exits("a1") == []
     assert host.waits() == [KillRanks(("a0",))]
@@ -260,7 +260,7 @@ def test_a_member_whose_script_raised_is_killed_when_it_does_not_exit() -> None:
     host = running()
     host(Committed("a1", Attempt(1, 1)))
     host(ScriptRaised("a1"))
-    assert host.agent.timers() == {"exit a1": host.now_s + agent_lifecycle._EXIT_TIMEOUT_S}
+    assert host.agent.timers() == {"exit a1": host.now_s + agent_lifecycle.EXIT_TIMEOUT_S}
     assert host.waits() == [KillRanks(("a1",))]
     host.exits("a1", raised=True)
     assert host.waits() == [StartRank(1)]

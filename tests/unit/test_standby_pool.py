@@ -44,7 +44,7 @@ def test_one_that_does_not_come_up_in_time_is_waited_for_no_longer() -> None:
 
 @pytest.mark.timeout(30)
 def test_one_that_comes_up_after_the_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supply_module, "_CLOSE_TIMEOUT_S", 0.05, raising=False)
+    monkeypatch.setattr(supply_module, "CLOSE_TIMEOUT_S", 0.05)
     coming = starting()
     StandbyPool(lambda: coming).close()
     late = Started()

@@ -1,0 +1,105 @@
+"""No test reaches into what is private to the package: it calls what is public, or looks from outside.
+
+Private are the names with a leading underscore that a module of the package defines. A test that needs a moment in the
+runtime takes `elasticgang.testing.fail_at`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+PACKAGE = TESTS.parent / "elasticgang"
+
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+OWN = ("self", "cls", "super()")
+# A mutant replaces a rule, wherever it stands.
+MUTANTS = ("unit/mutants.py", "unit/coordinator_mutants.py")
+# Names of the package that are also others': torch's, namedtuples', argparse's.
+OTHERS = {
+    *("_allgather_base", "_base", "_device_types", "_get_backend", "_has_hooks", "_pg", "_reduce_scatter_base"),
+    *("_alltoall", "_devices", "_flatten", "_source_rank", "_timeout", "_world"),
+    *("_T", "_actions", "_exit", "_replace"),
+}
+# To be ended: none may be added.
+LEFT: dict[str, set[str]] = {
+    "chaos/test_control_plane.py": {"_POST_S", "_client", "_peers"},
+    "chaos/test_coordinator_session.py": {"_awaiting", "_newest_agreed", "_remember", "_written_by_peer"},
+    "integration/test_atomic_words.py": {"_words"},
+    "integration/test_callbacks.py": {"_reply_reader", "_threads"},
+    "integration/test_comm.py": {"_next_id"},
+    "integration/test_compiled_code.py": {"_read"},
+    "integration/test_create_process_group.py": {"_HOMES", "_OF_TORCHFT"},
+    "integration/test_fairseq2.py": {"_defaults"},
+    "integration/test_isolated_nccl.py": {"_Shared", "_WeakStorage", "_draining", "_drains", "_send_lock", "_shared"},
+    "integration/test_peer_mesh.py": {"_connections", "_num_unauthenticated"},
+    "integration/torchft_cases.py": {"_reply_reader", "_sock", "_threads"},
+    "integration/tries.py": {"_sock"},
+    "unit/test_ddp.py": {"_ddp"},
+    "unit/test_gradients.py": {"_apply", "_make_ready", "_square"},
+    "unit/test_hang_detector.py": {"_clock_ms", "_tracked"},
+    "unit/test_seat_state.py": {"_square"},
+}
+
+
+def defined_in(source: str) -> Iterator[str]:
+    """The private names that a module defines: functions, classes, constants and attributes of `self`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def reached_in(source: str, private: set[str]) -> set[str]:
+    """The names of `private` that a test takes from an object, patches, imports, or uses in a program as text."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in OWN:
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("elasticgang"):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.update(re.findall(r"(?<!self)\.(_[A-Za-z]\w*)", node.value))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getattr", "setattr", "delattr")):
+            found.update(arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+    return found & private
+
+
+def private_names() -> set[str]:
+    names = {name for path in PACKAGE.rglob("*.py") for name in defined_in(path.read_text())}
+    return {name for name in names if PRIVATE.fullmatch(name)} - OTHERS
+
+
+def test_no_test_reaches_into_private_names() -> None:
+    private = private_names()
+    assert len(private) > 300
+    paths = (path for path in sorted(TESTS.rglob("*.py")) if path != Path(__file__))
+    found = {str(path.relative_to(TESTS)): reached_in(path.read_text(), private) for path in paths}
+    assert {name: names for name, names in found.items() if names and name not in MUTANTS} == LEFT
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "manager._link.send('request')",
+        "monkeypatch.setattr(module, '_link', 1)",
+        "from elasticgang.member.manager import _link",
+        "BODY = '''if manager._link: pass'''",
+        "def f(self): return self.manager._link",
+    ],
+)
+def test_a_private_name_is_found(source: str) -> None:
+    assert reached_in(source, {"_link"}) == {"_link"}
+
+
+@pytest.mark.parametrize("source", ["self._link = 1", "tensor._version", "link = '_of_links'", "'self._link'"])
+def test_what_is_not_private_to_the_package_is_not_found(source: str) -> None:
+    assert reached_in(source, {"_link"}) == set()
