@@ -13,8 +13,8 @@ from torch import nn
 
 import elasticgang as eg
 from elasticgang.gang.elastic import Binding, ElasticGang
+from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.manager import QuorumManager
-from elasticgang.member.rendezvous import LocalRendezvous
 from elasticgang.protocol.record import Record
 from elasticgang.state.snapshot_server import SnapshotServer
 
@@ -76,7 +76,7 @@ def test_at_other_model_coordinates_it_is_built_anew_and_the_former_objects_go(
                 gc.collect()
                 assert [ref() for ref in former] == [None] * 3
                 assert state.model.module.weight.shape == (3, 1)
-                assert len(ours._reducers) == 1
+                assert len(ours._driver.reducers) == 1
     assert built == [(0, 0, 0), (0, 0, 1)]
 
 
