@@ -1,13 +1,10 @@
-"""A rank that drains: after SIGTERM or `manager.leave()`, it leaves at a step boundary that all ranks reach.
+"""A rank that drains: after SIGTERM or `manager.leave()`, it leaves at a step boundary (MANAGER-10).
 
-DRAIN-1  It leaves only after a vote that announced it and that allowed it (MEMBER-6 of `member_state.py`): then all
-    ranks stop at the same boundary, and no step is lost. A rank that never took part, or is a spare, leaves at once.
-DRAIN-2  Its agent reads on its status page that it drains, and does not restart it, however it exits.
+DRAIN-1  Its agent reads on its status page that it drains, and does not restart it, however it exits.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Callable
@@ -15,23 +12,15 @@ from types import FrameType
 
 from elasticgang.process.status_page import StatusPage
 
-log = logging.getLogger("elasticgang")
-
-
-class Drained(Exception):
-    """This rank was asked to go while it had no part in the job."""
-
 
 class Drain:
     """`request` may be called from a signal handler and from any thread; the rest is the training thread's.
 
-    `requested`: it is to go. `by_signal`: the process is to end too. `granted`: the others know, and come to the next
-    boundary.
+    `requested`: it is to go. `by_signal`: the process is to end too.
     """
 
     def __init__(self, page: StatusPage) -> None:
-        self.requested = self.by_signal = self.granted = False
-        self._has_stayed = False
+        self.requested = self.by_signal = False
         self.in_loop = False
         self.wake: Callable[[], None] = lambda: None
         self.page = page
@@ -40,16 +29,6 @@ class Drain:
         self.page.mark_draining()
         self.requested = True
         self.wake()
-
-    def vote_counted(self, *, draining: bool, leaves: bool) -> None:
-        """By a vote in which this rank said that it `draining`."""
-        self.granted = leaves
-        if draining and not leaves and not self._has_stayed:
-            self._has_stayed = True
-            log.warning(
-                "this rank is to go, but stays until another has healed the state that it alone holds: one that "
-                "starts, or spares once they fill a replica group; a second SIGTERM ends it now, and the state with it"
-            )
 
     # -- SIGTERM
 

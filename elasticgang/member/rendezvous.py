@@ -1,13 +1,11 @@
-"""A rank's way from one generation to the next: abort, request, act, configure.
+"""A rank's groups and its messages to the agent, from one generation to the next. `member_lifecycle.py` decides.
 
 The training thread alone uses it, but for what is marked: the link's thread brings aborts and join notices, the comm
 process's reader brings errors.
 
-RENDEZVOUS-1  Before this rank requests, its comm process of the old generation is dead, or has closed its groups
-    (RULE-3): the training thread waits for that in `_leave_generation`. The link's thread only marks the generation and
+RENDEZVOUS-1  Once this rank has left a generation (LEAVE_GENERATION), the comm process of that generation is dead, or
+    has closed its groups (RULE-3), and the gangs are unbound (RULE-9). The link's thread only marks the generation and
     sends the kill signal.
-RENDEZVOUS-2  After its request, it takes part in no older generation (RULE-9): the groups have ended and the gangs are
-    unbound.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,26 +31,24 @@ from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP
 from elasticgang.comm.standby_pool import CommLauncher
 from elasticgang.errors import (
     CollectiveTimeoutError,
-    EvictedError,
     GangError,
-    LayoutError,
     OperationalError,
     PeerLostError,
     StepAborted,
 )
-from elasticgang.gang import FakeGang, Gang, Gangs, create_fake_gangs
+from elasticgang.gang import Gang, Gangs
 from elasticgang.gang.elastic import Binding, ElasticGang, Group
-from elasticgang.layout import RUNTIME_GANGS, Member, ParallelLayout, plan
+from elasticgang.layout import RUNTIME_GANGS, ParallelLayout
 from elasticgang.member.agent_link import AgentLink
-from elasticgang.member.drain import Drain, Drained
 from elasticgang.member.generation import Generation
 from elasticgang.member.rank_context import RankContext
 from elasticgang.member.torch_environment import TorchEnvironment
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.process.lease import Lease
-from elasticgang.process.status_page import StatusPage, ThreadState
-from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.record import ACTIVE, SPARE, MemberReport, Record, Seat, layout_to_json
+from elasticgang.process.status_page import ThreadState
+from elasticgang.protocol import member_instructions as do
+from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
+from elasticgang.protocol.record import Record, Seat, layout_to_json
 from elasticgang.testing import reached
 
 if TYPE_CHECKING:
@@ -87,56 +82,6 @@ def why_spare(record: Record, member: str) -> str:
     return f"{record.plan.size} ranks fill {groups}; it takes the seat of one that is lost, as {turn} that waits"
 
 
-class Rendezvous(Protocol):
-    """What the manager needs to take part. Two kinds: `ElasticRendezvous`, and `LocalRendezvous` without an agent."""
-
-    member: str
-    local_rank: int
-    page: StatusPage
-    drain: Drain
-
-    @property
-    def gangs(self) -> Gangs: ...
-
-    def reduction(self, family: str) -> Gang:
-        """The ranks of `gangs.dp`, or of `gangs.rdp`, with a group of its own, which only gradients use: ranks without
-        slots reduce later in their program than the others, so that the order among a user's collectives would
-        differ."""
-
-    @property
-    def record(self) -> Record | None: ...
-
-    @property
-    def error(self) -> GangError | None:
-        """Why the present generation is over; None while it is sound or there is none."""
-
-    @property
-    def join_noticed(self) -> bool: ...
-
-    def next_generation(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
-        """Leave the present generation and block until the next is entered. `report` is what to ask with, `act` brings
-        this rank's own state to the record's committed attempt."""
-
-    def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Sum over the gang ("control" for all seats, apart from the tensors' traffic). What is returned waits for the
-        sums, the same on all ranks, and raises GangError."""
-
-    def forbid_collectives(self) -> AbstractContextManager[None]:
-        """Until it ends, collectives of the gangs raise InvalidOperationError."""
-
-    def poison(self, error: GangError) -> None: ...
-
-    def committed(self, step: int, generation: int) -> None:
-        """The agent is told of the first one of each generation, and reads the others when it needs them."""
-
-    def healed(self) -> None:
-        """This rank has loaded the committed state."""
-
-    def leave(self, finished: bool, in_order: bool, num_steps: int) -> None:
-        """Say that this rank takes part no more, then end its comm processes. `in_order`: at a boundary that the others
-        come to as well; `num_steps`: that it was to do."""
-
-
 class ElasticRendezvous:
     """A member of a job with an agent."""
 
@@ -157,14 +102,14 @@ class ElasticRendezvous:
         self._gangs: Gangs | None = None  # of the generation entered last
         self._torch_environment = TorchEnvironment()
         self._generation: Generation | None = None
-        self._aborted = (0, "")  # written by the link's thread: the newest generation that is over, and why
+        self._aborted = AbortNotice()  # written by the link's thread, as is the next
         self._joining = 0
+        self._phases: dict[str, float] = {}  # of the change under way, and when each ended
         self.drain, self.page = context.drain, context.drain.page
         self._lease = Lease(context.lease)
         self._comm_launcher = CommLauncher(ForkServerClient(socket.socket(fileno=context.forks)))
         self._groups = GroupSet(lambda: self._comm_launcher.start(self._make_process), on_stuck=self._end_rank)
         self._data = self._make_data_groups(process_group or context.process_group, device)
-        self._reported_generation = 0  # the generation of which the agent has heard a commit
         self._link = AgentLink(context.link, context.store, on_abort=self._on_abort, on_join=self._on_join)
         self._link.send("joined")
         self.drain.wake = lambda: self._link.records.put(None)
@@ -195,9 +140,11 @@ class ElasticRendezvous:
     def error(self) -> GangError | None:
         return None if self._generation is None else self._generation.error
 
-    @property
-    def join_noticed(self) -> bool:
-        return self._generation is not None and self._joining == self._generation.record.generation
+    def observe(self) -> Observed:
+        drain, link = self.drain, self._link
+        return Observed(
+            self.error, self._joining, drain.requested, drain.by_signal, link.is_job_over, self.page.successors
+        )
 
     def poison(self, error: GangError) -> None:
         if self._generation is not None:
@@ -212,17 +159,6 @@ class ElasticRendezvous:
         finally:
             for gang in self._elastic.values():
                 gang.collectives_forbidden = False
-
-    def committed(self, step: int, generation: int) -> None:
-        self._groups.prepare()  # not before the first commit: the survivors need the cores for that
-        self.page.commit(step, generation)
-        if generation != self._reported_generation:
-            self._reported_generation = generation
-            self._link.send("committed", step=step, generation=generation)
-
-    def healed(self) -> None:
-        assert self._generation is not None
-        self._link.send("healed", generation=self._generation.record.generation)
 
     def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
         generation = self._generation
@@ -248,38 +184,70 @@ class ElasticRendezvous:
 
         return wait
 
-    def next_generation(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
-        with self.page.in_thread_state(ThreadState.REQUESTING):
-            self._next_generation(report, act)
+    def perform(self, instruction: Instruction) -> Record | None:
+        match instruction:
+            case Do.LEAVE_GENERATION:
+                self._phases = {"began": time.monotonic()}
+                self.page.set_thread_state(ThreadState.REQUESTING)
+                self._leave_generation()
+                self._phases["aborted"] = time.monotonic()
+            case do.SendRequest(report, error):
+                why = {"broken": error is not None, "timed_out": isinstance(error, CollectiveTimeoutError)}
+                reached("requesting")
+                self._link.send("request", report=asdict(report), layout=layout_to_json(self._layout), **why)
+                reached("requested")
+            case Do.AWAIT_RECORD:
+                return self._await_record()
+            case do.ReportSpare(record):
+                self.page.set_thread_state(ThreadState.SPARE)
+                reason = why_spare(record, self.member)
+                log.info("rank %d waits as a spare in generation %d: %s", self.local_rank, record.generation, reason)
+                self._link.send("spare", generation=record.generation, reason=reason)
+            case do.Configure(record, seat):
+                self._configure(record, seat)
+            case Do.REPORT_HEALED:
+                assert self._generation is not None
+                self._link.send("healed", generation=self._generation.record.generation)
+            case do.ReportCommitted(attempt, announces):
+                self._groups.prepare()  # not before the first commit: the survivors need the cores for that
+                self.page.commit(*attempt)
+                if announces:
+                    self._link.send("committed", step=attempt.step, generation=attempt.generation)
+            case do.SendLeft():
+                self._link.send("left", **asdict(instruction))
+            case Do.CLOSE:
+                self._close()
+        return None
+
+    def _await_record(self) -> Record | None:
+        record = self._link.records.get()
+        if record is not None:
+            self.page.set_thread_state(ThreadState.REQUESTING)
+            self._phases["agreed"] = time.monotonic()
+            reached("record_received")
+        elif self._link.is_job_over:
+            log.info("the job has finished; %s has waited as a spare, and ends", self.member)
+        return record
+
+    def _configure(self, record: Record, seat: Seat) -> None:
+        """Configure all gangs of the generation in one round."""
+        self._phases["resolved"] = time.monotonic()
+        reached("configuring")
+        generation = self._open(record, seat)
+        try:
+            if self._aborted.ends(record.generation):  # the abort came before there was anything to poison
+                raise PeerLostError(self._aborted.reason)
+            self._connect(generation)
+        except GangError as error:
+            generation.fail(error)
+            self._groups.prepare()
+            raise
+        self._phases["configured"] = time.monotonic()
+        self._link.send("entered", phases={"generation": record.generation, **self._phases})
         self.page.set_thread_state(ThreadState.USER_CODE)
         reached("entered")
 
-    def _next_generation(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
-        while True:
-            phases = {"began": time.monotonic()}
-            error, had_part = self.error, self._generation is not None
-            why = {"broken": error is not None, "timed_out": isinstance(error, CollectiveTimeoutError)}
-            self._leave_generation()
-            phases["aborted"] = time.monotonic()
-            reached("requesting")
-            self._link.send("request", report=asdict(report()), layout=layout_to_json(self._layout), **why)
-            reached("requested")
-            record, seat = self._next_seat(act, had_part)
-            phases["agreed"] = time.monotonic()
-            act(record, seat)
-            phases["resolved"] = time.monotonic()
-            reached("configuring")
-            if not self._configure(record, seat):
-                self._groups.prepare()
-            else:
-                phases["configured"] = time.monotonic()
-                self._link.send("entered", phases={"generation": record.generation, **phases})
-                return
-
-    def leave(self, finished: bool, in_order: bool, num_steps: int) -> None:
-        if not self._link.is_job_over:
-            by_script = self.drain.requested and not self.drain.by_signal
-            self._link.send("left", finished=finished, in_order=in_order, by_script=by_script, num_steps=num_steps)
+    def _close(self) -> None:
         self.page.set_thread_state(ThreadState.LEFT)
         self._leave_generation()
         for gang in self._elastic.values():
@@ -287,39 +255,6 @@ class ElasticRendezvous:
         if self._data is not None:
             self._data.close()
         self._groups.close()
-
-    def _next_seat(self, act: Callable[[Record, Seat], None], had_part: bool) -> tuple[Record, Seat]:
-        """Wait for a record with an active or learning seat. A spare acts on each record, and waits on; its standby
-        waits with it.
-
-        Raises:
-            SystemExit: the job has finished. This rank has no part in what it led to: it ends, with code 0.
-            Drained: it is to go, and had no part before.
-        """
-        while True:
-            if self.drain.requested and not had_part:
-                raise Drained
-            record = self._link.records.get()
-            if record is None:
-                if not self._link.is_job_over:
-                    continue  # woken
-                log.info("the job has finished; %s has waited as a spare, and ends", self.member)
-                raise SystemExit(0)
-            seat = record.seat(self.member)
-            if seat is None:
-                raise EvictedError(f"generation {record.generation} has no seat for {self.member}")
-            if seat.status != SPARE:
-                self.page.set_thread_state(ThreadState.REQUESTING)
-                return record, seat
-            act(record, seat)
-            had_part = False
-            self.page.set_thread_state(ThreadState.SPARE)
-            self._report_spare(record)
-
-    def _report_spare(self, record: Record) -> None:
-        reason = why_spare(record, self.member)
-        log.info("rank %d waits as a spare in generation %d: %s", self.local_rank, record.generation, reason)
-        self._link.send("spare", generation=record.generation, reason=reason)
 
     def _leave_generation(self) -> None:
         """RENDEZVOUS-1."""
@@ -331,16 +266,19 @@ class ElasticRendezvous:
             self._data.leave()
         self._groups.leave()
 
-    def _configure(self, record: Record, seat: Seat) -> bool:
-        """Configure all gangs of the generation in one round. False: it ended before it began."""
+    def _open(self, record: Record, seat: Seat) -> Generation:
+        """The generation, with groups that nothing connects yet. From here on an abort ends it."""
         groups = self._groups.open(_COMM_TIMEOUT_S)
         data = None
         if self._data is not None:
             data = self._data.open(groups.comm.block)
             groups.on_end = data.kill
-        generation = Generation(record, seat, record.plan.ranks[self.member], groups, data)
-        self._generation = generation
+        self._generation = Generation(record, seat, record.plan.ranks[self.member], groups, data)
         self.page.use(groups.comm.block)
+        return self._generation
+
+    def _connect(self, generation: Generation) -> None:
+        record, groups = generation.record, generation.groups
         specs: dict[str, GroupSpec] = {}
         firsts: dict[str, str] = {}  # the gang that the group of several is named after
         for name in (*self._families, CONTROL, *self._reductions):
@@ -349,21 +287,14 @@ class ElasticRendezvous:
                 group = self.group_name(ranks, name)
                 specs.setdefault(group, GroupSpec(group, ranks.index(generation.rank), len(ranks)))
                 firsts.setdefault(group, name)
-        if self._aborted[0] >= record.generation:  # the abort came before there was anything to poison
-            generation.fail(PeerLostError(self._aborted[1]))
-            return False
-        try:
-            if data is None:
-                groups.connect(generation.prefix, list(specs.values()), store=self._link.store)
-            else:  # votes and totals alone
-                voting = [specs[group] for group in firsts if firsts[group] in _VOTING]
-                groups.connect(generation.prefix, voting, store=self._link.store)
-                for group, name in firsts.items():
-                    if name != CONTROL:
-                        self._connect_data(generation, name, specs[group])
-        except GangError as error:
-            generation.fail(error)
-            return False
+        if generation.data is None:
+            groups.connect(generation.prefix, list(specs.values()), store=self._link.store)
+        else:  # votes and totals alone
+            voting = [specs[group] for group in firsts if firsts[group] in _VOTING]
+            groups.connect(generation.prefix, voting, store=self._link.store)
+            for group, name in firsts.items():
+                if name != CONTROL:
+                    self._connect_data(generation, name, specs[group])
         self.page.entered(record.generation)
         for name, gang in self._elastic.items():
             ranks = self._ranks_of(generation, name)
@@ -375,7 +306,6 @@ class ElasticRendezvous:
             gang.bind(Binding(place, ranks, bound, functools.partial(self._make_group, generation)))
         self._gangs = self._snapshot()
         self._torch_environment.follow(self._gangs, master_host(record))
-        return True
 
     def _connect_data(self, generation: Generation, name: str, spec: GroupSpec) -> None:
         assert generation.data is not None
@@ -423,10 +353,10 @@ class ElasticRendezvous:
 
     def _on_abort(self, number: int, reason: str) -> None:
         """On the link's thread, which must not wait: further notices and the next record come by it."""
-        self._aborted = (number, reason)
+        self._aborted = AbortNotice(number, reason)
         reached("abort_noticed")
         generation = self._generation
-        if generation is not None and generation.record.generation <= number:
+        if generation is not None and self._aborted.ends(generation.record.generation):
             generation.groups.kill(PeerLostError(reason))
 
     def _on_join(self, number: int) -> None:
@@ -474,56 +404,3 @@ class ElasticRendezvous:
         for descriptor in descriptors:
             with contextlib.suppress(OSError):  # -1, or closed by another thread at this moment
                 os.close(descriptor)
-
-
-class LocalRendezvous:
-    """The only member of a job without agent, coordinator or subprocess."""
-
-    member = "alone"
-    local_rank = 0
-
-    def __init__(self, layout: ParallelLayout, device: torch.device) -> None:
-        if layout.num_needed > 1:
-            raise LayoutError(
-                f"the layout ({layout.sizes}) needs {layout.num_needed} ranks, but this process is alone; start it "
-                f"with `elasticgang run --nproc-per-node {layout.num_needed} ...`."
-            )
-        self._layout = layout
-        self._planned = plan([Member(self.member, "localhost")], layout)
-        fakes = {name: FakeGang(device) for name in layout.further_axes}
-        self.gangs = replace(create_fake_gangs(device), further=fakes)
-        self.record: Record | None = None
-        self.error: GangError | None = None
-        self.join_noticed = False
-        self.page = StatusPage()
-        self.drain = Drain(self.page)
-        self._torch_environment = TorchEnvironment()
-
-    def next_generation(self, report: Callable[[], MemberReport], act: Callable[[Record, Seat], None]) -> None:
-        seat = Seat(self.member, self.member, "localhost", 0, "", ACTIVE)
-        tip = report().tip or Attempt(0, 1)
-        self.record = Record("alone", 1, "", self._layout, self._planned, (seat,), (self.member,), tip)
-        self.error = None
-        act(self.record, seat)
-        self._torch_environment.follow(self.gangs, "localhost")
-
-    def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
-        return lambda: list(values)
-
-    def reduction(self, family: str) -> Gang:
-        return self.gangs.dp
-
-    def forbid_collectives(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def poison(self, error: GangError) -> None:
-        self.error = error
-
-    def committed(self, step: int, generation: int) -> None:
-        pass
-
-    def healed(self) -> None:
-        pass
-
-    def leave(self, finished: bool, in_order: bool, num_steps: int) -> None:
-        pass

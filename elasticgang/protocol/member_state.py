@@ -1,6 +1,6 @@
 """What one rank knows and holds of what is committed: the rank's side of `commit.py`.
 
-Pure: `manager.py` applies the decisions to tensors, the simulator to symbols.
+Pure: `member_lifecycle.py` decides what the rank does with it.
 
 MEMBER-1  `tip` names the state that is held; while an apply runs there is none (RULE-10).
 MEMBER-2  A prepared attempt is kept until its fate is known: a vote that was counted, or a record (RULE-4).
@@ -82,6 +82,17 @@ class MemberState:
             entered=self.entered,
             active=self.is_active,
             draining=draining,
+        )
+
+    def sources(self) -> tuple[Seat, ...]:
+        """The other members that hold this rank's part of the committed state."""
+        assert self.record is not None
+        return tuple(
+            seat
+            for seat in self.record.seats
+            if seat.member in self.active
+            and seat.member != self.member
+            and self.record.model_coordinates(seat.member) == self.holds
         )
 
     # -- one step

@@ -21,7 +21,6 @@ class Part:
     state: State | None
     active: frozenset[str]
     share: tuple[int, int] | None
-    failed: bool
 
 
 class Round(Generic[T]):
@@ -39,6 +38,11 @@ class Round(Generic[T]):
         return len(self.parts) == self.size
 
 
+class Sum(Round[tuple[float, ...]]):
+    def sums(self) -> list[float]:
+        return [sum(column) for column in zip(*self.parts.values(), strict=True)]
+
+
 class SimulatedGeneration:
     """`broken`: a connection of it is, so that whoever waits may fail. `severed`: what is not complete never is."""
 
@@ -51,7 +55,7 @@ class SimulatedGeneration:
         self.broken = False
         self.severed = False
         self.reductions: dict[int, Round[Part]] = {}
-        self.votes: dict[int, Round[tuple[Attempt, list[float]]]] = {}
+        self.sums: dict[tuple[str, int], Sum] = {}
 
     @property
     def is_gathered(self) -> bool:
@@ -62,15 +66,21 @@ class SimulatedGeneration:
             self.reductions[number] = Round(-1 if self.severed else len(self.seated))
         return self.reductions[number]
 
-    def vote(self, number: int) -> Round[tuple[Attempt, list[float]]]:
-        if number not in self.votes:
-            self.votes[number] = Round(-1 if self.severed else len(self.seated))
-        return self.votes[number]
+    def totals(self, number: int) -> Sum:
+        return self._sum("totals", number)
+
+    def vote(self, number: int) -> Sum:
+        return self._sum("vote", number)
+
+    def _sum(self, of: str, number: int) -> Sum:
+        if (of, number) not in self.sums:
+            self.sums[of, number] = Sum(-1 if self.severed else len(self.seated))
+        return self.sums[of, number]
 
     def sever(self) -> None:
         """The network has parted its members: what they wait for does not come."""
         self.broken = self.severed = True
-        rounds: list[Round[Any]] = [*self.reductions.values(), *self.votes.values()]
+        rounds: list[Round[Any]] = [*self.reductions.values(), *self.sums.values()]
         for round_ in rounds:
             if not round_.is_complete:
                 round_.size = -1

@@ -1,6 +1,7 @@
-"""A rank of the simulation: what `manager.py` and `rendezvous.py` do, one move at a time, over the real `MemberState`.
+"""A rank of the simulation: the driver of a `MemberLifecycle`, whose instructions it carries out on symbols.
 
-A move that waits for something is possible once that is there. Faults, and what is in `RARE_MOVES`, need not happen.
+It pauses at an instruction that takes time, and goes on with a move; one that waits for something is possible once that
+is there. Faults, and what is in `RARE_MOVES`, need not happen.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elasticgang.errors import InternalError, StateLostError
-from elasticgang.protocol.commit import Action, Attempt
-from elasticgang.protocol.member_state import MemberState
-from elasticgang.protocol.record import ACTIVE, SPARE, Record
+from elasticgang.errors import GangError, InternalError, OperationalError, PeerLostError, StateLostError
+from elasticgang.protocol import member_instructions as do
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
+from elasticgang.protocol.member_lifecycle import MemberLifecycle, Next, Routine
+from elasticgang.protocol.record import ACTIVE, Record, Seat
 from elasticgang.simulation.generation import Part, SimulatedGeneration
 from elasticgang.simulation.invariants import Model, State, Violation
 
@@ -37,6 +40,18 @@ _MAX_LOST = 20
 KILLED, FAILED, DONE = -9, 1, 0
 
 
+class _Boundary(Instruction):
+    """A pause between two steps, of the script's own."""
+
+
+_BOUNDARY = _Boundary()
+_LOST = PeerLostError("a peer is lost")
+
+
+class _Torn(Exception):
+    """An optimizer has raised in the midst of an apply."""
+
+
 class Rank:
     """`state`, `gradient` and `model` are what it really has; `member_state` is what it says. `sent` and `received` are
     its socket to the agent. `round`: how many tries at a step it has begun in its generation."""
@@ -46,24 +61,26 @@ class Rank:
         self.agent = agent
         self.host = self.home = host
         self.local_rank = local_rank
-        self.member_state = MemberState(name)
+        self.lifecycle = MemberLifecycle(name, local_rank, f"{name}:1")
+        self.lifecycle.max_lost_steps = _MAX_LOST
+        self.member_state = self.lifecycle.state
+        self._script: Routine[None] | None = None
+        self._paused: Instruction | None = None  # what it is at
         self.phase = STARTING
         self.alive = True
         self.status = 0
         self.generation: SimulatedGeneration | None = None
         self.poisoned = False
-        self.regroup = True
         self.round = 0
-        self.missed = False
         self.draining = False  # it was asked to leave
         self.hangs = False  # and never does anything more
         self.raised = False  # its script has, and the process has not exited
         self.by_script = False  # it was its own script that asked
         self.is_retired = False
-        self.announces = self.has_sent_all = False  # in the vote under way; in one that all have counted
-        self.had_part = False  # in the generation before it asked
-        self.num_lost = 0  # tries at a step, in a row
-        self.aborted = 0
+        self.reports_error = False  # in the step that begins
+        self.has_forward = True  # of a step, as a learner
+        self.votes = False  # the sum that it has started last is of a vote
+        self.aborted = AbortNotice()
         self.joining = 0
         self.promised = 0  # the newest generation that was over when it asked
         self.serving: Attempt | None = None
@@ -72,6 +89,7 @@ class Rank:
         self.records: deque[Record] = deque()
         self.state: State | None = None
         self.prepared: State | None = None  # what applying makes of `state`
+        self.reported = Attempt(0, 0)  # as committed
         self.model: Model | None = None
 
     def __repr__(self) -> str:
@@ -97,7 +115,7 @@ class Rank:
         elif phase is REQUESTING:
             if self.is_retired:
                 moves.append("ends")
-            elif self.draining and not self.had_part:
+            elif self.draining and not self.lifecycle.has_seat:
                 moves.append("drains")
             elif self.records:
                 moves.append("acts")
@@ -110,15 +128,16 @@ class Rank:
         return moves
 
     def _between(self, cluster: Cluster) -> Sequence[str]:
-        member_state = self.member_state
-        if member_state.committed.step >= cluster.num_steps:
-            return ("finishes",) if member_state.tip is not None else ("requests",)
-        if self.draining and self.has_sent_all:
-            return ("drains",)
-        if self.poisoned or self.regroup:
+        if self._paused is Do.LEAVE_GENERATION:
             return ("requests",)
-        if self.num_lost > _MAX_LOST:
-            return ("leaves",)
+        self.lifecycle.observed = self._observe()
+        match self.lifecycle.at_boundary(cluster.num_steps):
+            case Next.REGROUP:
+                return ("requests",)
+            case Next.GIVE_UP:
+                return ("stops trying",)
+            case Next.LEAVE:
+                return ("finishes" if self.member_state.committed.step >= cluster.num_steps else "drains",)
         return ("begins", "reports an error")
 
     def _waiting(self, cluster: Cluster) -> Iterator[str]:
@@ -129,14 +148,17 @@ class Rank:
         if self.phase is CONFIGURING:
             if generation.is_gathered and not self.poisoned:
                 yield "configures"
-        elif self.phase is REDUCING:
-            if self.member_state.tip is None and not self.missed and not self.poisoned:
-                sources = self._sources(cluster)
+        elif isinstance(self._paused, do.Heal):
+            if not self.poisoned:
+                sources = self._sources(cluster, self._paused)
                 if any(source.serving == self.member_state.committed for source in sources):
                     yield "heals"
                 # One that has a source to wait for gives it up only after a while.
                 yield "misses" if sources else "misses all"
-            elif generation.reduction(self.round).is_complete:
+        elif self.phase is REDUCING:
+            if generation.reduction(self.round).is_complete and (
+                self.member_state.only_heals or generation.totals(self.round).is_complete
+            ):
                 yield "prepares"
                 if self.member_state.tip is not None and not self.member_state.is_active:
                     yield "prepares not"
@@ -167,32 +189,36 @@ class Rank:
             case "receives":
                 self._receive(*self.received.popleft())
             case "requests":
-                self._request(cluster)
+                self._go_on(cluster, through=Do.LEAVE_GENERATION)
             case "acts":
                 self._act(cluster, self.records.popleft())
             case "configures":
                 self._configure(cluster)
             case "fails":
                 self.poison()
-                self.phase = BETWEEN
+                if self.phase is REDUCING:  # that raises nothing
+                    self._go_on(cluster, (False, 0))
+                else:
+                    self._go_on(cluster, error=_LOST)
             case "begins" | "reports an error":
-                self._begin(failed=verb != "begins")
+                self.reports_error = verb != "begins"
+                self._go_on(cluster)
             case "heals":
                 self._heal(cluster)
             case "misses" | "misses all":
-                self.missed = True
-            case "prepares":
-                self._prepare(cluster, whole=True)
-            case "prepares not":
-                self._prepare(cluster, whole=False)
+                self._go_on(cluster, (False, 0))
+            case "prepares" | "prepares not":
+                # The generation may be over, and this rank not have seen it: then its vote cannot begin.
+                self.has_forward = verb == "prepares"
+                self._go_on(cluster, is_blind=True)
             case "counts":
-                self._count(cluster)
+                assert self.generation is not None
+                cluster.num_only_healed += self.member_state.only_heals
+                self._go_on(cluster, self.generation.vote(self.round).sums())
             case "applies":
-                self._apply(cluster)
-                self.phase = BETWEEN
-            case "finishes":
-                self.sent.append(("left", (True, False)))
-                self.end(DONE)
+                if self.prepared is not None and self.reported != self.prepared.attempt:
+                    raise Violation(f"MANAGER-8: {self.name} applies {self.prepared}, but has reported {self.reported}")
+                self._go_on(cluster, through=Do.APPLY)
             case "is to drain":
                 self.draining = True
             case "leaves by its script":
@@ -204,24 +230,37 @@ class Rank:
                 self.sent.append(("raised", None))
             case "exits early":
                 self.end(DONE)
-            case "ends":
-                self.end(DONE)
-            case "drains":
-                if self.phase is not STARTING:
-                    self.sent.append(("left", (False, self.has_sent_all, self.by_script)))
-                self.end(DONE)
+            case "finishes" | "drains" | "ends" | "stops trying":
+                if self.phase is STARTING:  # the signal's handler ends it
+                    self.end(DONE)
+                else:
+                    self._go_on(cluster)
+                    if verb == "drains" and self.alive:  # it comes to the boundary at once
+                        self._go_on(cluster)
             case "tears":  # and the script goes on
-                self.member_state.begin_apply()
-                self.state = self.prepared = self.model = None
-                self.phase = BETWEEN
+                self.prepared = None
+                self._go_on(cluster, error=_Torn())
             case "leaves":
-                self.sent.append(("left", (False, False)))
-                self.end(FAILED)
+                self._script = self._fail(cluster.num_steps)
+                self._go_on(cluster)
             case "breaks":
                 self.poison()
             case "dies":
                 self.end(KILLED)
+        self._check_words(knows_fate=verb in ("acts", "counts", "tears"))
+
+    def _check_words(self, knows_fate: bool) -> None:
+        """What it says is what it has. `knows_fate`: of what it had prepared."""
         member_state = self.member_state
+        if self.phase is not APPLYING:
+            if member_state.tip is None:
+                self.state = self.model = None
+            if member_state.pending is None:
+                if self.prepared is not None and not knows_fate and self.alive:
+                    raise Violation(f"MEMBER-2: {self.name} drops {self.prepared}, and does not know its fate")
+                self.prepared = None
+            elif self.prepared is None:
+                raise Violation(f"MANAGER-5: {self.name} says it has prepared {member_state.pending}, but has not")
         if member_state.tip is not None and (
             self.state is None or self.state.attempt != member_state.tip or member_state.torn
         ):
@@ -230,8 +269,6 @@ class Rank:
             )
         if member_state.tip is not None and member_state.holds != self.model:
             raise Violation(f"RULE-6: {self.name} says it holds the part {member_state.holds}, but has {self.model}")
-        if (member_state.pending is None) != (self.prepared is None):
-            raise Violation(f"RULE-4: {self.name} says it has prepared {member_state.pending}, but has {self.prepared}")
 
     def end(self, status: int) -> None:
         self.alive = False
@@ -259,17 +296,155 @@ class Rank:
         elif kind == "join":
             self.joining = what
         else:
-            self.aborted = what
-            if self.generation is not None and self.generation.record.generation <= what:
+            self.aborted = AbortNotice(what)
+            if self.generation is not None and self.aborted.ends(self.generation.record.generation):
                 self.poison()
 
-    def _request(self, cluster: Cluster) -> None:
-        broken, self.poisoned, self.regroup = self.poisoned, False, False
-        self.had_part = self.generation is not None
-        self.leave_generation()
-        report = self.member_state.report(self.local_rank, f"{self.name}:1", self.draining)
-        self.sent.append(("ask", (report, cluster.hosts[self.host].layout, broken)))
-        self.phase = REQUESTING
+    # -- the script, and its manager's driver
+
+    def _train(self, num_steps: int) -> Routine[None]:
+        """A loop over `manager.steps`."""
+        lifecycle = self.lifecycle
+        try:
+            while True:
+                yield _BOUNDARY
+                what = yield from lifecycle.pass_boundary(num_steps)
+                if what is Next.LEAVE:
+                    break
+                if what is not Next.STEP:
+                    continue
+                yield from lifecycle.begin()
+                if self.reports_error:
+                    lifecycle.report_error()
+                error = None
+                try:
+                    yield from lifecycle.commit(1.0, measures=False)
+                except _Torn:  # the script has caught it
+                    pass
+                except GangError as aborted:
+                    error = aborted
+                yield from lifecycle.end(error)
+        except (StateLostError, OperationalError):
+            yield from self._fail(num_steps)
+        yield from lifecycle.leave(num_steps, returned=True)
+
+    def _fail(self, num_steps: int) -> Routine[None]:
+        """An exception ends the loop and the process."""
+        yield from self.lifecycle.leave(num_steps, returned=False)
+        raise OperationalError
+
+    def _go_on(
+        self,
+        cluster: Cluster,
+        outcome: object = None,
+        *,
+        error: Exception | None = None,
+        through: Instruction | None = None,
+        is_blind: bool = False,
+    ) -> None:
+        """Carry out instructions up to one that takes time, other than `through`. `outcome`, `error`: of the one that
+        it has paused at. `is_blind`: to the end of its generation, until an instruction fails."""
+        if self._script is None:
+            self._script = self._train(cluster.num_steps)
+            next(self._script)
+        if through is not None and self._paused is through:
+            outcome = self._carry_out(cluster, through)
+        self.lifecycle.observed = self._observe(cluster.num_heirs(self.host), is_blind)
+        try:
+            while True:
+                self._paused = self._script.send(outcome) if error is None else self._script.throw(error)
+                error = None
+                phase = self._phase_at(self._paused)
+                if phase and self._paused is not through:
+                    self.phase = phase
+                    if isinstance(self._paused, do.Configure):
+                        self._arrive(cluster, self._paused.record)
+                    return
+                try:
+                    outcome = self._carry_out(cluster, self._paused)
+                except GangError as failure:
+                    self.poison()
+                    error = failure
+                    self.lifecycle.observed = self._observe(cluster.num_heirs(self.host))
+        except (StopIteration, SystemExit):
+            self.end(DONE)
+        except (OperationalError, StateLostError):
+            self.end(FAILED)
+        except InternalError as broken:
+            raise Violation(f"RULE-4: {broken}") from broken
+
+    def _phase_at(self, instruction: Instruction) -> str:
+        """Where it is while it has paused. Empty: it does not."""
+        match instruction:
+            case do.Configure():
+                return CONFIGURING
+            case do.Heal() | Do.FINISH_REDUCTION:
+                return REDUCING
+            case Do.AWAIT_SUMS:
+                return VOTING if self.votes else ""
+            case Do.AWAIT_RECORD:
+                return REQUESTING
+            case Do.APPLY:
+                return APPLYING
+        return BETWEEN if instruction in (_BOUNDARY, Do.LEAVE_GENERATION) else ""
+
+    def _observe(self, num_successors: int = 0, is_blind: bool = False) -> Observed:
+        return Observed(
+            error=_LOST if self.poisoned and not is_blind else None,
+            joining=self.joining,
+            draining=self.draining,
+            by_signal=self.draining and not self.by_script,
+            is_job_over=self.is_retired,
+            num_successors=num_successors,
+        )
+
+    def _carry_out(self, cluster: Cluster, instruction: Instruction) -> object:
+        match instruction:
+            case do.ServeState(_, tip):
+                self._begin(tip)
+            case Do.CONTRIBUTE:
+                self._contribute()
+            case do.FetchForward():
+                return self.has_forward
+            case do.StartSum(gang, values):
+                self._start_sum(gang, values)
+            case Do.AWAIT_SUMS:  # of the totals
+                assert self.generation is not None
+                return self.generation.totals(self.round).sums()
+            case do.MakeReady():
+                self._make_ready(cluster)
+            case do.ReportCommitted(attempt):
+                self.sent.append(("committed", attempt))
+                self.reported = attempt
+            case Do.APPLY:
+                self._apply(cluster)
+            case do.Poison():
+                self.poison()
+            case Do.LEAVE_GENERATION:
+                self.leave_generation()
+                self.poisoned = False
+            case do.SendRequest(report, error):
+                if self.generation is not None:
+                    raise Violation(
+                        f"RULE-3: {self.name} requests while it runs in {self.generation.record.generation}"
+                    )
+                self.sent.append(("ask", (report, cluster.hosts[self.host].layout, error is not None)))
+            case do.SendLeft(finished, in_order, by_script):
+                if in_order and not finished:
+                    self._check_order(cluster)
+                self.sent.append(("left", (finished, in_order, by_script)))
+        return None
+
+    def _check_order(self, cluster: Cluster) -> None:
+        """It leaves in order only at a boundary that all come to."""
+        for member in self.generation.seated if self.generation is not None else ():
+            peer = cluster.ranks[member]
+            if peer is self or not peer.alive or peer.generation is not self.generation or peer.round < self.round:
+                continue
+            if peer.round > self.round or (peer.phase is BETWEEN and peer.moves(cluster)[-1:] == ["reports an error"]):
+                raise Violation(f"MANAGER-10: {self.name} leaves, but {peer.name} goes on")
+
+    # -- from generation to generation
 
     def _act(self, cluster: Cluster, record: Record) -> None:
         seat = record.seat(self.name)
@@ -277,35 +452,28 @@ class Rank:
             raise Violation(f"RULE-9: {self.name} is given generation {record.generation}, which has no seat for it")
         if record.generation <= self.member_state.entered:
             raise Violation(f"RULE-2: {self.name} enters {record.generation} after {self.member_state.entered}")
-        truth = cluster.invariants.of[record.digest]
-        try:
-            if self.member_state.action_for(record) is Action.APPLY:
-                self._apply(cluster)
-            self.member_state.enter(record, seat)
-        except StateLostError:
-            self.sent.append(("left", (False, False)))
-            self.end(FAILED)
-            return
-        self.prepared = None
-        if self.member_state.tip is None:
-            self.state = self.model = None
-            if seat.status == ACTIVE:
-                raise Violation(f"RECOVERY-2: {self.name} is active in generation {record.generation}, but has to heal")
-        elif record.committed == Attempt(0, record.generation):
-            self.state, self.model = truth, self.member_state.holds
-        if self.state is not None and self.state is not truth:
-            raise Violation(f"RULE-4: {self.name} holds {self.state} for {truth} in generation {record.generation}")
-        if self.state is not None and seat.status == ACTIVE and self.model != record.model_coordinates(self.name):
-            raise Violation(f"RULE-6: {self.name} holds {self.model}, but is seated elsewhere")
-        if seat.status == SPARE:
-            self.had_part = False
-            return
-        generation = cluster.generation(record)
-        self.generation, self.phase, self.round = generation, CONFIGURING, 0
-        if self.aborted >= record.generation:
+        self._go_on(cluster, record, through=Do.APPLY)
+        if self.alive:
+            self._check_entered(cluster.invariants.of[record.digest], record, seat)
+
+    def _check_entered(self, truth: State, record: Record, seat: Seat) -> None:
+        member_state = self.member_state
+        if member_state.tip is None and seat.status == ACTIVE:
+            raise Violation(f"RECOVERY-2: {self.name} is active in generation {record.generation}, but has to heal")
+        if member_state.tip is not None:
+            if record.committed == Attempt(0, record.generation):
+                self.state, self.model = truth, member_state.holds
+            if self.state is not truth:
+                raise Violation(f"RULE-4: {self.name} holds {self.state} for {truth} in generation {record.generation}")
+            if seat.status == ACTIVE and self.model != record.model_coordinates(self.name):
+                raise Violation(f"RULE-6: {self.name} holds {self.model}, but is seated elsewhere")
+
+    def _arrive(self, cluster: Cluster, record: Record) -> None:
+        self.generation, self.round = cluster.generation(record), 0
+        if self.aborted.ends(record.generation):
             self.poison()
         else:
-            generation.arrived.add(self.name)
+            self.generation.arrived.add(self.name)
 
     def _configure(self, cluster: Cluster) -> None:
         generation = self.generation
@@ -313,111 +481,74 @@ class Rank:
         if generation.record.digest not in cluster.written:
             raise Violation(f"RULE-1: {self.name} runs in a generation that was never agreed")
         generation.has_begun = True
-        self.phase = BETWEEN
+        self._go_on(cluster)
 
-    def _begin(self, failed: bool) -> None:
+    # -- one step
+
+    def _begin(self, tip: Attempt | None) -> None:
+        assert self.generation is not None
+        if self.generation.record.generation <= self.promised:
+            raise Violation(f"RULE-9: {self.name} takes part in {self.generation.record.generation} after it asked")
+        self.round += 1
+        self.votes = False
+        self.serving = tip
+
+    def _contribute(self) -> None:
         generation, member_state = self.generation, self.member_state
         assert generation is not None
-        if generation.record.generation <= self.promised:
-            raise Violation(f"RULE-9: {self.name} takes part in {generation.record.generation} after it asked")
-        self.round += 1
-        self.missed = False
-        self.serving = member_state.tip
-        self.phase = REDUCING
-        member_state.begin()
         share = member_state.share(generation.record.layout)
         generation.reduction(self.round).parts[self.name] = Part(
             member_state.attempt(),
             self.state if member_state.tip is not None else None,
             frozenset(member_state.active),
             None if share is None else (share.index, share.count),
-            member_state.fails or (failed and member_state.is_active),
         )
 
-    def _sources(self, cluster: Cluster) -> list[Rank]:
-        """Who may serve this rank's part of the state, now or soon."""
+    def _start_sum(self, gang: str, values: tuple[float, ...]) -> None:
+        if self.poisoned:
+            raise _LOST
         assert self.generation is not None
-        record, member_state = self.generation.record, self.member_state
+        self.votes = gang == "control"
+        sums = self.generation.vote(self.round) if self.votes else self.generation.totals(self.round)
+        sums.parts[self.name] = values
+
+    def _sources(self, cluster: Cluster, heal: do.Heal) -> list[Rank]:
+        """Those that serve the state now, or soon."""
         return [
             peer
-            for member in sorted(member_state.active)
-            if member != self.name
-            and record.model_coordinates(member) == member_state.holds
-            and (peer := cluster.ranks[member]).alive
+            for seat in sorted(heal.sources, key=lambda seat: seat.member)
+            if (peer := cluster.ranks[seat.member]).alive
             and cluster.reaches(self.host, peer.host)
-            and (
-                peer.serving == member_state.committed or (peer.generation is self.generation and peer.phase in _BEFORE)
-            )
+            and (peer.serving == heal.attempt or (peer.generation is self.generation and peer.phase in _BEFORE))
         ]
 
     def _heal(self, cluster: Cluster) -> None:
-        generation = self.generation
+        heal, generation = self._paused, self.generation
+        assert isinstance(heal, do.Heal)
         assert generation is not None
-        source = next(peer for peer in self._sources(cluster) if peer.serving == self.member_state.committed)
+        source = next(peer for peer in self._sources(cluster, heal) if peer.serving == heal.attempt)
         self.state, self.model = source.state, self.member_state.holds
-        self.member_state.healed()
+        self._go_on(cluster, (True, 0))
         if source.model != self.model or self.state is None:
             raise Violation(f"RULE-6: {self.name} is at {self.model}, but heals from {source.name} at {source.model}")
         peers = [part.state for part in generation.reduction(self.round).parts.values() if part.state is not None]
         if any(state is not self.state for state in peers):
             raise Violation(f"RULE-6: {self.name} heals to {self.state}, but the others are at {peers}")
 
-    def _prepare(self, cluster: Cluster, whole: bool) -> None:
-        generation, member_state = self.generation, self.member_state
+    def _make_ready(self, cluster: Cluster) -> None:
+        """What it has prepared can be applied without anybody else."""
+        generation, attempt = self.generation, self.member_state.pending
         assert generation is not None
-        round_ = generation.reduction(self.round)
-        parts = list(round_.parts.values())
-        if any(part.failed for part in parts) and not member_state.only_heals:
-            self.num_lost += 1
-            self.phase = BETWEEN
-            return
-        self.num_lost = 0
-        if not member_state.only_heals:
-            cluster.check_step(generation, parts)
-        attempt = member_state.attempt()
-        if member_state.tip is not None and whole and not member_state.only_heals:
-            assert self.state is not None
-            cluster.invariants.reduce(generation.record, self.state, attempt, self.round)
-            self.prepared = self.state.after(attempt, (generation.record.digest, self.round))
-            member_state.prepare(attempt)
-        self.phase = VOTING
-        if not self.poisoned:
-            noticed = self.joining == generation.record.generation
-            self.announces = self.draining
-            generation.vote(self.round).parts[self.name] = (
-                attempt,
-                member_state.ballot(attempt, noticed, self.draining, cluster.num_heirs(self.host)),
-            )
-
-    def _count(self, cluster: Cluster) -> None:
-        generation, member_state = self.generation, self.member_state
-        assert generation is not None
-        attempt = member_state.attempt()
-        votes = generation.vote(self.round).parts.values()
-        only_heals = member_state.only_heals
-        sums = [sum(column) for column in zip(*(ballot for _, ballot in votes), strict=True)]
-        try:
-            count = member_state.count(attempt, sums, self.announces)
-        except InternalError as error:
-            raise Violation(f"RULE-4: {error}") from error
-        self.regroup = self.regroup or count.regroups
-        self.has_sent_all = count.leaves
-        self.phase = BETWEEN
-        if not count.passed:
-            cluster.num_only_healed += only_heals
-            self.prepared = None
-            return
-        applies = member_state.passed(attempt)
-        self.sent.append(("committed", attempt))
-        if applies:
-            self.phase, self.serving = APPLYING, None
-        else:
-            self.state = self.model = None
+        if attempt is None or self.state is None:
+            raise Violation(f"RULE-4: {self.name} makes {attempt} ready to be applied to {self.state}")
+        cluster.check_step(generation, list(generation.reduction(self.round).parts.values()))
+        if any(values[1] for values in generation.totals(self.round).parts.values()):
+            raise Violation(f"MANAGER-6: {self.name} has prepared {attempt}, in which a rank failed")
+        cluster.invariants.reduce(generation.record, self.state, attempt, self.round)
+        self.prepared = self.state.after(attempt, (generation.record.digest, self.round))
 
     def _apply(self, cluster: Cluster) -> None:
-        assert self.prepared is not None
-        attempt = self.prepared.attempt
+        if self.prepared is None:
+            raise Violation(f"MANAGER-5: {self.name} applies what was not made ready")
         self.state, self.prepared, self.serving = self.prepared, None, None
         cluster.invariants.apply(self, self.state)
-        self.member_state.begin_apply()
-        self.member_state.end_apply(attempt)

@@ -12,9 +12,11 @@ from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, check_available, check
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import get_world_size
 from elasticgang.layout import ParallelLayout
+from elasticgang.member.interfaces import Rendezvous
+from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.manager import QuorumManager
 from elasticgang.member.rank_context import inherited
-from elasticgang.member.rendezvous import ElasticRendezvous, LocalRendezvous, Rendezvous
+from elasticgang.member.rendezvous import ElasticRendezvous
 from elasticgang.state.snapshot_server import SnapshotServer
 
 if TYPE_CHECKING:

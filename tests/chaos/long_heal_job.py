@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import elasticgang as eg
-from elasticgang.member import manager as manager_module
+from elasticgang.protocol import member_lifecycle
 from elasticgang.state import snapshot_server as keeper_module
 from elasticgang.state import striped_fetch, transport
 from tests.support import wait_until
@@ -25,7 +25,7 @@ MAX_LOST = 3
 def main() -> None:
     transport.CHUNK_BYTES = 4096
     keeper_module.BY_RANGE_FROM_BYTES = 0
-    manager_module.MAX_LOST_STEPS = MAX_LOST
+    member_lifecycle.MAX_LOST_STEPS = MAX_LOST
     torch.manual_seed(int(os.environ["LOCAL_RANK"]))
     manager = eg.join(layout=eg.ParallelLayout())
     model = eg.DistributedDataParallel(manager, nn.Linear(50_000, 1))  # 49 chunks

@@ -13,7 +13,8 @@ import torch
 from elasticgang.errors import LayoutError
 from elasticgang.gang import FakeGang, Gangs
 from elasticgang.layout import Axes, Member, ParallelLayout, plan
-from elasticgang.member.rendezvous import CONTROL, FAMILIES, REDUCE, REDUCE_RDP, ElasticRendezvous, LocalRendezvous
+from elasticgang.member.local_rendezvous import LocalRendezvous
+from elasticgang.member.rendezvous import CONTROL, FAMILIES, REDUCE, REDUCE_RDP, ElasticRendezvous
 from tests.support import REPOSITORY, Command, Job
 
 CPU = torch.device("cpu")

@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from elasticgang.errors import GangError
 from elasticgang.layout import Plan, plan
 from elasticgang.protocol import agent_lifecycle, agent_state, member_state, next_record, recovery
+from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.agent_events import (
     AgentInstruction,
     Exit,
@@ -21,6 +23,8 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
 from elasticgang.protocol.commit import Action, Attempt, Fate, Standing, action, resolve
+from elasticgang.protocol.member_instructions import Do
+from elasticgang.protocol.member_lifecycle import MemberLifecycle, Next, Routine
 from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
 from elasticgang.simulation import cluster, host
 
@@ -34,6 +38,10 @@ _beyond_max = next_record._surplus_agents
 _started = AgentLifecycle._started
 _fence = AgentLifecycle._fence
 _timers = AgentLifecycle.timers
+_reduce = MemberLifecycle._reduce
+_vote = MemberLifecycle._vote
+_next_generation = MemberLifecycle._next_generation
+_at_boundary = MemberLifecycle.at_boundary
 
 
 def _action_by_step(tip: Attempt | None, pending: Attempt | None, committed: Attempt) -> Action:
@@ -160,6 +168,72 @@ def _exit_as_if_unsignalled(self: AgentLifecycle, code: int) -> list[AgentInstru
     return [StopHelpers(), Exit(0 if self._signal else code)]
 
 
+def _edited(
+    inner: Routine[Any], drops: type[do.Instruction] | None = None, edit: Callable[[Any], Any] | None = None
+) -> Routine[Any]:
+    """`inner` without the instructions of the kind `drops`. `edit`: changes the sums that it gets."""
+    outcome: Any = None
+    error: Exception | None = None
+    while True:
+        try:
+            instruction = inner.send(outcome) if error is None else inner.throw(error)
+        except StopIteration as end:
+            return end.value
+        outcome = error = None
+        if drops is not None and isinstance(instruction, drops):
+            continue
+        try:
+            outcome = yield instruction
+        except Exception as failure:
+            error = failure
+        if edit is not None and instruction is Do.AWAIT_SUMS and error is None:
+            outcome = edit(outcome)
+
+
+def _apply_then_report(self: MemberLifecycle, attempt: Attempt) -> Routine[None]:
+    if self.state.passed(attempt):
+        yield from self._apply()
+    yield do.ReportCommitted(attempt, True)
+
+
+def _reduce_whoever_failed(self: MemberLifecycle, *args: Any) -> Routine[Any]:
+    return _edited(_reduce(self, *args), edit=lambda sums: [sums[0], 0.0, *sums[2:]])
+
+
+def _forget_when_the_vote_fails(self: MemberLifecycle, *args: Any) -> Routine[bool]:
+    try:
+        passed = yield from _vote(self, *args)
+    except GangError:
+        self.state.pending = None
+        raise
+    return passed
+
+
+def _vote_or_raise(self: MemberLifecycle, *args: Any) -> Routine[bool]:
+    """A vote that cannot begin ends there."""
+    inner, outcome = _vote(self, *args), None
+    while True:
+        try:
+            outcome = yield inner.send(outcome)
+        except StopIteration as end:
+            return bool(end.value)
+
+
+def _request_first(self: MemberLifecycle) -> Routine[None]:
+    state = self.state
+    yield do.SendRequest(state.report(self._local_rank, self._address, self.observed.draining), self.observed.error)
+    yield from _edited(_next_generation(self), drops=do.SendRequest)
+
+
+def _in_doubt_goes_on(_: MemberLifecycle) -> Routine[None]:
+    yield from ()
+
+
+def _leaves_at_once(self: MemberLifecycle, num_steps: int) -> Next:
+    self._may_leave = True
+    return _at_boundary(self, num_steps)
+
+
 def _always(value: object) -> Callable[..., Any]:
     return lambda *_: value
 
@@ -192,6 +266,13 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a failure exits with code 0": ((AgentLifecycle, "_fail", _fail_with_code_0),),
     "a signal exits with code 0": ((AgentLifecycle, "_exit", _exit_as_if_unsignalled),),
     "two ranks are forked at once": ((AgentLifecycle, "_start_next", _start_all),),
+    "a commit is applied before it is reported": ((MemberLifecycle, "_committed", _apply_then_report),),
+    "a rank prepares whoever failed": ((MemberLifecycle, "_reduce", _reduce_whoever_failed),),
+    "a vote that cannot begin makes nothing ready": ((MemberLifecycle, "_vote", _vote_or_raise),),
+    "a rank requests before it is fenced": ((MemberLifecycle, "_next_generation", _request_first),),
+    "a failed vote drops what is prepared": ((MemberLifecycle, "_vote", _forget_when_the_vote_fails),),
+    "a rank in doubt begins another step": ((MemberLifecycle, "_resolve_in_step", _in_doubt_goes_on),),
+    "a draining rank leaves without a vote": ((MemberLifecycle, "at_boundary", _leaves_at_once),),
 }
 
 # Those that take more than a few hundred random schedules, or trouble that there is none of in them. Stories show them.

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elasticgang as eg
+from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.manager import QuorumManager
-from elasticgang.member.rendezvous import LocalRendezvous
 from elasticgang.state.snapshot_server import SnapshotServer
 
 CPU = torch.device("cpu")

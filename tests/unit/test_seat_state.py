@@ -13,8 +13,8 @@ from torch import nn
 
 import elasticgang as eg
 from elasticgang.gang.elastic import Binding, ElasticGang
+from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.manager import QuorumManager
-from elasticgang.member.rendezvous import LocalRendezvous
 from elasticgang.protocol.record import Record
 from elasticgang.state.snapshot_server import SnapshotServer
 

@@ -1,0 +1,185 @@
+"""Carries out a member's instructions, on the training thread. `protocol/member_lifecycle.py` decides."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from elasticgang.errors import GangError
+from elasticgang.gang import compiled
+from elasticgang.layout import ModelCoordinates
+from elasticgang.member.interfaces import Reducer, Rendezvous, StateServer
+from elasticgang.member.seat_state import SeatState
+from elasticgang.process.status_page import ThreadState
+from elasticgang.protocol import member_instructions as do
+from elasticgang.protocol.member_instructions import Do, Instruction
+from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
+from elasticgang.protocol.record import Seat
+from elasticgang.testing import reached
+
+log = logging.getLogger("elasticgang")
+
+_T = TypeVar("_T")
+
+
+class MemberDriver:
+    """`seat_state`: what `QuorumManager.build` makes, if anything. `apply`, `prepare`, `measure`: as `commit` has
+    them."""
+
+    def __init__(self, rendezvous: Rendezvous, state_server: StateServer) -> None:
+        self.lifecycle = MemberLifecycle(rendezvous.member, rendezvous.local_rank, state_server.address)
+        self.reducers: list[Reducer] = []
+        self.seat_state: SeatState | None = None
+        self._seat_reducers: list[Reducer] = []
+        self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
+        self._apply: Callable[..., None] | None = None
+        self._prepare: Callable[..., None] | None = None
+        self._measure: Callable[[], float] | None = None
+        self._sums: Callable[[], list[float]] = list
+        self._sums_place = ""  # of a fault, once they are here
+        self._load_forward: Callable[[], None] | None = None
+        self._to_apply: Callable[[], None] = lambda: None
+
+    def commit(
+        self,
+        weight: float,
+        apply: Callable[..., None],
+        measure: Callable[[], float] | None,
+        prepare: Callable[..., None] | None,
+    ) -> bool:
+        self._apply, self._measure, self._prepare = apply, measure, prepare
+        return self.run(self.lifecycle.commit(weight, measures=measure is not None))
+
+    def run(self, routine: Routine[_T]) -> _T:
+        """Carry out the instructions of `routine` to its end. A GangError of one ends the generation."""
+        outcome: Any = None
+        error: GangError | None = None
+        while True:
+            self.lifecycle.observed = self._rendezvous.observe()
+            try:
+                instruction = routine.send(outcome) if error is None else routine.throw(error)
+            except StopIteration as end:
+                result: _T = end.value
+                return result
+            outcome = error = None
+            try:
+                outcome = self._perform(instruction)
+            except GangError as failure:
+                self._rendezvous.poison(failure)
+                error = failure
+
+    def contribute(self) -> None:
+        for reducer in self.reducers:
+            reducer.contribute()
+
+    def _perform(self, instruction: Instruction) -> Any:
+        rendezvous, state_server = self._rendezvous, self._state_server
+        match instruction:
+            case do.ServeState(index, tip):
+                self._load_forward = None
+                self._page.begin_step(index)
+                state_server.begin(tip)
+            case Do.CONTRIBUTE:
+                state_server.forward_done()
+                self.contribute()
+            case do.StartSum(gang, values, measures):
+                measured = [self._measure()] if measures and self._measure is not None else []
+                self._sums = rendezvous.start_sum(gang, [*values, *measured])
+                self._sums_place = "votes_received" if gang == "control" else "totals_received"
+            case Do.AWAIT_SUMS:
+                sums = self._sums()
+                reached(self._sums_place)
+                return sums
+            case Do.FINISH_REDUCTION:
+                for reducer in self.reducers:
+                    reducer.finish()
+            case do.MakeReady(total, measured):
+                assert self._apply is not None
+                self._to_apply = functools.partial(self._apply, total, *measured)
+                if self._prepare is not None:
+                    self._prepare(total, *measured)
+            case Do.APPLY:
+                self._apply_prepared()
+                reached("applied")
+            case do.EndStep():
+                self._end_step(instruction)
+            case do.Heal(sources, attempt):
+                reached("healing")
+                with self._page.in_thread_state(ThreadState.WAITING):
+                    healed = state_server.heal(_addresses(sources), attempt, self._is_over)
+                return healed, state_server.num_received
+            case do.FetchForward(sources, attempt):
+                with self._page.in_thread_state(ThreadState.WAITING):
+                    self._load_forward = state_server.fetch_after(_addresses(sources), attempt, self._is_over)
+                return self._load_forward is not None
+            case do.Poison(error):
+                rendezvous.poison(error)
+            case do.BuildSeat(coordinates):
+                self._build_seat(ModelCoordinates(*coordinates))
+            case Do.REPORT_HEALED:
+                rendezvous.perform(instruction)
+                reached("healed")
+            case do.ReportCommitted():
+                rendezvous.perform(instruction)
+                reached("commit_recorded")
+            case do.Configure():
+                rendezvous.perform(instruction)
+                if compiled.drop_stale():
+                    self._page.forget_steps()  # the next one may take long: it compiles
+            case Do.WARN_STAYS:
+                log.warning(
+                    "this rank is to go, but stays until another has healed the state that it alone holds: one that "
+                    "starts, or spares once they fill a replica group; a second SIGTERM ends it now, and the state "
+                    "with it"
+                )
+            case Do.CLOSE:
+                rendezvous.perform(instruction)
+                state_server.close()
+            case _:
+                return rendezvous.perform(instruction)
+        return None
+
+    def _is_over(self) -> bool:
+        return self._rendezvous.error is not None
+
+    def _apply_prepared(self) -> None:
+        with contextlib.ExitStack() as held:
+            with self._page.in_thread_state(ThreadState.WAITING):
+                held.enter_context(self._state_server.exclusive())
+            held.enter_context(self._page.in_thread_state(ThreadState.USER_CODE))
+            self._to_apply()
+            if self._load_forward is not None:
+                self._load_forward()
+
+    def _end_step(self, end: do.EndStep) -> None:
+        if end.is_computed:
+            self._page.step_done()
+        if end.is_dropped:
+            for reducer in self.reducers:
+                reducer.drop(rebuild=end.rebuilds)
+        if end.restores:
+            self._state_server.restore()
+
+    def _build_seat(self, part: ModelCoordinates) -> None:
+        """Between steps alone, so that a step's objects are the same ones throughout."""
+        built = self.seat_state
+        if built is None or built.is_for(part):
+            return
+        self._page.forget_steps()
+        with self._state_server.exclusive():  # no healer reads what goes
+            self._state_server.unregister(built.clear())
+            for reducer in self._seat_reducers:
+                reducer.close()
+                self.reducers.remove(reducer)
+        others = list(self.reducers)
+        with self._page.paused(), self._rendezvous.forbid_collectives():
+            objects = built.make(part)
+        self._seat_reducers = [reducer for reducer in self.reducers if reducer not in others]
+        self._state_server.register(**objects)
+
+
+def _addresses(sources: Sequence[Seat]) -> list[str]:
+    return [seat.address for seat in sources]

@@ -1,0 +1,73 @@
+"""The rendezvous of a job of one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+
+from elasticgang.errors import GangError, LayoutError
+from elasticgang.gang import FakeGang, Gang, create_fake_gangs
+from elasticgang.layout import Member, ParallelLayout, plan
+from elasticgang.member.drain import Drain
+from elasticgang.member.torch_environment import TorchEnvironment
+from elasticgang.process.status_page import StatusPage
+from elasticgang.protocol import member_instructions as do
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.member_instructions import Do, Instruction, Observed
+from elasticgang.protocol.record import ACTIVE, Record, Seat
+
+
+class LocalRendezvous:
+    """The only member of a job without agent, coordinator or subprocess."""
+
+    member = "alone"
+    local_rank = 0
+
+    def __init__(self, layout: ParallelLayout, device: torch.device) -> None:
+        if layout.num_needed > 1:
+            raise LayoutError(
+                f"the layout ({layout.sizes}) needs {layout.num_needed} ranks, but this process is alone; start it "
+                f"with `elasticgang run --nproc-per-node {layout.num_needed} ...`."
+            )
+        self._layout = layout
+        self._planned = plan([Member(self.member, "localhost")], layout)
+        fakes = {name: FakeGang(device) for name in layout.further_axes}
+        self.gangs = replace(create_fake_gangs(device), further=fakes)
+        self.error: GangError | None = None
+        self.page = StatusPage()
+        self.drain = Drain(self.page)
+        self.record: Record | None = None
+        self._torch_environment = TorchEnvironment()
+
+    def observe(self) -> Observed:
+        return Observed(self.error, draining=self.drain.requested, by_signal=self.drain.by_signal)
+
+    def perform(self, instruction: Instruction) -> Record | None:
+        match instruction:
+            case Do.LEAVE_GENERATION:
+                self.error = None
+            case do.SendRequest(report):
+                seat = Seat(self.member, self.member, "localhost", 0, "", ACTIVE)
+                tip = report.tip or Attempt(0, 1)
+                self.record = Record("alone", 1, "", self._layout, self._planned, (seat,), (self.member,), tip)
+            case Do.AWAIT_RECORD:
+                return self.record
+            case do.Configure():
+                self._torch_environment.follow(self.gangs, "localhost")
+        return None
+
+    def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
+        return lambda: list(values)
+
+    def reduction(self, family: str) -> Gang:
+        return self.gangs.dp
+
+    def forbid_collectives(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def poison(self, error: GangError) -> None:
+        self.error = self.error or error

@@ -1,0 +1,164 @@
+"""What a member's routines (`member_lifecycle.py`) yield to their driver, and what the driver tells them.
+
+The driver carries out one instruction at a time and sends back its outcome: None where nothing else is said.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elasticgang.errors import GangError
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import MemberReport, Record, Seat
+
+
+class Observed(NamedTuple):
+    """What other threads and processes have told this rank by now. `error`: what ended the present generation;
+    `joining`: the newest generation that somebody waits to join; `draining`: this rank is asked to leave, `by_signal`
+    or by its script; `num_successors`: as in `MemberState.ballot`."""
+
+    error: GangError | None = None
+    joining: int = 0
+    draining: bool = False
+    by_signal: bool = False
+    is_job_over: bool = False
+    num_successors: int = 0
+
+
+@dataclass(frozen=True)
+class AbortNotice:
+    """The agent's word that `generation` is over. It may come before this rank has entered it."""
+
+    generation: int = 0
+    reason: str = ""
+
+    def ends(self, generation: int) -> bool:
+        return generation <= self.generation
+
+
+class Instruction:
+    """One thing for the driver to do."""
+
+
+class Do(Instruction, enum.Enum):
+    """Instructions without arguments."""
+
+    CONTRIBUTE = "serve what forward has changed, and start to reduce what backward has accumulated"
+    FINISH_REDUCTION = "wait for the reduction"
+    AWAIT_SUMS = "wait for the sums of `StartSum`, which are the outcome"
+    APPLY = "apply what `MakeReady` has made ready"
+    REPORT_HEALED = "tell the agent that this rank has loaded the committed state"
+    WARN_STAYS = "warn that this rank drains, but holds state that nobody else has"
+    LEAVE_GENERATION = "end all groups, and wait until they have ended"
+    AWAIT_RECORD = "wait for a record, a request to leave, or the end of the job; the outcome is the record or None"
+    CLOSE = "end the comm processes and stop serving state"
+
+
+@dataclass(frozen=True)
+class BuildSeat(Instruction):
+    """Build the training state of these model coordinates, unless it is there."""
+
+    coordinates: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ServeState(Instruction):
+    """The step `index` begins on the state of `tip`: keep aside what forward changes, and serve healers."""
+
+    index: int
+    tip: Attempt | None
+
+
+@dataclass(frozen=True)
+class Heal(Instruction):
+    """Load the state of `attempt` from the members of `sources`. The outcome: whether it is loaded, and how much of it
+    has arrived if not."""
+
+    sources: tuple[Seat, ...]
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class FetchForward(Instruction):
+    """Get what forward has changed in the step on `attempt` from one of `sources`. The outcome: whether it is here."""
+
+    sources: tuple[Seat, ...]
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class StartSum(Instruction):
+    """Start to sum `values` over `gang`: "root" for totals, "control" for a vote. `measures`: and what the
+    optimizer measures of the reduced gradients."""
+
+    gang: str
+    values: tuple[float, ...]
+    measures: bool = False
+
+
+@dataclass(frozen=True)
+class MakeReady(Instruction):
+    """Make the prepared gradients ready to be applied with the sum of the weights and of what was measured."""
+
+    total: float
+    measured: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ReportCommitted(Instruction):
+    """Stamp `attempt` as committed; `announces`: and send it to the agent."""
+
+    attempt: Attempt
+    announces: bool
+
+
+@dataclass(frozen=True)
+class EndStep(Instruction):
+    """`is_dropped`: forget the gradients. `rebuilds`: an exception has left them in an unknown state. `restores`: put
+    back what forward has changed. `is_computed`: this rank has computed its share."""
+
+    is_dropped: bool
+    rebuilds: bool
+    restores: bool
+    is_computed: bool
+
+
+@dataclass(frozen=True)
+class Poison(Instruction):
+    """End the present generation."""
+
+    error: GangError
+
+
+@dataclass(frozen=True)
+class SendRequest(Instruction):
+    """Request the next generation's record. `error`: what ended the one before."""
+
+    report: MemberReport
+    error: GangError | None
+
+
+@dataclass(frozen=True)
+class Configure(Instruction):
+    """Configure the groups of `record` for `seat`. Raises GangError if the generation ends before it has begun."""
+
+    record: Record
+    seat: Seat
+
+
+@dataclass(frozen=True)
+class ReportSpare(Instruction):
+    record: Record
+
+
+@dataclass(frozen=True)
+class SendLeft(Instruction):
+    """Tell the agent that this rank takes part no more. `in_order`: at a boundary that the others come to as well;
+    `by_script`: its script asked for it; `num_steps`: that it was to take."""
+
+    finished: bool
+    in_order: bool
+    by_script: bool
+    num_steps: int

@@ -1,0 +1,371 @@
+"""One member as a state machine: its steps, and its way from one generation to the next.
+
+Pure: instructions out, their outcomes in. A member acts in one thread, so each thing it does is a *routine*: a
+generator that yields instructions (`member_instructions.py`). The driver sets `observed`, then resumes the routine with
+the outcome of its last instruction; a GangError of an instruction ends the generation and is thrown in. A routine that
+the driver drops half-way, because the script has raised, leaves the state as of that line. `member/driver.py` carries
+the instructions out on tensors, the simulator on symbols.
+
+MANAGER-1  A step is committed only through a vote in which every active member took part, prepared (RULE-4).
+MANAGER-2  When a vote fails on a rank that has prepared, the rank keeps the attempt until a record names its fate, and
+    requests that record before anything else.
+MANAGER-3  Applying communicates nothing; `torn` brackets it; a torn state is no state (RULE-10).
+MANAGER-4  A snapshot of what forward changes is taken when a step begins, and restored when the step is dropped.
+MANAGER-5  The gradients of a prepared attempt are made ready to apply before this rank gets the outcome of its vote,
+    also where the vote cannot begin. If an exception leaves the vote, the state is torn.
+MANAGER-6  A rank prepares only with the totals of all ranks: those that failed, the weights, and what was measured. A
+    step in doubt can then be applied without the ranks that died. If any rank failed, none prepares.
+MANAGER-7  A rank without state heals before it sends its totals and its vote.
+MANAGER-8  A committed attempt is reported before it is applied: a rank that dies in the act does not take it along.
+MANAGER-9  A rank requests only after its generation has ended here (RULE-3), and then acts on records alone (RULE-9).
+MANAGER-10  A draining rank leaves at a boundary between steps, after a vote that announced and allowed it (MEMBER-6);
+    at once if it has no seat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from elasticgang.errors import (
+    EvictedError,
+    GangError,
+    InternalError,
+    InvalidOperationError,
+    OperationalError,
+    PeerLostError,
+    StateLostError,
+    StepAborted,
+)
+from elasticgang.protocol import member_instructions as do
+from elasticgang.protocol.commit import Action, Attempt
+from elasticgang.protocol.member_instructions import Do, Instruction, Observed
+from elasticgang.protocol.member_state import MemberState
+from elasticgang.protocol.record import SPARE, Record, Seat
+
+MAX_LOST_STEPS = 100
+_NEVER_DROPPED = (InternalError, OperationalError, EvictedError, StateLostError)
+
+_T = TypeVar("_T")
+Routine: TypeAlias = Generator[Instruction, Any, _T]
+
+
+class Next(enum.Enum):
+    """What a member does at a boundary between steps."""
+
+    STEP = "it takes the next step"
+    REGROUP = "it requests the next generation"
+    LEAVE = "it leaves the loop over steps"
+    GIVE_UP = "it has lost too many steps in a row"
+
+
+@dataclass
+class _Step:
+    """The step under way. `heals_on`: a heal that has not ended got further than in the step before."""
+
+    attempt: Attempt
+    has_slots: bool
+    has_failed: bool = False
+    has_voted: bool = False
+    is_committed: bool = False  # and this rank's state holds it
+    heals_on: bool = False
+
+
+class MemberLifecycle:
+    """`state`: what this rank knows and holds; read it. `observed`: the driver sets it before it resumes a routine."""
+
+    def __init__(self, member: str, local_rank: int, address: str) -> None:
+        self.state = MemberState(member)
+        self.observed = Observed()
+        self.max_lost_steps = MAX_LOST_STEPS
+        self.has_left = False
+        self._local_rank, self._address = local_rank, address
+        self._step: _Step | None = None
+        self._num_lost = 0  # steps, in a row
+        self._num_received = 0  # of a heal that has not ended
+        self._regroups = True
+        self.has_seat = False
+        self._may_leave = False
+        self._has_stayed = False
+        self._announced = 0  # the generation whose first commit the agent was sent
+
+    @property
+    def _is_over(self) -> bool:
+        """Nothing of the present generation can commit any more."""
+        return self.observed.error is not None
+
+    @property
+    def _is_leaving(self) -> bool:
+        """MANAGER-10."""
+        return self.observed.draining and (self._may_leave or not self.has_seat)
+
+    # -- the loop over steps
+
+    def at_boundary(self, num_steps: int) -> Next:
+        state = self.state
+        if self._is_leaving:
+            return Next.LEAVE
+        if state.committed.step >= num_steps:  # without state: the job ends without this rank, or a peer still has it
+            return Next.REGROUP if state.tip is None else Next.LEAVE
+        if self._num_lost >= self.max_lost_steps:
+            return Next.GIVE_UP
+        return Next.REGROUP if self._regroups or self._is_over else Next.STEP
+
+    def pass_boundary(self, num_steps: int) -> Routine[Next]:
+        """Do what `at_boundary` says, and return that. After REGROUP this rank is at the same boundary again.
+
+        Raises:
+            OperationalError: too many steps in a row were lost.
+            EvictedError, StateLostError, SystemExit: as `_next_generation` does.
+        """
+        state, what = self.state, self.at_boundary(num_steps)
+        if what is Next.REGROUP:
+            yield from self._next_generation()
+        elif what is Next.STEP:
+            assert state.record is not None
+            yield do.BuildSeat(state.record.model_coordinates(state.member))
+        elif what is Next.GIVE_UP:
+            raise OperationalError(
+                f"step {state.committed.step} was lost {self._num_lost} times in a row; the last: {self.observed.error}"
+            )
+        return what
+
+    def leave(self, num_steps: int, *, returned: bool) -> Routine[None]:
+        """The loop over steps has ended: it has `returned`, or an exception has left it.
+
+        Raises:
+            SystemExit: it has returned, and a signal asked for the end of the process.
+        """
+        state, seen = self.state, self.observed
+        finished = state.committed.step >= num_steps and state.tip is not None
+        if not self.has_left:
+            self.has_left = True
+            if not seen.is_job_over:
+                yield do.SendLeft(finished, self._may_leave, seen.draining and not seen.by_signal, num_steps)
+            yield Do.CLOSE
+        if returned and self.observed.by_signal and not finished:
+            raise SystemExit(0)
+
+    # -- one step
+
+    def begin(self) -> Routine[None]:
+        state = self.state
+        if self._step is not None:
+            raise InvalidOperationError(f"step {self._step.attempt.step - 1} is still under way")
+        assert state.record is not None
+        self._step = _Step(state.attempt(), state.share(state.record.layout) is not None)
+        state.begin()
+        yield do.ServeState(state.committed.step, state.tip)
+
+    def report_error(self) -> None:
+        """This rank's gradients must not be used."""
+        if self._step is not None:
+            self._step.has_failed = True
+
+    def commit(self, weight: float, *, measures: bool) -> Routine[bool]:
+        """Vote on the step under way, and apply it when it is committed. Returns, once its fate is known, whether this
+        rank's state holds it. `measures`: the optimizer measures the reduced gradients.
+
+        Raises:
+            InvalidOperationError: the step was voted on before, or the weights of all ranks sum to 0.
+            InternalError: the ranks voted on different attempts.
+            StepAborted: this rank leaves, because it drains and has become a spare.
+            EvictedError, StateLostError, SystemExit: as `_next_generation` does.
+        """
+        step, state = self._step, self.state
+        assert step is not None
+        index = step.attempt.step - 1
+        if step.has_voted:
+            raise InvalidOperationError(f"step {index} was voted on before; there is one `optim.step` in a step")
+        step.has_voted = True
+        totals = yield from self._reduce(step, weight, measures)
+        if totals is None or totals[1] > 0:  # MANAGER-6
+            return False
+        total, _, *measured = totals
+        if total <= 0:  # the same on every rank, so that all raise and none has voted
+            raise InvalidOperationError(f"the weights of step {index} sum to {total:g} over all ranks")
+        try:
+            passed = yield from self._vote(step.attempt, total, measured)
+        except GangError:
+            if state.pending is not None:  # MANAGER-2
+                yield from self._resolve_in_step()
+        else:
+            if passed:
+                yield from self._committed(step.attempt)
+        step.is_committed = state.tip == step.attempt
+        return step.is_committed
+
+    def end(self, error: BaseException | None) -> Routine[bool]:
+        """The step is over; `error` has left it. Returns whether the error belongs to a lost step, and is dropped with
+        it.
+
+        Raises:
+            InvalidOperationError: nothing has voted on the step.
+        """
+        step, state = self._step, self.state
+        assert step is not None
+        self._step = None
+        was_over = self._is_over
+        is_lost = was_over or isinstance(error, GangError) or state.entered != step.attempt.generation
+        is_ordinary = isinstance(error, Exception) and not isinstance(error, _NEVER_DROPPED)
+        drops_error = is_ordinary and is_lost and not step.is_committed
+        restores = not step.is_committed and (error is None or drops_error)
+        yield do.EndStep(not step.is_committed, error is not None, restores, step.has_slots and error is None)
+        if state.pending is not None:  # MANAGER-5
+            state.begin_apply()
+            yield do.Poison(PeerLostError(f"an exception has left the vote on step {step.attempt.step - 1}"))
+        if error is None and not step.has_voted and not was_over:
+            raise InvalidOperationError(
+                f"step {step.attempt.step - 1} ended without `optim.step`, so that nothing can commit it"
+            )
+        if drops_error and isinstance(error, GangError) and not was_over:
+            yield do.Poison(error)
+        # Healers alone see whether a heal gets on: those that do not end by themselves.
+        heals_on = state.awaits_learners if state.is_active else step.heals_on
+        is_passed = state.committed.step >= step.attempt.step
+        self._num_lost = 0 if is_passed else self._num_lost + (not heals_on)
+        return drops_error
+
+    def _reduce(self, step: _Step, weight: float, measures: bool) -> Routine[list[float] | None]:
+        """Reduce the gradients. Returns the sum of the weights, the number of ranks that failed, and the sums of what
+        was measured; None if the step is lost, or nobody has slots (MEMBER-5)."""
+        state = self.state
+        yield Do.CONTRIBUTE
+        if state.tip is None and not self._is_over:  # MANAGER-7
+            yield from self._heal(step)
+        fails = state.fails or (state.is_active and step.has_failed)
+        start = do.StartSum("root", (weight if state.is_active else 0.0, float(fails)), measures)
+        # What measures the reduced gradients waits for them. Without, the totals cross beside the gradients.
+        if not (measures or state.only_heals or self._is_over):
+            with contextlib.suppress(GangError):
+                yield start
+        yield Do.FINISH_REDUCTION
+        if state.only_heals:
+            if not self._is_over:
+                with contextlib.suppress(GangError):  # nothing is prepared, so nothing can be in doubt
+                    yield from self._vote(step.attempt)
+            return None
+        has_forward = state.is_active
+        if not state.is_active and state.tip is not None and not self._is_over:
+            # A learner ran no forward: it gets its outcome before the vote, because those that have it may die after.
+            has_forward = yield do.FetchForward(state.sources(), state.tip)
+        try:
+            if self._is_over:
+                return None
+            if measures:
+                yield start
+            total, num_failed, *measured = yield Do.AWAIT_SUMS
+        except GangError:
+            return None
+        if self._is_over:  # the gradients may be this rank's own
+            return None
+        assert state.record is not None
+        if not num_failed and total > 0 and state.tip is not None and has_forward:
+            state.prepare(step.attempt)
+        layout = state.record.layout
+        num_groups = state.record.plan.size // layout.unit  # whose gradients are the same
+        return [total / (layout.tp * layout.pp), num_failed, *(each / num_groups for each in measured)]
+
+    def _heal(self, step: _Step) -> Routine[None]:
+        """On failure this rank stays a learner, and tries again in the next step."""
+        state, had_received = self.state, self._num_received
+        healed, self._num_received = yield do.Heal(state.sources(), state.committed)
+        step.heals_on = self._num_received > had_received
+        if healed:
+            state.healed()
+            yield Do.REPORT_HEALED
+
+    def _vote(self, attempt: Attempt, total: float = 0.0, measured: Sequence[float] = ()) -> Routine[bool]:
+        """One round over all seats. Returns whether `attempt` passed."""
+        state, seen = self.state, self.observed
+        ballot = state.ballot(attempt, seen.joining == state.entered, seen.draining, seen.num_successors)
+        lost = None
+        try:
+            yield do.StartSum("control", tuple(ballot))
+        except GangError as error:
+            lost = error
+        if state.pending is not None:  # MANAGER-5
+            try:
+                yield do.MakeReady(total, tuple(measured))
+            except GangError:
+                state.begin_apply()
+                raise
+        if lost is not None:
+            raise lost
+        sums = yield Do.AWAIT_SUMS
+        try:
+            outcome = state.count(attempt, sums, seen.draining)
+        except InternalError as error:
+            yield do.Poison(PeerLostError(str(error)))
+            raise
+        self._regroups = self._regroups or outcome.regroups
+        self._may_leave = outcome.leaves
+        if seen.draining and not outcome.leaves and not self._has_stayed:
+            self._has_stayed = True
+            yield Do.WARN_STAYS
+        return outcome.passed
+
+    def _committed(self, attempt: Attempt) -> Routine[None]:
+        applies = self.state.passed(attempt)
+        announces = attempt.generation != self._announced
+        self._announced = attempt.generation
+        yield do.ReportCommitted(attempt, announces)  # MANAGER-8
+        if applies:
+            yield from self._apply()
+
+    def _apply(self) -> Routine[None]:
+        """MANAGER-3."""
+        attempt = self.state.begin_apply()
+        yield Do.APPLY
+        self.state.end_apply(attempt)
+
+    # -- from generation to generation
+
+    def _next_generation(self) -> Routine[None]:
+        """Returns once a generation is entered, or has ended before it began; or once this rank may leave, because it
+        drains and has no seat.
+
+        Raises:
+            EvictedError: the record has no seat for this rank.
+            StateLostError: the state is to be taken from this rank, and it has none.
+            SystemExit: the job has finished. This rank has no part in what it led to: it exits with code 0.
+        """
+        state, error = self.state, self.observed.error
+        self._regroups = True  # until it has entered
+        yield Do.LEAVE_GENERATION  # MANAGER-9
+        yield do.SendRequest(state.report(self._local_rank, self._address, self.observed.draining), error)
+        while self.has_seat or not self.observed.draining:
+            record: Record | None = yield Do.AWAIT_RECORD
+            if record is None:
+                if self.observed.is_job_over:
+                    raise SystemExit(0)
+                continue
+            seat = record.seat(state.member)
+            if seat is None:
+                raise EvictedError(f"generation {record.generation} has no seat for {state.member}")
+            yield from self._resolve(record, seat)
+            self.has_seat = seat.status != SPARE
+            if self.has_seat:
+                with contextlib.suppress(GangError):
+                    yield do.Configure(record, seat)
+                    self._regroups = False
+                return
+            yield do.ReportSpare(record)
+
+    def _resolve_in_step(self) -> Routine[None]:
+        """As `_next_generation`, until one is entered: the script goes on with the step, and may use its gangs."""
+        while True:
+            yield from self._next_generation()
+            if self._is_leaving:
+                raise StepAborted("this rank leaves the job: it drains, and has no seat any more")
+            if not self._regroups:
+                return
+
+    def _resolve(self, record: Record, seat: Seat) -> Routine[None]:
+        """Bring this rank's state to what `record` says is committed."""
+        if self.state.action_for(record) is Action.APPLY:
+            yield from self._apply()
+        self.state.enter(record, seat)
