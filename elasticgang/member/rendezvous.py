@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from elasticgang.collectives.collective import Collective
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.group_set import GroupSet
@@ -234,7 +235,7 @@ class ElasticRendezvous:
         mine = torch.tensor([values] * len(ranks), dtype=torch.float64)
         of_all = torch.empty_like(mine)
         name = self._group_name(ranks, gang)
-        work = generation.groups.comm.submit(name, "alltoall_single", [of_all], [mine])
+        work = generation.groups.start(name, Collective("all_to_all", (of_all,), (mine,)))
 
         def wait() -> list[float]:
             try:
