@@ -231,18 +231,17 @@ class CommProcess:
         work = CommWork(self._reply_reader, call, collective.outputs, (timeout or self.timeout) + kind.grace_s, fail)
         tensors = collective.outputs if kind.is_in_place else (*collective.outputs, *collective.inputs)
         first_input = 0 if kind.is_in_place else len(collective.outputs)
-        with torch.no_grad():
-            try:
-                for tensor in tensors:
-                    dtype = gloo_dtype(tensor.dtype) if kind.reduces else tensor.dtype
-                    work.staged.append(self._staging.stage(tensor, dtype))
-            except OSError as exc:  # the peers wait for what cannot be sent: the configuration is lost
-                error = PeerLostError(f"there was no memory to send {call} by: {exc}")
-                self._on_error(error)
-                self._end(work, error)
-                return work
-            for staged_tensor in work.staged[first_input:]:
-                staged_tensor.copy_in()
+        try:
+            for tensor in tensors:
+                dtype = gloo_dtype(tensor.dtype) if kind.reduces else tensor.dtype
+                work.staged.append(self._staging.stage(tensor, dtype))
+        except OSError as exc:  # the peers wait for what cannot be sent: the configuration is lost
+            error = PeerLostError(f"there was no memory to send {call} by: {exc}")
+            self._on_error(error)
+            self._end(work, error)
+            return work
+        for staged_tensor in work.staged[first_input:]:
+            staged_tensor.copy_in()
         if not self._start(work, self._encoded(group, collective, timeout, work.staged), group):
             self._end(work, StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
         return work

@@ -263,7 +263,7 @@ class Gang(ABC):
             raise ValueError(f"`{name}` must be a tensor, but is of {type(tensor).__name__} instead.")
         ours, its = self.device, tensor.device
         # Without an index a device is any of its type; a tensor's has one on CUDA, and none on the CPU.
-        if its.type != ours.type or (None not in (its.index, ours.index) and its.index != ours.index):
+        if its != ours and (its.type != ours.type or None not in (its.index, ours.index)):
             raise ValueError(f"`{name}` must be on the gang's device ({ours}), but is on {its} instead.")
         if tensor.layout is not torch.strided:
             raise ValueError(f"`{name}` must be dense (of layout torch.strided), but is of {tensor.layout} instead.")

@@ -387,11 +387,9 @@ class ElasticRendezvous:
         from elasticgang.comm.error_swallowing import SwallowingProcessGroup
         from elasticgang.comm.isolated import SharedProcessGroup
 
-        if generation.data is None:
-            shared = SharedProcessGroup(generation.groups, spec)
-            return SwallowingProcessGroup(shared, start=shared.start, owner=generation)
-        pg = generation.data.group(spec.name)
-        start = functools.partial(generation.data.start, spec.name)
+        groups, data = generation.groups, generation.data
+        pg = SharedProcessGroup(groups, spec) if data is None else data.group(spec.name)
+        start = functools.partial((data or groups).start, spec.name)
         return SwallowingProcessGroup(pg, start=start, owner=generation)
 
     def _make_group(self, generation: Generation, name: str, ranks: Sequence[int]) -> Group:
