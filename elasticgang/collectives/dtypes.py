@@ -23,16 +23,12 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _BITWISE = frozenset({"band", "bor", "bxor"})
 
 
-def device_dtype(call: str, op: object, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, which NCCL can reduce by `op` in `call`.
-
-    Raises:
-        ValueError: it cannot.
-    """
+def check_nccl_dtype(call: str, op: str, dtype: torch.dtype) -> None:
+    """Raise ValueError when NCCL cannot reduce tensors of `dtype` by `op` ("sum", "mean", …) in `call`."""
     if op in _BITWISE:
         raise ValueError(f"`{call}` by {op} is nothing that NCCL has; use a group of another backend.")
     if dtype in NATIVE or (dtype in _REAL and op in ("sum", "mean")):
-        return dtype
+        return
     names = ", ".join(sorted(str(known).removeprefix("torch.") for known in NATIVE))
     raise ValueError(
         f"`{call}` by {op} needs a dtype that NCCL reduces ({names}, and complex ones by sum and mean), but the "
@@ -40,20 +36,17 @@ def device_dtype(call: str, op: object, dtype: torch.dtype) -> torch.dtype:
     )
 
 
-def reduced_dtype(call: str, op: object, dtype: torch.dtype) -> torch.dtype:
-    """In which dtype tensors of `dtype` are reduced by `op` ("sum", "mean", …) in `call`.
+def gloo_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype Gloo reduces tensors of `dtype`, which `check_gloo_dtype` has let pass."""
+    return WIDENED.get(dtype) or _REAL.get(dtype, dtype)
 
-    Raises:
-        ValueError: they cannot be.
-    """
+
+def check_gloo_dtype(call: str, op: str, dtype: torch.dtype) -> None:
+    """Raise ValueError when Gloo cannot reduce tensors of `dtype` by `op` ("sum", "mean", …) in `call`."""
     if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"`{call}` by {op} needs integers, but the tensor is of {dtype} instead.")
-    if dtype in NATIVE:
-        return dtype
-    if dtype in WIDENED:
-        return WIDENED[dtype]
-    if dtype in _REAL and op in ("sum", "mean"):
-        return _REAL[dtype]
+    if dtype in NATIVE or dtype in WIDENED or (dtype in _REAL and op in ("sum", "mean")):
+        return
     names = ", ".join(sorted(str(known).removeprefix("torch.") for known in (*NATIVE, *WIDENED)))
     raise ValueError(
         f"`{call}` by {op} needs a dtype that is reduced between processes ({names}, and complex ones by sum), but the "

@@ -8,28 +8,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from elasticgang.collectives.collective import REDUCING, Collective, Then, Work, writing
+from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.dtypes import NATIVE, WIDENED
+from elasticgang.collectives.table import TABLE, Step, copy
+from elasticgang.collectives.work import Work
 
 
 def start_prepared(collective: Collective, device: torch.device, issue: Callable[[Collective], Work]) -> Work:
     """`issue` the collective on contiguous tensors of a dtype that the backend of `device` takes."""
-    taken, unpack = _contiguous(collective)
-    taken, narrow = (taken, None) if device.type == "cuda" else _as_gloo_takes(taken)
-    work = issue(taken)
-    for last in (narrow, unpack):
-        work = work if last is None else Then(work, last)
-    return work
+    taken, unpack = contiguous(collective)
+    taken, narrow = _as_backend_takes(taken, device)
+    return issue(taken).then(narrow).then(unpack)
 
 
-def _contiguous(c: Collective) -> tuple[Collective, Callable[[], None] | None]:
+def contiguous(c: Collective) -> tuple[Collective, Step | None]:
     """The collective on contiguous tensors, and a last step. Gloo goes by where elements lie, not by their index: with
     gaps between them, or other strides on other ranks, it gives wrong results and says nothing."""
     if all(tensor.is_contiguous() for tensor in (*c.inputs, *c.outputs)):
         return c, None
     with torch.no_grad():
         inputs = tuple(source.detach().contiguous() for source in c.inputs)
-        if c.is_in_place:
+        if TABLE[c.call].is_in_place:
             outputs = inputs
         else:
             outputs = tuple(
@@ -40,25 +39,33 @@ def _contiguous(c: Collective) -> tuple[Collective, Callable[[], None] | None]:
     def unpack() -> None:
         for target, staged in zip(c.outputs, outputs, strict=True):
             if staged is not target:
-                _copy(staged, target)
+                copy(staged, target)
 
     return replace(c, outputs=outputs, inputs=inputs), unpack
 
 
-def _as_gloo_takes(c: Collective) -> tuple[Collective, Callable[[], None] | None]:
-    """The collective in a dtype that Gloo knows: what moves, as bytes; what is reduced, wider. And a last step."""
-    dtype = (*c.inputs, *c.outputs)[0].dtype
-    if dtype in NATIVE or (dtype.is_complex and c.call in REDUCING):
+def _as_backend_takes(c: Collective, device: torch.device) -> tuple[Collective, Step | None]:
+    """The collective in a dtype that the backend knows: what moves over Gloo, as bytes; what is reduced, wider; complex
+    numbers as real ones. And a last step."""
+    tensors = (*c.inputs, *c.outputs)
+    if not tensors:
         return c, None
-    if c.call not in REDUCING:
-        outputs, inputs = ([t.view(-1).view(torch.uint8) for t in part] for part in (c.outputs, c.inputs))
-        return replace(c, outputs=tuple(outputs), inputs=tuple(inputs)), None
-    wide = WIDENED[dtype]
-    output = c.outputs[0].to(wide)
-    source = output if c.is_in_place else c.inputs[0].to(wide)
-    return replace(c, outputs=(output,), inputs=(source,)), lambda: _copy(output, c.outputs[0])
+    dtype, reduces, is_gloo = tensors[0].dtype, TABLE[c.call].reduces, device.type != "cuda"
+    view: Callable[[Tensor], Tensor]
+    if dtype.is_complex and (reduces or not is_gloo):
+        view = torch.view_as_real
+    elif dtype in NATIVE or not is_gloo:
+        return c, None
+    elif not reduces:
+        view = _bytes
+    else:
+        wide = WIDENED[dtype]
+        inputs = tuple(tensor.to(wide) for tensor in c.inputs)
+        output = inputs[0] if TABLE[c.call].is_in_place else c.outputs[0].to(wide)
+        return replace(c, outputs=(output,), inputs=inputs), lambda: copy(output, c.outputs[0])
+    outputs, inputs = (tuple(view(tensor.detach()) for tensor in part) for part in (c.outputs, c.inputs))
+    return replace(c, outputs=outputs, inputs=inputs), None
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
-    with writing(target):
-        target.copy_(source)
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -11,12 +11,11 @@ CALL-2  Tensors need not be contiguous. Outputs that share memory, among their e
 
 from __future__ import annotations
 
-import enum
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,27 +23,10 @@ from torch.distributed import ReduceOp
 
 from elasticgang.collectives.collective import Collective, ReduceOperation
 from elasticgang.collectives.memory_overlap import check_distinct, overlaps_itself
+from elasticgang.collectives.table import TORCH_OPERATIONS
 from elasticgang.errors import NotSupportedError
 
-
-class BitwiseOperation(enum.Enum):
-    """What torch can reduce with beyond fairseq2's `ReduceOperation`."""
-
-    BAND = 1
-    BOR = 2
-    BXOR = 3
-
-
-_OPERATIONS = {
-    ReduceOp.SUM: ReduceOperation.SUM,
-    ReduceOp.AVG: ReduceOperation.MEAN,
-    ReduceOp.PRODUCT: ReduceOperation.PRODUCT,
-    ReduceOp.MIN: ReduceOperation.MIN,
-    ReduceOp.MAX: ReduceOperation.MAX,
-    ReduceOp.BAND: BitwiseOperation.BAND,
-    ReduceOp.BOR: BitwiseOperation.BOR,
-    ReduceOp.BXOR: BitwiseOperation.BXOR,
-}
+_Form = TypeVar("_Form", bound=Callable[..., "Call"])
 
 
 @dataclass(frozen=True)
@@ -61,9 +43,25 @@ class Call:
     source: Tensor | None = None  # where the rank is written that a message came from
 
 
+FORMS: dict[str, Callable[..., Call]] = {}  # by the name of the method
+_NAMES: dict[Callable[..., Call], dict[str, str]] = {}
+
+
+def _form(*methods: str, **names: str) -> Callable[[_Form], _Form]:
+    """The function that follows gives the calls of torch's `methods`. `names`: torch's names of arguments, and
+    torchft's, where ours are others. Overloads differ by the argument's type here."""
+
+    def register(form: _Form) -> _Form:
+        FORMS.update(dict.fromkeys(methods, form))
+        _NAMES[form] = names
+        return form
+
+    return register
+
+
 def named(form: Callable[..., Call], keywords: dict[str, Any]) -> dict[str, Any]:
     """`keywords` by the names of the parameters of `form`. Raises TypeError when two of them name one."""
-    names = _NAMES.get(form, {})
+    names = _NAMES[form]
     found: dict[str, Any] = {}
     for given, value in keywords.items():
         name = names.get(given, given)
@@ -73,12 +71,14 @@ def named(form: Callable[..., Call], keywords: dict[str, Any]) -> dict[str, Any]
     return found
 
 
+@_form("allreduce", "allreduce_coalesced", tensor="tensors", op="opts")
 def allreduce(size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: Any = None) -> Call:
     outputs = _as_list(tensors)
     op = _operation(opts)
     return Call(tuple(Collective("all_reduce", (t,), (t,), op) for t in _writable(outputs)), outputs)
 
 
+@_form("broadcast", tensor="tensors", root="opts", tensor_list="tensors")
 def broadcast(size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: Any = None) -> Call:
     outputs = _as_list(tensors)
     root = _root(opts, size)
@@ -86,6 +86,7 @@ def broadcast(size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, t
     return Call(parts, outputs, _moves_objects(outputs))
 
 
+@_form("reduce", tensor="tensors", root="opts")
 def reduce(
     size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, op: Any = None, timeout: Any = None
 ) -> Call:
@@ -95,6 +96,7 @@ def reduce(
     return Call(tuple(Collective("reduce", (t,), (t,), operation, root) for t in _writable(outputs)), outputs)
 
 
+@_form("allgather", input_tensor="input_tensors")
 def allgather(
     size: int,
     output_tensors: Sequence[Sequence[Tensor]] | Sequence[Tensor],
@@ -116,6 +118,7 @@ def allgather(
     return Call(tuple(parts), lists, _moves_objects(inputs))
 
 
+@_form("allgather_coalesced", input_list="inputs")
 def allgather_coalesced(
     size: int, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
 ) -> Call:
@@ -130,10 +133,14 @@ def allgather_coalesced(
     return replace(allgather(size, by_input, inputs), result=list(output_lists))
 
 
+@_form("all_gather_single", "_allgather_base")
 def all_gather_single(size: int, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None) -> Call:
     return all_gather_single_coalesced(size, [output], [input], opts)
 
 
+@_form(
+    "all_gather_single_coalesced", "allgather_into_tensor_coalesced", output_tensors="outputs", input_tensors="inputs"
+)
 def all_gather_single_coalesced(
     size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
 ) -> Call:
@@ -145,6 +152,7 @@ def all_gather_single_coalesced(
     return Call(tuple(Collective("all_gather_single", (o,), (i,)) for o, i in pairs), list(outputs))
 
 
+@_form("reduce_scatter", output="output_tensors", input="input_tensors", op="opts")
 def reduce_scatter(
     size: int,
     output_tensors: Sequence[Tensor] | Tensor,
@@ -166,10 +174,17 @@ def reduce_scatter(
     return Call(tuple(parts), outputs)
 
 
+@_form("reduce_scatter_single", "_reduce_scatter_base", outputTensor="output", inputTensor="input")
 def reduce_scatter_single(size: int, output: Tensor, input: Tensor, opts: Any = None, timeout: Any = None) -> Call:
     return reduce_scatter_single_coalesced(size, [output], [input], opts)
 
 
+@_form(
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    output_tensors="outputs",
+    input_tensors="inputs",
+)
 def reduce_scatter_single_coalesced(
     size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
 ) -> Call:
@@ -181,6 +196,7 @@ def reduce_scatter_single_coalesced(
     return Call(tuple(Collective("reduce_scatter_single", (o,), (i,), op) for o, i in pairs), list(outputs))
 
 
+@_form("alltoall", output_tensors="outputs", input_tensors="inputs")
 def alltoall(size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Call:
     _check_options(opts)
     _for_each_rank("outputs", outputs, size)
@@ -190,6 +206,7 @@ def alltoall(size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opt
     return Call((Collective("all_to_all", tuple(outputs), tuple(inputs)),), list(outputs))
 
 
+@_form("all_to_all_single", "alltoall_base", output_buffer="output", input_buffer="input")
 def all_to_all_single(
     size: int,
     output: Tensor,
@@ -208,6 +225,7 @@ def all_to_all_single(
     return Call((Collective("all_to_all", outputs, inputs),), [output])
 
 
+@_form("gather", input_tensor="input_tensors", root="opts")
 def gather(
     size: int,
     output_tensors: Sequence[Sequence[Tensor]] | Sequence[Tensor],
@@ -230,6 +248,7 @@ def gather(
     return Call(tuple(parts), lists, _moves_objects(inputs))
 
 
+@_form("scatter", output_tensor="output_tensors", root="opts")
 def scatter(
     size: int,
     output_tensors: Sequence[Tensor] | Tensor,
@@ -252,24 +271,27 @@ def scatter(
     return Call(tuple(parts), outputs, _moves_objects(outputs))
 
 
+@_form("send", dstRank="dst_rank")
 def send(size: int, tensors: Sequence[Tensor], dst_rank: int, tag: int = 0) -> Call:
-    peer = _rank("dst_rank", dst_rank, size)
+    peer, tag = _rank("dst_rank", dst_rank, size), operator.index(tag)
     return Call(tuple(Collective("send", (), (_dense(t),), peer=peer, tag=tag) for t in tensors), list(tensors))
 
 
+@_form("recv", srcRank="src_rank")
 def recv(size: int, tensors: Sequence[Tensor], src_rank: int, tag: int = 0) -> Call:
-    peer = _rank("src_rank", src_rank, size)
+    peer, tag = _rank("src_rank", src_rank, size), operator.index(tag)
     parts = tuple(Collective("recv", (t,), (), peer=peer, tag=tag) for t in _writable(tensors))
     return Call(parts, list(tensors), _moves_objects(list(tensors)))
 
 
+@_form("recv_anysource")
 def recv_anysource(size: int, tensors: Sequence[Tensor], tag: int = 0) -> Call:
     """One tensor, from whichever rank sends it first under the `tag`."""
     tensors = list(tensors)
     if len(tensors) != 1:
         raise ValueError(f"`tensors` must be one tensor, but are {len(tensors)} instead.")
     source = torch.full((1,), -1, dtype=torch.int64, device="cpu")
-    part = Collective("recv_anysource", (*_writable(tensors), source), tag=tag)
+    part = Collective("recv_anysource", (*_writable(tensors), source), tag=operator.index(tag))
     return Call((part,), tensors, is_exact=True, source=source)
 
 
@@ -286,30 +308,11 @@ def monitored_barrier(wait_all_ranks: bool = False) -> Call:
     return Call((Collective("monitored_barrier", wait_all_ranks=bool(wait_all_ranks)),), [], is_exact=True)
 
 
+@_form("barrier")
 def barrier(size: int, opts: Any = None, timeout: Any = None) -> Call:
     _check_options(opts)
     token = torch.zeros(1)
     return Call((Collective("all_reduce", (token,), (token,)),), [token], is_exact=True, is_barrier=True)
-
-
-# torch's names of arguments, and torchft's, where ours are others. Overloads differ by the argument's type here.
-_NAMES: dict[Callable[..., Call], dict[str, str]] = {
-    allreduce: {"tensor": "tensors", "op": "opts"},
-    broadcast: {"tensor": "tensors", "root": "opts", "tensor_list": "tensors"},
-    reduce: {"tensor": "tensors", "root": "opts"},
-    allgather: {"input_tensor": "input_tensors"},
-    allgather_coalesced: {"input_list": "inputs"},
-    all_gather_single_coalesced: {"output_tensors": "outputs", "input_tensors": "inputs"},
-    reduce_scatter: {"output": "output_tensors", "input": "input_tensors", "op": "opts"},
-    reduce_scatter_single: {"outputTensor": "output", "inputTensor": "input"},
-    reduce_scatter_single_coalesced: {"output_tensors": "outputs", "input_tensors": "inputs"},
-    alltoall: {"output_tensors": "outputs", "input_tensors": "inputs"},
-    all_to_all_single: {"output_buffer": "output", "input_buffer": "input"},
-    gather: {"input_tensor": "input_tensors", "root": "opts"},
-    scatter: {"output_tensor": "output_tensors", "root": "opts"},
-    send: {"dstRank": "dst_rank"},
-    recv: {"srcRank": "src_rank"},
-}
 
 
 def with_timeout(call: Call, arguments: Iterable[object]) -> Call:
@@ -383,16 +386,11 @@ def _operation(opts: Any) -> Any:
     op = getattr(opts, "reduceOp", opts)
     if op is None:
         return ReduceOperation.SUM
-    for known, operation in _OPERATIONS.items():
+    for operation, known in TORCH_OPERATIONS.items():
         if op == known:
             return operation
-    name, known_names = getattr(op, "op", op), ", ".join(known.name for known in _OPERATIONS)
+    name, known_names = getattr(op, "op", op), ", ".join(known.name for known in TORCH_OPERATIONS.values())
     raise NotSupportedError(f"A reduction by {name} is not supported; use one of {known_names}.")
-
-
-def torch_operation(operation: enum.Enum) -> Any:
-    """torch's name of it."""
-    return next(known for known, ours in _OPERATIONS.items() if ours is operation)
 
 
 def _root(opts: Any, size: int) -> int:

@@ -14,10 +14,12 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 
 from elasticgang.collectives import torch_calls
-from elasticgang.collectives.collective import Work
+from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.group_backend import BackendQueries
+from elasticgang.collectives.table import check_reduction
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.untraced import leave_untraced
+from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError, StepAborted
 
 
@@ -95,8 +97,7 @@ class TorchWork(TorchWorkBase):
 
 def _check(call: Call, completed: bool, works: Sequence[Work] = ()) -> None:
     if call.is_exact and not completed:
-        reasons = (getattr(work, "reason", None) for work in works)
-        reason = next((f": {reason}" for reason in reasons if reason), "")
+        reason = next((f": {work.reason}" for work in works if work.reason), "")
         raise StepAborted(
             f"the generation ended before the call was complete, and nothing else than its result will do{reason}"
         )
@@ -110,6 +111,8 @@ def _collective(name: str, form: Callable[..., Call]) -> Callable[..., Any]:
         torch_calls.check_timeout({**dict(zip(parameters, args, strict=False)), **named}.get("timeout"))
         call = torch_calls.with_timeout(form(self._num_members(), *args, **named), (*args, *named.values()))
         call = torch_calls.check_place(call, self._place_among_members())
+        for part in call.parts:  # all of them before any is sent
+            self._check_dtype(part)
         return self._perform(name, call, args, kwargs)
 
     method.__name__ = name
@@ -118,11 +121,12 @@ def _collective(name: str, form: Callable[..., Call]) -> Callable[..., Any]:
 
 
 class CollectiveMethods(BackendQueries):
-    """All collectives of a torch process group, over `_submit`; and its name, which torch's own class keeps in a
-    backend that there is none of here."""
+    """All collectives of a torch process group (`torch_calls.FORMS`), over `_submit`; and its name, which torch's own
+    class keeps in a backend that there is none of here."""
 
     _name = ""
     _desc = ""
+    broadcast: Callable[..., Any]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -168,43 +172,17 @@ class CollectiveMethods(BackendQueries):
     def _place_among_members(self) -> int:
         return self.rank()
 
+    def _check_dtype(self, part: Collective) -> None:
+        """Raise ValueError when the backend cannot reduce the dtype of `part`. On a device, only the backend knows."""
+        if part.outputs and part.outputs[0].device.type == "cpu":
+            check_reduction(part)
+
     def _submit(self, call: Call) -> TorchWork:
         raise NotImplementedError
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`call` is what the method `name` was asked for by `args` and `kwargs`."""
         return self._submit(call)
-
-    allreduce = _collective("allreduce", torch_calls.allreduce)
-    allreduce_coalesced = _collective("allreduce_coalesced", torch_calls.allreduce)
-    allgather = _collective("allgather", torch_calls.allgather)
-    allgather_coalesced = _collective("allgather_coalesced", torch_calls.allgather_coalesced)
-    all_gather_single = _collective("all_gather_single", torch_calls.all_gather_single)
-    _allgather_base = _collective("_allgather_base", torch_calls.all_gather_single)
-    all_gather_single_coalesced = _collective("all_gather_single_coalesced", torch_calls.all_gather_single_coalesced)
-    allgather_into_tensor_coalesced = _collective(
-        "allgather_into_tensor_coalesced", torch_calls.all_gather_single_coalesced
-    )
-    reduce_scatter = _collective("reduce_scatter", torch_calls.reduce_scatter)
-    reduce_scatter_single = _collective("reduce_scatter_single", torch_calls.reduce_scatter_single)
-    _reduce_scatter_base = _collective("_reduce_scatter_base", torch_calls.reduce_scatter_single)
-    reduce_scatter_single_coalesced = _collective(
-        "reduce_scatter_single_coalesced", torch_calls.reduce_scatter_single_coalesced
-    )
-    reduce_scatter_tensor_coalesced = _collective(
-        "reduce_scatter_tensor_coalesced", torch_calls.reduce_scatter_single_coalesced
-    )
-    alltoall = _collective("alltoall", torch_calls.alltoall)
-    all_to_all_single = _collective("all_to_all_single", torch_calls.all_to_all_single)
-    alltoall_base = _collective("alltoall_base", torch_calls.all_to_all_single)
-    broadcast = _collective("broadcast", torch_calls.broadcast)
-    reduce = _collective("reduce", torch_calls.reduce)
-    gather = _collective("gather", torch_calls.gather)
-    scatter = _collective("scatter", torch_calls.scatter)
-    send = _collective("send", torch_calls.send)
-    recv = _collective("recv", torch_calls.recv)
-    recv_anysource = _collective("recv_anysource", torch_calls.recv_anysource)
-    barrier = _collective("barrier", torch_calls.barrier)
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Any:
         """`broadcast` of one tensor."""
@@ -223,5 +201,7 @@ class CollectiveMethods(BackendQueries):
             work.wait()
 
 
+for _name, _form in torch_calls.FORMS.items():
+    setattr(CollectiveMethods, _name, _collective(_name, _form))
 leave_untraced(TorchWork)
 leave_untraced(CollectiveMethods)

@@ -163,7 +163,8 @@ class Arena:
             if slab.num_taken:
                 return
             self._num_idle += 1
-            if self._free_bytes > _MAX_FREE_BYTES or self._num_idle > max_descriptors() // _IDLE_SHARE:
+            too_many = self._num_idle > 1 and self._num_idle > max_descriptors() // _IDLE_SHARE
+            if self._free_bytes > _MAX_FREE_BYTES or too_many:
                 self._discard(slab, block)
 
     def _discard(self, slab: Slab, block: Block) -> None:

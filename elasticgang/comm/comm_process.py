@@ -27,14 +27,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from elasticgang.collectives.dtypes import reduced_dtype
+from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.dtypes import gloo_dtype
+from elasticgang.collectives.table import TABLE
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.reply_reader import ReplyReader
 from elasticgang.comm.staging import Staging
 from elasticgang.comm.work import CommWork
-from elasticgang.comm.worker import IN_PLACE, MAX_FDS, MESSAGES, REDUCING, RUN, RUN_MARK
+from elasticgang.comm.worker import MAX_FDS, RUN, RUN_MARK, encoded
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.process.status_page import CommBlock, StatusPage
@@ -215,49 +216,45 @@ class CommProcess:
         self._reply("configured", timeout, "close")
 
     def submit(
-        self, group: str, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
+        self,
+        group: str,
+        collective: Collective,
+        timeout: float | None = None,
+        fail: Callable[[GangError], None] | None = None,
     ) -> CommWork:
-        """Start the collective `call` of the worker on `group`. `outputs` are written when it completes; a tensor that
-        is input and output stands in both. `timeout_s` among the `options` is of this call alone. Never raises a
-        `GangError`: the work that is returned has failed.
-
-        Raises:
-            ValueError: the call reduces, and its dtype cannot be. Nothing was sent.
-        """
+        """Start a checked collective on `group`. `timeout`: seconds, where it has none of its own; None is the
+        process's. `fail`: of `CommWork`. Never raises a `GangError`: the work that is returned has failed."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # what is made for this call is used for others
-                return self.submit(group, call, outputs, inputs, **options)
-        in_place = call in IN_PLACE
-        work = CommWork(self._reply_reader, call, outputs)
-        tensors = list(outputs) if in_place else [*outputs, *inputs]
-        dtypes = [tensor.dtype for tensor in tensors]
-        if call in REDUCING:
-            dtypes = [reduced_dtype(call, options.get("op"), dtype) for dtype in dtypes]
-        with torch.no_grad():
-            try:
-                for tensor, dtype in zip(tensors, dtypes, strict=True):
-                    work.staged.append(self._staging.stage(tensor, dtype))
-            except OSError as exc:  # the peers wait for what cannot be sent: the configuration is lost
-                error = PeerLostError(f"there was no memory to send {call} by: {exc}")
-                self._on_error(error)
-                self._end(work, error)
-                return work
-            for index, staged_tensor in enumerate(work.staged):
-                if in_place or index >= len(outputs):
-                    staged_tensor.copy_in()
-        if not self._start(work, self._encoded(group, call, options, work.staged), group):
+                return self.submit(group, collective, timeout, fail)
+        call, kind, timeout = collective.call, TABLE[collective.call], collective.timeout_s or timeout
+        work = CommWork(self._reply_reader, call, collective.outputs, (timeout or self.timeout) + kind.grace_s, fail)
+        tensors = collective.outputs if kind.is_in_place else (*collective.outputs, *collective.inputs)
+        first_input = 0 if kind.is_in_place else len(collective.outputs)
+        try:
+            for tensor in tensors:
+                dtype = gloo_dtype(tensor.dtype) if kind.reduces else tensor.dtype
+                work.staged.append(self._staging.stage(tensor, dtype))
+        except OSError as exc:  # the peers wait for what cannot be sent: the configuration is lost
+            error = PeerLostError(f"there was no memory to send {call} by: {exc}")
+            self._on_error(error)
+            self._end(work, error)
+            return work
+        for staged_tensor in work.staged[first_input:]:
+            staged_tensor.copy_in()
+        if not self._start(work, self._encoded(group, collective, timeout, work.staged), group):
             self._end(work, StaleGenerationError(f"{call}: the comm process of this generation was aborted"))
         return work
 
-    def _encoded(self, group: str, call: str, options: dict[str, object], staged_tensors: Sequence[Any]) -> bytes:
+    def _encoded(self, group: str, c: Collective, timeout: float | None, staged_tensors: Sequence[Any]) -> bytes:
         """The same calls come again, since blocks do."""
         described = [staged_tensor.described for staged_tensor in staged_tensors]
-        key = (group, call, *options.items(), *described)
+        key = (group, c.call, c.op, c.peer, c.tag, timeout, c.wait_all_ranks, len(c.outputs), *described)
         body = self._bodies.get(key)
         if body is None:
             if len(self._bodies) >= _MAX_BODIES:
                 self._bodies.clear()
-            body = self._bodies[key] = json.dumps([group, call, options, described]).encode()
+            body = self._bodies[key] = json.dumps(encoded(group, c, timeout, described)).encode()
         return body
 
     def _start(self, work: CommWork, body: bytes, group: str) -> bool:
@@ -270,7 +267,7 @@ class CommProcess:
                 id = self._next_id
                 self._works[id] = work
             if (block := self.block) is not None:
-                block.submitted(group, work.name in MESSAGES)
+                block.submitted(group, TABLE[work.name].is_message)
             try:
                 self._introduce(work.staged)
                 work.is_sent = True  # before it is: the process may be quick

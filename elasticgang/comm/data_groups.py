@@ -22,23 +22,16 @@ from typing import Any
 
 import torch
 import torchft.process_group as torchft
-from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-)
 from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 
-from elasticgang.collectives.collective import Collective, ReduceOperation, Then, Work, follow, writing
+from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.preparation import start_prepared
-from elasticgang.collectives.torch_calls import torch_operation
+from elasticgang.collectives.table import TABLE, compose
+from elasticgang.collectives.work import Work, follow
 from elasticgang.comm.comm_process import GroupSpec, translated
 from elasticgang.errors import (
     GangError,
-    InternalError,
     NotSupportedError,
     OperationalError,
     PeerLostError,
@@ -51,26 +44,24 @@ _WAIT_MARGIN_S = 2.0  # for the group's own timeout, which ends the collective, 
 _POLL_S = 0.005
 _MOST_UNCHECKED = 64
 
-_NOT_MADE = ("monitored_barrier", "recv_anysource")  # the others are made of those that every torchft group has
-
 MakeGroup = Callable[[], torchft.ProcessGroup]
 
 
-class DataWork:
+class DataWork(Work):
     """A collective of one configuration, in a torchft group."""
 
     def __init__(self, configuration: DataConfiguration, group: str, call: str, work: Any) -> None:
         self._configuration, self._group, self._call, self._work = configuration, group, call, work
         self.is_over = False
 
-    def wait(self, timeout: float | None = None) -> bool:
-        reason = self._wait(timeout)
+    def _wait(self, timeout: float | None) -> bool:
+        reason = self._failure(timeout)
         if reason is not None:
             self._work = None  # DATA-4
             raise translated(self._call, reason)
         return True
 
-    def get_future(self) -> Future[bool]:
+    def _future(self) -> Future[bool]:
         try:
             future = self._work.get_future()
         except RuntimeError:  # of Gloo's sends and receives
@@ -101,8 +92,9 @@ class DataWork:
     def drop(self) -> None:
         self._work = None
 
-    def _wait(self, timeout: float | None) -> str | None:
-        """Why it failed. No error leaves this frame: an error keeps its frames, and they keep the work (DATA-4)."""
+    def _failure(self, timeout: float | None) -> str | None:
+        """Wait, and say why it has failed. No error leaves this frame: an error keeps its frames, and they keep the
+        work (DATA-4)."""
         work, configuration = self._work, self._configuration
         if work is None:
             return str(configuration.error)
@@ -120,14 +112,15 @@ class DataWork:
         return None
 
     def _complete(self) -> None:
-        self._configuration.stamp(self._group, self._call, self)
-        self.is_over = True
+        if not self.is_over:
+            self.is_over = True
+            self._configuration.stamp_end(self._group, self._call)
 
     def _wait_elsewhere(self) -> Future[Any]:
         future: Future[Any] = Future()
 
         def run() -> None:
-            reason = self._wait(None)
+            reason = self._failure(None)
             if reason is None:
                 future.set_result(None)
             else:
@@ -201,37 +194,39 @@ class DataConfiguration:
         if self.error is not None:
             raise StaleGenerationError(f"the generation has ended: {self.error}")
         pg, spec = self._connected[group]
-        if collective.call in _NOT_MADE:
+        basic, last = compose(collective, spec.rank, spec.size)
+        if not TABLE[basic.call].is_basic:
             raise NotSupportedError(f"{type(pg).__name__} has no `{collective.call}`; isolated-gloo has it.")
-        basic, last = _as_basic(collective, spec.rank, spec.size)
-        work = start_prepared(basic, self.device, lambda taken: self._issue(group, taken))
-        return work if last is None else Then(work, last)
+        return start_prepared(basic, self.device, lambda taken: self._issue(group, taken)).then(last)
 
-    def stamp(self, group: str, call: str, ended: DataWork | None = None) -> None:
-        """Show the hang detector that a collective began, or ended."""
-        if self._block is not None and ended is None:
-            self._block.submitted(group, call in ("send", "recv"))
-        elif self._block is not None and ended is not None and not ended.is_over:
-            self._block.completed(group, call in ("send", "recv"))
+    def stamp_begin(self, group: str, call: str) -> None:
+        """Show the hang detector that a collective was submitted."""
+        if self._block is not None:
+            self._block.submitted(group, TABLE[call].is_message)
+
+    def stamp_end(self, group: str, call: str) -> None:
+        """Show the hang detector that a collective has completed."""
+        if self._block is not None:
+            self._block.completed(group, TABLE[call].is_message)
 
     def _issue(self, group: str, collective: Collective) -> Work:
         issued, last = None, None
         pg, _ = self._connected[group]
         try:
-            issued, last = _issue(pg, collective)
+            issued, last = TABLE[collective.call].issue(pg, collective)
         except (ValueError, TypeError, NotSupportedError):
             raise
         except Exception as error:
             reason = str(error) or type(error).__name__
         if issued is None:
             raise translated(collective.call, reason)
-        self.stamp(group, collective.call)
+        self.stamp_begin(group, collective.call)
         work = DataWork(self, group, collective.call, issued)
         with self._lock:
             if len(self._works) >= _MOST_UNCHECKED:
                 self._works = {work for work in self._works if not work.has_ended()}
             self._works.add(work)
-        return work if last is None else Then(work, last)
+        return work.then(last)
 
     def kill(self, error: GangError) -> None:
         """End the configuration. Never blocks; `fail` waits for the end."""
@@ -334,71 +329,3 @@ def _abort(pg: torchft.ProcessGroup) -> None:
         process.join(ABORT_TIMEOUT_S)
         pg.shutdown()
     pg.abort()
-
-
-def _as_basic(c: Collective, rank: int, size: int) -> tuple[Collective, Callable[[], None] | None]:
-    """The collective as one that every torchft group has, and a last step."""
-    with torch.no_grad():
-        match c.call:
-            case "all_gather_single":
-                whole = c.outputs[0] if c.outputs[0].is_contiguous() else torch.empty_like(c.outputs[0])
-                parts = tuple(whole.view(-1).chunk(size)) if whole.numel() else tuple(whole for _ in range(size))
-                basic = Collective("all_gather", parts, (c.inputs[0].reshape(-1),), timeout_s=c.timeout_s)
-                return basic, None if whole is c.outputs[0] else lambda: _copy(whole, c.outputs[0])
-            case "gather":
-                outputs = c.outputs or tuple(torch.empty_like(c.inputs[0]) for _ in range(size))
-                return Collective("all_gather", outputs, c.inputs, timeout_s=c.timeout_s), None
-            case "reduce":
-                total = c.outputs[0].clone(memory_format=torch.contiguous_format)
-                basic = Collective("all_reduce", (total,), (total,), c.op, timeout_s=c.timeout_s)
-                return basic, (lambda: _copy(total, c.outputs[0])) if rank == c.peer else None
-            case "reduce_scatter" | "reduce_scatter_single":
-                total = torch.cat([source.reshape(-1) for source in c.inputs])
-                basic = Collective("all_reduce", (total,), (total,), c.op, timeout_s=c.timeout_s)
-                return basic, lambda: _copy(total.view(size, -1)[rank], c.outputs[0])
-            case "scatter":
-                stacked = torch.stack(list(c.inputs)) if c.inputs else c.outputs[0].new_zeros(size, *c.outputs[0].shape)
-                basic = Collective("broadcast", (stacked,), (stacked,), peer=c.peer, timeout_s=c.timeout_s)
-                return basic, lambda: _copy(stacked[rank], c.outputs[0])
-    return c, None
-
-
-def _issue(pg: Any, c: Collective) -> tuple[Any, Callable[[], None] | None]:
-    """The work of a basic collective, of contiguous tensors, and a last step."""
-    match c.call:
-        case "all_reduce":
-            tensor = torch.view_as_real(c.outputs[0].detach()) if c.outputs[0].is_complex() else c.outputs[0]
-            is_bool_sum = c.op is ReduceOperation.SUM and tensor.dtype is torch.bool  # Gloo adds up bytes
-            op = torch_operation(ReduceOperation.MAX if is_bool_sum else c.op)
-            return pg.allreduce([tensor], _with(AllreduceOptions(), c, reduceOp=op)), None
-        case "broadcast":
-            return pg.broadcast([c.outputs[0]], _with(BroadcastOptions(), c, rootRank=c.peer)), None
-        case "all_gather":
-            return pg.allgather([list(c.outputs)], [c.inputs[0]], _with(AllgatherOptions(), c)), None
-        case "all_to_all":
-            received, sent = (torch.cat([tensor.reshape(-1) for tensor in part]) for part in (c.outputs, c.inputs))
-            sizes, sent_sizes = ([tensor.numel() for tensor in part] for part in (c.outputs, c.inputs))
-
-            def unpack() -> None:
-                for output, part in zip(c.outputs, torch.split(received, sizes), strict=True):
-                    _copy(part, output)
-
-            return pg.alltoall_base(received, sent, sizes, sent_sizes, _with(AllToAllOptions(), c)), unpack
-        case "send":
-            return pg.send([c.inputs[0]], c.peer, c.tag), None
-        case "recv":
-            return pg.recv([c.outputs[0]], c.peer, c.tag), None
-    raise InternalError(f"`{c.call}` is no basic collective")
-
-
-def _with(options: Any, c: Collective, **values: object) -> Any:
-    for name, value in values.items():
-        setattr(options, name, value)
-    if c.timeout_s is not None:
-        options.timeout = timedelta(seconds=c.timeout_s)
-    return options
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    with writing(target):
-        target.copy_(source.view(target.shape))

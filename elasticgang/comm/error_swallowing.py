@@ -11,6 +11,7 @@ SWALLOW-3  Where only the true result will do (barriers, and integers that are m
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,9 +22,11 @@ from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
-from elasticgang.collectives.collective import Collective, EndedWork, Work, follow, writing
+from elasticgang.collectives.collective import Collective, writing
+from elasticgang.collectives.table import TABLE
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods
+from elasticgang.collectives.work import Work
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
 
 MISUSE = (ValueError, TypeError, InvalidOperationError, NotSupportedError)
@@ -64,7 +67,7 @@ class Outcome:
             first, self.has_failed = not self.has_failed, True
             if first:
                 for part in self.call.parts:
-                    if not (part.is_in_place and self._keeps_in_place):
+                    if not (TABLE[part.call].is_in_place and self._keeps_in_place):
                         neutral_outputs(part)
         if self.call.is_exact:
             raise StepAborted(f"the process group failed before: {self._error}")
@@ -136,48 +139,6 @@ def neutral_outputs(collective: Collective) -> None:
             output.zero_()
 
 
-class SwallowedGangWork:
-    """A gang's collective whose errors are swallowed: `wait` gives False then."""
-
-    def __init__(
-        self, pg: SwallowingProcessGroup, configuration: object, collective: Collective, work: Work | None
-    ) -> None:
-        """`work` is None when it was never sent."""
-        self._pg, self._configuration, self._collective, self._work = pg, configuration, collective, work
-        self.reason: str | None = None  # why it failed
-        if work is None:
-            error = pg.errored()
-            self.reason = str(error)
-            Outcome(pg, configuration, Call((collective,), []), error).resolve()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if self._work is None or self.reason is not None:
-            return False
-        try:
-            return self._work.wait(timeout)
-        except GangError as error:
-            self._swallow(error)
-        return False
-
-    def get_future(self) -> Future[bool]:
-        if self._work is None:
-            return EndedWork(False).get_future()
-
-        def completed(future: Future[bool]) -> bool:
-            try:
-                return future.value()
-            except GangError as error:
-                self._swallow(error.with_traceback(None))
-                return False
-
-        return follow(self._work.get_future(), completed)
-
-    def _swallow(self, error: GangError) -> None:
-        self.reason = str(error)
-        self._pg._report(self._configuration, error)
-        Outcome(self._pg, self._configuration, Call((self._collective,), []), None).resolve()
-
-
 class Owner(Protocol):
     """What several groups belong to, and end with."""
 
@@ -243,18 +204,23 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
     def is_poisoned(self) -> bool:
         return self.errored() is not None
 
-    def start(self, collective: Collective) -> SwallowedGangWork:
+    def start(self, collective: Collective) -> Work:
         """Start a gang's checked collective. Misuse is raised; after any other error the work's `wait` gives False."""
         assert self._start_on_pg is not None
-        configuration, work = self._configuration, None
-        if self.errored() is None:
+        configuration, why = self._configuration, self.errored()
+        if why is None:
             try:
                 work = self._start_on_pg(collective)
-            except MISUSE:  # nothing was sent
-                raise
             except GangError as error:
                 self._report(configuration, error)
-        return SwallowedGangWork(self, configuration, collective, work)
+                why = self.errored() or error
+            else:
+                return work.swallowing(functools.partial(self._outcome, configuration, collective))
+        self._outcome(configuration, collective, why).resolve()
+        return Work(str(why))
+
+    def _outcome(self, configuration: object, collective: Collective, why: Exception | None = None) -> Outcome:
+        return Outcome(self, configuration, Call((collective,), []), why)
 
     @property
     def parent(self) -> ProcessGroup:
@@ -288,35 +254,43 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `CollectiveMethods.monitored_barrier`. Raises StepAborted, which names the ranks, for its error
         (SWALLOW-3)."""
-        with self._lock:
-            configuration, why = self._configuration, self._error
-        if why is None:
-            try:
-                self._pg.monitored_barrier(timeout, wait_all_ranks)
-                return
-            except MISUSE:
-                raise
-            except Exception as error:
-                self._report(configuration, error)
-                why = error
-        raise StepAborted(f"the process group failed before: {why}") from why
+        _, _, why = self._attempt(lambda: self._pg.monitored_barrier(timeout, wait_all_ranks))
+        if why is not None:
+            raise StepAborted(f"the process group failed before: {why}") from why
 
     def __repr__(self) -> str:
         return f"SwallowingProcessGroup({self._pg!r})"
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SwallowedWork:
-        work = None
+        def perform() -> Any:
+            method = getattr(self._pg, name)
+            if getattr(method, "__func__", None) is getattr(CollectiveMethods, name):
+                return method.__self__._perform(name, call, args, kwargs)  # without checking the call again
+            return method(*args, **kwargs)
+
+        configuration, work, why = self._attempt(perform)
+        outcome = Outcome(self, configuration, call, why)
+        if work is None:
+            outcome.resolve()
+        return SwallowedWork(self, work, outcome)
+
+    def _check_dtype(self, part: Collective) -> None:
+        if isinstance(self._pg, CollectiveMethods):
+            self._pg._check_dtype(part)
+        else:
+            super()._check_dtype(part)
+
+    def _attempt(self, perform: Callable[[], Any]) -> tuple[object, Any, Exception | None]:
+        """The present configuration, the result of `perform`, and why there is none, which was reported. Raises
+        misuse."""
         with self._lock:
             configuration, why = self._configuration, self._error
         if why is None:
             try:
-                work = getattr(self._pg, name)(*args, **kwargs)
+                return configuration, perform(), None
             except MISUSE:  # nothing was sent
                 raise
             except Exception as error:
                 self._report(configuration, error)
                 why = error
-        outcome = Outcome(self, configuration, call, why)
-        if work is None:
-            outcome.resolve()
-        return SwallowedWork(self, work, outcome)
+        return configuration, None, why

@@ -15,85 +15,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as ProcessFuture
-from dataclasses import replace
 from typing import Any
 
-import torch
-from torch.futures import Future
-
-from elasticgang.collectives.collective import Collective, ReduceOperation, follow
-from elasticgang.comm import deadlines
+from elasticgang.collectives.collective import Collective
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.standby_pool import StandbyPool
 from elasticgang.comm.work import CommWork
-from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, StaleGenerationError
+from elasticgang.errors import GangError, OperationalError, StaleGenerationError
 
 _CLOSE_TIMEOUT_S = 2.0
 
 
 def _reraise(stuck: OperationalError) -> None:
     raise stuck
-
-
-# A gang's collective as the comm process's call, and the options that it takes.
-_CALLS = {
-    "all_reduce": ("allreduce", ("op",)),
-    "all_gather": ("allgather", ()),
-    "all_gather_single": ("allgather_single", ()),
-    "all_to_all": ("alltoall", ()),
-    "broadcast": ("broadcast", ("root",)),
-    "gather": ("gather", ("root",)),
-    "monitored_barrier": ("monitored_barrier", ("wait_all_ranks",)),
-    "recv": ("recv", ("peer", "tag")),
-    "recv_anysource": ("recv_anysource", ("tag",)),
-    "reduce": ("reduce", ("op", "root")),
-    "reduce_scatter": ("reduce_scatter", ("op",)),
-    "reduce_scatter_single": ("reduce_scatter_single", ("op",)),
-    "scatter": ("scatter", ("root",)),
-    "send": ("send", ("peer", "tag")),
-}
-
-
-def group_call(collective: Collective) -> tuple[str, dict[str, object]]:
-    """A gang's collective as the comm process's call and its options."""
-    call, options = _CALLS[collective.call]
-    op = collective.op
-    if op is ReduceOperation.SUM and collective.outputs and collective.outputs[0].dtype is torch.bool:
-        op = ReduceOperation.MAX  # Gloo adds up bytes: what is no bool any more
-    values: dict[str, object] = {
-        "op": op.name.lower(),
-        "root": collective.peer,
-        "peer": collective.peer,
-        "tag": collective.tag,
-        "wait_all_ranks": collective.wait_all_ranks,
-    }
-    chosen = {option: values[option] for option in options}
-    return call, chosen if collective.timeout_s is None else {**chosen, "timeout_s": collective.timeout_s}
-
-
-class IsolatedWork:
-    """A collective of one configuration. A deadline that passes ends the configuration."""
-
-    def __init__(self, work: CommWork, timeout: float, fail: Callable[[GangError], None]) -> None:
-        """`fail` keeps no group: a future has it until its end."""
-        self.comm_work = self._work = work
-        self._timeout, self.fail = timeout, fail
-
-    def wait(self, timeout: float | None = None) -> bool:
-        try:
-            self._work.wait(timeout or self._timeout)
-        except GangError as error:
-            self.fail(error)
-            raise
-        return True
-
-    def get_future(self) -> Future[bool]:
-        work, timeout, fail = self._work, self._timeout, self.fail
-        future = work.future
-        if not work.done():
-            late = CollectiveTimeoutError(f"{work.name} timed out after {timeout:g} seconds")
-            deadlines.deadlines.add(work, timeout, lambda: fail(late))
-        return follow(future, lambda future: future.value() is not None)
 
 
 class Configuration:
@@ -137,14 +71,10 @@ class Configuration:
             self.fail(error)
             raise
 
-    def start(self, group: str, collective: Collective, timeout: float | None = None) -> IsolatedWork:
-        """Start a checked collective. `timeout`: seconds, where it has none of its own; None is the configuration's."""
-        if timeout is not None and collective.timeout_s is None:
-            collective = replace(collective, timeout_s=timeout)
-        call, options = group_call(collective)
-        work = self.comm.submit(group, call, collective.outputs, collective.inputs, **options)
-        timeout = collective.timeout_s or self.comm.timeout
-        return IsolatedWork(work, timeout + collective.grace_s, self.fail_weakly)
+    def start(self, group: str, collective: Collective, timeout: float | None = None) -> CommWork:
+        """Start a checked collective. `timeout`: seconds, where it has none of its own; None is the configuration's. A
+        deadline that passes ends the configuration."""
+        return self.comm.submit(group, collective, timeout, self.fail_weakly)
 
     def kill(self, error: GangError) -> None:
         """End the configuration: mark it and kill the process, so that the peers notice at once. Never blocks; `fail`

@@ -18,10 +18,11 @@ from datetime import timedelta
 import torch
 from torchft.process_group import ProcessGroup
 
-from elasticgang.collectives.collective import REDUCING, Collective, ReduceOperation, Work, check_mean, start_mean
-from elasticgang.collectives.dtypes import reduced_dtype
+from elasticgang.collectives.collective import Collective, ReduceOperation
+from elasticgang.collectives.table import start_mean
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods, TorchWork
+from elasticgang.collectives.work import Work
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.group_set import Configuration, GroupSet
 from elasticgang.comm.standby_pool import local_launcher
@@ -54,15 +55,12 @@ class IsolatedCollectives(CollectiveMethods):
         raise NotImplementedError
 
     def _submit(self, call: Call) -> TorchWork:
-        check_dtypes(call)
         return TorchWork([self.start(part) for part in _together(call.parts)], call, owner=self)
 
     def start(self, collective: Collective) -> Work:
         """Start a checked collective."""
-        if collective.op is ReduceOperation.MEAN:
-            if not self.has_mean:
-                return start_mean(self.start, collective, self.size())
-            check_mean(collective.outputs[0])
+        if collective.op is ReduceOperation.MEAN and not self.has_mean:
+            return start_mean(self.start, collective, self.size())
         return self._present().start(self._group, collective, self._timeout)
 
 
@@ -260,21 +258,6 @@ def _together(parts: Sequence[Collective]) -> Iterator[Collective]:
             yield replace(row[0], outputs=tensors, inputs=tensors)
         if not merges:
             yield from row
-
-
-def check_dtypes(call: Call, reduced: Callable[[str, object, torch.dtype], torch.dtype] = reduced_dtype) -> None:
-    """Of a call with parts, of which some would be sent before another is refused.
-
-    Raises:
-        ValueError: a part reduces, and its dtype cannot be.
-    """
-    if len(call.parts) < 2:
-        return
-    for part in call.parts:
-        if part.op is ReduceOperation.MEAN:
-            check_mean(part.outputs[0])
-        if part.call in REDUCING:
-            reduced(part.call, part.op.name.lower(), part.outputs[0].dtype)
 
 
 class ProcessGroupIsolatedGloo(ProcessGroupIsolated):

@@ -14,9 +14,11 @@ from torch.distributed import ReduceOp
 from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
-from elasticgang.collectives.collective import Collective, ReduceOperation, Work, start_mean
-from elasticgang.collectives.torch_calls import Call, torch_operation
+from elasticgang.collectives.collective import Collective, ReduceOperation
+from elasticgang.collectives.table import TORCH_OPERATIONS, start_mean
+from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods, TorchWork
+from elasticgang.collectives.work import Work
 from elasticgang.comm.error_swallowing import MISUSE, Outcome, SwallowedWork
 from elasticgang.errors import GangError
 
@@ -166,35 +168,35 @@ class _OfTorchft(ManagedProcessGroup):
         return SwallowedWork(self, work, outcome)
 
     def _all_reduce(self, part: Collective) -> Work:
-        operation: ReduceOp = torch_operation(part.op)
+        operation: ReduceOp = TORCH_OPERATIONS[part.op]
         return _OfManager(self._manager.allreduce(part.outputs[0], reduce_op=operation))
 
 
-class _OfManager:
+class _OfManager(Work):
     """torchft's work: its future is one only once somebody waits for the work."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
         self._lock = threading.Lock()
-        self._future: Future[bool] | None = None
+        self._waited: Future[bool] | None = None
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def _wait(self, timeout: float | None) -> bool:
         """False when an error was reported to the manager."""
         with self._lock:
             return bool(self._work.wait())
 
-    def get_future(self) -> Future[bool]:
-        if self._future is None:
-            self._future = Future()
+    def _future(self) -> Future[bool]:
+        if self._waited is None:
+            self._waited = Future()
             if torch.accelerator.is_available():  # torchft's work wants to be waited for on the stream that made it
                 self._finish()
             else:
                 threading.Thread(target=self._finish, name="managed-future", daemon=True).start()
-        return self._future
+        return self._waited
 
     def _finish(self) -> None:
-        assert self._future is not None
+        assert self._waited is not None
         try:
-            self._future.set_result(self.wait())
+            self._waited.set_result(self._wait(None))
         except Exception as error:
-            self._future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+            self._waited.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong

@@ -33,20 +33,22 @@ from torch import Tensor
 from torch.futures import Future
 from torch.multiprocessing import reductions
 
-from elasticgang.collectives.collective import Collective, Work, writing
-from elasticgang.collectives.dtypes import device_dtype
+from elasticgang.collectives.collective import Collective, writing
+from elasticgang.collectives.dtypes import check_nccl_dtype
+from elasticgang.collectives.table import TABLE, check_reduction
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import TorchWork
+from elasticgang.collectives.work import Work
 from elasticgang.comm import deadlines
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess
 from elasticgang.comm.cuda import Cuda, Handle
-from elasticgang.comm.isolated import ProcessGroupIsolated, check_dtypes
-from elasticgang.comm.nccl_worker import encoded
+from elasticgang.comm.isolated import ProcessGroupIsolated
+from elasticgang.comm.nccl_worker import encoded_handle
 from elasticgang.comm.staging import DTYPE_NAMES
 from elasticgang.comm.standby_pool import local_launcher
 from elasticgang.comm.work import CommWork
-from elasticgang.comm.worker import IN_PLACE, REDUCING
+from elasticgang.comm.worker import encoded
 from elasticgang.errors import CollectiveTimeoutError, GangError, NotSupportedError, StaleGenerationError
 from elasticgang.process.forkserver import ForkServerClient
 
@@ -157,10 +159,12 @@ class DeviceWork(CommWork):
         comm: CommProcess,
         name: str,
         outputs: Sequence[Tensor],
+        timeout: float,
+        fail: Callable[[GangError], None] | None,
         staged_tensors: Sequence[StagedDeviceTensor],
         held: _InFlight,
     ) -> None:
-        super().__init__(comm._reply_reader, name, outputs)
+        super().__init__(comm._reply_reader, name, outputs, timeout, fail)
         self.staged = list(staged_tensors)
         self.comm, self.held = comm, held
 
@@ -168,10 +172,16 @@ class DeviceWork(CommWork):
         self.held.is_queued = error is None
         super().end(error)
 
-    def wait(self, timeout: float) -> None:
+    def _wait(self, timeout: float | None) -> bool:
         """As the base's, until the work is queued."""
-        super().wait(timeout)
-        self.held.order()
+        super()._wait(timeout)
+        try:
+            self.held.order()
+        except GangError as error:
+            if self.fail is not None:
+                self.fail(error)
+            raise
+        return True
 
     def wait_passed(self, timeout: float) -> None:
         """Until it has passed on the device. Raises GangError as `wait`."""
@@ -220,25 +230,29 @@ class NCCLCommProcess(CommProcess):
         return {"device": self._device}
 
     def submit(
-        self, group: str, call: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: object
+        self,
+        group: str,
+        collective: Collective,
+        timeout: float | None = None,
+        fail: Callable[[GangError], None] | None = None,
     ) -> DeviceWork:
         """As the base's. On the device it follows what the current stream holds."""
-        tensors = list(outputs) if call in IN_PLACE else [*outputs, *inputs]
-        if call in REDUCING:
-            for tensor in tensors:
-                device_dtype(call, options.get("op"), tensor.dtype)
+        call, kind, outputs = collective.call, TABLE[collective.call], collective.outputs
+        tensors = outputs if kind.is_in_place else (*outputs, *collective.inputs)
+        timeout = collective.timeout_s or timeout
         self._tidy()
         stream = self._cuda.current_stream(self._device)
         with torch.no_grad():
             sent = [_contiguous(tensor) for tensor in tensors]
-        staged_tensors = [self._span(tensor, call) for tensor in sent]
+        staged_tensors = [self._span(tensor, kind.reduces) for tensor in sent]
         copies = [pair for pair in zip(sent[: len(outputs)], outputs, strict=True) if pair[0] is not pair[1]]
         pair = self._take_pair()
         pair.began.record(stream)
         held = _InFlight(self._cuda, self._device, pair, sent, copies, [stream])
-        work = DeviceWork(self, call, outputs, staged_tensors, held)
+        work = DeviceWork(self, call, outputs, timeout or self.timeout, fail, staged_tensors, held)
         described = [staged_tensor.described for staged_tensor in staged_tensors]
-        body = json.dumps([group, call, options, described, self._cuda.key(stream), pair.id]).encode()
+        said = encoded(group, collective, timeout, described)
+        body = json.dumps([said, self._cuda.key(stream), pair.id]).encode()
         with self._memory_lock:
             self._in_flight.append(held)
         if not self._start(work, body, group):
@@ -261,11 +275,11 @@ class NCCLCommProcess(CommProcess):
 
     # -- memory and events
 
-    def _span(self, tensor: Tensor, call: str) -> StagedDeviceTensor:
+    def _span(self, tensor: Tensor, reduces: bool) -> StagedDeviceTensor:
         shared = self._share(tensor.untyped_storage())
         offset = int(tensor.storage_offset()) * tensor.itemsize
         shape, dtype = list(tensor.shape), tensor.dtype
-        if call in REDUCING and dtype.is_complex:
+        if reduces and dtype.is_complex:
             shape, dtype = [*shape, 2], dtype.to_real()
         return StagedDeviceTensor(tensor, shared, (shared.id, offset, shape, DTYPE_NAMES[dtype]))
 
@@ -302,7 +316,7 @@ class NCCLCommProcess(CommProcess):
         }.values():
             if shared.id:
                 self._known.add(shared.id)
-                message = {"kind": "share", "id": shared.id, "handle": encoded(shared.handle)}
+                message = {"kind": "share", "id": shared.id, "handle": encoded_handle(shared.handle)}
                 self._sock.send(json.dumps(message).encode())
         with self._memory_lock:
             pairs = [held.pair for held in self._in_flight if held.pair.id not in self._known_pairs]
@@ -377,9 +391,10 @@ def _contiguous(tensor: Tensor) -> Tensor:
 class DeviceTorchWork(TorchWork):
     """On the device: `wait` orders the current stream, and so does a future for who uses its value."""
 
+    _works: Sequence[Any]  # `DeviceWork`s
+
     def __init__(self, works: Sequence[Any], call: Call, pg: ProcessGroupIsolatedNCCL) -> None:
         super().__init__(works, call)
-        self._comm_works = [work.comm_work for work in works]
         self._pg = pg
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -387,12 +402,12 @@ class DeviceTorchWork(TorchWork):
         super().wait(timeout)
         if self._call.is_barrier:
             seconds = timeout.total_seconds() if timeout else self._pg._timeout
-            for work in self._comm_works:
+            for work in self._works:
                 work.wait_passed(seconds)
         return True
 
     def is_completed(self) -> bool:
-        return all(work.held.done() or work.error is not None for work in self._comm_works)
+        return all(work.held.done() or work.error is not None for work in self._works)
 
     def get_future(self) -> Future[Any]:
         queued, plain = self._pg._cuda.new_future(self._pg._device), TorchWork(self._works, self._call)
@@ -452,17 +467,18 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
         for part in call.parts:
             for tensor in (*part.outputs, *part.inputs):
                 self._check_device(tensor)
-        check_dtypes(call, device_dtype)
         return DeviceTorchWork([self.start(part) for part in call.parts], call, self)
 
     def start(self, collective: Collective) -> Work:
         work: Any = super().start(collective)
-        started: DeviceWork = work.comm_work
         timeout = collective.timeout_s or self._timeout
-        late = CollectiveTimeoutError(f"{started.name} timed out after {timeout:g} seconds")
+        late = CollectiveTimeoutError(f"{work.name} timed out after {timeout:g} seconds")
         fail = work.fail  # the deadline keeps neither the work nor its tensors
-        deadlines.deadlines.add(started.held, timeout, lambda: fail(late))  # NCCL-5
+        deadlines.deadlines.add(work.held, timeout, lambda: fail(late))  # NCCL-5
         return work  # type: ignore[no-any-return]
+
+    def _check_dtype(self, part: Collective) -> None:
+        check_reduction(part, check_nccl_dtype)
 
     def _check_device(self, tensor: Tensor) -> None:
         if tensor.device.type != self._cuda.kind or tensor.device.index not in (None, self._device):

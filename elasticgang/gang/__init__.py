@@ -1,6 +1,7 @@
 """Gangs: sets of ranks that act collectively."""
 
-from elasticgang.collectives.collective import ReduceOperation, Work
+from elasticgang.collectives.collective import ReduceOperation
+from elasticgang.collectives.work import Work
 from elasticgang.errors import GangError
 from elasticgang.gang.base import Gang
 from elasticgang.gang.elastic import ElasticGang

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from elasticgang.collectives.collective import REDUCING, Collective, EndedWork, ReduceOperation, Work, start_mean
-from elasticgang.collectives.dtypes import reduced_dtype
+from elasticgang.collectives.collective import Collective, ReduceOperation
 from elasticgang.collectives.memory_overlap import check_distinct, overlaps_itself
+from elasticgang.collectives.table import check_reduction, start_mean
+from elasticgang.collectives.work import Work
 from elasticgang.gang import composed
-from elasticgang.integers import integer
+from elasticgang.integers import integer, integer_from
 
 
 class Gang(ABC):
@@ -176,9 +177,9 @@ class Gang(ABC):
         """Reduce `tensor` over all ranks into `tensor` of rank `destination_rank`; elsewhere it is undefined
         afterwards. Shape: `[*S]`, the same on every rank. Beyond fairseq2."""
         self._check_output("tensor", tensor)
-        self._check_rank("destination_rank", destination_rank)
+        root = self._check_rank("destination_rank", destination_rank)
         self._check_op(op)
-        return self._run(Collective("reduce", (tensor,), (tensor,), op, destination_rank), async_op)
+        return self._run(Collective("reduce", (tensor,), (tensor,), op, root), async_op)
 
     def gather(
         self,
@@ -191,12 +192,12 @@ class Gang(ABC):
         """Gather `input_tensor` of every rank in `output_tensors` of rank `destination_rank`; None elsewhere. Shapes:
         `[*S]`, the same on every rank; `output_tensors` has one tensor for each rank. Beyond fairseq2."""
         self._check("input_tensor", input_tensor)
-        self._check_rank("destination_rank", destination_rank)
-        outputs = self._at_root("output_tensors", output_tensors, destination_rank)
+        root = self._check_rank("destination_rank", destination_rank)
+        outputs = self._at_root("output_tensors", output_tensors, root)
         if outputs:
             self._check_list("output_tensors", outputs, input_tensor)
             self._check_outputs("output_tensors", outputs)
-        return self._run(Collective("gather", tuple(outputs), (input_tensor,), peer=destination_rank), async_op)
+        return self._run(Collective("gather", tuple(outputs), (input_tensor,), peer=root), async_op)
 
     def scatter(
         self,
@@ -209,11 +210,11 @@ class Gang(ABC):
         """Receive this rank's one of the `input_tensors` of rank `source_rank`; None elsewhere. Shapes: `[*S]`, the
         same on every rank; `input_tensors` has one tensor for each rank. Beyond fairseq2."""
         self._check_output("output_tensor", output_tensor)
-        self._check_rank("source_rank", source_rank)
-        inputs = self._at_root("input_tensors", input_tensors, source_rank)
+        root = self._check_rank("source_rank", source_rank)
+        inputs = self._at_root("input_tensors", input_tensors, root)
         if inputs:
             self._check_list("input_tensors", inputs, output_tensor)
-        return self._run(Collective("scatter", (output_tensor,), tuple(inputs), peer=source_rank), async_op)
+        return self._run(Collective("scatter", (output_tensor,), tuple(inputs), peer=root), async_op)
 
     def send(self, tensor: Tensor, destination_rank: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Send `tensor` to one rank, which must `recv` it under the same `tag`. Shape and dtype are the same on both.
@@ -223,8 +224,8 @@ class Gang(ABC):
             NotSupportedError: the gang is a subclass of your own, with fairseq2's methods only.
         """
         self._check("tensor", tensor)
-        self._check_partner("destination_rank", destination_rank, tag)
-        return self._run(Collective("send", (), (tensor,), peer=destination_rank, tag=tag), async_op)
+        peer, tag = self._check_partner("destination_rank", destination_rank, tag)
+        return self._run(Collective("send", (), (tensor,), peer=peer, tag=tag), async_op)
 
     def recv(self, tensor: Tensor, source_rank: int, tag: int = 0, *, async_op: bool = False) -> Work | None:
         """Receive `tensor` from one rank, which must `send` it under the same `tag`. Shape and dtype are the same on
@@ -234,10 +235,12 @@ class Gang(ABC):
             NotSupportedError: the gang is a subclass of your own, with fairseq2's methods only.
         """
         self._check_output("tensor", tensor)
-        self._check_partner("source_rank", source_rank, tag)
-        return self._run(Collective("recv", (tensor,), (), peer=source_rank, tag=tag), async_op)
+        peer, tag = self._check_partner("source_rank", source_rank, tag)
+        return self._run(Collective("recv", (tensor,), (), peer=peer, tag=tag), async_op)
 
     def _run(self, collective: Collective, async_op: bool) -> Work | None:
+        if self.device.type == "cpu":  # elsewhere only the backend knows
+            check_reduction(collective)
         work = self.start(collective)
         if async_op:
             return work
@@ -245,24 +248,22 @@ class Gang(ABC):
         return None
 
     def start(self, collective: Collective) -> Work:
-        """Start a collective whose ranks and shapes were checked."""
-        if collective.call in REDUCING and self.device.type == "cpu":
-            reduced_dtype(collective.call, collective.op.name.lower(), collective.inputs[0].dtype)
+        """Start a collective that was checked: its ranks, shapes and dtypes."""
         if collective.op is not ReduceOperation.MEAN:
             return self._start(collective)
         return start_mean(self._start, collective, self.size)
 
     def _start(self, collective: Collective) -> Work:
-        """Start a collective that was checked."""
+        """Start a checked collective without a mean."""
         composed.perform(self, collective)
-        return EndedWork()
+        return Work()
 
     def _check(self, name: str, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"`{name}` must be a tensor, but is of {type(tensor).__name__} instead.")
         ours, its = self.device, tensor.device
         # Without an index a device is any of its type; a tensor's has one on CUDA, and none on the CPU.
-        if its.type != ours.type or (None not in (its.index, ours.index) and its.index != ours.index):
+        if its != ours and (its.type != ours.type or None not in (its.index, ours.index)):
             raise ValueError(f"`{name}` must be on the gang's device ({ours}), but is on {its} instead.")
         if tensor.layout is not torch.strided:
             raise ValueError(f"`{name}` must be dense (of layout torch.strided), but is of {tensor.layout} instead.")
@@ -314,12 +315,15 @@ class Gang(ABC):
         for index, tensor in enumerate(tensors):
             self._check_like(f"{name}[{index}]", tensor, like.shape, like)
 
-    def _check_rank(self, name: str, rank: int) -> None:
-        if not _is_integer(rank) or not 0 <= rank < self.size:
+    def _check_rank(self, name: str, rank: int) -> int:
+        """The rank as a Python integer, which alone crosses to another process."""
+        number = integer(rank)
+        if number is None or not 0 <= number < self.size:
             raise ValueError(
                 f"`{name}` must be an integer of at least 0 and less than the gang's size ({self.size}), but is "
                 f"{rank!r} instead."
             )
+        return number
 
     def _check_op(self, op: ReduceOperation) -> None:
         if not isinstance(op, ReduceOperation):
@@ -327,12 +331,13 @@ class Gang(ABC):
                 f"`op` must be a ReduceOperation ({', '.join(ReduceOperation.__members__)}), but is {op!r}."
             )
 
-    def _check_partner(self, name: str, rank: int, tag: int) -> None:
-        self._check_rank(name, rank)
-        if not _is_integer(tag) or tag < 0:
+    def _check_partner(self, name: str, rank: int, tag: int) -> tuple[int, int]:
+        peer, number = self._check_rank(name, rank), integer_from(0, tag)
+        if number is None:
             raise ValueError(f"`tag` must be an integer of at least 0, but is {tag!r} instead.")
-        if rank == self.rank:
+        if peer == self.rank:
             raise ValueError(f"`{name}` must be another rank than this one ({self.rank}), but is {rank} instead.")
+        return peer, number
 
     def _at_root(self, name: str, tensors: list[Tensor] | None, root: int) -> list[Tensor]:
         if (tensors is not None) != (self.rank == root):
@@ -378,8 +383,8 @@ class CheckedGang(Gang):
     def broadcast(self, tensor: Tensor, source_rank: int = 0, *, async_op: bool = False) -> Work | None:
         """See `Gang.broadcast`."""
         self._check_output("tensor", tensor)
-        self._check_rank("source_rank", source_rank)
-        return self._run(Collective("broadcast", (tensor,), (tensor,), peer=source_rank), async_op)
+        root = self._check_rank("source_rank", source_rank)
+        return self._run(Collective("broadcast", (tensor,), (tensor,), peer=root), async_op)
 
     @abstractmethod
     def _start(self, collective: Collective) -> Work: ...
@@ -389,10 +394,6 @@ def check_objects(objects: list[object]) -> None:
     """Raise ValueError unless `objects` can be replaced in place."""
     if not isinstance(objects, list):
         raise ValueError(f"`objects` must be a list, but is a {type(objects).__name__} instead.")
-
-
-def _is_integer(value: object) -> bool:
-    return integer(value) is not None
 
 
 def create_one_of(parent: Gang, groups: Sequence[Sequence[int]], description: str) -> Gang | None:

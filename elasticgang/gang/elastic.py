@@ -16,7 +16,8 @@ from typing import Protocol
 
 import torch
 
-from elasticgang.collectives.collective import Collective, EndedWork, Work, check_ranks
+from elasticgang.collectives.collective import Collective, check_ranks
+from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError, StepAborted
 from elasticgang.gang import compiled, torch_registry
 from elasticgang.gang.base import CheckedGang, check_objects
@@ -194,7 +195,7 @@ class ElasticGang(CheckedGang):
         if binding.group is None:
             with torch.no_grad():
                 simulate(collective, 0, 1)
-            return EndedWork()
+            return Work()
         return binding.group.start(collective)
 
     def barrier(self) -> None:
@@ -204,7 +205,7 @@ class ElasticGang(CheckedGang):
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         binding = self._require_bound()
         check_objects(objects)
-        self._check_rank("source_rank", source_rank)
+        source_rank = self._check_rank("source_rank", source_rank)
         if binding.group is None:
             return
         data = pickle.dumps(objects) if binding.rank == source_rank else b""

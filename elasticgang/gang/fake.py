@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from elasticgang.collectives.collective import Collective, EndedWork, ReduceOperation, Work, check_ranks
+from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation, check_ranks
 from elasticgang.collectives.dtypes import WIDENED
-from elasticgang.collectives.torch_calls import BitwiseOperation
+from elasticgang.collectives.table import compose
+from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import torch_registry
 from elasticgang.gang.base import CheckedGang, Gang, check_objects
@@ -120,7 +121,7 @@ class FakeGang(CheckedGang):
                 self._receive(collective)
             else:
                 simulate(collective, self._rank, self._size)
-        return EndedWork()
+        return Work()
 
     def _receive(self, collective: Collective) -> None:
         """The peer, doing the same, has sent what this rank has sent to it. Of any peers, the lowest that has sent."""
@@ -139,23 +140,15 @@ class FakeGang(CheckedGang):
 
 def simulate(collective: Collective, rank: int, size: int) -> None:
     """Write the outputs of a collective (but messages) in which all ranks do the same."""
-    outputs, inputs = collective.outputs, collective.inputs
-    if collective.call == "all_reduce" or (collective.call == "reduce" and collective.peer == rank):
-        _reduce(outputs[0], collective.op, size)
-    elif collective.call in ("reduce_scatter", "reduce_scatter_single"):
-        part = inputs[rank] if len(inputs) > 1 else inputs[0].reshape(size, -1)[rank]
-        outputs[0].copy_(part.reshape(outputs[0].shape))
-        _reduce(outputs[0], collective.op, size)
-    elif collective.call == "all_gather_single":
-        outputs[0].copy_(inputs[0].reshape(1, -1).expand(size, -1).reshape(outputs[0].shape))
-    elif collective.call in ("all_gather", "gather"):
-        for output in outputs:
-            output.copy_(inputs[0].reshape(output.shape))
-    elif collective.call == "all_to_all":
-        for output in outputs:
-            output.copy_(inputs[rank].reshape(output.shape))
-    elif collective.call == "scatter" and inputs:
-        outputs[0].copy_(inputs[rank].reshape(outputs[0].shape))
+    basic, last = compose(collective, rank, size)
+    if basic.call == "all_reduce":
+        _reduce(basic.outputs[0], basic.op, size)
+    elif basic.call in ("all_gather", "all_to_all"):
+        source = basic.inputs[0 if basic.call == "all_gather" else rank]
+        for output in basic.outputs:
+            output.copy_(source.reshape(output.shape))
+    if last is not None:
+        last()
 
 
 def _reduce(tensor: Tensor, op: enum.Enum, size: int) -> None:

@@ -6,7 +6,6 @@ PGGANG-1  Making gangs out of a gang is collective over that gang alone, and nee
 
 from __future__ import annotations
 
-import enum
 import os
 import warnings
 import weakref
@@ -16,23 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 from torch.futures import Future
 
-from elasticgang.collectives.collective import Collective, ReduceOperation, Then, Work, check_ranks
+from elasticgang.collectives.collective import Collective, check_ranks
 from elasticgang.collectives.preparation import start_prepared
+from elasticgang.collectives.table import TABLE
+from elasticgang.collectives.work import Work, follow
 from elasticgang.environment import JOIN, elastic_job
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
 from elasticgang.gang import torch_registry
 from elasticgang.gang.base import CheckedGang, Gang, check_objects, create_one_of
 from elasticgang.gang.torch_process_group import GangProcessGroup
 
-_REDUCE_OPS: dict[enum.Enum, Any] = {
-    ReduceOperation.SUM: ReduceOp.SUM,
-    ReduceOperation.PRODUCT: ReduceOp.PRODUCT,
-    ReduceOperation.MIN: ReduceOp.MIN,
-    ReduceOperation.MAX: ReduceOp.MAX,
-}
 _DEFAULT_TIMEOUT = timedelta(minutes=15)
 _num_splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -222,52 +217,10 @@ class ProcessGroupGang(CheckedGang):
         self._check_open()
 
         def issue(taken: Collective) -> Work:
-            return _TranslatedWork(taken.call, _translated(taken.call, lambda: self._issue(taken)))
+            work, last = _translated(taken.call, lambda: TABLE[taken.call].issue(self._pg, taken))
+            return _TorchsWork(taken.call, work).then(last)
 
         return start_prepared(collective, self._device, issue)
-
-    def _issue(self, c: Collective) -> Any:
-        later: dict[str, Any] = {"group": self._pg, "async_op": True}
-        match c.call:
-            case "all_reduce":
-                return dist.all_reduce(c.outputs[0], _REDUCE_OPS[c.op], **later)
-            case "all_gather":
-                return dist.all_gather(list(c.outputs), c.inputs[0], **later)
-            case "all_gather_single":
-                return dist.all_gather_single(c.outputs[0].view(-1), c.inputs[0].view(-1), **later)
-            case "broadcast":
-                return dist.broadcast(c.outputs[0], group_src=c.peer, **later)
-            case "reduce_scatter_single":
-                # Flat: Gloo ends the process where the shapes do not multiply.
-                return dist.reduce_scatter_single(
-                    c.outputs[0].view(-1), c.inputs[0].view(-1), _REDUCE_OPS[c.op], **later
-                )
-            case "all_to_all":
-                return self._all_to_all(c)
-            case "reduce":
-                return dist.reduce(c.outputs[0], op=_REDUCE_OPS[c.op], group_dst=c.peer, **later)
-            case "gather":
-                return dist.gather(c.inputs[0], list(c.outputs) or None, group_dst=c.peer, **later)
-            case "scatter":
-                return dist.scatter(c.outputs[0], list(c.inputs) or None, group_src=c.peer, **later)
-            case "send":
-                return dist.isend(c.inputs[0], group=self._pg, tag=c.tag, group_dst=c.peer)
-            case "recv":
-                return dist.irecv(c.outputs[0], group=self._pg, tag=c.tag, group_src=c.peer)
-            case _:
-                raise NotSupportedError(f"{c.call} is no collective of a gang.")
-
-    def _all_to_all(self, c: Collective) -> Work:
-        """As one flat exchange: Gloo's own of lists wants all tensors of one size."""
-        received, sent = (torch.cat([tensor.reshape(-1) for tensor in part]) for part in (c.outputs, c.inputs))
-        sizes, sent_sizes = ([tensor.numel() for tensor in part] for part in (c.outputs, c.inputs))
-        work: Any = dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._pg, async_op=True)
-
-        def unpack() -> None:
-            for output, part in zip(c.outputs, torch.split(received, sizes), strict=True):
-                output.copy_(part.view(output.shape))
-
-        return Then(_TranslatedWork("all_to_all", work), unpack)
 
 
 def _checked(timeout: timedelta | None) -> timedelta | None:
@@ -297,18 +250,17 @@ def _translated(call: str, perform: Callable[[], Any]) -> Any:
         raise GangError(f"`{call}` failed: {exc}") from exc
 
 
-class _TranslatedWork:
+class _TorchsWork(Work):
+    """A work of torch's, with its errors as ours."""
+
     def __init__(self, call: str, work: Any) -> None:
         self._call, self._work = call, work
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def _wait(self, timeout: float | None) -> bool:
         given = () if timeout is None else (timedelta(seconds=timeout),)
         _translated(self._call, lambda: self._work.wait(*given))
         return True
 
-    def get_future(self) -> Future[bool]:
-        def completed(future: Future[Any]) -> bool:
-            _translated(self._call, future.value)
-            return True
-
-        return _translated(self._call, self._work.get_future).then(completed)  # type: ignore[no-any-return]
+    def _future(self) -> Future[Any]:
+        future: Future[Any] = _translated(self._call, self._work.get_future)
+        return follow(future, lambda future: _translated(self._call, future.value))

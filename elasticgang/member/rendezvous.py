@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from elasticgang.collectives.collective import Collective
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.group_set import GroupSet
@@ -170,7 +171,7 @@ class ElasticRendezvous:
         mine = torch.tensor([values] * len(ranks), dtype=torch.float64)
         of_all = torch.empty_like(mine)
         name = self.group_name(ranks, gang)
-        work = generation.groups.comm.submit(name, "alltoall_single", [of_all], [mine])
+        work = generation.groups.start(name, Collective("all_to_all", (of_all,), (mine,)))
 
         def wait() -> list[float]:
             try:
@@ -317,11 +318,9 @@ class ElasticRendezvous:
         from elasticgang.comm.error_swallowing import SwallowingProcessGroup
         from elasticgang.comm.isolated import SharedProcessGroup
 
-        if generation.data is None:
-            shared = SharedProcessGroup(generation.groups, spec)
-            return SwallowingProcessGroup(shared, start=shared.start, owner=generation)
-        pg = generation.data.group(spec.name)
-        start = functools.partial(generation.data.start, spec.name)
+        groups, data = generation.groups, generation.data
+        pg = SharedProcessGroup(groups, spec) if data is None else data.group(spec.name)
+        start = functools.partial((data or groups).start, spec.name)
         return SwallowingProcessGroup(pg, start=start, owner=generation)
 
     def _make_group(self, generation: Generation, name: str, ranks: Sequence[int]) -> Group:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torchft.process_group import ProcessGroupDummy
 
-from elasticgang.collectives.collective import Work
+from elasticgang.collectives.work import Work
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager
 

@@ -8,6 +8,7 @@ import signal
 import torch
 from torch import Tensor
 
+from elasticgang.collectives.collective import Collective, ReduceOperation
 from elasticgang.comm.comm_process import CommProcess
 from elasticgang.comm.work import CommWork
 from tests.integration.conftest import World
@@ -16,16 +17,18 @@ GUARD_S = 20.0
 AT_ONCE_S = 1.0
 
 
-def all_reduce(world: World, tensors: list[Tensor], op: str = "sum", group: str = "all") -> None:
+def all_reduce(world: World, tensors: list[Tensor], op: str = "SUM", group: str = "all") -> None:
     def reduce(rank: int) -> None:
-        world.comms[rank].submit(group, "allreduce", [tensors[rank]], [tensors[rank]], op=op).wait(GUARD_S)
+        tensor = (tensors[rank],)
+        world.comms[rank].submit(group, Collective("all_reduce", tensor, tensor, ReduceOperation[op])).wait(GUARD_S)
 
     world.each(reduce)
 
 
 def broadcast(world: World, tensors: list[Tensor], root: int) -> None:
     def send(rank: int) -> None:
-        world.comms[rank].submit("all", "broadcast", [tensors[rank]], [tensors[rank]], root=root).wait(GUARD_S)
+        tensor = (tensors[rank],)
+        world.comms[rank].submit("all", Collective("broadcast", tensor, tensor, peer=root)).wait(GUARD_S)
 
     world.each(send)
 
@@ -33,14 +36,18 @@ def broadcast(world: World, tensors: list[Tensor], root: int) -> None:
 def all_gather(world: World, tensors: list[Tensor]) -> list[list[Tensor]]:
     def gather(rank: int) -> list[Tensor]:
         outputs = [torch.empty_like(tensors[rank]) for _ in tensors]
-        world.comms[rank].submit("all", "allgather", outputs, [tensors[rank]]).wait(GUARD_S)
+        start_gather(world.comms[rank], outputs, tensors[rank]).wait(GUARD_S)
         return outputs
 
     return world.each(gather)
 
 
 def start_sum(comm: CommProcess, tensor: Tensor, group: str = "all") -> CommWork:
-    return comm.submit(group, "allreduce", [tensor], [tensor], op="sum")
+    return comm.submit(group, Collective("all_reduce", (tensor,), (tensor,)))
+
+
+def start_gather(comm: CommProcess, outputs: list[Tensor], tensor: Tensor) -> CommWork:
+    return comm.submit("all", Collective("all_gather", tuple(outputs), (tensor,)))
 
 
 def kill(comm: CommProcess) -> None:

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, ReduceOp
 from torch.futures import Future
 
+from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.table import TABLE
 from elasticgang.comm import worker
 from elasticgang.comm.cuda import Cuda, Handle
 from elasticgang.comm.nccl import NCCLCommProcess, ProcessGroupIsolatedNCCL
@@ -192,7 +194,8 @@ class _FakeNCCL:
         return self._averaged("reduce_scatter", outputs, outputs, inputs, options)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> Any:
-        return worker._alltoall(self._gloo, [*outputs, *inputs]).get_future()
+        work, unpack = TABLE["all_to_all"].issue(self._gloo, Collective("all_to_all", tuple(outputs), tuple(inputs)))
+        return work.get_future().then(lambda future: unpack and unpack())
 
 
 class FakeProcess(NCCLCommProcess):

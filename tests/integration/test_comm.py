@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from elasticgang.collectives.collective import Collective
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess
 from elasticgang.process.forkserver import ForkServer
-from tests.integration.comm_calls import GUARD_S, all_gather, all_reduce, broadcast, start_sum
+from tests.integration.comm_calls import GUARD_S, all_gather, all_reduce, broadcast, start_gather, start_sum
 from tests.integration.conftest import World, Worlds
 from tests.support import wait_until
 
@@ -48,7 +49,7 @@ def test_a_sum_of_any_shape_and_dtype(trio: World, dtype: torch.dtype, shape: tu
         assert torch.equal(tensor, torch.full(shape, 6).to(dtype))
 
 
-@pytest.mark.parametrize(("op", "expected"), [("sum", 9.0), ("product", 24.0), ("min", 2.0), ("max", 4.0)])
+@pytest.mark.parametrize(("op", "expected"), [("SUM", 9.0), ("PRODUCT", 24.0), ("MIN", 2.0), ("MAX", 4.0)])
 def test_each_reduction(trio: World, op: str, expected: float) -> None:
     tensors = [torch.tensor([rank + 2.0]) for rank in range(3)]
     all_reduce(trio, tensors, op)
@@ -90,7 +91,7 @@ def test_a_gather_into_the_tensor_that_is_gathered(trio: World) -> None:
 
     def gather(rank: int) -> list[float]:
         outputs = [torch.full((2,), float(rank)) for _ in range(3)]
-        trio.comms[rank].submit("all", "allgather", outputs, [outputs[rank]]).wait(GUARD_S)
+        start_gather(trio.comms[rank], outputs, outputs[rank]).wait(GUARD_S)
         return [output[0].item() for output in outputs]
 
     assert trio.each(gather) == [[0.0, 1.0, 2.0]] * 3
@@ -162,9 +163,9 @@ def test_the_memory_between_the_processes_is_used_again(trio: World) -> None:
 def test_a_call_with_more_tensors_than_one_message_of_descriptors_could_carry(worlds: Worlds) -> None:
     """A gather over so many ranks has as many outputs, each in memory that the comm process has not seen yet."""
     world = worlds(2)
-    many = [[torch.ones(2000) for _ in range(200)] for _ in range(2)]
+    many = [tuple(torch.ones(2000) for _ in range(200)) for _ in range(2)]
     works = [
-        comm.submit("all", "allreduce", mine, mine, op="sum") for comm, mine in zip(world.comms, many, strict=True)
+        comm.submit("all", Collective("all_reduce", mine, mine)) for comm, mine in zip(world.comms, many, strict=True)
     ]
     for work in works:
         work.wait(GUARD_S)
@@ -187,7 +188,7 @@ def test_processes_are_configured_again_in_place(worlds: Worlds) -> None:
 
         def gather(index: int, tensors: list[Tensor] = tensors) -> list[float]:
             outputs = [torch.zeros(1) for _ in range(3)]
-            world.comms[index].submit("all", "allgather", outputs, [tensors[index]]).wait(GUARD_S)
+            start_gather(world.comms[index], outputs, tensors[index]).wait(GUARD_S)
             return [output.item() for output in outputs]
 
         assert world.each(gather) == [[float(order.index(rank)) for rank in range(3)]] * 3

@@ -16,6 +16,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
+from elasticgang.collectives.table import TABLE
 from elasticgang.collectives.torch_methods import CollectiveMethods
 from elasticgang.comm.error_swallowing import SwallowingProcessGroup
 from elasticgang.comm.in_process import create_process_group
@@ -69,7 +70,7 @@ class Faulty(CollectiveMethods):
         if self.at_start:
             raise ERROR
         for part in call.parts:
-            if not (part.is_in_place and self.keeps_in_place):
+            if not (TABLE[part.call].is_in_place and self.keeps_in_place):
                 for output in part.outputs:
                     output.fill_(float("nan") if output.is_floating_point() else -77)
         return FailedWork()

@@ -30,9 +30,10 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup, ReduceOp
 
-from elasticgang.collectives.collective import Collective, Work
+from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.group_backend import BackendQueries
 from elasticgang.collectives.torch_methods import CollectiveMethods
+from elasticgang.collectives.work import Work
 from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedGloo, SwallowingProcessGroup
 from elasticgang.errors import NotSupportedError
 from elasticgang.gang import FakeGang
