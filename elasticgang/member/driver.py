@@ -39,7 +39,7 @@ class MemberDriver:
         self._prepare: Callable[..., None] | None = None
         self._measure: Callable[[], float] | None = None
         self._sums: Callable[[], list[float]] = list
-        self._sums_place = ""  # of a fault, once they are here
+        self._is_voting = False  # the sums under way are votes
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
 
@@ -88,10 +88,13 @@ class MemberDriver:
             case do.StartSum(gang, values, measures):
                 measured = [self._measure()] if measures and self._measure is not None else []
                 self._sums = rendezvous.start_sum(gang, [*values, *measured])
-                self._sums_place = "votes_received" if gang == "control" else "totals_received"
+                self._is_voting = gang == "control"
             case Do.AWAIT_SUMS:
                 sums = self._sums()
-                reached(self._sums_place)
+                if self._is_voting:
+                    reached("votes_received")
+                else:
+                    reached("totals_received")
                 return sums
             case Do.FINISH_REDUCTION:
                 for reducer in self.reducers:
