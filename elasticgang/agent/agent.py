@@ -31,11 +31,10 @@ from elasticgang.agent.job import Events, Job, Output
 from elasticgang.agent.process_supervisor import ProcessSupervisor
 from elasticgang.agent.rank_launch import RankLaunch
 from elasticgang.agent.rank_processes import RankProcess, RankProcesses
-from elasticgang.coordinator.client import in_daemon_thread
-from elasticgang.coordinator.endpoint import reach
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.observe.change_report import ChangeReporter, format_change
 from elasticgang.process import stacks
+from elasticgang.process.daemon_thread import in_daemon_thread
 from elasticgang.process.lease import Lease
 from elasticgang.protocol.agent_events import (
     Abort,
@@ -74,6 +73,7 @@ from elasticgang.protocol.agent_events import (
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.protocol.agent_state import AgentState, describe_exit
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS
 from elasticgang.protocol.hang_detector import CommHung, HangReport, Standstill
 from elasticgang.protocol.record import Record, layout_from_json, member_from_json
 
@@ -118,14 +118,16 @@ class Agent:
             self._loop.add_signal_handler(number, self._on_signal, number)
         try:
             if self._job.coordinator is not None:
-                reaching = in_daemon_thread(reach, self._job.coordinator, self._job.connect_timeout)
-                if not await self._unless_exiting(reaching):
-                    self._supervisor.stop()
+                opening = asyncio.ensure_future(self._open_control(self._job.coordinator))
+                if not await self._unless_exiting(opening):
+                    opening.cancel()
+                    await self._close_control()
                     return self._exit.result()
-                self._endpoint = reaching.result()
+                opening.result()
             self._supervisor.open()
         except BaseException:
             self._supervisor.stop()
+            await self._close_control()
             raise
         try:
             return await self._serve()
@@ -153,21 +155,33 @@ class Agent:
     async def _start(self) -> None:
         await self._supervisor.ready()
         if self._job.coordinator is None:
-            self._coordinator = EmbeddedCoordinator(self._supervisor, self._stopping, _AgentCallbacks(self))
-            await self._coordinator.start(None)
-            self._endpoint = await in_daemon_thread(reach, self._coordinator.address, self._job.connect_timeout)
-        lease = None if self._coordinator is not None else self._lease
-        limits = Limits(self._job.connect_timeout, self._job.coordinator_timeout)
-        self._control = ControlPlane(_AgentCallbacks(self), self._endpoint, self._job.job_id, limits, lease)
-        address = await self._control.open()
+            self._coordinator = EmbeddedCoordinator(
+                self._supervisor, self._stopping, _AgentCallbacks(self), self._job.secret_file
+            )
+            await self._coordinator.start()
+            await self._open_control(self._coordinator.address)
         self._loop.add_signal_handler(signal.SIGCHLD, self._supervisor.reap)
         self._spawn_task(self._watch_ranks())
-        self._connected(address)
+        self._connected()
 
-    def _connected(self, address: str) -> None:
-        agent, endpoint = self._lifecycle.agent, self._endpoint
-        self._events.write("started", agent=agent, coordinator=endpoint.address, ranks=self._job.num_processes)
-        self._handle(CoordinatorConnected(endpoint.host, self._control_plane.incarnation, address))
+    async def _open_control(self, coordinator: str) -> None:
+        """Raises OperationalError."""
+        job = self._job
+        limits = Limits(job.connect_timeout, job.coordinator_timeout)
+        timeouts = JOB_TIMEOUTS if self._coordinator is None else EMBEDDED_TIMEOUTS
+        callbacks = _AgentCallbacks(self)
+        self._control = ControlPlane(callbacks, coordinator, job.job_id, job.secret, limits, timeouts, self._lease)
+        await self._control.open()
+
+    async def _close_control(self) -> None:
+        if self._control is not None:
+            await self._control.leave("the agent ends")
+
+    def _connected(self) -> None:
+        agent, control = self._lifecycle.agent, self._control_plane
+        self._events.write("started", agent=agent, coordinator=control.coordinator, ranks=self._job.num_processes)
+        self._handle(CoordinatorConnected(control.host, "", control.address))
+        control.begin()
 
     def _kill_coordinator(self) -> None:
         if self._coordinator is not None:
@@ -191,6 +205,8 @@ class Agent:
 
     async def _kill_everything(self) -> None:
         self._stopping.set()
+        if self._control is not None:
+            self._control.end()
         self._report_changes(self._change_reporter.ended())
         for task in self._tasks:
             task.cancel()
@@ -199,8 +215,7 @@ class Agent:
             self._coordinator.close()
         await self._supervisor.close()
         if self._control is not None:
-            self._collect_commits()
-            await self._control.leave_job(self._lifecycle.last_report())
+            await self._close_control()
 
     def _spawn_task(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
@@ -265,11 +280,10 @@ class Agent:
                 self._ranks.send(members, "join", generation=generation)
                 self._control_plane.broadcast_join(generation)
             case DeliverRecord(members, record):
-                self._ranks.send(members, "record", text=record.text)
+                self._ranks.send(members, "record", text=record.text, store=self._control_plane.store)
                 self._announce(record)
-                self._control_plane.follow(record)
-            case RequestQuorum(delay_s):
-                self._control_plane.request(delay_s)
+            case RequestQuorum():
+                self._control_plane.request()
             case BroadcastFailure(member, local_rank, step):
                 self._control_plane.broadcast_failed(member, local_rank, step)
             case NotifyOver(generation, reason):
@@ -303,16 +317,13 @@ class Agent:
                 for rank in self._ranks.of(members):
                     self._events.write("retired", member=rank.member, reason=reason)
                 self._ranks.send(members, "over")
-            case Fence(members):
-                self._events.write("fenced", agent=self._lifecycle.agent)
-                where = f"the coordinator at {self._endpoint.address} cannot be reached"
-                self._output.write_line(
-                    f"elasticgang: {where}: the ranks here are ended, and started again when it can"
-                )
+            case Fence(members, reason):
+                self._events.write("fenced", agent=self._lifecycle.agent, reason=reason)
+                self._output.write_line(f"elasticgang: {reason}")
                 for rank in self._ranks.of(members):
                     rank.kill()
-            case Rejoin():
-                self._spawn_task(self._rejoin())
+            case Rejoin(_, former):
+                self._spawn_task(self._rejoin(former))
             case StopHelpers():
                 self._stopping.set()
             case Exit(code):
@@ -364,8 +375,8 @@ class Agent:
                 "command": self._job.command,
                 "agent_pid": os.getpid(),
                 "num_ranks": self._job.num_processes,
-                "store": self._endpoint.address,
-                "host": self._endpoint.host,
+                "store": self._control_plane.store,
+                "host": self._control_plane.host,
                 "job": self._job.job_id,
                 "collective_timeout": self._job.collective_timeout,
                 "process_group": self._job.process_group,
@@ -509,13 +520,10 @@ class Agent:
 
     # -- rejoining
 
-    async def _rejoin(self) -> None:
+    async def _rejoin(self, former: str) -> None:
         """As another agent with new members, once the coordinator answers."""
-        self._control_plane.leave()
-        endpoint = await self._control_plane.reconnect()
-        if endpoint is not None:
-            self._endpoint = endpoint
-            self._connected(await self._control_plane.adopt_endpoint(endpoint))
+        if await self._control_plane.rejoin(former):
+            self._connected()
 
 
 class _AgentCallbacks:
@@ -537,10 +545,6 @@ class _AgentCallbacks:
     @property
     def state(self) -> AgentState:
         return self._agent._lifecycle.state
-
-    @property
-    def id(self) -> str:
-        return self._agent._lifecycle.agent
 
     @property
     def record(self) -> Record | None:

@@ -1,50 +1,61 @@
-"""The agent's side of the coordinator and the other agents: requests, notices, and which agents are dead.
+"""The agent's side of the coordinator: one session after the other, requests, notices, and the lease of its ranks.
 
-CONTROL-1  A request is repeated whenever its session is lost, until it is answered or the coordinator has been
-    unreachable for too long. No generation begins without an answer.
-CONTROL-2  Each agent sends the notice that a generation is over once, by two ways: the peer mesh, and the store. Store
-    notices wake every agent during recovery, so they are delayed `_POST_S` while all connections of the mesh are up,
-    and dropped if the next generation comes first.
+`AgentSession` decides what a session means, and `AgentClient` carries it. This module translates between them and the
+agent's state machine.
+
+CONTROL-1  A request is sent again in each session until a record follows. When no coordinator leads the job for
+    `reconnect` seconds while a request is open, the agent fails.
+CONTROL-2  What other agents must know of this one (successors, waits, failed scripts) is sent again in each session.
+CONTROL-3  An agent's process listens at its address while it lives: once the address refuses connections, the
+    coordinator may declare the agent dead.
+CONTROL-4  The agent is told of nothing before `begin`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import secrets
+import socket
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elasticgang.agent.peer_mesh import PeerMesh
-from elasticgang.coordinator.client import ClientCallbacks, CoordinatorClient, WatchedAgents, in_daemon_thread
-from elasticgang.coordinator.endpoint import Endpoint
-from elasticgang.coordinator.session import CoordinatorSession, has_newcomer
 from elasticgang.errors import OperationalError
 from elasticgang.process.lease import Lease
 from elasticgang.protocol.agent_events import (
-    CoordinatorReturned,
     CoordinatorTimedOut,
     Event,
     Finished,
-    HostLost,
     LeaseExpired,
     PeerFailed,
     PeerNotice,
     QuorumAnswered,
 )
+from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
-from elasticgang.protocol.record import Record, Report, Undecided, Unrecoverable
+from elasticgang.protocol.coordinator_messages import (
+    EndGeneration,
+    Goodbye,
+    JoinRequest,
+    Notice,
+    Notify,
+    PeerMessage,
+    Timeouts,
+    Welcome,
+)
+from elasticgang.protocol.coordinator_messages import Finished as JobFinished
+from elasticgang.protocol.record import Record, Report, Undecided
+from elasticgang.session.agent_client import AgentClient
+from elasticgang.session.secret import Secret
 
-_UNDECIDED_PATIENCE_S = 3.0
-_ANNOUNCE_FIRST_S = 0.02
-_ANNOUNCE_S = 0.2
-_LEFT_BEHIND_S = 1.0
-_LATE_S = 0.5
-_STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is ended
-_RETRY_S = 0.05
-_POST_S = 0.2
-_LEAVE_S = 0.5
+_CHECK_S = 0.1
+_STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is killed
 _SUCCESSORS_S = 0.5
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
+_ANYWHERE = ("192.0.2.1", 9)  # an address for examples, beyond the default route
 
 
 class ControlPlaneCallbacks(Protocol):
@@ -62,7 +73,7 @@ class ControlPlaneCallbacks(Protocol):
         """Of the members of another agent. Raises TypeError or ValueError when that is not what it is."""
 
     def on_successors_changed(self) -> None:
-        """`ControlPlane.num_heirs` may have changed."""
+        """`ControlPlane.num_successors` may have changed."""
 
     def kill_coordinator(self) -> None:
         """It does not answer. If it is the agent's own, and there, it is killed, and started again."""
@@ -81,338 +92,281 @@ class Limits:
 
 
 class ControlPlane:
+    """`host`: this machine's address as other agents reach it; `store`: "host:port" for the rendezvous of ranks;
+    `address`: where this agent listens (CONTROL-3). All three are known once a coordinator has answered."""
+
     def __init__(
-        self, callbacks: ControlPlaneCallbacks, endpoint: Endpoint, job: str, limits: Limits, lease: Lease | None
+        self,
+        callbacks: ControlPlaneCallbacks,
+        coordinator: str,
+        job: str,
+        secret: Secret | None,
+        limits: Limits,
+        timeouts: Timeouts,
+        lease: Lease,
     ) -> None:
-        self._callbacks, self._endpoint = callbacks, endpoint
-        self.incarnation = endpoint.incarnation  # of the coordinator, by the newest session
-        self._job, self._limits = job, limits
-        client_callbacks = ClientCallbacks(
-            self._on_notice, self._on_disconnected, self._on_reconnected, lambda: callbacks.handle(LeaseExpired())
-        )
-        self._client = CoordinatorClient(endpoint.address, job, limits.connect, lease, client_callbacks)
-        self._peers: PeerMesh | None = None
-        self._num_requested = 0  # the last question counts
-        self._num_open = 0
-        self._open_since = 0.0
-        self._undecided_since = 0.0
-        self._reported_undecided = ""
+        self.coordinator, self.host, self.store, self.address = coordinator, "", "", ""
+        self._callbacks, self._job, self._secret = callbacks, job, secret
+        self._limits, self._timeouts, self._lease = limits, timeouts, lease
+        self._incarnation = secrets.token_hex(8)  # of this process
+        self._listener: asyncio.Server | None = None
+        self._begun = False
+        self._early: list[Any] = []  # CONTROL-4
+        self._disconnected_s: float | None = time.monotonic()
+        self._requested_s = 0.0
         self._newest_over = self._newest_join = 0
-        self._knows_finished = False
-        self._dead_agents: set[str] = set()
-        self._refused: set[tuple[str, str]] = set()
-        self._was_disconnected = False
-        self._awaited: tuple[str, ...] = ()  # that must come, or be found lost
+        self._lost_agents: set[str] = set()
+        self._failures: list[PeerMessage] = []  # CONTROL-2
+        self._blocked_on: list[list[Any]] = []
         self._successors: dict[str, int] = {}  # by agent
-        self._sent_successors, self._sent_successors_at = 0, 0.0
+        self._sent_successors, self._sent_successors_s = 0, 0.0
+        self._new_session("")
+
+    def _new_session(self, former: str) -> None:
+        host, _, port = self.coordinator.rpartition(":")
+        self._session = AgentSession(self.agent, self._incarnation, self._timeouts, former=former)
+        self._client = AgentClient(self._session, self, (host, int(port)), self._job, self._secret, lambda _: None)
+        self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reason = ""
 
     @property
     def agent(self) -> str:
         return self._callbacks.state.agent
 
-    async def open(self) -> str:
-        """As `adopt_endpoint`. Raises OperationalError: the coordinator does not answer."""
-        await self._client.open(self._endpoint, self.agent)
-        address = await self.adopt_endpoint(self._endpoint)
-        self._callbacks.spawn_task(
-            self._client.keep_connected(lambda: self.agent, lambda: self._callbacks.state.record)
-        )
-        self._callbacks.spawn_task(self._client.watch_coordinator())
-        self._callbacks.spawn_task(self._client.watch_agents(self._watched_agents, self._on_lost))
-        return address
+    # -- life
 
-    async def adopt_endpoint(self, endpoint: Endpoint) -> str:
-        """The agent has an id, for the first time or a new one. Returns where it listens for other agents."""
-        self.leave()
-        self._endpoint = endpoint
-        self._peers = PeerMesh(self._job, self.agent, self._on_peer_message)
-        self._newest_over = self._newest_join = 0
+    async def open(self) -> None:
+        """Raises OperationalError: the coordinator does not answer, or refuses this agent."""
+        self._client.start()
         try:
-            address = await self._peers.listen(self._endpoint.host)
+            await asyncio.wait_for(asyncio.shield(self._welcome), self._limits.connect)
+        except asyncio.TimeoutError:
+            raise OperationalError(self._why_unreached()) from None
+        try:
+            self._listener = await asyncio.start_server(lambda _, writer: writer.close(), self.host, 0)
         except OSError as exc:
-            raise OperationalError(f"cannot listen on {self._endpoint.host}: {exc}") from exc
-        # Last: who was found lost until now was told to an agent that decided nothing.
-        self._dead_agents, self._awaited = set(), ()
-        return address
+            raise OperationalError(f"cannot listen on {self.host}: {exc}") from exc
+        self.address = f"{self.host}:{self._listener.sockets[0].getsockname()[1]}"
+        self._callbacks.spawn_task(self._watch())
 
-    async def reconnect(self) -> Endpoint | None:
-        """Under the agent's new id: the coordinator, once it answers, with a new lease. None: the agent has failed."""
-        self._client.disconnect("this agent has ended its members")
-        self._num_requested = 0
-        session = await self._client.next_session(self._limits.reconnect)
-        if session is None:
-            where = f"the coordinator at {self._endpoint.address}"
-            self._callbacks.handle(CoordinatorTimedOut(f"{where} has not answered for {self._limits.reconnect:g} s"))
-            return None
-        self._client.begin_lease()
-        return session.endpoint
+    def begin(self) -> None:
+        """CONTROL-4."""
+        self._begun = True
+        early, self._early = self._early, []
+        for event in early:
+            self.inform(event)
 
-    async def leave_job(self, report: Report | None) -> None:
-        """`leave`, in the midst of the job. The lighthouse waits for an agent as long as its last heartbeat counts, but
-        for one that has asked, with `report`: it is let know whom to go on without."""
-        if report is not None and self._client.session is not None:
-            await asyncio.wait([in_daemon_thread(self._client.session.request_record, report)], timeout=_LEAVE_S)
-        self.leave()
+    async def rejoin(self, former: str) -> bool:
+        """Under the agent's new id, once all ranks of `former` have exited. False: the agent has failed."""
+        await self._client.stop()
+        self._begun, self._newest_over, self._newest_join = False, 0, 0
+        self._early.clear()
+        self._lost_agents.clear()
+        self._successors.clear()
+        self._failures.clear()
+        self._blocked_on = []
+        self._new_session(former)
+        self._client.start()
+        try:
+            await asyncio.wait_for(asyncio.shield(self._welcome), self._limits.reconnect)
+        except asyncio.TimeoutError:
+            limit_s = self._limits.reconnect
+            why = f"the coordinator at {self.coordinator} has not answered for {limit_s:g} s"
+            self._callbacks.handle(CoordinatorTimedOut(why))
+            return False
+        except OperationalError as exc:
+            self._callbacks.handle(CoordinatorTimedOut(str(exc)))
+            return False
+        return True
 
-    def leave(self) -> None:
-        """All members of the agent have ended, and it does not come back under this id."""
-        if self._peers is not None:
-            self._peers.broadcast("exited")
-            self._peers.close()
-            self._peers = None
+    def end(self) -> None:
+        """The agent exits: it is told of nothing more."""
+        self._begun = False
 
-    @property
-    def exited_agents(self) -> set[str]:
-        """Agents of the present generation whose process is known not to be there."""
-        return set() if self._peers is None else self._peers.exited | self._dead_agents
+    async def leave(self, reason: str) -> None:
+        """All members of the agent have exited, and it does not come back."""
+        self.end()
+        self._client.notify(Notify(Goodbye(reason)))
+        await self._client.stop()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _why_unreached(self) -> str:
+        if self._client.has_connected:
+            same = "" if self._secret is None else " with the same secret"
+            return f"what answers at {self.coordinator} is not a coordinator of elasticgang{same}"
+        why = f": {self._reason}" if self._reason else ""
+        return f"cannot reach the coordinator at {self.coordinator} within {self._limits.connect:g} s{why}"
+
+    async def _watch(self) -> None:
+        """CONTROL-1, and a coordinator of this agent's own that stands still."""
+        killed_s = 0.0
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            now_s, away_s = time.monotonic(), self._disconnected_s
+            if away_s is None:
+                continue
+            if now_s - max(away_s, killed_s) > _STUCK_S and not self._session.is_welcome:
+                killed_s = now_s
+                self._callbacks.kill_coordinator()
+            is_needed = self._begun and self._requested_s > 0 and self._callbacks.state.may_request()
+            if is_needed and now_s - max(away_s, self._requested_s) > self._limits.reconnect:
+                why = f"no generation can be agreed without the coordinator at {self.coordinator}: "
+                self._requested_s = 0.0
+                self._callbacks.handle(CoordinatorTimedOut(why + (self._reason or "it does not lead the job")))
 
     # -- what is told
 
     def broadcast_over(self, generation: int, reason: str) -> None:
         if generation > self._newest_over:
             self._newest_over = generation
-            self._broadcast("over", generation=generation, reason=reason)
+            self._client.notify(Notify(EndGeneration(generation, reason)))
 
     def broadcast_join(self, generation: int) -> None:
         if generation > self._newest_join:
             self._newest_join = generation
-            self._broadcast("join", generation=generation)
+            self._client.notify(Notify(JoinRequest(generation)))
 
     def broadcast_finished(self) -> None:
-        if not self._knows_finished:
-            self._knows_finished = True
-            self._broadcast("finished", to_all=True)
+        self._client.notify(Notify(JobFinished()))
 
     def broadcast_failed(self, member: str, local_rank: int, step: int) -> None:
-        self._broadcast("failed", agent=self.agent, member=member, local_rank=local_rank, step=step)
+        self._failures.append(PeerMessage("failed", json.dumps([member, local_rank, step])))
+        self._client.notify(Notify(self._failures[-1]))
 
     def broadcast_blocked_on(self, waits: list[list[Any]]) -> None:
-        """To the other agents themselves: without a connection to them, the host is lost sooner than it hangs."""
-        record = self._callbacks.state.record
-        if self._peers is not None and record is not None and len(record.agents) > 1:
-            self._peers.broadcast("blocked_on", blocked_on=waits)
+        self._blocked_on = waits
+        self._client.notify(Notify(PeerMessage("blocked_on", json.dumps(waits))))
 
     def broadcast_successors(self, num: int, *, again: bool) -> None:
-        """How many are here, when that has changed; `again`: or, now and then, if there are any, for connections that
-        are new."""
-        now = time.monotonic()
-        is_due = again and num > 0 and now - self._sent_successors_at > _SUCCESSORS_S
-        if self._peers is not None and (num != self._sent_successors or is_due):
-            self._sent_successors, self._sent_successors_at = num, now
-            self._peers.broadcast("successors", num=num)
+        """How many are here, when that has changed; `again`: or, now and then, if there are any, for agents that are
+        new."""
+        now_s = time.monotonic()
+        is_due = again and num > 0 and now_s - self._sent_successors_s > _SUCCESSORS_S
+        if num != self._sent_successors or is_due:
+            self._sent_successors, self._sent_successors_s = num, now_s
+            self._client.notify(Notify(PeerMessage("successors", json.dumps(num))))
 
-    def _broadcast(self, kind: str, to_all: bool = False, **fields: Any) -> None:
-        record = self._callbacks.state.record
-        if self._peers is None or not (to_all or (record is not None and len(record.agents) > 1)):
-            return
-        self._peers.broadcast(kind, **fields)
-        others = () if to_all or record is None else [agent for agent in record.agents if agent != self.agent]
-        if others and all(map(self._peers.is_up, others)):
-            asyncio.get_running_loop().call_later(_POST_S, self._post, {"kind": kind, **fields}, record)
+    def request(self) -> None:
+        """The ranks may be ready."""
+        self._callbacks.log("requested")
+        self._requested_s = self._requested_s or time.monotonic()
+        self._client.request_report()
+
+    # -- of its client
+
+    def set_lease(self, until_s: float) -> None:
+        self._lease.until = until_s
+
+    def fence(self, generation: int) -> None:
+        where = f"the coordinator at {self.coordinator} cannot be reached"
+        self._callbacks.handle(LeaseExpired(f"{where}: the ranks here are ended, and started again when it can"))
+
+    def unfence(self) -> None:
+        """Never: the end of the lease ends the ranks."""
+
+    def kill_ranks(self, reason: str) -> None:
+        self._callbacks.handle(LeaseExpired(f"{reason}: the ranks here are ended, and started again"))
+
+    def collect_report(self) -> Report | None:
+        state = self._callbacks.state
+        return state.report() if self._begun and state.may_request() else None
+
+    def welcomed(self, welcome: Welcome, host: str) -> None:
+        store_host, _, store_port = welcome.store.rpartition(":")
+        if store_host in _ALL_ADDRESSES:
+            store_host = self.coordinator.rpartition(":")[0]
+            host = _seen_from_outside(host)
+        self.host, self.store = self.host or host, f"{store_host}:{store_port}"
+        if welcome.in_office and self._disconnected_s is not None:
+            self._disconnected_s = None
+            if self._begun:
+                self._callbacks.log("coordinator reachable", incarnation=welcome.term.name)
+        if not self._welcome.done():
+            self._welcome.set_result(None)
+        num = self._sent_successors
+        for message in (*self._failures, PeerMessage("successors", json.dumps(num))):
+            self._client.notify(Notify(message))
+        if self._blocked_on:
+            self._client.notify(Notify(PeerMessage("blocked_on", json.dumps(self._blocked_on))))
+
+    def disconnected(self, reason: str) -> None:
+        self._reason = reason
+        if self._disconnected_s is None:
+            self._disconnected_s = time.monotonic()
+            self._successors.clear()
+            if self._begun:
+                self._callbacks.log("coordinator unreachable", reason=reason)
+                self._callbacks.on_successors_changed()
+
+    def inform(self, event: Any) -> None:
+        if isinstance(event, QuorumAnswered) and isinstance(event.answer, Undecided) and not self._welcome.done():
+            why = event.answer.refused[0][1]
+            self._welcome.set_exception(OperationalError(f"the job refused this host: {why}"))
+        elif not self._begun:
+            self._early.append(event)
+        elif isinstance(event, PeerMessage):
+            try:
+                self._on_peer_message(event.agent, event.topic, json.loads(event.data))
+            except (TypeError, ValueError) as exc:
+                self._callbacks.log("bad notice", notice=repr(event), error=repr(exc))
+        elif isinstance(event, Notice):
+            self._on_notice(event)
         else:
-            self._post({"kind": kind, **fields}, record)
+            self._on_event(event)
 
-    def _post(self, notice: dict[str, Any], record: Record | None) -> None:
-        """Tell the store, unless another record has followed."""
-        if self._client.session is not None and self._callbacks.state.record is record:
-            self._client.session.post(notice)
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, QuorumAnswered) and isinstance(event.answer, Record):
+            self._requested_s = 0.0
+        elif isinstance(event, PeerNotice) and not event.over:
+            self._callbacks.log("join noticed", generation=event.generation)
+        elif isinstance(event, Finished) and self._callbacks.state.record is None:
+            self._callbacks.write_line(f"elasticgang: job {self._job} has already finished; exiting")
+        self._callbacks.handle(event)
 
-    def follow(self, record: Record) -> None:
-        if self._peers is not None:
-            self._peers.follow(dict(zip(record.agents, record.addresses, strict=False)))
+    def _on_peer_message(self, agent: str, topic: str, data: Any) -> None:
+        match topic:
+            case "failed":
+                member, local_rank, step = data
+                self._callbacks.handle(PeerFailed(agent, str(member), int(local_rank), int(step)))
+            case "blocked_on":
+                self._callbacks.on_peer_blocked(agent, data)
+            case "successors":
+                self._successors[agent] = max(0, int(data))
+                self._callbacks.on_successors_changed()
+            case _:
+                raise ValueError(f"unknown topic {topic!r}")
 
-    # -- what is heard
+    def _on_notice(self, notice: Notice) -> None:
+        match notice.topic:
+            case "undecided":
+                self._callbacks.write_line(f"elasticgang: no generation can be agreed yet: {notice.reason}")
+            case "refused":
+                self._callbacks.write_line(f"elasticgang: agent {notice.agent} is refused: {notice.reason}")
+            case "lost":
+                self._lost_agents.add(notice.agent)
+                self._callbacks.log("host lost", agent=notice.agent)
+                if self._successors.pop(notice.agent, 0):
+                    self._callbacks.on_successors_changed()
+
+    # -- what the agent reads
 
     @property
     def num_successors(self) -> int:
-        """Of the other agents that there is a connection to."""
-        peers = self._peers
-        return 0 if peers is None else sum(num for agent, num in self._successors.items() if peers.is_up(agent))
+        """Of the other agents."""
+        return sum(self._successors.values())
 
-    def _on_peer_message(self, agent: str, message: dict[str, Any]) -> None:
-        """By another agent itself."""
-        if message["kind"] == "exited":
-            self._mark_dead([agent], "agent exited")
-        elif message["kind"] == "blocked_on":
-            self._callbacks.on_peer_blocked(agent, message["blocked_on"])
-        elif message["kind"] == "successors":
-            self._successors[agent] = max(0, int(message["num"]))
-            self._callbacks.on_successors_changed()
-        else:
-            self._handle_notice(message)
+    @property
+    def exited_agents(self) -> set[str]:
+        """Agents that the coordinator has declared lost."""
+        return self._lost_agents
 
-    def _on_notice(self, notice: dict[str, Any], is_old: bool) -> None:
-        try:
-            self._handle_notice(notice, is_old)
-        except (KeyError, TypeError, ValueError) as exc:
-            self._callbacks.log("bad notice", notice=repr(notice), error=repr(exc))
 
-    def _handle_notice(self, notice: dict[str, Any], is_old: bool = False) -> None:
-        match notice["kind"]:
-            case "over":
-                generation = int(notice["generation"])
-                if self._is_present_or_next(generation):
-                    self._newest_over = max(self._newest_over, generation)
-                self._callbacks.handle(PeerNotice(generation, over=True, reason=str(notice["reason"])))
-            case "join":
-                generation = int(notice["generation"])
-                if self._is_present_or_next(generation):
-                    self._newest_join = max(self._newest_join, generation)
-                self._callbacks.log("join noticed", generation=generation)
-                self._callbacks.handle(PeerNotice(generation, over=False))
-            case "finished":
-                if self._callbacks.state.record is None:
-                    self._callbacks.write_line(f"elasticgang: job {self._job} has already finished; exiting")
-                self._knows_finished = True
-                self._callbacks.handle(Finished())
-            case "failed":
-                if (agent := str(notice["agent"])) != self.agent:
-                    local_rank, step = int(notice["local_rank"]), int(notice["step"])
-                    self._callbacks.handle(PeerFailed(agent, str(notice["member"]), local_rank, step))
-            case "refused":
-                self._on_refused(str(notice["agent"]), str(notice["reason"]), is_old)
-            case kind:
-                raise ValueError(f"unknown kind {kind!r}")
-
-    def _on_refused(self, agent: str, reason: str, is_old: bool) -> None:
-        """Said once, though each session reads it; not of the time before this agent's."""
-        is_known = (agent, reason) in self._refused or (is_old and not self._was_disconnected)
-        self._refused.add((agent, reason))
-        if not is_known and agent != self.agent:
-            self._callbacks.write_line(f"elasticgang: agent {agent} is refused: {reason}")
-
-    def _is_present_or_next(self, generation: int) -> bool:
-        """At most the next one: of one further on it is not believed that all the others know (AGENT-7 of the agent's
-        state)."""
-        record = self._callbacks.state.record
-        return record is not None and generation <= record.generation + 1
-
-    def _on_disconnected(self, reason: str) -> None:
-        self._was_disconnected = True
-        self._callbacks.log("coordinator unreachable", reason=reason)
-        self._callbacks.spawn_task(self._kill_stuck())
-
-    async def _kill_stuck(self) -> None:
-        await asyncio.sleep(_STUCK_S)
-        if self._client.session is None:
-            self._callbacks.kill_coordinator()
-
-    def _on_reconnected(self, session: CoordinatorSession) -> None:
-        self._callbacks.log("coordinator reachable", incarnation=session.endpoint.incarnation)
-        session.sends_heartbeats = self._num_requested > 0
-        self.incarnation = session.endpoint.incarnation
-        self._newest_over = 0  # AGENT-8
-        self._callbacks.handle(CoordinatorReturned(session.endpoint.incarnation))
-
-    # -- who is lost
-
-    def _watched_agents(self) -> WatchedAgents:
-        """Agents that take part, or have, and are neither here nor known to be lost."""
-        record, peers = self._callbacks.state.record, self._peers
-        if peers is None:
-            return WatchedAgents((), (), False)
-        named = () if record is None else (*record.agents, *record.absent_agents)
-        names = sorted({*named, *self._awaited} - {self.agent} - self._dead_agents)
-        gone = [agent for agent in names if agent in peers.exited]
-        is_late = self._num_open > 0 and time.monotonic() - self._open_since > _LATE_S
-        return WatchedAgents(names, gone, is_late or not all(map(peers.is_up, names)))
-
-    def _on_lost(self, agents: list[str]) -> None:
-        self._mark_dead(agents, "host lost")
-
-    def _mark_dead(self, agents: list[str], event: str) -> None:
-        for agent in agents:
-            if agent in self._dead_agents:
-                continue
-            self._dead_agents.add(agent)
-            self._callbacks.log(event, agent=agent)
-            self._callbacks.handle(HostLost(agent))
-
-    # -- questions
-
-    def request(self, delay_s: float) -> None:
-        self._num_requested += 1
-        self._callbacks.spawn_task(self._request(self._num_requested, delay_s))
-
-    async def _request(self, number: int, delay_s: float) -> None:
-        if delay_s:
-            await asyncio.sleep(delay_s)
-        if not self._num_open:
-            self._open_since = time.monotonic()
-        self._num_open += 1
-        if not delay_s:  # else once more
-            self._callbacks.log("requested", request=number)
-        try:
-            answer = await self._await_answer(number)
-        finally:
-            self._num_open -= 1
-        if answer is not None:
-            self._awaited = answer.absent_agents if isinstance(answer, Undecided) else ()
-            self._report_undecided(answer)
-            self._callbacks.handle(QuorumAnswered(answer, is_newest=number == self._num_requested))
-
-    async def _await_answer(self, number: int) -> Record | Undecided | Unrecoverable | None:
-        """None: the question needs no answer any more."""
-        failing_since = 0.0
-        while number == self._num_requested and self._callbacks.state.may_request():
-            session = self._client.session
-            if session is None:
-                away_since, error = (
-                    max(self._client.disconnected_since, self._open_since),
-                    "it is away",
-                )  # since it is needed
-            else:
-                session.sends_heartbeats = True
-                report = self._callbacks.state.report()
-                asking = in_daemon_thread(session.request_record, report)
-                try:
-                    if await self._announcing(asking, session, report) and asking.result() is not None:
-                        answer: Record | Undecided | Unrecoverable = asking.result()
-                        return answer
-                    failing_since = 0.0
-                    continue
-                except OperationalError as exc:
-                    away_since = failing_since = failing_since or time.monotonic()
-                    error = str(exc)
-            if time.monotonic() - away_since > self._limits.reconnect:
-                address = self._endpoint.address
-                why = f"no generation can be agreed without the coordinator at {address}: {error}"
-                self._callbacks.handle(CoordinatorTimedOut(why))
-                return None
-            await asyncio.sleep(_RETRY_S)
-        return None
-
-    async def _announcing(self, asking: asyncio.Future[Any], session: CoordinatorSession, report: Report) -> bool:
-        """Wait for an answer, and let the job know who waits to join it: newcomers soon, and who finds itself left
-        behind by the store's record, which is not read in the midst of a change. False: the session was lost."""
-        wait_s, again_s = _LEFT_BEHIND_S, _LEFT_BEHIND_S
-        if self._has_newcomer(report):
-            wait_s, again_s = _ANNOUNCE_FIRST_S, _ANNOUNCE_S
-        losing = asyncio.ensure_future(self._client.until_lost(asking))
-        announcing: asyncio.Future[Any] | None = None  # one at a time: a slow coordinator gets no heap of them
-        try:
-            while not losing.done():
-                await asyncio.wait([losing], timeout=wait_s)
-                if not losing.done() and (announcing is None or announcing.done()):
-                    announcing = in_daemon_thread(session.announce_join, report)
-                wait_s = again_s
-            return losing.result()
-        finally:
-            losing.cancel()
-
-    def _has_newcomer(self, report: Report) -> bool:
-        record = self._callbacks.state.record
-        return record is None or has_newcomer(record, report)
-
-    def _report_undecided(self, answer: Record | Undecided | Unrecoverable) -> None:
-        """Say once why no generation is agreed, when that goes on; and at once who is refused."""
-        if not isinstance(answer, Undecided):
-            self._undecided_since = 0.0
-            return
-        self._undecided_since = self._undecided_since or time.monotonic()
-        is_others = any(agent != self.agent for agent, _ in answer.refused)
-        if (
-            is_others or time.monotonic() - self._undecided_since > _UNDECIDED_PATIENCE_S
-        ) and answer.reason != self._reported_undecided:
-            self._reported_undecided = answer.reason
-            self._callbacks.write_line(f"elasticgang: no generation can be agreed yet: {answer.reason}")
+def _seen_from_outside(host: str) -> str:
+    """Where others reach this machine, which has reached from `host` a coordinator that listens on all addresses. There
+    may be agents of other machines, to which a loopback address means themselves."""
+    if host.startswith("127."):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(_ANYWHERE)  # sends nothing
+            return str(probe.getsockname()[0])
+    return host

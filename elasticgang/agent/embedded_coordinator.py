@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from elasticgang.agent.process_supervisor import ProcessSupervisor
 from elasticgang.agent.rank_processes import kill_group
-from elasticgang.coordinator.server import GRACE_S, ReservedPort
+from elasticgang.coordinator.server import ReservedPort
 from elasticgang.errors import OperationalError
 from elasticgang.process.forkserver import ForkServerClient, Spawned
 from elasticgang.protocol.record import Record
@@ -27,25 +27,19 @@ _ENDED = b'{"error": "the coordinator ended while it was starting"}'
 
 
 class CoordinatorLauncher:
-    def __init__(self) -> None:
+    def __init__(self, secret_file: str | None) -> None:
         """Raises OperationalError: there is no port to be had."""
+        self._secret_file = secret_file
         self._reserved = ReservedPort(_HOST)
         self.address = f"{_HOST}:{self._reserved.port}"
 
-    def start(self, forkserver: ForkServerClient, agent: str, record: Record | None) -> Spawned:
-        """Blocks until it listens, and has `record`. Other agents than `agent` are given time to come back.
+    def start(self, forkserver: ForkServerClient, founds: bool) -> Spawned:
+        """Blocks until it listens. `founds`: whether the job is new.
 
         Raises:
             OperationalError: it could not be started.
         """
-        records = {} if record is None else {record.job: record.text}
-        is_shared = record is not None and any(other != agent for other in (*record.agents, *record.absent_agents))
-        args = {
-            "host": _HOST,
-            "port": self._reserved.port,
-            "records": records,
-            "grace_s": GRACE_S if is_shared else 0.0,
-        }
+        args = {"host": _HOST, "port": self._reserved.port, "founds": founds, "secret_file": self._secret_file}
         reader, writer = os.pipe()
         owner = os.pidfd_open(os.getpid())
         try:
@@ -76,9 +70,6 @@ class EmbeddedCoordinatorCallbacks(Protocol):
     """The agent."""
 
     @property
-    def id(self) -> str: ...
-
-    @property
     def record(self) -> Record | None: ...
 
     def log(self, event: str, **fields: Any) -> None: ...
@@ -90,22 +81,26 @@ class EmbeddedCoordinatorCallbacks(Protocol):
 
 
 class EmbeddedCoordinator:
-    """An `CoordinatorLauncher` that is started again whenever it has died, with the newest record. For the agent's
-    loop."""
+    """An `CoordinatorLauncher` that is started again whenever it has died. The agent's session brings it the newest
+    record. For the agent's loop."""
 
     def __init__(
-        self, supervisor: ProcessSupervisor, stopping: threading.Event, owner: EmbeddedCoordinatorCallbacks
+        self,
+        supervisor: ProcessSupervisor,
+        stopping: threading.Event,
+        owner: EmbeddedCoordinatorCallbacks,
+        secret_file: str | None,
     ) -> None:
         """Raises as CoordinatorLauncher."""
         self._supervisor, self._stopping, self._callbacks = supervisor, stopping, owner
-        self._launcher = CoordinatorLauncher()
+        self._launcher = CoordinatorLauncher(secret_file)
         self._pid = 0
         self.address = self._launcher.address
 
-    async def start(self, record: Record | None) -> None:
+    async def start(self) -> None:
         """Raises OperationalError: it could not be started."""
-        agent = self._callbacks.id
-        spawned = await self._supervisor.fork(lambda server: self._launcher.start(server, agent, record), is_own=False)
+        founds = self._callbacks.record is None
+        spawned = await self._supervisor.fork(lambda server: self._launcher.start(server, founds), is_own=False)
         self._pid = spawned.pid
         asyncio.get_running_loop().add_reader(spawned.pidfd, self._on_death, spawned.pidfd)
 
@@ -131,7 +126,7 @@ class EmbeddedCoordinator:
         told = ""
         while True:
             try:
-                return await self.start(self._callbacks.record)
+                return await self.start()
             except (OperationalError, OSError) as exc:  # an OSError of this process: no descriptor is left, say
                 if told != str(exc):
                     told = str(exc)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from elasticgang.session.secret import Secret
+
 
 class Output(Protocol):
     """Where the ranks' output goes."""
@@ -27,8 +29,9 @@ class Events(Protocol):
 class Job:
     """What to run. `coordinator`: "host:port", or None for one of the job's own. `command`: the child's arguments.
     `num_spares`: processes beside those of `num_ranks`, which wait for one of them to be lost. `max_agents`: 0 for any
-    number. `env`: of all processes that are started, `rank_env`: of the ranks alone. `rank_target`: what a rank process
-    calls first, "module:function"; `preload`: the modules that the fork server imports before it forks one."""
+    number. `secret`: of the job, from `secret_file`. `env`: of all processes that are started, `rank_env`: of the ranks
+    alone. `rank_target`: what a rank process calls first, "module:function"; `preload`: the modules that the fork
+    server imports before it forks one."""
 
     command: dict[str, Any]
     rank_target: str
@@ -46,6 +49,8 @@ class Job:
     coordinator_timeout: float = 300.0
     min_agents: int = 1
     max_agents: int = 0
+    secret: Secret | None = None
+    secret_file: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     rank_env: dict[str, str] = field(default_factory=dict)
 

@@ -3,6 +3,10 @@
 SERVE-ORDER    The instructions of one event are carried out before the next event of that job.
 SERVE-PERSIST  A decision is written and fsynced, off the event loop, before the state machine is told so.
 SERVE-APART    Jobs have nothing in common but the process.
+SERVE-FOUND    Without a directory, a job of which nothing is known is new once the agents of a job that ran here before
+               had `founds_after_s` to come back.
+SERVE-EXITED   An agent without a session has exited, with all that it had started, once its host refuses connections to
+               its address for `EXITED_S`: within it, the fork server kills what the agent had started.
 SERVE-STOP     When the state machine raises, or the disk does not write, the process ends: what it held is in the state
                directory and with the agents.
 """
@@ -10,6 +14,7 @@ SERVE-STOP     When the state machine raises, or the disk does not write, the pr
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections import deque
@@ -20,14 +25,18 @@ from dataclasses import dataclass, field
 from elasticgang.coordinator.state_directory import Kept, StateDirectory
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.coordinator_messages import (
+    JOB_TIMEOUTS,
+    AgentExited,
     CloseSession,
     CoordinatorEvent,
     Hello,
+    Notice,
     OfficeGranted,
     Persist,
     Persisted,
     Push,
     Received,
+    Refused,
     Send,
     SessionClosed,
     Ticked,
@@ -40,7 +49,9 @@ from elasticgang.session.listener import Listener
 from elasticgang.session.messages import decode_from_agent, encode, encode_delta
 from elasticgang.session.secret import Secret
 
+EXITED_S = 1.2
 _TICK_S = 0.2
+_PROBE_S = 1.0
 _MAX_JOBS = 1024
 _MIN_DELTA_BYTES = 32 << 10  # a smaller record is sent whole: an agent reads it faster than a delta
 
@@ -53,17 +64,21 @@ class _Job:
     known: dict[int, Record] = field(default_factory=dict)  # by session: the newest record that its agent has
     events: deque[CoordinatorEvent] = field(default_factory=deque)
     is_busy: bool = False
+    refused_s: dict[str, float] = field(default_factory=dict)  # since when each agent's host refuses (SERVE-EXITED)
+    probes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """`founds`: without a directory, whether a job of which nothing is known is new."""
+    """`founds`: without a directory, whether a job of which nothing is known is new. `store`: as of `Welcome`."""
 
     secret: Secret | None = None
     directory: StateDirectory | None = None
     founds: bool = False
+    founds_after_s: float = 0.0
     insecure: bool = False
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    timeouts: Timeouts = JOB_TIMEOUTS
+    store: str = ""
 
 
 class CoordinatorServer:
@@ -85,6 +100,7 @@ class CoordinatorServer:
         self._writes: set[asyncio.Task[None]] = set()
         self._order = asyncio.Lock()
         self._ticker: asyncio.TimerHandle | None = None
+        self._founds_at_s = clock() + options.founds_after_s
         self._has_failed = False
         secret = b"" if options.secret is None else options.secret.reveal()
         self.listener = Listener(self, lambda job: secret, log)
@@ -103,6 +119,9 @@ class CoordinatorServer:
     async def stop(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
+        for job in self._jobs.values():
+            for probe in job.probes.values():
+                probe.cancel()
         await self.listener.stop()
         if self._writes:
             await asyncio.wait(self._writes)
@@ -122,7 +141,7 @@ class CoordinatorServer:
         identity = connection.identity
         assert identity is not None
         if identity.protocol != PROTOCOL:
-            connection.abort(f"its protocol is {identity.protocol}, but the coordinator's is {PROTOCOL}")
+            self._refuse(connection, identity.job, f"its protocol is {identity.protocol}, but the job's is {PROTOCOL}")
             return
         try:
             job = self._job(identity.job)
@@ -132,6 +151,14 @@ class CoordinatorServer:
         self._num_sessions += 1
         job.connections[self._num_sessions] = connection
         self._session_of[connection] = job, self._num_sessions
+
+    def _refuse(self, connection: Connection, job: str, why: str) -> None:
+        connection.send(encode(Refused(why)))
+        connection.close()
+        if job in self._jobs:
+            notice = encode(Notice("refused", why, f"at {connection.peer}"))
+            for other in self._jobs[job].connections.values():
+                other.send(notice)
 
     def received(self, connection: Connection, payload: bytes) -> None:
         found = self._session_of.get(connection)
@@ -168,8 +195,9 @@ class CoordinatorServer:
                 number=kept.term.number + 1,
                 has_directory=directory is not None,
                 decision=kept.decision,
-                granted=directory is not None or self._options.founds,
+                granted=directory is not None or (self._options.founds and self._clock() >= self._founds_at_s),
                 timeouts=self._options.timeouts,
+                store=self._options.store,
             )
             if directory is not None:
                 directory.write(name, Kept(state.term, kept.decision))
@@ -178,8 +206,41 @@ class CoordinatorServer:
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        is_founding_due = self._options.founds and self._clock() >= self._founds_at_s
         for job in list(self._jobs.values()):
             self._handle(job, Ticked())
+            if is_founding_due and not job.state.in_office and job.state.decision is None:
+                self._handle(job, OfficeGranted())
+            self._probe_absent(job)
+
+    def _probe_absent(self, job: _Job) -> None:
+        """SERVE-EXITED."""
+        absent = job.state.absent_agents()
+        job.refused_s = {agent: at_s for agent, at_s in job.refused_s.items() if agent in absent}
+        for agent, address in absent.items():
+            if address and agent not in job.probes:
+                task = job.probes[agent] = asyncio.ensure_future(self._probe(job, agent, address))
+                task.add_done_callback(functools.partial(self._probed, job, agent))
+
+    @staticmethod
+    def _probed(job: _Job, agent: str, task: asyncio.Task[None]) -> None:
+        job.probes.pop(agent, None)
+
+    async def _probe(self, job: _Job, agent: str, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        began_s = self._clock()
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _PROBE_S)
+        except ConnectionRefusedError:
+            if agent not in job.state.absent_agents():
+                return
+            if began_s - job.refused_s.setdefault(agent, began_s) >= EXITED_S:
+                self._handle(job, AgentExited(agent))
+        except (OSError, ValueError, asyncio.TimeoutError):
+            job.refused_s.pop(agent, None)
+        else:
+            job.refused_s.pop(agent, None)
+            writer.close()
 
     def _handle(self, job: _Job, event: CoordinatorEvent) -> None:
         """To carry out an instruction may bring the next event: it waits for its turn (SERVE-ORDER)."""

@@ -1,48 +1,32 @@
-"""The coordinator: torchft's lighthouse and one `TCPStore` in one process, at one address.
+"""The coordinator's process: sessions and decisions, and the store for the rendezvous of ranks.
 
-The store's address is the coordinator's; the lighthouse's is found in the store. A step makes no call to either.
-
-COORDINATOR-1  Who reaches a coordinator finds the records in its store that it was started with: they are there first.
-COORDINATOR-2  Nobody asks a coordinator that may have been restarted before the agents of its job had time to come
-    back: after its restart the lighthouse knows nobody, and gives the first to ask a quorum alone.
-COORDINATOR-3  A record in the state folder is whole. It may be older than the store's: the agents bring theirs.
+The store holds nothing but keys of one generation, which is lost with it and configured again. It has a port of its
+own, which agents are told in their session. It needs torch, whose import takes seconds: the sessions do not wait for
+it, and who connects to the store meanwhile does.
 """
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import contextlib
 import json
-import logging
 import os
-import select
 import signal
 import socket
-import threading
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-from torchft.coordination import LighthouseServer
-
-from elasticgang.coordinator.endpoint import COORDINATOR_KEY, JOBS_KEY, OPEN_KEY, record_key
+from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
+from elasticgang.coordinator.state_directory import StateDirectory
 from elasticgang.errors import OperationalError
+from elasticgang.process.daemon_thread import in_daemon_thread
+from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
+from elasticgang.session.listener import check_listen_address
+from elasticgang.session.secret import Secret, read_secret
 
-log = logging.getLogger("elasticgang")
-
-
-GRACE_S = 1.0
-
-
-# Why these (all tried): min_replicas above 1 keeps the survivors of a small job from ever getting a quorum; a short
-# join timeout splits jobs and speeds nothing up.
-MIN_REPLICAS = 1
-JOIN_TIMEOUT_MS = 60_000
-TICK_MS = 50
-HEARTBEAT_TIMEOUT_MS = 1_000
-_KEEP_INTERVAL_S = 0.05
+GRACE_S = 1.0  # for the agents of a running job, before a coordinator without a directory founds one
 
 
 class ReservedPort:
@@ -64,122 +48,75 @@ class ReservedPort:
         self._sock.close()
 
 
-class Coordinator:
-    """Both servers, running in this process until `close`."""
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """`founds`: whether a job of which nothing is known may be new; `grace_s`: after so long."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        records: Mapping[str, str] | None = None,
-        state_dir: str | None = None,
-        grace_s: float = GRACE_S,
-    ) -> None:
-        """Listen on `host`:`port`; port 0 takes a free one. `records`: those to begin with, by job. `state_dir`: the
-        folder from which records are taken, and where they are kept.
+    host: str
+    port: int
+    secret: Secret | None = None
+    state_dir: Path | None = None
+    insecure: bool = False
+    founds: bool = True
+    grace_s: float = GRACE_S
+    timeouts: Timeouts = JOB_TIMEOUTS
 
-        Raises:
-            OperationalError: the address cannot be listened on, or the folder not be used. Nothing was started.
-        """
-        kept = None if state_dir is None else _RecordFolder(Path(state_dir))
-        try:
-            listener = socket.create_server((host, port))
-        except OSError as exc:
-            reason = os.strerror(exc.errno) if exc.errno else str(exc)
-            raise OperationalError(f"cannot listen on {host}:{port}: {reason}") from exc
-        self.port: int = listener.getsockname()[1]
-        self.host = host
-        self._store = TCPStore(
-            host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+
+async def serve(options: CoordinatorOptions, log: Callable[[str], None], listening: Callable[[str], None]) -> None:
+    """Lead jobs until this is cancelled. `listening` is called once, with the address.
+
+    Raises:
+        OperationalError: it cannot listen there, the directory cannot be used, or it cannot go on.
+    """
+    host = options.host
+    check_listen_address(host, options.secret is not None, options.insecure)
+    directory = None if options.state_dir is None else StateDirectory(options.state_dir)
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(error: BaseException) -> None:
+        if not failed.done():
+            failed.set_exception(OperationalError(f"the coordinator cannot go on: {error}"))
+
+    try:
+        store_socket = socket.create_server((host, 0))
+        store_port = store_socket.getsockname()[1]
+        server_options = ServerOptions(
+            options.secret,
+            directory,
+            options.founds,
+            options.grace_s,
+            options.insecure,
+            options.timeouts,
+            store=f"{host}:{store_port}",
         )
-        known = {**({} if kept is None else kept.records), **(records or {})}
-        for job, record in known.items():
-            self._store.set(record_key(job), record)
-        self._store.set(JOBS_KEY, json.dumps(sorted(known)))
-        self._lighthouse = LighthouseServer(
-            bind=f"{host}:0",
-            min_replicas=MIN_REPLICAS,
-            join_timeout_ms=JOIN_TIMEOUT_MS,
-            quorum_tick_ms=TICK_MS,
-            heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
-        )
-        lighthouse_port = int(self._lighthouse.address().rpartition(":")[2])
-        self._store.set(
-            COORDINATOR_KEY,
-            json.dumps({"lighthouse_port": lighthouse_port, "incarnation": uuid.uuid4().hex, "host": host}),
-        )
-        self._closed = threading.Event()
-        self._threads = [threading.Thread(target=self._open, args=(grace_s,), name="open", daemon=True)]
-        if kept is not None:
-            self._threads.append(threading.Thread(target=self._keep, args=(kept,), name="keep", daemon=True))
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def address(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    def close(self) -> None:
-        self._closed.set()
-        for thread in self._threads:
-            thread.join()
-        self._lighthouse.shutdown()
-        del self._store
-
-    def _open(self, grace_s: float) -> None:
-        if not self._closed.wait(grace_s):
-            self._store.set(OPEN_KEY, "1")
-
-    def _keep(self, kept: _RecordFolder) -> None:
-        failing: set[str] = set()
-        while not self._closed.wait(_KEEP_INTERVAL_S):
-            for job in json.loads(self._store.get(JOBS_KEY)):
-                key = record_key(job)
-                if not self._store.check([key]):
-                    continue
-                try:
-                    kept.write(job, self._store.get(key).decode())
-                    failing.discard(job)
-                except OSError as exc:  # a full disk, say: tried again, and the agents have the record too
-                    if job not in failing:
-                        log.warning("the record of job %s is not kept: %s", job, exc)
-                    failing.add(job)
+        server = CoordinatorServer(server_options, log, fail)
+        port = await server.start(host, options.port)
+    except OSError as exc:
+        reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)
+        raise OperationalError(f"cannot listen on {host}:{options.port}: {reason}") from exc
+    opening = in_daemon_thread(_open_store, host, store_port, store_socket.detach())
+    stores: list[object] = []  # its server ends with it
+    try:
+        listening(f"{host}:{port}")
+        either: list[asyncio.Future[Any]] = [opening, failed]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            stores.append(opening.result())
+        await failed
+    finally:
+        await server.stop()
+        stores.clear()
+        if directory is not None:
+            directory.close()
 
 
-class _RecordFolder:
-    """Records in a folder: a file for each job, replaced as a whole."""
+def _open_store(host: str, port: int, listener: int) -> object:
+    try:
+        from torch._C._distributed_c10d import TCPStore
 
-    def __init__(self, folder: Path) -> None:
-        """Raises OperationalError: the folder cannot be used."""
-        self._folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.records = {self._job(path): path.read_text() for path in folder.glob("*.record")}
-            (folder / "writable").touch()
-        except (OSError, ValueError) as exc:
-            raise OperationalError(f"cannot keep records in {folder}: {exc}") from exc
-
-    def write(self, job: str, record: str) -> None:
-        if self.records.get(job) == record:
-            return
-        name = base64.urlsafe_b64encode(job.encode()).decode()
-        partial = self._folder / f"{name}.partial"
-        with partial.open("w") as file:
-            file.write(record)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._folder / f"{name}.record")
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        self.records[job] = record
-
-    @staticmethod
-    def _job(path: Path) -> str:
-        return base64.urlsafe_b64decode(path.stem.encode()).decode()
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+    except (ImportError, RuntimeError) as exc:
+        raise OperationalError(f"the store for the rendezvous cannot be opened: {exc}") from exc
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
@@ -187,18 +124,25 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     announce, owner = fds
+    secret = args["secret_file"] and read_secret(Path(args["secret_file"]))
+    options = CoordinatorOptions(
+        args["host"], args["port"], secret or None, founds=args["founds"], grace_s=0.0, timeouts=EMBEDDED_TIMEOUTS
+    )
+
+    def listening(address: str) -> None:
+        try:
+            os.write(announce, json.dumps({"address": address}).encode())
+        except OSError:
+            os._exit(1)  # whoever asked for it has given it up
+        os.close(announce)
+
+    async def run() -> None:
+        asyncio.get_running_loop().add_reader(owner, os._exit, 0)
+        await serve(options, lambda line: None, listening)
+
     try:
-        coordinator = Coordinator(args["host"], args["port"], records=args["records"], grace_s=args["grace_s"])
+        asyncio.run(run())
     except OperationalError as exc:
-        os.write(announce, json.dumps({"error": str(exc)}).encode())
-        return 1
-    try:
-        os.write(announce, json.dumps({"address": coordinator.address}).encode())
-    except OSError:
-        os._exit(1)  # whoever asked for it has given it up
-    os.close(announce)
-    poll = select.poll()
-    poll.register(owner, select.POLLIN)
-    with contextlib.suppress(KeyboardInterrupt):
-        poll.poll()
-    os._exit(0)
+        with contextlib.suppress(OSError):
+            os.write(announce, json.dumps({"error": str(exc)}).encode())
+    return 1

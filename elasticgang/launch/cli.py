@@ -6,8 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, PROCESS_GROUPS
+
+if TYPE_CHECKING:
+    from elasticgang.session.secret import Secret
 
 EXIT_USAGE = 2
 _MAX_JOB_ID = 100  # bytes: files are named by it
@@ -77,16 +82,32 @@ def make_parser() -> argparse.ArgumentParser:
     coordinator = commands.add_parser(
         "coordinator",
         help="run a coordinator for jobs on several hosts",
-        description="Run torchft's lighthouse and a TCPStore in one process, until SIGINT or SIGTERM. A step makes no "
-        "call to it; it is asked when the membership changes.",
+        description="Decide which ranks are in each generation of one or more jobs, until SIGINT or SIGTERM. A step "
+        "makes no call to it; agents report to it when the membership changes.",
     )
     coordinator.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
     coordinator.add_argument("--port", type=_port, default=29400, help="0 takes a free one (default: %(default)s)")
     coordinator.add_argument(
-        "--state-dir", metavar="DIR", help="keep the jobs' records there, for a coordinator that is started again"
+        "--state-dir",
+        metavar="DIR",
+        help="keep the jobs' records there, for a coordinator that is started again: without it, the coordinator leads "
+        "a job again only once every agent of the job has come back",
     )
+    _add_secret_arguments(coordinator)
     coordinator.set_defaults(function=_coordinator)
     return parser
+
+
+def _add_secret_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="the secret by which agents and the coordinator authenticate each other, readable by its owner alone "
+        "(default: the file that ELASTICGANG_SECRET_FILE names; without a secret, loopback addresses only)",
+    )
+    command.add_argument(
+        "--insecure", action="store_true", help="allow other addresses than loopback without a secret, with a warning"
+    )
 
 
 def _add_run_arguments(run: argparse.ArgumentParser) -> None:
@@ -191,6 +212,7 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "step and twice the longest time that a rank stood still and got on by itself, but at least 30). When all "
         "ranks stand still for as long, none is killed, and a warning shows their Python stacks",
     )
+    _add_secret_arguments(run)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="the training script")
     run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
@@ -274,15 +296,43 @@ def _check_run(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     _check_run(args)
+    secret = _find_secret(args)
     if args.coordinator is not None:
+        host = args.coordinator.rpartition(":")[0]
         _check_reachable(args.coordinator, args.connect_timeout)
+        _check_open(host, secret, args.insecure, f"the agent uses a coordinator on loopback only, not at {host!r}")
     args.torch_log_level = os.environ.get("TORCH_CPP_LOG_LEVEL")  # of the ranks, which say whose line it is
     from elasticgang.launch.run import run_job
 
-    code = run_job(args)
-    # Everything is ended and reaped. The interpreter would still wait for a thread that is in a call to the lighthouse.
+    code = run_job(args, secret)
+    # Everything is ended and reaped. The interpreter would still wait for a thread that is in a call to a resolver.
     # What it printed is flushed already, or nobody reads it.
     os._exit(code)
+
+
+def _find_secret(args: argparse.Namespace) -> Secret | None:
+    from elasticgang.errors import OperationalError
+    from elasticgang.session.secret import find_secret
+
+    try:
+        return find_secret(args.secret_file and Path(args.secret_file), os.environ)
+    except OperationalError as exc:
+        raise _UsageError(str(exc)) from exc
+
+
+def _check_open(host: str, secret: Secret | None, insecure: bool, what: str) -> None:
+    """Whether sessions with `host` are authenticated, or stay on this machine."""
+    from elasticgang.session.listener import is_loopback
+
+    try:
+        is_closed = secret is not None or is_loopback(host)
+    except (OSError, UnicodeError) as exc:
+        raise _UsageError(f"{host!r} is no name of a host") from exc
+    if is_closed:
+        return
+    if not insecure:
+        raise _UsageError(f"without a secret {what}: give `--secret-file`, or `--insecure` in a network that you trust")
+    print(f"elasticgang: warning: --insecure: anybody who reaches {host} can take part", file=sys.stderr)
 
 
 def _check_reachable(address: str, timeout: float) -> None:
@@ -313,9 +363,11 @@ def _coordinator(args: argparse.Namespace) -> int:
         except OSError as exc:
             reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
             raise _UsageError(f"cannot listen on {args.host}:{args.port}: {reason}") from exc
+    secret = _find_secret(args)
+    _check_open(args.host, secret, args.insecure, f"the coordinator listens on loopback only, not on {args.host!r}")
     from elasticgang.launch.run import run_coordinator
 
-    return run_coordinator(args.host, args.port, args.state_dir)
+    return run_coordinator(args, secret)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import os
 import signal
 import sys
 import uuid
+from pathlib import Path
 
-# Before torch and torchft are imported: one line of ours, not ten of the lighthouse or of the store's clients.
-os.environ.setdefault("RUST_LOG", "error")
+# Before torch is imported: one line of ours, not ten of the store's clients.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # errors are raised too
 
 from elasticgang.agent.agent import Agent
 from elasticgang.agent.job import Job
 from elasticgang.comm.kinds import check_available
-from elasticgang.coordinator.server import Coordinator
 from elasticgang.errors import NotSupportedError, OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
+from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
 
 _LOOKUPS = "RES_OPTIONS"
 _RANK_TARGET = "elasticgang.member.rank_main:main"
@@ -28,7 +30,6 @@ _PRELOAD = (
     "torch.distributed",
     "torch.nn.parallel.distributed",
     "torch._dynamo",  # the first optimizer step imports it: 2 s
-    "torchft.coordination",
     "torchft.process_group",
     "elasticgang.comm.worker",
     "elasticgang.coordinator.server",
@@ -37,7 +38,7 @@ _PRELOAD = (
 )
 
 
-def run_job(args: argparse.Namespace) -> int:
+def run_job(args: argparse.Namespace, secret: Secret | None) -> int:
     try:
         check_available(args.process_group)
     except NotSupportedError as exc:
@@ -67,6 +68,8 @@ def run_job(args: argparse.Namespace) -> int:
         coordinator_timeout=args.coordinator_timeout,
         min_agents=args.nnodes[0],
         max_agents=args.nnodes[1] if args.coordinator is not None else 1,
+        secret=secret,
+        secret_file=args.secret_file or os.environ.get(SECRET_FILE_VARIABLE),
         env=env,
         rank_env=rank_env,
     )
@@ -81,15 +84,30 @@ def run_job(args: argparse.Namespace) -> int:
         output.close()
 
 
-def run_coordinator(host: str, port: int, state_dir: str | None) -> int:
-    ending = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # in the servers' threads too: they are for `sigwait`
+def run_coordinator(args: argparse.Namespace, secret: Secret | None) -> int:
+    from elasticgang.coordinator.server import CoordinatorOptions, serve
+
+    state_dir = args.state_dir and Path(args.state_dir)
+    options = CoordinatorOptions(args.host, args.port, secret, state_dir or None, args.insecure)
+
+    async def run() -> None:
+        loop, serving = (
+            asyncio.get_running_loop(),
+            asyncio.ensure_future(
+                serve(options, log, lambda address: print(f"coordinator listening on {address}", flush=True))
+            ),
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, serving.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+    def log(line: str) -> None:
+        print(f"coordinator: {line}", file=sys.stderr, flush=True)
+
     try:
-        coordinator = Coordinator(host, port, state_dir=state_dir)
+        asyncio.run(run())
     except OperationalError as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 2
-    print(f"coordinator listening on {coordinator.address}", flush=True)
-    signal.sigwait(ending)
-    coordinator.close()
     return 0

@@ -24,8 +24,11 @@ from elasticgang.protocol.record import Record
 class AgentLink:
     """Messages to and from the agent. `send` is thread-safe."""
 
-    def __init__(self, fd: int, *, on_abort: Callable[[int, str], None], on_join: Callable[[int], None]) -> None:
+    def __init__(
+        self, fd: int, store: str, *, on_abort: Callable[[int, str], None], on_join: Callable[[int], None]
+    ) -> None:
         self._sock = socket.socket(fileno=fd)
+        self.store = store  # "host:port" for the rendezvous, as of the newest record
         self._lock = threading.Lock()
         self._on_abort, self._on_join = on_abort, on_join
         self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()  # None only wakes who waits
@@ -47,6 +50,7 @@ class AgentLink:
             while (message := framing.receive(self._sock)) is not None:
                 match message["kind"]:
                     case "record":
+                        self.store = message["store"]
                         self.records.put(Record.from_text(message["text"]))
                     case "over":
                         self.is_job_over = True

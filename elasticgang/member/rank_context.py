@@ -9,10 +9,10 @@ from elasticgang.member.drain import Drain
 
 @dataclass(frozen=True)
 class RankContext:
-    """What an agent gives to a rank process that it starts. `store` is the coordinator's address; `host` is how peers
-    reach this host; `process_group` names what carries the data. `link`, `forks`, `page` and `lease` are descriptors:
-    to the agent, to its fork server, of what the agent watches, and of the host's lease; `drain` knows whether it is to
-    go."""
+    """What an agent gives to a rank process that it starts. `store` is the address for the rendezvous; `host` is how
+    peers reach this host; `process_group` names what carries the data. `link`, `forks`, `page` and `lease` are
+    descriptors: to the agent, to its fork server, of what the agent watches, and of the host's lease; `drain` knows
+    whether it is to go."""
 
     member: str
     local_rank: int

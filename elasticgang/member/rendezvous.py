@@ -165,7 +165,7 @@ class ElasticRendezvous:
         self._groups = GroupSet(lambda: self._comm_launcher.start(self._make_process), on_stuck=self._end_rank)
         self._data = self._make_data_groups(process_group or context.process_group, device)
         self._reported_generation = 0  # the generation of which the agent has heard a commit
-        self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
+        self._link = AgentLink(context.link, context.store, on_abort=self._on_abort, on_join=self._on_join)
         self._link.send("joined")
         self.drain.wake = lambda: self._link.records.put(None)
         os.register_at_fork(after_in_child=self._close_in_child)
@@ -354,9 +354,10 @@ class ElasticRendezvous:
             return False
         try:
             if data is None:
-                groups.connect(generation.prefix, list(specs.values()))
+                groups.connect(generation.prefix, list(specs.values()), store=self._link.store)
             else:  # votes and totals alone
-                groups.connect(generation.prefix, [specs[group] for group in firsts if firsts[group] in _VOTING])
+                voting = [specs[group] for group in firsts if firsts[group] in _VOTING]
+                groups.connect(generation.prefix, voting, store=self._link.store)
                 for group, name in firsts.items():
                     if name != CONTROL:
                         self._connect_data(generation, name, specs[group])
@@ -378,7 +379,7 @@ class ElasticRendezvous:
 
     def _connect_data(self, generation: Generation, name: str, spec: GroupSpec) -> None:
         assert generation.data is not None
-        address = f"{self._context.store}/{generation.prefix}/data/{spec.name}"
+        address = f"{self._link.store}/{generation.prefix}/data/{spec.name}"
         generation.data.connect(name, address, self.member, spec, generation.record.generation)
 
     def _bound(self, generation: Generation, spec: GroupSpec) -> Group:
@@ -400,7 +401,7 @@ class ElasticRendezvous:
         spec = GroupSpec(name, list(ranks).index(generation.rank), len(ranks))
         try:
             if generation.data is None:
-                generation.groups.add(generation.prefix, spec)
+                generation.groups.add(generation.prefix, spec, store=self._link.store)
             else:
                 self._connect_data(generation, name, spec)
         except GangError as error:

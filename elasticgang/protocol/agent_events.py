@@ -171,7 +171,10 @@ class SignalReceived:
 
 @dataclass(frozen=True)
 class LeaseExpired:
-    """The coordinator's host has not answered for so long that other agents may soon declare this one lost."""
+    """The coordinator has not answered for so long that it may soon declare this agent lost, or it has evicted the
+    agent."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,8 +228,8 @@ class AnnounceJoin:
 
 @dataclass(frozen=True)
 class RequestQuorum:
-    """Ask the lighthouse with the `report()` of then, after `delay_s`, unless another `RequestQuorum` has come or it
-    must not be any more (`may_ask`). An open question stays open: whichever is answered first counts."""
+    """Request the next record with the `report()` of then, after `delay_s`, unless another `RequestQuorum` has come or
+    it must not be any more (`may_request`)."""
 
     delay_s: float = 0.0
 
@@ -343,14 +346,16 @@ class Fence:
     """Kill `members`, which are all that run: the agent's lease is over."""
 
     members: tuple[str, ...]
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Every rank has exited: close the present session with the coordinator, and connect to it as `agent`. The
-    outcome is `CoordinatorConnected` or `CoordinatorTimedOut`."""
+    """Every rank of `former` has exited: close the present session with the coordinator, and connect to it as `agent`.
+    The outcome is `CoordinatorConnected` or `CoordinatorTimedOut`."""
 
     agent: str
+    former: str
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class AgentLifecycle:
         return member in self._retired
 
     def last_report(self) -> Report | None:
-        """What to bring to the lighthouse on the way out. None: nobody waits for this agent."""
+        """What to report on the way out. None: nobody waits for this agent."""
         return None if self._is_fenced else self.state.last_report()
 
     # -- events
@@ -214,8 +214,8 @@ class AgentLifecycle:
                 return self._exited(event)
             case SignalReceived(number):
                 return self._signalled(number)
-            case LeaseExpired():
-                return self._fence()
+            case LeaseExpired(reason):
+                return self._fence(reason)
             case CoordinatorTimedOut(reason) | InternalError(reason):
                 return self._fail(1, reason)
             case TimePassed():
@@ -388,7 +388,7 @@ class AgentLifecycle:
 
     # -- fencing
 
-    def _fence(self) -> list[AgentInstruction]:
+    def _fence(self, reason: str) -> list[AgentInstruction]:
         """LIFE-6."""
         if self._phase is not _Phase.SERVING:
             return []
@@ -397,7 +397,7 @@ class AgentLifecycle:
         self._delayed.clear()
         self._kill_at_s.clear()
         self._start_expires_s = None
-        return [Fence(tuple(self._members))]
+        return [Fence(tuple(self._members), reason)]
 
     def _rejoin(self) -> list[AgentInstruction]:
         self._phase = _Phase.CONNECTING
@@ -405,4 +405,4 @@ class AgentLifecycle:
         self._incarnation += 1
         self._has_entered = False
         self.state = self._new_state(f"{self._first_id}.{self._incarnation}")
-        return [Rejoin(self.agent)]
+        return [Rejoin(self.agent, self._lost_id)]

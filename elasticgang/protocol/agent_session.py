@@ -44,6 +44,7 @@ from elasticgang.protocol.coordinator_messages import (
     JoinRequest,
     KillRanks,
     KnownDecision,
+    Notice,
     Notify,
     PeerMessage,
     Promise,
@@ -71,7 +72,7 @@ Instructions: TypeAlias = "list[SessionInstruction]"
 @dataclass
 class AgentSession:
     """`handle` is the only way in. `decision`: the newest that this agent accepted. `lease_until_s`: None before the
-    first answer. `is_ended`: this agent takes part no more."""
+    first answer. `is_ended`: this agent takes part no more. `former`: as of `Hello`."""
 
     agent: str
     incarnation: str
@@ -84,6 +85,7 @@ class AgentSession:
     lease_until_s: float | None = None
     fenced_since_s: float | None = None
     is_ended: bool = False
+    former: str = ""
     _session: int = 0
     _address: str = ""  # of the open session; "" without one
     _lease_address: str = ""  # REFUSED
@@ -106,6 +108,11 @@ class AgentSession:
     def is_welcome(self) -> bool:
         """The coordinator of this session can be told that the ranks are ready."""
         return self._term is not None
+
+    @property
+    def is_led(self) -> bool:
+        """The coordinator of this session was in office when it last said so."""
+        return self._in_office
 
     @property
     def is_fenced(self) -> bool:
@@ -145,7 +152,9 @@ class AgentSession:
         self._next_beat_s = now_s + self.timeouts.heartbeat_s
         ref = None if self.decision is None else self.decision.ref
         return self._send(
-            Hello(self.agent, self.incarnation, self._session, self.promised, ref, self.over, self.finished)
+            Hello(
+                self.agent, self.incarnation, self._session, self.promised, ref, self.over, self.finished, self.former
+            )
         )
 
     def _disconnected(self) -> None:
@@ -263,7 +272,7 @@ class AgentSession:
             case Finished():
                 self.coordinator_knows_finished = True
                 return [Inform(agent_events.Finished())]
-            case PeerMessage():
+            case PeerMessage() | Notice():
                 return [Inform(message)]
             case Evicted(reason):
                 return self._end(f"evicted: {reason}")

@@ -10,8 +10,8 @@ AGENT-3  A newcomer ends no generation. The agent notifies the others, which reg
 AGENT-4  Before the first generation, the agent waits for ranks that are still starting, until `StartExpired`.
 AGENT-5  Once a member has finished its steps, no rank is restarted. An agent that cannot agree on the last step gives
     up after a while.
-AGENT-6  A participating agent with no running rank still keeps a request open: the lighthouse waits for every agent
-    whose heartbeats it gets.
+AGENT-6  A participating agent with no running rank still keeps a request open: the next record waits for every agent
+    of the present one.
 AGENT-7  A peer's notice that generation N is over ends every generation up to N if N is the present one or the next. A
     notice about a later generation ends that one alone, so that no number in a notice can keep earlier ones from
     beginning.
@@ -168,7 +168,7 @@ class AgentState:
                 return self._quorum_answered(event)
 
     def report(self) -> Report:
-        """What to bring to the lighthouse now."""
+        """What to report now."""
         assert self._layout is not None
         own = () if self.record is None else self.record.seats_of(self.agent)
         live = self._live()

@@ -63,6 +63,7 @@ class Timeouts:
     answer_s         an agent that has waited so long for an answer opens a new session
     standstill_s     a coordinator that was not run for so long may not have read what agents sent meanwhile
     founding_s       from the first report of a new job to the record of whoever is ready
+    notice_s         agents are told why there is no next record
     """
 
     lease_s: float = 8.0
@@ -74,6 +75,7 @@ class Timeouts:
     answer_s: float = 3.0
     standstill_s: float = 1.0
     founding_s: float = 60.0
+    notice_s: float = 3.0
     drift: float = 0.01
 
     def __post_init__(self) -> None:
@@ -92,6 +94,17 @@ class Timeouts:
             )
 
 
+# Of all jobs: the end of the lease kills the ranks, so that an agent that may be declared lost is dead.
+JOB_TIMEOUTS = Timeouts(fenced_limit_s=0.0, dead_after_s=12.5)
+
+_FOREVER_S = 1e9
+
+# Of a job's own coordinator and the agent that runs it: they are one host, which cannot be cut off from itself.
+EMBEDDED_TIMEOUTS = Timeouts(
+    lease_s=_FOREVER_S, lost_after_s=1.1 * _FOREVER_S, fenced_limit_s=0.0, dead_after_s=1.1 * _FOREVER_S
+)
+
+
 # -- an agent to its coordinator
 
 
@@ -99,7 +112,8 @@ class Timeouts:
 class Hello:
     """First in each session. `incarnation`: of the agent's process. `session`: counts its sessions; a later one
     replaces an earlier one. `term`: the highest that it has promised. `decision`: the newest it knows. `over`: the
-    newest generation that it knows to be over. `finished`: a rank has done all steps."""
+    newest generation that it knows to be over. `finished`: a rank has done all steps. `former`: the id of the same
+    process before, if it had one: all ranks of that id have exited."""
 
     agent: str
     incarnation: str
@@ -108,6 +122,7 @@ class Hello:
     decision: DecisionRef | None = None
     over: int = 0
     finished: bool = False
+    former: str = ""
 
 
 @dataclass(frozen=True)
@@ -201,13 +216,14 @@ AgentMessage = (
 @dataclass(frozen=True)
 class Welcome:
     """A snapshot: first in each session, and again when the term or the office changes. Notices that were lost with a
-    former session are in it."""
+    former session are in it. `store`: "host:port" on which the store for the rendezvous of ranks listens."""
 
     term: Term
     in_office: bool
     over: int = 0
     joining: int = 0
     finished: bool = False
+    store: str = ""
 
 
 @dataclass(frozen=True)
@@ -254,6 +270,16 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Notice:
+    """Agents show it to users; it decides nothing. `topic`: "lost" or "refused", about `agent`; "undecided", about the
+    job."""
+
+    topic: str
+    reason: str
+    agent: str = ""
+
+
+@dataclass(frozen=True)
 class JobUnrecoverable:
     """The committed state is lost, and the job with it."""
 
@@ -269,6 +295,7 @@ CoordinatorMessage = (
     | JoinNotice
     | Finished
     | PeerMessage
+    | Notice
     | Evicted
     | Refused
     | JobUnrecoverable
@@ -430,7 +457,7 @@ class CollectReport:
 
 @dataclass(frozen=True)
 class Inform:
-    """Bring `event` (of `agent_events.py`) to the agent's state machine."""
+    """Bring `event` (of `agent_events.py`) to the agent's state machine; a `PeerMessage` or `Notice` to the agent."""
 
     event: Any
 

@@ -49,6 +49,7 @@ from elasticgang.protocol.coordinator_messages import (
     JoinNotice,
     JoinRequest,
     KnownDecision,
+    Notice,
     OfficeGranted,
     PeerMessage,
     Persist,
@@ -66,7 +67,7 @@ from elasticgang.protocol.coordinator_messages import (
     Timeouts,
     Welcome,
 )
-from elasticgang.protocol.next_record import next_record
+from elasticgang.protocol.next_record import mismatch, next_record
 from elasticgang.protocol.record import NO_RECORD, Record, RecordRef, Report, Undecided, Unrecoverable
 
 Instructions: TypeAlias = "list[CoordinatorInstruction]"
@@ -115,7 +116,7 @@ class _Session:
 class CoordinatorState:
     """`handle` is the only way in. `decision`: the newest, from the state directory or from agents. `granted`: in
     office by (a) or (c), or by its own last decision. `reason`: why there is no next record yet. `proposal`: what the
-    last decision of this coordinator was made from."""
+    last decision of this coordinator was made from. `store`: as of `Welcome`."""
 
     name: str
     number: int = 1
@@ -123,6 +124,7 @@ class CoordinatorState:
     decision: Decision | None = None
     granted: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
+    store: str = ""
     over: int = 0
     joining: int = 0
     finished: bool = False
@@ -142,6 +144,9 @@ class CoordinatorState:
     _unlearned: dict[int, Hello | Promise] = field(default_factory=dict)  # until `KnownDecision` comes
     _was_in_office: bool = False
     _first_report_s: float | None = None
+    _undecided: str = ""  # the reason that stands, since `_undecided_s`, and the one that agents were told
+    _undecided_s: float = 0.0
+    _told_undecided: str = ""
     _now_s: float = 0.0
     _silences: Silences = field(init=False)
 
@@ -174,6 +179,14 @@ class CoordinatorState:
     @staticmethod
     def _needs_directory(decision: Decision) -> bool:
         return decision.durable
+
+    def absent_agents(self) -> dict[str, str]:
+        """Agents of the record that have no session and are not known to be dead, with their addresses."""
+        record = self.record
+        if record is None:
+            return {}
+        addresses = zip(record.agents, record.addresses, strict=False)
+        return {a: address for a, address in addresses if a not in self._session_of and a not in self.dead}
 
     # -- events
 
@@ -260,6 +273,9 @@ class CoordinatorState:
         out += self._declare_lost(silent, dead=False) if silent else []
         dead = [a for a in self.lost - self.dead if self._silences.of(a) > self.timeouts.dead_after_s]
         out += self._declare_lost(dead, dead=True) if dead else []
+        if self._undecided != self._told_undecided and self._now_s - self._undecided_s >= self.timeouts.notice_s:
+            self._told_undecided = self._undecided
+            out += self._broadcast(Notice("undecided", self._undecided))
         if self.record is None and self._is_founding_over():
             out += self._decide()
         return out
@@ -277,11 +293,16 @@ class CoordinatorState:
         out: Instructions = []
         for agent in agents:
             out += self._close(agent, f"agent {agent} is declared lost")
+            if agent not in self.lost:
+                out += self._broadcast(Notice("lost", "", agent))
         self.lost.update(agents)
         self.dead.update(agents if dead else ())
         if self._parents and self._parents <= self.dead:
             out += self._lift()
-        return out + self._end(record.generation, f"agent {', '.join(agents)} is lost") + self._decide()
+        is_harmless = dead and self.finished  # the connections to its ranks break by themselves
+        if not is_harmless and any(record.seats_of(agent) for agent in agents):
+            out += self._end(record.generation, f"agent {', '.join(agents)} is lost")
+        return out + self._decide()
 
     # -- sessions
 
@@ -308,6 +329,9 @@ class CoordinatorState:
         self._silences.hear(hello.agent)
         self.lost.discard(hello.agent)
         self.dead.discard(hello.agent)
+        if hello.former and self._incarnations.get(hello.former, hello.incarnation) == hello.incarnation:
+            out += self._close(hello.former, f"agent {hello.former} is now {hello.agent}")
+            out += self._declare_lost([hello.former], dead=True)
         if hello.finished:
             out += self._finish(number)
         out += self._learn_term(hello.term)
@@ -330,7 +354,7 @@ class CoordinatorState:
         return is_taken and known != hello.incarnation
 
     def _welcome(self) -> Welcome:
-        return Welcome(self.term, self.in_office, self.over, self.joining, self.finished)
+        return Welcome(self.term, self.in_office, self.over, self.joining, self.finished, self.store)
 
     def _promise(self, number: int, promise: Promise) -> Instructions:
         session = self.sessions[number]
@@ -468,6 +492,8 @@ class CoordinatorState:
         session = self.sessions[number]
         if (wrong := self._not_its_own(session.agent, report)) is not None:
             return self._close(session.agent, wrong)
+        if self.record is not None and (why := mismatch(self.record, report)) is not None:
+            return self._refuse(Undecided(why, ((session.agent, why),)))
         self._reports[session.agent] = replace(report, dead_agents=(), coordinator="")
         if self._first_report_s is None:
             self._first_report_s = self._now_s
@@ -562,6 +588,8 @@ class CoordinatorState:
         answer = next_record(record, proposal)
         if isinstance(answer, Undecided):
             self.reason = answer.reason
+            if answer.reason != self._undecided:
+                self._undecided, self._undecided_s = answer.reason, self._now_s
             return self._refuse(answer)
         if isinstance(answer, Unrecoverable):
             self.unrecoverable = answer.reason
@@ -587,6 +615,7 @@ class CoordinatorState:
             self._withdraw_report(agent)
             number = self._session_of.get(agent)
             if number is not None:
+                out += self._broadcast(Notice("refused", reason, agent), number)
                 out.append(Send(number, Refused(reason)))
                 out += self._close(agent, f"agent {agent} is refused: {reason}")
         return out + self._decide() if void.refused else out
@@ -610,6 +639,7 @@ class CoordinatorState:
     def _adopt(self, decision: Decision) -> Instructions:
         before, record = self.record, decision.record
         self.decision, self.granted, self.reason = decision, True, ""
+        self._undecided = self._told_undecided = ""
         self.lost.clear()
         self.dead.clear()
         self._silences.expect(record.agents)

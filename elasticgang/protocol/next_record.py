@@ -11,7 +11,7 @@ NEXT-3  A draining member takes no other member's seat. While there are spares, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elasticgang.errors import LayoutError
@@ -117,18 +117,24 @@ def _mismatched(record: Record | None, reports: Sequence[Report]) -> Undecided |
     wanted: dict[str, object] = {"protocol": PROTOCOL}
     wanted["job"] = record.job if record is not None else _most_common(report.job for report in reports)
     wanted["layout"] = record.layout if record is not None else _most_common(report.layout for report in reports)
-    refused = tuple(
-        (report.agent, f"its {what} is {getattr(report, what)!r}, but the job's is {right!r}")
-        for report in reports
-        for what, right in wanted.items()
-        if getattr(report, what) != right
-    )
+    refused = tuple((report.agent, why) for report in reports for why in _differences(report, wanted))
     refused = refused or _unreachable(record, reports)
     if refused:
         return _refuse(refused)
     if len({report.coordinator for report in reports}) > 1:
         return Undecided("the agents know different incarnations of the coordinator; those with an old one reconnect")
     return None
+
+
+def mismatch(record: Record, report: Report) -> str | None:
+    """What about `report` is not as the job is; None when it fits."""
+    return next(_differences(report, {"protocol": PROTOCOL, "job": record.job, "layout": record.layout}), None)
+
+
+def _differences(report: Report, wanted: Mapping[str, object]) -> Iterator[str]:
+    for what, right in wanted.items():
+        if getattr(report, what) != right:
+            yield f"its {what} is {getattr(report, what)!r}, but the job's is {right!r}"
 
 
 def _unreachable(record: Record | None, reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:

@@ -62,7 +62,7 @@ class MemberReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What one agent brings to the lighthouse.
+    """What one agent brings to the decision about the next record.
 
     `newest_record`: the newest record it knows; `newest_commit`: the highest attempt it has heard committed; `exited`:
     its own members of the recorded generation that have died or left; `dead_agents`: agents that it has found dead with

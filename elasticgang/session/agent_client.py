@@ -9,6 +9,7 @@ CLIENT-REFUSED Only a refused connection counts as refused, not one that timed o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ from elasticgang.protocol.coordinator_messages import (
     SetLease,
     Ticked,
     Unfence,
+    Welcome,
 )
 from elasticgang.protocol.record import PROTOCOL, Report
 from elasticgang.session.connection import ClientConnection, Connection
@@ -43,6 +45,7 @@ from elasticgang.session.secret import Secret
 CONNECT_S = 2.0
 RETRY_S = 0.2
 _TICK_S = 0.2
+_CLOSE_S = 0.5
 
 
 class SessionOwner(Protocol):
@@ -61,6 +64,12 @@ class SessionOwner(Protocol):
         """An event of `agent_events.py`, or a `PeerMessage`."""
 
     def kill_ranks(self, reason: str) -> None: ...
+
+    def welcomed(self, welcome: Welcome, host: str) -> None:
+        """The session's coordinator has taken this agent in. `host`: this machine's address as the session shows it."""
+
+    def disconnected(self, reason: str) -> None:
+        """There is no session, or an attempt to open one has failed."""
 
 
 class AgentClient:
@@ -84,6 +93,7 @@ class AgentClient:
         self._lost = asyncio.Event()
         self._is_stopped = False
         self._last_reason = ""
+        self.has_connected = False  # to whatever listens there
 
     def start(self) -> None:
         self._tick()
@@ -98,6 +108,8 @@ class AgentClient:
             await asyncio.wait([self._dialer])
         if self._connection is not None:
             self._connection.close()
+            with contextlib.suppress(asyncio.TimeoutError):  # what was sent last is on its way
+                await asyncio.wait_for(self._lost.wait(), _CLOSE_S)
 
     def request_report(self) -> None:
         """The ranks may be ready."""
@@ -117,6 +129,8 @@ class AgentClient:
             known = self._session.decision
             message = decode_from_coordinator(payload, None if known is None else known.record)
             self._handle(Answer(message))
+            if isinstance(message, Welcome) and self._session.is_welcome:
+                self._owner.welcomed(message, connection.host)
 
     def closed(self, connection: Connection, reason: str) -> None:
         if connection is not self._connection:
@@ -126,6 +140,8 @@ class AgentClient:
         if self._session.is_connected:
             self._handle(Disconnected())
         self._lost.set()
+        if not self._is_stopped:
+            self._owner.disconnected(self._last_reason)
 
     # -- inside
 
@@ -140,19 +156,24 @@ class AgentClient:
             began_s = self._clock()
             try:
                 await asyncio.wait_for(loop.create_connection(self._connect, self._host, self._port), CONNECT_S)
+                self.has_connected = True
                 await self._lost.wait()
             except ConnectionRefusedError:
                 self._connection = None
-                self._say(f"nothing listens at {self._address}")
+                self._fail(f"nothing listens at {self._address}")
                 self._handle(ConnectionRefused(self._address, began_s))
             except (OSError, asyncio.TimeoutError) as error:
                 self._connection = None
-                self._say(f"the coordinator at {self._address} cannot be reached: {error!r}")
+                self._fail(f"the coordinator at {self._address} cannot be reached: {error!r}")
             await asyncio.sleep(RETRY_S)
 
     def _connect(self) -> ClientConnection:
         self._connection = ClientConnection(self, self._identity, self._secret)
         return self._connection
+
+    def _fail(self, line: str) -> None:
+        self._say(line)
+        self._owner.disconnected(line)
 
     def _say(self, line: str) -> None:
         """Once, until it is another."""

@@ -51,9 +51,11 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._reason = ""
+        self._has_data = False
         self._is_closed = False
         self.identity: Identity | None = None
         self.peer = "?"
+        self.host = ""  # this end's address
         self.num_bytes_sent = 0
 
     @property
@@ -96,6 +98,8 @@ class Connection(asyncio.Protocol):
             return
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) and len(peer) >= 2 else "?"
+        own = transport.get_extra_info("sockname")
+        self.host = str(own[0]) if isinstance(own, tuple) else ""
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(
             HANDSHAKE_S, lambda: self.abort(f"its handshake was not done after {HANDSHAKE_S:g} s")
@@ -103,6 +107,7 @@ class Connection(asyncio.Protocol):
         self._begin()
 
     def data_received(self, data: bytes) -> None:
+        self._has_data = True
         self._buffer.feed(data)
         try:
             while not self._is_closed and (body := self._buffer.next()) is not None:
@@ -116,7 +121,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None:
             self._reason = self._reason or f"the connection broke: {exc}"
-        elif self._reader is None:
+        elif self._reader is None and self._has_data:  # else a probe of whether somebody listens
             self._reason = self._reason or "it closed the connection in the midst of the handshake"
         self._end()
 

@@ -25,14 +25,17 @@ _MAX_INCIDENTS = 1024
 
 def check_listen_address(host: str, has_secret: bool, insecure: bool = False) -> None:
     """Raises OperationalError when sessions without authentication would be open to other hosts."""
-    if has_secret or insecure:
-        return
-    addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    if not all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in addresses):
+    if not (has_secret or insecure or is_loopback(host)):
         raise OperationalError(
             f"without a secret the coordinator listens on loopback only, but was to listen on {host!r}: give it "
             "`--secret-file`, or `--insecure` in a network that you trust"
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Raises OSError: it is no name of a host."""
+    addresses = {info[4][0] for info in socket.getaddrinfo(host or "0.0.0.0", None)}
+    return all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in addresses)
 
 
 class Incidents:
@@ -116,4 +119,5 @@ class Listener:
             self._user.closed(connection, reason)
             return
         self._pending.pop(connection, None)
-        self.incidents.note(connection.peer.rsplit(":", 1)[0], reason)
+        if reason:
+            self.incidents.note(connection.peer.rsplit(":", 1)[0], reason)

@@ -145,7 +145,7 @@ def encode_delta(parent: Record, push: m.Push) -> bytes | None:
 # -- messages
 
 _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
-    m.Hello: lambda x: [x.agent, x.incarnation, x.session, x.term, x.decision, x.over, x.finished],
+    m.Hello: lambda x: [x.agent, x.incarnation, x.session, x.term, x.decision, x.over, x.finished, x.former],
     m.Promise: lambda x: [x.term, x.decision],
     m.KnownDecision: lambda x: [decision_to_json(x.decision)],
     m.Ready: lambda x: [report_to_json(x.report)],
@@ -156,11 +156,12 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.Goodbye: lambda x: [x.reason],
     m.Heartbeat: lambda x: [x.number],
     m.PeerMessage: lambda x: [x.topic, x.data, x.agent],
-    m.Welcome: lambda x: [x.term, x.in_office, x.over, x.joining, x.finished],
+    m.Welcome: lambda x: [x.term, x.in_office, x.over, x.joining, x.finished, x.store],
     m.Push: lambda x: [decision_to_json(x.decision), x.over, x.joining],
     m.RequestDecision: lambda x: [x.digest],
     m.HeartbeatAnswer: lambda x: [x.number, x.in_office],
     m.JoinNotice: lambda x: [x.generation],
+    m.Notice: lambda x: [x.topic, x.reason, x.agent],
     m.Evicted: lambda x: [x.reason],
     m.Refused: lambda x: [x.reason],
     m.JobUnrecoverable: lambda x: [x.reason],
@@ -176,8 +177,15 @@ def _end_generation(generation: Any, reason: Any) -> m.EndGeneration:
 
 
 _FROM_AGENT: dict[str, Callable[..., Any]] = {
-    "Hello": lambda agent, incarnation, session, term, ref, over, finished: m.Hello(
-        _name(agent), _name(incarnation), _number(session), _term(term), _ref(ref), _number(over), _flag(finished)
+    "Hello": lambda agent, incarnation, session, term, ref, over, finished, former: m.Hello(
+        _name(agent),
+        _name(incarnation),
+        _number(session),
+        _term(term),
+        _ref(ref),
+        _number(over),
+        _flag(finished),
+        _text(former),
     ),
     "Promise": lambda term, ref: m.Promise(_term(term), _ref(ref)),
     "KnownDecision": lambda decision: m.KnownDecision(decision_from_json(decision, is_checked=True)),
@@ -192,8 +200,8 @@ _FROM_AGENT: dict[str, Callable[..., Any]] = {
 }
 
 _FROM_COORDINATOR: dict[str, Callable[..., Any]] = {
-    "Welcome": lambda term, in_office, over, joining, finished: m.Welcome(
-        _term(term), _flag(in_office), _number(over), _number(joining), _flag(finished)
+    "Welcome": lambda term, in_office, over, joining, finished, store: m.Welcome(
+        _term(term), _flag(in_office), _number(over), _number(joining), _flag(finished), _text(store)
     ),
     "Push": lambda decision, over, joining: m.Push(decision_from_json(decision), _number(over), _number(joining)),
     "RequestDecision": lambda digest: m.RequestDecision(_name(digest)),
@@ -202,6 +210,7 @@ _FROM_COORDINATOR: dict[str, Callable[..., Any]] = {
     "JoinNotice": lambda generation: m.JoinNotice(_number(generation)),
     "Finished": lambda: m.Finished(),
     "PeerMessage": _peer_message,
+    "Notice": lambda topic, reason, agent: m.Notice(_name(topic), _text(reason), _text(agent)),
     "Evicted": lambda reason: m.Evicted(_text(reason)),
     "Refused": lambda reason: m.Refused(_text(reason)),
     "JobUnrecoverable": lambda reason: m.JobUnrecoverable(_text(reason)),

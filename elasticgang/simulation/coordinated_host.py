@@ -26,6 +26,7 @@ from elasticgang.protocol.coordinator_messages import (
     Inform,
     JoinRequest,
     KillRanks,
+    Notice,
     Notify,
     PeerMessage,
     ReportCollected,
@@ -259,7 +260,7 @@ class CoordinatedHost:
                 case CollectReport():
                     self.is_report_due = True
                 case Inform(inner):
-                    if not isinstance(inner, PeerMessage):
+                    if not isinstance(inner, PeerMessage | Notice):
                         self._inform(cluster, inner)
                 case KillRanks(reason):
                     cluster.end_host(self, reason)

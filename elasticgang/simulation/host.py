@@ -422,7 +422,7 @@ class Host:
                 self.calls.clear()
                 cluster.num_lost_agents += 1
                 cluster.seen.add("fenced")
-            case Rejoin(agent):
+            case Rejoin(agent, _):
                 self._check_empty(f"rejoins as {agent}")
                 self.rejoins = True
                 cluster.agents[agent] = self

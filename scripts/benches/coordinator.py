@@ -35,7 +35,7 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.protocol import agent_events
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.coordinator_messages import EndGeneration, JoinRequest, Notify
+from elasticgang.protocol.coordinator_messages import EndGeneration, JoinRequest, Notify, Welcome
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.secret import Secret
@@ -157,6 +157,10 @@ class SimulatedAgent:
 
     def kill_ranks(self, reason: str) -> None:
         self._tell("said", reason)
+
+    def welcomed(self, welcome: Welcome, host: str) -> None: ...
+
+    def disconnected(self, reason: str) -> None: ...
 
 
 def agents_process(numbers: range, port: int, secret: bytes, args: argparse.Namespace, pipe: Connection) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,9 +30,11 @@ class Coordinator(Command):
         host: str = "127.0.0.1",
         port: int = 0,
         state: bool = False,
+        secret: Path | None = None,
         prefix: Sequence[str] = (),
     ) -> None:
         options = ["--state-dir", str(directory / "state")] if state else []
+        options += ["--secret-file", str(secret)] if secret else []
         command = [*prefix, sys.executable, "-m", "elasticgang", "coordinator", "--host", host, "--port", str(port)]
         super().__init__(directory, [*command, *options])
 
@@ -69,10 +72,15 @@ class Cluster:
         self.output.mkdir(parents=True)
         self._arguments = ["--output-dir", str(self.output), "--steps", str(NUM_STEPS), "--holds", json.dumps([*holds])]
         self._state = state
+        self._secret = None
+        if host != "127.0.0.1":
+            self._secret = directory / "secret"
+            self._secret.touch(mode=0o600)
+            self._secret.write_text(secrets.token_hex(32))
         self._stack = contextlib.ExitStack()
         self._num_started = 0
         self.agents: list[Job] = []
-        coordinator = Coordinator(directory / "coordinator", host=host, state=state, prefix=prefix)
+        coordinator = Coordinator(directory / "coordinator", host=host, state=state, secret=self._secret, prefix=prefix)
         self.coordinator = self._stack.enter_context(coordinator)
 
     def start(
@@ -89,6 +97,7 @@ class Cluster:
         """One more agent. `layout`: that `job.py` declares; `program` and `prefix`: see `Job`."""
         self._num_started += 1
         given = ["--coordinator", self.coordinator.address, "--nnodes", nnodes, "--job-id", job_id, *options]
+        given += ["--secret-file", str(self._secret)] if self._secret else []
         script = [*self._arguments, "--layout", json.dumps(layout or {})]
         directory = self.directory / f"agent-{self._num_started}"
         job = Job(directory, JOB, *script, ranks=ranks, options=given, program=program, prefix=prefix)

@@ -14,7 +14,7 @@ from tests.support import Job
 
 pytestmark = pytest.mark.timeout(600)
 
-SOON_MS = 600.0  # less than a heartbeat lasts at the lighthouse
+SOON_MS = 600.0  # less than it takes to find that a process is gone
 
 
 def statuses(job: Job) -> set[int]:

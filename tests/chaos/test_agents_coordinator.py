@@ -9,14 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticgang.coordinator.endpoint import connect, record_key
 from tests.chaos.several import Cluster, generation_of
 from tests.chaos.test_kills import JOB, NUM_STEPS, check_samples, histories
 from tests.support import Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(600)
-
-NOTICED_S = 5.0  # milliseconds in fact; the machine may be loaded
 
 
 def own_coordinator(job: Job) -> psutil.Process:
@@ -73,12 +70,11 @@ def test_a_rank_that_dies_while_it_is_away_is_noticed_and_waited_with(tmp_path: 
         cluster.coordinator.process.kill()
         for agent in agents:
             agent.expect("coordinator unreachable")
+        asked = [len([event for event in agent.events() if event["event"] == "requested"]) for agent in agents]
         kill(agents[0].rank_pid(0))
-        killed_at = time.monotonic()
-        for agent in agents:
-            agent.expect("requested", count=2)  # by the connection between them: the others stand still in step 5
-        assert time.monotonic() - killed_at < NOTICED_S
         cluster.release(5)
+        for agent, num in zip(agents, asked, strict=True):
+            agent.expect("requested", count=num + 1)  # by the connections between their ranks
         time.sleep(1.0)  # nothing may happen
         assert all(agent.process.poll() is None for agent in agents)
         assert not list(cluster.output.glob("at-9-*"))
@@ -134,20 +130,10 @@ def test_when_it_stays_away_the_job_ends_with_an_error(tmp_path: Path) -> None:
         address = cluster.coordinator.address
         cluster.coordinator.process.kill()
         kill(agents[0].rank_pid(0))
+        cluster.release(5)  # the other rank notices in its next collective
         for agent in agents:
             assert agent.wait() == 1
             agent.assert_nothing_left()
             assert f"error: no generation can be agreed without the coordinator at {address}" in agent.stderr
             assert "Traceback" not in agent.stderr
         assert not list(cluster.output.glob("history/*finished*"))
-
-
-def test_a_job_whose_record_somebody_has_written_over_goes_on(tmp_path: Path, alone: str) -> None:
-    with Cluster(tmp_path, holds=[5]) as cluster:
-        first, second = cluster.start(nnodes="2:9"), cluster.start(nnodes="2:9", ranks=1)
-        cluster.reached(5, 3)
-        connect(cluster.coordinator.address, NOTICED_S).set(record_key("job"), "garbage")
-        kill(first.rank_pid(0))
-        generation_of(second, 2)
-        cluster.release(5)
-        cluster.check(alone, [first, second])

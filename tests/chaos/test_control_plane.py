@@ -1,19 +1,20 @@
-"""By which way agents hear of the end of a generation: real connections, a real coordinator, and ranks in name only."""
+"""What agents learn of each other: real sessions, a real coordinator, and ranks in name only."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from elasticgang.agent import control_plane
 from elasticgang.agent.control_plane import ControlPlane, Limits
-from elasticgang.coordinator.endpoint import Endpoint, reach
-from elasticgang.coordinator.server import Coordinator
+from elasticgang.coordinator.server import CoordinatorOptions, ReservedPort, serve
+from elasticgang.errors import OperationalError
 from elasticgang.layout import ParallelLayout
+from elasticgang.process.lease import Lease
 from elasticgang.protocol.agent_events import (
     Abort,
     AnnounceJoin,
@@ -24,12 +25,12 @@ from elasticgang.protocol.agent_events import (
     Exited,
     Fail,
     LeaseExpired,
-    NotifyOver,
     RecordRequested,
     RequestQuorum,
     Started,
 )
 from elasticgang.protocol.agent_state import AgentState
+from elasticgang.protocol.coordinator_messages import JOB_TIMEOUTS
 from elasticgang.protocol.record import MemberReport, Record
 from elasticgang.protocol.restarts import Restarts
 
@@ -37,23 +38,52 @@ TIMEOUT_S = 20.0
 JOB = "job"
 
 
-class Host:
-    """The side of `control_plane.Inside`."""
+class Coordinator:
+    """At one port, started again by `start`."""
 
-    def __init__(self, agent: str, endpoint: Endpoint, max_restarts: int) -> None:
+    def __init__(self) -> None:
+        self._reserved = ReservedPort("127.0.0.1")
+        self.address = f"127.0.0.1:{self._reserved.port}"
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, founds: bool = True) -> None:
+        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        options = CoordinatorOptions("127.0.0.1", self._reserved.port, founds=founds, grace_s=0.0)
+        self._serving = asyncio.ensure_future(serve(options, lambda line: None, listening.set_result))
+        assert await listening == self.address
+
+    async def stop(self) -> None:
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait([self._serving])
+
+    def close(self) -> None:
+        self._reserved.close()
+
+
+class Host:
+    """The side of `ControlPlaneCallbacks`."""
+
+    def __init__(self, agent: str, coordinator: str, max_restarts: int = 0, reconnect_s: float = TIMEOUT_S) -> None:
         restarts = Restarts(max_restarts)
         for local_rank in range(2):
             restarts.committed(local_rank)
-        self.state = AgentState(agent, endpoint.host, JOB, endpoint.incarnation, restarts, num_ranks=2, min_agents=2)
-        self.control_plane = ControlPlane(self, endpoint, JOB, Limits(TIMEOUT_S, TIMEOUT_S), None)
-        self.hangs = False
+        self.state = AgentState(agent, "127.0.0.1", JOB, "", restarts, num_ranks=2, min_agents=2)
+        limits = Limits(TIMEOUT_S, reconnect_s)
+        self.lease = Lease.create()
+        self.control_plane = ControlPlane(self, coordinator, JOB, None, limits, JOB_TIMEOUTS, self.lease)
         self.said: list[str] = []
+        self.logged: list[str] = []
+        self.waits: list[Any] = []
+        self.timed_out = ""
         self.changed = asyncio.Event()
         self._reports: dict[str, MemberReport] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        self.state.address = await self.control_plane.open()
+        await self.control_plane.open()
+        self.state.address = self.control_plane.address
+        self.control_plane.begin()
         for local_rank in range(2):
             member = f"{self.state.agent}{local_rank}"
             self._reports[member] = MemberReport(member, local_rank, "127.0.0.1:1")
@@ -67,30 +97,30 @@ class Host:
         self.handle(RecordRequested(member, self._reports[member], ParallelLayout(), broken))
 
     def handle(self, event: Event | LeaseExpired | CoordinatorTimedOut) -> None:
-        if isinstance(event, LeaseExpired | CoordinatorTimedOut):
-            raise AssertionError(event)  # there is no lease, and the coordinator stays
+        self.changed.set()
+        if isinstance(event, CoordinatorTimedOut):
+            self.timed_out = event.reason
+            return
+        if isinstance(event, LeaseExpired):
+            raise AssertionError(event)
         for instruction in self.state.handle(event):
             match instruction:
                 case Abort(members, generation, reason):
                     self.control_plane.broadcast_over(generation, reason)
-                    for member in () if self.hangs else members:
+                    for member in members:
                         self._request(member, broken=True)
-                case NotifyOver(generation, reason):
-                    self.control_plane.broadcast_over(generation, reason)
                 case AnnounceJoin(_, generation):
                     self.control_plane.broadcast_join(generation)
-                case RequestQuorum(delay_s):
-                    self.control_plane.request(delay_s)
+                case RequestQuorum():
+                    self.control_plane.request()
                 case BroadcastFailure(member, local_rank, step):
                     self.control_plane.broadcast_failed(member, local_rank, step)
                 case Fail(_, reason):
                     self.said.append(reason)
                 case DeliverRecord(members, record):
                     self._enter(members, record)
-        self.changed.set()
 
     def _enter(self, members: tuple[str, ...], record: Record) -> None:
-        self.control_plane.follow(record)
         for member in members:
             mine = self._reports[member]
             self._reports[member] = MemberReport(
@@ -102,7 +132,9 @@ class Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def on_peer_blocked(self, agent: str, waits: list[list[Any]]) -> None: ...
+    def on_peer_blocked(self, agent: str, waits: list[list[Any]]) -> None:
+        self.waits = waits
+        self.changed.set()
 
     def on_successors_changed(self) -> None:
         self.changed.set()
@@ -114,6 +146,7 @@ class Host:
         self.changed.set()
 
     def log(self, event: str, **fields: Any) -> None:
+        self.logged.append(event)
         self.changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -124,96 +157,77 @@ class Host:
     async def enters(self, generation: int) -> None:
         await self.until(lambda: self.state.record is not None and self.state.record.generation == generation)
 
-
-@pytest.fixture
-def coordinator() -> Iterator[Coordinator]:
-    made = Coordinator("127.0.0.1", 0, grace_s=0.0)
-    yield made
-    made.close()
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self.control_plane.leave("the test ends")
 
 
-def play(coordinator: Coordinator, story: Callable[[Host, Host], Awaitable[None]], max_restarts: int = 0) -> None:
+Story = Callable[[Coordinator, Host, Host], Awaitable[None]]
+
+
+def play(story: Story, **options: Any) -> None:
+    """Two agents in generation 1."""
+
     async def run() -> None:
-        hosts = [Host(agent, reach(coordinator.address, TIMEOUT_S), max_restarts) for agent in "ab"]
-        for host in hosts:
-            await host.start()
-        for host in hosts:
-            await host.enters(1)
+        coordinator = Coordinator()
+        await coordinator.start()
+        hosts = [Host(agent, coordinator.address, **options) for agent in "ab"]
         try:
-            await asyncio.wait_for(story(*hosts), TIMEOUT_S)
+            for host in hosts:
+                await host.start()
+            for host in hosts:
+                await host.enters(1)
+            await asyncio.wait_for(story(coordinator, *hosts), 2 * TIMEOUT_S)
         finally:
             for host in hosts:
-                host.control_plane.leave()
+                await host.stop()
+            await coordinator.stop()
+            coordinator.close()
 
     asyncio.run(run())
 
 
-def told(coordinator: Coordinator, number: int) -> bytes:
-    """A notice of the store, once it is there."""
-    return bytes(reach(coordinator.address, TIMEOUT_S).store.get(f"elasticgang/notices/{JOB}/{number}"))
-
-
-async def connected(host: Host, peer: str, is_up: bool = True) -> None:
-    wires = host.control_plane._peers
-    assert wires is not None
-    while wires.is_up(peer) is not is_up:
-        await asyncio.sleep(0.005)
-
-
-def test_the_store_is_not_told_of_what_the_connections_have_told(coordinator: Coordinator) -> None:
-    async def story(one: Host, other: Host) -> None:
-        await connected(one, "b")
-        one.loses_a_rank()
-        later = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_later(
-            control_plane._POST_S, later.set_result, None
-        )  # after what was put off before
-        for host in (one, other):
-            await host.enters(2)
-        await later
-        one.control_plane.broadcast_finished()
-        assert b"finished" in await asyncio.to_thread(told, coordinator, 1)
-
-    play(coordinator, story)
-
-
-def test_it_is_told_at_once_of_what_they_cannot_tell(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_plane, "_POST_S", 10 * TIMEOUT_S)
-
-    async def story(one: Host, other: Host) -> None:
-        wires = other.control_plane._peers
-        assert wires is not None
-        await connected(one, "b")
-        wires.close()
-        await connected(one, "b", is_up=False)
+def test_the_end_of_a_generation_reaches_the_other_agent() -> None:
+    async def story(_: Coordinator, one: Host, other: Host) -> None:
         one.loses_a_rank()
         for host in (one, other):
             await host.enters(2)
-        assert b"over" in await asyncio.to_thread(told, coordinator, 1)
+        assert other.state.record is not None
+        assert sorted(other.state.record.plan.ranks) == ["a1", "b0", "b1"]
 
-    play(coordinator, story)
+    play(story)
 
 
-def test_the_agent_repeats_to_the_store_what_it_could_notify_nobody_of(coordinator: Coordinator) -> None:
-    async def story(one: Host, other: Host) -> None:
-        wires, line = other.control_plane._peers, one.control_plane._client
-        assert wires is not None
-        await connected(one, "b")
-        wires.close()
-        await connected(one, "b", is_up=False)
-        line.disconnect("a test")
-        await one.until(lambda: line.session is None)
+def test_what_ends_while_the_coordinator_is_away_is_told_on_its_return() -> None:
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        await coordinator.stop()
+        for host in (one, other):
+            await host.until(lambda host=host: "coordinator unreachable" in host.logged)  # type: ignore[misc]
         one.loses_a_rank()
-        assert line.session is None
+        await coordinator.start(founds=False)
         for host in (one, other):
             await host.enters(2)
+            assert "coordinator reachable" in host.logged
+            assert host.lease.remaining_s > 0
 
-    play(coordinator, story)
+    play(story)
 
 
-def test_agents_tell_each_other_in_which_step_a_script_has_failed(coordinator: Coordinator) -> None:
-    async def story(one: Host, other: Host) -> None:
-        await connected(one, "b")
+def test_an_agent_fails_when_a_coordinator_that_is_needed_stays_away() -> None:
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        await coordinator.stop()
+        await one.until(lambda: "coordinator unreachable" in one.logged)
+        one.loses_a_rank()
+        await one.until(lambda: one.timed_out != "")
+        assert one.timed_out.startswith(f"no generation can be agreed without the coordinator at {coordinator.address}")
+        assert other.timed_out == ""  # it needs nothing of the coordinator
+
+    play(story, reconnect_s=0.5)
+
+
+def test_agents_tell_each_other_in_which_step_a_script_has_failed() -> None:
+    async def story(_: Coordinator, one: Host, other: Host) -> None:
         one.handle(Exited("a1", 1, raised=True, step=5))
         await other.enters(2)  # what is told comes before the end of the generation, in which it was
         other.handle(Exited("b0", 1, raised=True, step=6))
@@ -222,60 +236,79 @@ def test_agents_tell_each_other_in_which_step_a_script_has_failed(coordinator: C
         await one.until(lambda: again in one.said)
         assert other.said[-1].endswith("rank 1 exited with code 1 in step 5, in which rank 1 of agent a had failed too")
 
-    play(coordinator, story, max_restarts=3)
+    play(story, max_restarts=3)
 
 
-def test_heirs_of_another_agent_count_as_long_as_there_is_a_connection(coordinator: Coordinator) -> None:
-    async def story(one: Host, other: Host) -> None:
-        await connected(one, "b")
-        await connected(other, "a")
+def test_successors_of_another_agent_count_while_there_is_a_session() -> None:
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
         one.control_plane.broadcast_successors(2, again=False)
         await other.until(lambda: other.control_plane.num_successors == 2)
         one.control_plane.broadcast_successors(0, again=False)
         await other.until(lambda: other.control_plane.num_successors == 0)
         one.control_plane.broadcast_successors(1, again=False)
         await other.until(lambda: other.control_plane.num_successors == 1)
-        assert one.control_plane._peers is not None
-        one.control_plane._peers.close()
-        await connected(other, "a", is_up=False)
-        assert other.control_plane.num_successors == 0
+        await coordinator.stop()
+        await other.until(lambda: other.control_plane.num_successors == 0)
+        await coordinator.start(founds=False)
+        await other.until(lambda: other.control_plane.num_successors == 1)  # told again in the new session
 
-    play(coordinator, story)
-
-
-def test_it_is_told_soon_when_no_generation_follows(coordinator: Coordinator) -> None:
-    async def story(one: Host, other: Host) -> None:
-        await connected(one, "b")
-        other.hangs = True
-        one.loses_a_rank()
-        assert b"over" in await asyncio.to_thread(told, coordinator, 1)
-
-    play(coordinator, story)
+    play(story)
 
 
-def test_a_refusal_is_said_once_and_not_of_the_time_before_the_agent(coordinator: Coordinator) -> None:
-    def refuse(host: Host, agent: str) -> None:
-        session = host.control_plane._client.session
-        assert session is not None
-        session.post({"kind": "refused", "agent": agent, "reason": "why"})
+def test_waits_reach_the_other_agent_and_what_is_none_is_dropped() -> None:
+    async def story(_: Coordinator, one: Host, other: Host) -> None:
+        one.control_plane.broadcast_blocked_on([["a0", 1, None, 3]])
+        await other.until(lambda: other.waits == [["a0", 1, None, 3]])
 
-    async def says(host: Host, *agents: str) -> None:
-        lines = [f"elasticgang: agent {agent} is refused: why" for agent in agents]
-        await host.until(lambda: lines[-1] in host.said)
-        assert host.said == lines
+    play(story)
 
-    async def story(one: Host, other: Host) -> None:
-        refuse(one, "x")
-        await says(other, "x")
-        before = other.control_plane._client.session
-        other.control_plane._client.disconnect("a test")
-        await other.until(lambda: other.control_plane._client.session not in (None, before))
-        refuse(one, "y")
-        await says(other, "x", "y")
-        late = Host("c", reach(coordinator.address, TIMEOUT_S), 0)
+
+def test_an_agent_whose_process_is_gone_is_lost_long_before_its_lease_is_over() -> None:
+    async def story(_: Coordinator, one: Host, other: Host) -> None:
+        other.control_plane._listener.close()  # type: ignore[union-attr]
+        client = other.control_plane._client
+        assert client._connection is not None
+        client._is_stopped = True
+        client._connection.abort("a test")
+        began_s = asyncio.get_running_loop().time()
+        await one.enters(2)
+        assert asyncio.get_running_loop().time() - began_s < JOB_TIMEOUTS.lease_s / 2
+        assert "host lost" in one.logged
+        assert one.state.record is not None
+        assert one.state.record.agents == ("a",)
+
+    play(story)
+
+
+def test_an_agent_that_does_not_fit_is_refused_and_the_others_are_told() -> None:
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        late = Host("c", coordinator.address)
         await late.control_plane.open()
-        refuse(one, "z")
-        await says(late, "z")
-        late.control_plane.leave()
+        late.control_plane.begin()
+        late.handle(Started("c0", 0))
+        late.handle(Started("c1", 1))
+        layout = ParallelLayout(min_replicas=2)
+        for local_rank in range(2):
+            late.handle(
+                RecordRequested(f"c{local_rank}", MemberReport(f"c{local_rank}", local_rank, "x:1"), layout, False)
+            )
+        await late.until(lambda: bool(late.said))
+        assert late.said[0].startswith("the job refused this host: its layout is")
+        await other.until(lambda: any("agent c is refused: its layout is" in line for line in other.said))
+        await late.stop()
+        assert one.state.record is not None
+        assert one.state.record.generation == 1
 
-    play(coordinator, story)
+    play(story)
+
+
+def test_what_is_no_coordinator_is_named() -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            host = Host("a", f"127.0.0.1:{silent.getsockname()[1]}")
+            host.control_plane._limits = Limits(0.5, 0.5)
+            with pytest.raises(OperationalError, match=r"what answers at .* is not a coordinator of elasticgang"):
+                await host.control_plane.open()
+            await host.stop()
+
+    asyncio.run(run())

@@ -18,7 +18,15 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.protocol import agent_events
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.coordinator_messages import EndGeneration, Goodbye, Notify, PeerMessage, Term, Timeouts
+from elasticgang.protocol.coordinator_messages import (
+    EndGeneration,
+    Goodbye,
+    Notify,
+    PeerMessage,
+    Term,
+    Timeouts,
+    Welcome,
+)
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Undecided
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.secret import Secret
@@ -40,6 +48,8 @@ class Agent:
         self.records: asyncio.Queue[Record] = asyncio.Queue()
         self.events: list[Any] = []
         self.leases: list[float] = []
+        self.hosts: list[str] = []
+        self.reasons: list[str] = []
         self.log: list[str] = []
         self.is_ready = True
         self.killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -106,6 +116,12 @@ class Agent:
 
     def kill_ranks(self, reason: str) -> None:
         self.killed.set_result(reason)
+
+    def welcomed(self, welcome: Welcome, host: str) -> None:
+        self.hosts.append(host)
+
+    def disconnected(self, reason: str) -> None:
+        self.reasons.append(reason)
 
 
 class Job:

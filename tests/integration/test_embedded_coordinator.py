@@ -33,11 +33,11 @@ class StandsStill(ForkServer):
 def test_one_that_stands_still_while_it_starts_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded_coordinator, "_START_TIMEOUT_S", 0.2, raising=False)
     server = StandsStill(preload=())
-    own = CoordinatorLauncher()
+    own = CoordinatorLauncher(None)
     try:
         server.wait_ready()
         with pytest.raises(OperationalError, match=r"the coordinator did not start within 0.2 s"):
-            own.start(server, "agent", None)
+            own.start(server, founds=True)
         wait_until(lambda: not is_alive(server.pid), "its end")
         os.waitpid(server.pid, 0)
     finally:

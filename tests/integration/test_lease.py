@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from elasticgang.process.lease import LEASE_S, Lease
+from elasticgang.process.lease import Lease
 
 
 def test_without_a_coordinator_elsewhere_it_has_no_end() -> None:
@@ -14,21 +14,12 @@ def test_without_a_coordinator_elsewhere_it_has_no_end() -> None:
     assert lease.remaining_s == float("inf")
 
 
-def test_it_runs_from_the_beginning_of_what_was_answered() -> None:
+def test_it_ends_when_it_was_said_to() -> None:
     lease, now = Lease.create(), time.monotonic()
-    assert lease.renew(now - 1.0)
-    assert LEASE_S - 1.5 < lease.remaining_s <= LEASE_S - 1.0
-
-
-def test_once_over_it_stays_so_until_it_begins_anew() -> None:
-    lease, now = Lease.create(), time.monotonic()
-    lease.renew(now - LEASE_S - 0.1)
+    lease.until = now + 60.0
+    assert 59.0 < lease.remaining_s <= 60.0
+    lease.until = now
     assert lease.is_expired
-    assert not lease.renew(now)
-    assert lease.is_expired
-    lease.begin(now)
-    assert not lease.is_expired
-    assert lease.renew(now)
 
 
 def test_another_process_sees_it() -> None:
@@ -39,5 +30,5 @@ def test_another_process_sees_it() -> None:
         while not theirs.is_expired:
             time.sleep(0.001)
         os._exit(7)
-    lease.renew(time.monotonic() - LEASE_S - 1.0)
+    lease.until = time.monotonic()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

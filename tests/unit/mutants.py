@@ -123,8 +123,8 @@ def _report_without_spares(self: agent_state.AgentState) -> Report:
     return replace(_report(self), num_seats=None)
 
 
-def _fence_without_kill(self: AgentLifecycle) -> list[AgentInstruction]:
-    return [Fence(()) for _ in _fence(self)]
+def _fence_without_kill(self: AgentLifecycle, reason: str) -> list[AgentInstruction]:
+    return [Fence(()) for _ in _fence(self, reason)]
 
 
 def _started_unkilled(self: AgentLifecycle, event: Started) -> list[AgentInstruction]:
@@ -132,8 +132,8 @@ def _started_unkilled(self: AgentLifecycle, event: Started) -> list[AgentInstruc
     return [] if self._phase is agent_lifecycle._Phase.FENCED else done
 
 
-def _rejoins_at_once(self: AgentLifecycle) -> list[AgentInstruction]:
-    return [*_fence(self), *self._rejoin()] if self._phase is agent_lifecycle._Phase.SERVING else []
+def _rejoins_at_once(self: AgentLifecycle, reason: str) -> list[AgentInstruction]:
+    return [*_fence(self, reason), *self._rejoin()] if self._phase is agent_lifecycle._Phase.SERVING else []
 
 
 def _start_all(self: AgentLifecycle) -> list[AgentInstruction]:

@@ -330,7 +330,7 @@ def test_a_fenced_agent_kills_its_ranks_and_rejoins_once_all_have_exited() -> No
     assert host(LeaseExpired()) == [Fence(("a0", "a1"))]
     assert host(LeaseExpired()) == []
     assert host.exits("a0") == []
-    assert host.exits("a1") == [Rejoin("a.2")]
+    assert host.exits("a1") == [Rejoin("a.2", "a")]
     assert host.agent.agent == "a.2"
     assert host.connect() == [StartRank(0)]
     assert host.start("a0'") == [StartRank(1)]
@@ -361,12 +361,12 @@ def test_a_fork_under_way_is_waited_for_and_its_rank_killed_before_the_rejoin() 
     assert StartRank(0) in host.waits()
     assert host(LeaseExpired()) == [Fence(())]
     assert host(Started("a0'", 0)) == [KillRanks(("a0'",))]
-    assert host.exits("a0'") == [Rejoin("a.2")]
+    assert host.exits("a0'") == [Rejoin("a.2", "a")]
     host = running("b0", num_ranks=1)
     host.exits("a0")
     host.waits()
     host(LeaseExpired())
-    assert host(NotStarted(0, "no memory")) == [Rejoin("a.2")]
+    assert host(NotStarted(0, "no memory")) == [Rejoin("a.2", "a")]
 
 
 def test_a_failed_start_after_a_rejoin_is_tried_again() -> None:

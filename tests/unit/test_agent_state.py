@@ -27,7 +27,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import Undecided, Unrecoverable
 from tests.unit.agent_hosts import KILLED, Host, record_of, running
 
-# -- AGENT-1: the lighthouse is asked when every live member of the present generation has asked
+# -- AGENT-1: a record is requested when every live member of the present generation has asked
 
 
 def test_the_last_one_to_ask_makes_the_agent_ask() -> None:

@@ -36,10 +36,10 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "state": ("errors", "testing", "protocol"),
     "session": ("errors", "protocol"),
     "coordinator": ("errors", "process", "protocol", "session"),
-    "agent": ("errors", "environment", "protocol", "process", "coordinator", "observe"),
+    "agent": ("errors", "environment", "protocol", "process", "session", "coordinator", "observe"),
     "member": ("errors", "environment", "testing", "layout", "protocol", "process", "comm", "gang"),
     "train": ("errors", "layout", "protocol", "collectives", "comm", "gang", "member", "state"),
-    "launch": ("errors", "comm", "agent", "coordinator", "member", "observe", "train"),
+    "launch": ("errors", "comm", "session", "agent", "coordinator", "member", "observe", "train"),
 }
 # What one room may take from another alone, where the arrow is no more than that.
 ONLY = {("gang", "comm"): ("elasticgang.comm.torch_backend",)}

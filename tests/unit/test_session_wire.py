@@ -227,6 +227,7 @@ def coordinator_messages(record: Record) -> list[m.CoordinatorMessage]:
         m.JoinNotice(4),
         m.Finished(),
         m.PeerMessage("hangs", "{}", "b"),
+        m.Notice("refused", "its layout is another", "b"),
         m.Evicted("e"),
         m.Refused("r"),
         m.JobUnrecoverable("u"),

@@ -1,0 +1,105 @@
+"""What the coordinator's state machine tells agents beside records: losses, refusals, and why it does not decide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from elasticgang.layout import ParallelLayout
+from elasticgang.protocol import coordinator_messages as m
+from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.record import MemberReport, Report
+from tests.unit.test_coordinator_state import Driver, found, record, report
+
+
+def sent(instructions: list[Any], kind: type) -> list[tuple[int, Any]]:
+    return [(i.session, i.message) for i in instructions if isinstance(i, m.Send) and isinstance(i.message, kind)]
+
+
+def undecided(driver: Driver, agents: int) -> Report:
+    return replace(report("a"), min_agents=agents)
+
+
+def test_an_agent_that_comes_back_under_another_id_is_dead_under_the_former_one() -> None:
+    driver, _, b = found()
+    out = driver.hear(9, m.Hello("a.2", "a", 1, former="a"))
+    assert driver.state.dead == {"a"}
+    assert sent(out, m.Notice) == [(b, m.Notice("lost", "", "a")), (9, m.Notice("lost", "", "a"))]
+    assert (b, m.EndGeneration(1, "agent a is lost")) in sent(out, m.EndGeneration)
+
+
+def test_an_agent_does_not_speak_for_the_id_of_another_process() -> None:
+    driver, _, _ = found()
+    driver.hear(9, m.Hello("x", "x", 1, former="a"))
+    assert driver.state.lost == set()
+
+
+def test_an_agent_without_seats_that_ends_ends_no_generation() -> None:
+    driver, a, b = found()
+    generation = record(driver)
+    member = MemberReport("b/0", 0, "127.0.0.1:1", generation.committed, None, (0, 0, 0), 1, True)
+    driver.hear(a, m.Ready(replace(report("a", generation.ref), members=(), exited=("a/0",))))
+    driver.hear(b, m.Ready(replace(report("b", generation.ref), members=(member,))))
+    assert record(driver).generation == 2
+    assert record(driver).agents == ("a", "b")
+    out = driver.hear(a, m.Goodbye())
+    assert sent(out, m.EndGeneration) == []
+    assert sent(out, m.Notice) == [(b, m.Notice("lost", "", "a"))]
+    assert driver.state.dead == {"a"}
+
+
+def test_an_agent_that_ends_after_the_job_has_finished_ends_no_generation() -> None:
+    driver, a, _ = found()
+    driver.hear(a, m.Finished())
+    assert sent(driver.hear(a, m.Goodbye()), m.EndGeneration) == []
+
+
+def test_an_agent_with_another_layout_is_refused_at_once_and_ends_nothing() -> None:
+    driver, a, b = found()
+    c = driver.open("c")
+    out = driver.hear(c, m.Ready(replace(report("c"), layout=ParallelLayout(min_replicas=2))))
+    ((session, refusal),) = sent(out, m.Refused)
+    assert session == c
+    assert refusal.reason.startswith("its layout is ")
+    assert [session for session, _ in sent(out, m.Notice)] == [a, b]
+    assert {(notice.topic, notice.agent) for _, notice in sent(out, m.Notice)} == {("refused", "c")}
+    assert sent(out, m.JoinNotice) == []
+    assert c not in driver.state.sessions
+
+
+def test_agents_are_told_once_why_no_record_follows() -> None:
+    driver = Driver(granted=True)
+    a = driver.open("a")
+    driver.hear(a, m.Ready(undecided(driver, 2)))
+    assert sent(driver.wait(2.5), m.Notice) == []
+    assert sent(driver.wait(5.0), m.Notice) == [(a, m.Notice("undecided", "1 of at least 2 agents are here"))]
+    b = driver.open("b")
+    out = driver.hear(b, m.Ready(report("b")))
+    assert len(sent(out, m.Push)) == 2
+    assert sent(driver.wait(5.0), m.Notice) == []
+
+
+def test_where_the_store_listens_is_in_each_welcome() -> None:
+    driver = Driver(granted=True, store="127.0.0.1:7")
+    (welcome,) = sent(driver.hear(1, m.Hello("a", "a", 1)), m.Welcome)
+    assert welcome[1].store == "127.0.0.1:7"
+
+
+def test_absent_agents_are_those_without_a_session_that_may_live() -> None:
+    driver, a, b = found()
+    assert driver.state.absent_agents() == {}
+    driver.do(m.SessionClosed(a))
+    assert list(driver.state.absent_agents()) == ["a"]
+    driver.do(m.SessionClosed(b))
+    driver.do(m.AgentExited("a"))
+    assert list(driver.state.absent_agents()) == ["b"]
+
+
+def test_with_the_timeouts_of_a_job_the_end_of_the_lease_ends_the_agent() -> None:
+    session = AgentSession("a", "a", m.JOB_TIMEOUTS)
+    session.handle(m.Connected("c:1"), 0.0)
+    session.handle(m.Answer(m.Welcome(m.Term(1, "c"), True)), 0.0)
+    assert session.handle(m.Ticked(), m.JOB_TIMEOUTS.lease_s - 0.1) != []  # a heartbeat
+    assert m.Fence(0) in session.handle(m.Ticked(), m.JOB_TIMEOUTS.lease_s)
+    assert any(isinstance(i, m.KillRanks) for i in session.handle(m.Ticked(), m.JOB_TIMEOUTS.lease_s))
+    assert session.is_ended
