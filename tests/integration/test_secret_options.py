@@ -1,0 +1,66 @@
+"""Which addresses the commands accept with a secret, without one, and with `--insecure`."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from elasticgang.launch import cli
+from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
+
+
+@pytest.fixture(autouse=True)
+def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_FILE_VARIABLE, raising=False)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == cli.EXIT_USAGE
+    return capsys.readouterr().err.removeprefix("elasticgang: error: ").strip()
+
+
+def test_a_coordinator_without_a_secret_listens_on_loopback_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "coordinator", "--host", "0.0.0.0", "--port", "0") == (
+        "without a secret the coordinator listens on loopback only, not on '0.0.0.0': give `--secret-file`, or "
+        "`--insecure` in a network that you trust"
+    )
+
+
+def test_an_agent_without_a_secret_uses_a_coordinator_on_loopback_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_check_reachable", lambda *_: None)  # nothing answers at an address for examples
+    line = refused(capsys, "run", "--coordinator", "192.0.2.1:29400", "--job-id", "job", __file__)
+    assert line.startswith("without a secret the agent uses a coordinator on loopback only, not at '192.0.2.1'")
+
+
+def test_a_secret_file_that_others_may_read_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o644)
+    line = refused(capsys, "coordinator", "--secret-file", str(path), "--port", "0")
+    assert line.startswith(f"the secret file {path} must be its owner's alone, but its mode is 0644")
+    monkeypatch.setenv(SECRET_FILE_VARIABLE, str(path))
+    assert refused(capsys, "coordinator", "--port", "0") == line
+
+
+def test_insecure_is_said_once_and_only_where_it_opens_something(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._check_open("0.0.0.0", None, True, "")
+    assert capsys.readouterr().err == ("elasticgang: warning: --insecure: anybody who reaches 0.0.0.0 can take part\n")
+    cli._check_open("127.0.0.1", None, True, "")
+    cli._check_open("0.0.0.0", Secret(b"0123456789abcdef"), False, "")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_host_that_has_no_address_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert refused(capsys, "coordinator", "--host", "nowhere", "--port", "0") == "'nowhere' is no name of a host"
