@@ -1,8 +1,8 @@
 """Train under random faults for some minutes, and check every promise in what the members wrote.
 
-The demo's model, on several agents with a coordinator: ranks, comm processes, standbys, agents and the coordinator
-(lighthouse and store) are killed, ranks and comm processes are stopped, some for ever, ranks are drained, several at
-once; and ranks are killed inside a generation change, a heal and a vote, when the events tell of one. What ends is
+The demo's model, on several agents with a coordinator: ranks, comm processes, standbys, agents and the coordinator are
+killed, ranks and comm processes are stopped, some for ever, ranks are drained, several at once; and ranks are killed
+inside a generation change, a heal and a vote, when the events tell of one. What ends is
 started again. One member that holds the state is always left alone.
 
 Checked from the members' own histories, which they write as they go: one chain of records (RULE-2); for each step one
