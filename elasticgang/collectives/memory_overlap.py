@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from elasticgang.torch_private import internal_overlap
+
 _CERTAIN = {0: False, 1: True}  # torch does not find out for all
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of `tensor` share memory."""
-    known = _CERTAIN.get(torch._debug_has_internal_overlap(tensor))
+    known = _CERTAIN.get(internal_overlap(tensor))
     if known is not None or not tensor.numel():
         return bool(known)
     reach = 0  # from the first element to the last one, along the dimensions so far

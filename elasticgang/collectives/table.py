@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import (
-    AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
@@ -34,6 +33,7 @@ from torch._C._distributed_c10d import (
 from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation, writing
 from elasticgang.collectives.dtypes import check_gloo_dtype
 from elasticgang.collectives.work import Work
+from elasticgang.torch_private import AllgatherOptions, all_gather_single, reduce_scatter_single
 
 Step = Callable[[], None]
 Issued = tuple[Any, Step | None]  # torch's work, and what is left to do when it has completed
@@ -138,7 +138,8 @@ def _all_gather(pg: Any, c: Collective) -> Issued:
 
 
 def _all_gather_single(pg: Any, c: Collective) -> Issued:
-    return pg._allgather_base(c.outputs[0].view(-1), c.inputs[0].view(-1), options_of(AllgatherOptions, c)), None
+    flat, source = c.outputs[0].view(-1), c.inputs[0].view(-1)
+    return all_gather_single(pg, flat, source, options_of(AllgatherOptions, c)), None
 
 
 def _all_to_all(pg: Any, c: Collective) -> Issued:
@@ -177,7 +178,8 @@ def _reduce_scatter(pg: Any, c: Collective) -> Issued:
 def _reduce_scatter_single(pg: Any, c: Collective) -> Issued:
     """Flat: Gloo ends the process where the shapes do not multiply."""
     options = options_of(ReduceScatterOptions, c, reduceOp=_operation(c))
-    return pg._reduce_scatter_base(c.outputs[0].view(-1), c.inputs[0].view(-1), options), None
+    flat, source = c.outputs[0].view(-1), c.inputs[0].view(-1)
+    return reduce_scatter_single(pg, flat, source, options), None
 
 
 def _scatter(pg: Any, c: Collective) -> Issued:
@@ -196,7 +198,7 @@ def _recv(pg: Any, c: Collective) -> Issued:
 def _recv_anysource(pg: Any, c: Collective) -> Issued:
     received, source = c.outputs
     work = pg.recv_anysource([received], c.tag)
-    return work, lambda: copy(torch.tensor([work._source_rank()]).view(source.dtype), source)
+    return work, lambda: copy(torch.tensor([work.source_rank()]).view(source.dtype), source)
 
 
 class _Barrier:

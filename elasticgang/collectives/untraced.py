@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import types
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-# As `torch.compiler.disable` says it. That imports torch._dynamo, which takes seconds, and wraps every call.
-_RUN_ALL = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the frame, and what it calls
+from elasticgang.torch_private import run_untraced
 
 
 def leave_untraced(cls: type) -> None:
@@ -20,4 +17,4 @@ def leave_untraced(cls: type) -> None:
     for attribute in vars(cls).values():
         function = attribute.fget if isinstance(attribute, property) else attribute
         if isinstance(function, types.FunctionType):
-            set_code_exec_strategy(function.__code__, _RUN_ALL)
+            run_untraced(function)

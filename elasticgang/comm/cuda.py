@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from elasticgang.torch_private import new_nccl, open_cuda, release_cuda, share_cuda
+
 _cuda: Any = torch.cuda  # much of it is untyped
-_Storage: Any = torch.UntypedStorage
 
 Handle = list[Any]  # JSON takes it but for its bytes
 
@@ -57,28 +58,21 @@ class Cuda:
     def share(self, storage: torch.UntypedStorage) -> Handle:
         """Once for each process that opens it, and for each a `release` here or the end of what it opened there: until
         then the memory goes to nobody else."""
-        return list(_Storage._share_cuda_(storage))
+        return share_cuda(storage)
 
     def open(self, handle: Handle) -> torch.UntypedStorage:
-        storage: torch.UntypedStorage = _Storage._new_shared_cuda(*handle)
-        return storage
+        return open_cuda(handle)
 
     def release(self, handle: Handle) -> None:
         """For a process that is dead, and had it open or not."""
-        _Storage._release_ipc_counter_cuda(handle[4], handle[5])
+        release_cuda(handle)
 
     def new_future(self, device: int) -> Future[Any]:
         return Future(devices=[torch.device("cuda", device)])
 
     def new_group(self, store: Any, rank: int, size: int, device: int, timeout: timedelta) -> Any:
         """Connected: a first collective that connected would keep the command loop."""
-        from torch._C import _distributed_c10d as c10d
-
-        nccl: Any = getattr(c10d, "ProcessGroupNCCL")  # noqa: B009  # not in every build
         _cuda.set_device(device)  # of this thread
-        options = nccl.Options()
-        options._timeout = timeout
-        group = nccl(store, rank, size, options)
-        group._set_sequence_number_for_group()
+        group = new_nccl(store, rank, size, timeout)
         group.eager_connect_single_device(torch.device("cuda", device))
         return group

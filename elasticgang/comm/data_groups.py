@@ -38,6 +38,7 @@ from elasticgang.errors import (
     StaleGenerationError,
 )
 from elasticgang.process.status_page import CommBlock
+from elasticgang.torch_private import baby_process
 
 ABORT_TIMEOUT_S = 1.0
 _WAIT_MARGIN_S = 2.0  # for the group's own timeout, which ends the collective, where this one only stops waiting
@@ -323,7 +324,7 @@ class DataGroups:
 def _abort(pg: torchft.ProcessGroup) -> None:
     """torchft's groups in a subprocess have no abort, and their `shutdown` waits for threads that read from it: the
     death of the process ends those at once."""
-    process = getattr(pg, "_p", None)
+    process = baby_process(pg)
     if isinstance(pg, torchft.ProcessGroupBaby) and process is not None:
         process.kill()
         process.join(ABORT_TIMEOUT_S)

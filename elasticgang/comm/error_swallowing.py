@@ -28,6 +28,7 @@ from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods
 from elasticgang.collectives.work import Work
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
+from elasticgang.torch_private import device_types
 
 MISUSE = (ValueError, TypeError, InvalidOperationError, NotSupportedError)
 
@@ -95,7 +96,7 @@ class SwallowedWork(TorchWorkBase):
     def _source_rank(self) -> int:
         if self._work is None or self._outcome.has_failed:
             raise StepAborted("nothing was received: the process group failed before")
-        return int(self._work._source_rank())
+        return int(self._work.source_rank())
 
     source_rank = _source_rank
 
@@ -249,7 +250,7 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         return str(self._pg.getBackendName())
 
     def _served(self) -> Sequence[str]:
-        return [device.type for device in self._pg._device_types]
+        return device_types(self._pg)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `CollectiveMethods.monitored_barrier`. Raises StepAborted, which names the ranks, for its error

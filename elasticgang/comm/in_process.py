@@ -22,6 +22,7 @@ from elasticgang.comm.isolated import ProcessGroupIsolatedGloo, _seconds
 from elasticgang.comm.kinds import PROCESS_GROUPS, check_available
 from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
 from elasticgang.errors import InvalidOperationError, StaleGenerationError
+from elasticgang.torch_private import device_types
 
 
 class _InProcess(CollectiveMethods):
@@ -50,7 +51,7 @@ class _InProcess(CollectiveMethods):
     _kind = "cpu"
 
     def _served(self) -> Sequence[str]:
-        return [self._kind] if self._pg is None else [device.type for device in self._pg._device_types]
+        return [self._kind] if self._pg is None else device_types(self._pg)
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pg is None and self._was_configured:

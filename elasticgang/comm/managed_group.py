@@ -21,6 +21,7 @@ from elasticgang.collectives.torch_methods import CollectiveMethods, TorchWork
 from elasticgang.collectives.work import Work
 from elasticgang.comm.error_swallowing import MISUSE, Outcome, SwallowedWork
 from elasticgang.errors import GangError
+from elasticgang.torch_private import device_types, wrapped_group
 
 if TYPE_CHECKING:
     from elasticgang.gang import Gang, Gangs
@@ -102,7 +103,7 @@ class ManagedProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc
 
 
 class _OfTorchft(ManagedProcessGroup):
-    """Over `manager._pg`, as the last quorum configured it."""
+    """Over the manager's group, as the last quorum configured it."""
 
     def rank(self) -> int:
         return int(self._configured().rank())
@@ -117,15 +118,16 @@ class _OfTorchft(ManagedProcessGroup):
         return int(self._configured().size())  # those that heal too
 
     def _served(self) -> Sequence[str]:
-        return [device.type for device in self._configured()._device_types] or ("cpu",)
+        return device_types(self._configured()) or ("cpu",)
 
     def getBackendName(self) -> str:
-        return str(self._manager._pg.getBackendName())
+        return str(self.parent.getBackendName())
 
     @property
     def parent(self) -> ProcessGroup:
         """The manager's group."""
-        return self._manager._pg
+        pg: ProcessGroup = wrapped_group(self._manager)
+        return pg
 
     def errored(self) -> Exception | None:
         """What was reported to the manager in this step; None while nothing was."""
@@ -139,8 +141,8 @@ class _OfTorchft(ManagedProcessGroup):
     def _configured(self) -> Any:
         """The one that knows its rank: torchft's wrappers do not."""
         pg = self.parent
-        while not isinstance(pg, CollectiveMethods) and getattr(pg, "_pg", None) is not None:
-            pg = pg._pg
+        while not isinstance(pg, CollectiveMethods) and (wrapped := wrapped_group(pg)) is not None:
+            pg = wrapped
         return pg
 
     def _report(self, configuration: object, error: Exception) -> None:

@@ -51,6 +51,7 @@ from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import encoded
 from elasticgang.errors import CollectiveTimeoutError, GangError, NotSupportedError, StaleGenerationError
 from elasticgang.process.forkserver import ForkServerClient
+from elasticgang.torch_private import storage_key
 
 _POLL_S = 0.0005
 _MAX_FORGOTTEN = 1000  # in one message
@@ -285,7 +286,7 @@ class NCCLCommProcess(CommProcess):
 
     def _share(self, storage: torch.UntypedStorage) -> _Shared:
         with self._memory_lock:
-            found = self._shared.get(storage._cdata)
+            found = self._shared.get(storage_key(storage))
             if found is not None and found.is_of(storage):
                 return found
             if storage.nbytes() == 0:
@@ -295,7 +296,7 @@ class NCCLCommProcess(CommProcess):
             made = _Shared(self._next_shared, _WeakStorage(storage), storage.data_ptr(), storage.nbytes(), handle)
             if found is not None:  # it has other memory by now (`resize_`)
                 self._replaced.append(found)
-            self._shared[storage._cdata] = made
+            self._shared[storage_key(storage)] = made
             return made
 
     def _take_pair(self) -> _Pair:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elasticgang.comm.arena import PAGE, Arena, Block, max_descriptors
+from elasticgang.torch_private import storage_of
 
 SMALLEST_BYTES = 1 << 20
 _SHARE_OF_DESCRIPTORS = 4  # at most one in so many lies beneath a storage
@@ -66,8 +67,8 @@ class _Region:
 
     def is_alive(self) -> bool:
         """Whether the storage still has its memory, as far as it tells."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
-        return storage is not None and storage.data_ptr() == self.address  # type: ignore[redundant-expr]
+        storage = storage_of(self.storage.cdata)
+        return storage is not None and storage.data_ptr() == self.address
 
     def map(self, flags: int) -> None:
         self._check(_libc.mmap(self.first, self.last - self.first, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED,

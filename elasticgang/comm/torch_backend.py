@@ -36,6 +36,8 @@ def _serve_monitored_barrier() -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
+    from elasticgang.torch_private import is_outside
+
     theirs: Any = distributed_c10d.monitored_barrier
     base: Any = dist.ProcessGroup  # torch's stubs lack the method
 
@@ -43,7 +45,7 @@ def _serve_monitored_barrier() -> None:
     def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         pg: Any = dist.group.WORLD if group is None else group
         own = getattr(type(pg), "monitored_barrier", None)
-        if own in (None, base.monitored_barrier) or distributed_c10d._rank_not_in_group(group):
+        if own in (None, base.monitored_barrier) or is_outside(group):
             theirs(group, timeout, wait_all_ranks)
         else:
             pg.monitored_barrier(timeout, wait_all_ranks)

@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation
 from elasticgang.collectives.table import TABLE, Step
 from elasticgang.comm.arena import bytes_as, map_memory
 from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
+from elasticgang.torch_private import new_gloo
 
 _MAX_MESSAGE = 1 << 17
 MAX_FDS = 253  # the most that one message can carry
@@ -45,8 +46,6 @@ _MAX_THREADS = 1 << 16
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 _MAX_TEXT = 4096
 _PROBE_TIMEOUT_S = 2.0
-
-_Gloo: Any = ProcessGroupGloo  # torch's stubs lack its methods
 
 _OPERATIONS: dict[str, ReduceOperation | BitwiseOperation] = {
     op.name: op for op in (*ReduceOperation, *BitwiseOperation)
@@ -246,12 +245,8 @@ class Worker:
         return client
 
     def _create(self, client: TCPStore, prefix: str, group: dict[str, Any], timeout: timedelta) -> Any:
-        options = _Gloo._Options()
-        options._timeout = timeout
-        device = _Gloo.create_default_device() if self._host is None else _Gloo.create_device(hostname=self._host)
-        options._devices = [device]
         store = PrefixStore(f"{prefix}/{group['name']}", client)
-        return _Gloo(store, group["rank"], group["size"], options)
+        return new_gloo(store, group["rank"], group["size"], timeout, self._host)
 
     def _close(self, command: dict[str, Any]) -> None:
         """Let go of the groups. No work of theirs is pending (the rank kills this process otherwise), so that nothing

@@ -15,11 +15,10 @@ import sys
 import weakref
 
 import torch
-from torch._guards import TracingContext
 
 from elasticgang.gang.base import Gang
+from elasticgang.torch_private import is_tracing, logging_file
 
-_LOGGING = torch._logging._internal.__file__
 _LOG_FRAMES = 4  # from the group's method over `torch.distributed.get_rank` to the log
 
 log = logging.getLogger("elasticgang")
@@ -34,7 +33,7 @@ def note(gang: Gang) -> None:
 
 def note_if_tracing(gang: Gang) -> None:
     """Code may be compiled at this moment, with the rank or size that is asked for."""
-    if TracingContext.try_get() is not None and not _is_for_a_log():
+    if is_tracing() and not _is_for_a_log():
         note(gang)
 
 
@@ -42,7 +41,7 @@ def _is_for_a_log() -> bool:
     """Torch's logs name the default group's rank, also while it compiles."""
     frame = sys._getframe(2)
     for _ in range(_LOG_FRAMES):
-        if frame.f_code.co_filename == _LOGGING:
+        if frame.f_code.co_filename == logging_file():
             return True
         if frame.f_back is None:
             break

@@ -27,6 +27,7 @@ from elasticgang.errors import GangError, InvalidOperationError, NotSupportedErr
 from elasticgang.gang import torch_registry
 from elasticgang.gang.base import CheckedGang, Gang, check_objects, create_one_of
 from elasticgang.gang.torch_process_group import GangProcessGroup
+from elasticgang.torch_private import new_group
 
 _DEFAULT_TIMEOUT = timedelta(minutes=15)
 _num_splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -178,21 +179,17 @@ class ProcessGroupGang(CheckedGang):
         mine = next((group for group in groups if self.rank in group), None)
         if mine is None:
             return None
-        c10d: Any = dist.distributed_c10d
         parent = dist.get_process_group_ranks(self._pg)
-        made: tuple[ProcessGroup, object] = c10d._new_process_group_helper(
-            len(mine),
-            mine.index(self.rank),
+        made: ProcessGroup = new_group(
             [parent[rank] for rank in mine],
-            dist.Backend(backend),
-            c10d._get_default_store(),
+            mine.index(self.rank),
+            backend,
             f"{self._pg.group_name}.{split}.{mine[0]}",
             backend_options=pg_options,
             timeout=timeout,
             group_desc=desc,
         )
-        c10d._world.pg_group_ranks[made[0]] = {parent[rank]: index for index, rank in enumerate(mine)}
-        return made[0]
+        return made
 
     def barrier(self) -> None:
         self._check_open()

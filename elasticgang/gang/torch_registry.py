@@ -15,28 +15,28 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, _unregister_process_group
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from elasticgang.collectives.backend_name import BACKEND_NAME
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang.base import Gang
 from elasticgang.gang.torch_process_group import GangProcessGroup
+from elasticgang.torch_private import register_in_world, set_default_group, unregister_group, world
 
 _numbers = itertools.count()
-_world = distributed_c10d._world
 
 
 def register(pg: GangProcessGroup, ranks: Sequence[int]) -> None:
     """Make `pg` known to torch, as the group of these ranks of the default group."""
     mapping = {rank: index for index, rank in enumerate(ranks)}
-    if pg in _world.pg_map:
-        _world.pg_group_ranks[pg] = mapping
+    if pg in world.pg_map:
+        world.pg_group_ranks[pg] = mapping
         return
     name = distributed_c10d.GroupName(f"{BACKEND_NAME}-{next(_numbers)}")
     pg._set_group_name(name)
     pg._set_group_desc(pg.gang.description or BACKEND_NAME)
-    distributed_c10d._register_pg_in_world(
+    register_in_world(
         pg,
         backend_name=BACKEND_NAME,
         store=HashStore(),
@@ -48,17 +48,17 @@ def register(pg: GangProcessGroup, ranks: Sequence[int]) -> None:
 
 def unregister(pg: GangProcessGroup) -> None:
     """Make torch forget `pg`, and the default group if it is that one."""
-    if pg not in _world.pg_map:
+    if pg not in world.pg_map:
         return
-    if _world.default_pg is pg:
+    if world.default_pg is pg:
         _make_default(None)
-    for tag in (_world.pg_to_tag.pop(pg), ""):
-        if pg in _world.tags_to_pg.get(tag, ()):
-            _world.tags_to_pg[tag].remove(pg)
-    _world.pg_coalesce_state.pop(pg, None)
-    for registered in (_world.pg_map, _world.pg_group_ranks, _world.pg_backend_config):
+    for tag in (world.pg_to_tag.pop(pg), ""):
+        if pg in world.tags_to_pg.get(tag, ()):
+            world.tags_to_pg[tag].remove(pg)
+    world.pg_coalesce_state.pop(pg, None)
+    for registered in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
         del registered[pg]
-    _unregister_process_group(_world.pg_names.pop(pg))
+    unregister_group(world.pg_names.pop(pg))
 
 
 def follow_root(root: GangProcessGroup, gangs: Collection[Gang]) -> bool:
@@ -67,10 +67,10 @@ def follow_root(root: GangProcessGroup, gangs: Collection[Gang]) -> bool:
     Another one of `gangs` stays the default group, since the user made it so. Returns False where a group that is no
     gang's is the default one: it stays, and follows nothing.
     """
-    present = _world.default_pg
+    present = world.default_pg
     if present is not None and not isinstance(present, GangProcessGroup):
         return False
-    is_chosen = present is not None and present in _world.pg_map and present.gang in gangs
+    is_chosen = present is not None and present in world.pg_map and present.gang in gangs
     _make_default(present if is_chosen else root)
     return True
 
@@ -81,7 +81,7 @@ def set_default(pg: dist.ProcessGroup) -> None:
     Raises:
         InvalidOperationError: there is another one that is not a gang's; or one that is no fake gang's, and `pg` is.
     """
-    present = _world.default_pg
+    present = world.default_pg
     if present is pg:
         return
     stays = not isinstance(present, GangProcessGroup) or (_is_fake(pg) and not _is_fake(present))
@@ -95,7 +95,7 @@ def set_default(pg: dist.ProcessGroup) -> None:
 
 def drop_fake_default() -> None:
     """Let torch have no default group, where that is a fake gang's."""
-    if _is_fake(_world.default_pg):
+    if _is_fake(world.default_pg):
         _make_default(None)
 
 
@@ -106,9 +106,9 @@ def _is_fake(pg: dist.ProcessGroup | None) -> bool:
 def _make_default(pg: dist.ProcessGroup | None) -> None:
     """While a fake gang's group is the default one, torch's `init_process_group`, which refuses to begin when there is
     any, drops it first."""
-    distributed_c10d._update_default_pg(pg)
-    by_ranks = _world.tags_to_pg.setdefault("", [])  # where functional collectives look up a list of ranks
-    if pg in _world.pg_map and pg not in by_ranks:
+    set_default_group(pg)
+    by_ranks = world.tags_to_pg.setdefault("", [])  # where functional collectives look up a list of ranks
+    if pg in world.pg_map and pg not in by_ranks:
         by_ranks.insert(0, pg)  # on every rank, whatever other groups of the same ranks it has
     present, wanted = _torch_init_process_group, _init_process_group
     if not _is_fake(pg):

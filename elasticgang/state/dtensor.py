@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from elasticgang.torch_private import like_dtensor, shard, stored_values
+
 
 def local(tensor: Tensor) -> Tensor:
     """The same memory, detached."""
-    part: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    part = shard(tensor) if isinstance(tensor, DTensor) else tensor
     return part.detach()
 
 
@@ -29,9 +31,9 @@ def like(part: Any, parameter: Tensor) -> Any:
     """`part` as something of `parameter`: sharded as it is, if it is of the same local shape."""
     if not (isinstance(parameter, DTensor) and isinstance(part, Tensor)):
         return part
-    if part.shape != parameter._local_tensor.shape:
+    if part.shape != shard(parameter).shape:
         return part
-    return DTensor(part, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return like_dtensor(part, parameter)
 
 
 def stored(tensor: Tensor, *, summed: bool = False) -> Tensor:
@@ -40,7 +42,7 @@ def stored(tensor: Tensor, *, summed: bool = False) -> Tensor:
     part = local(tensor)
     if not part.is_sparse:
         return part
-    return (part.coalesce() if summed else part)._values()
+    return stored_values(part.coalesce() if summed else part)
 
 
 def replicating_dims(tensor: Tensor | None) -> list[tuple[str, int]]:

@@ -27,6 +27,7 @@ from torchft.process_group import ProcessGroupDummy
 from elasticgang.collectives.work import Work
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager
+from elasticgang.torch_private import rebuild_buckets, zeroed_buckets
 
 log = logging.getLogger("elasticgang")
 
@@ -43,9 +44,8 @@ class _FixedBuckets(nn.parallel.DistributedDataParallel):
 
     def fix(self) -> int:
         """The number of buckets."""
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
-        return len(self.reducer._get_zeros_like_grad_buckets())
+        rebuild_buckets(self.reducer)
+        return len(zeroed_buckets(self.reducer))
 
 
 class DistributedDataParallel(nn.Module):
@@ -137,7 +137,7 @@ class DistributedDataParallel(nn.Module):
     def contribute(self) -> None:
         if len(self._reduced) == self._num_buckets:
             return
-        for bucket in self._ddp[0].reducer._get_zeros_like_grad_buckets()[len(self._reduced) :]:
+        for bucket in zeroed_buckets(self._ddp[0].reducer)[len(self._reduced) :]:
             gradients = bucket.gradients()
             with torch.no_grad():
                 for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):

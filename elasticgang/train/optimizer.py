@@ -20,6 +20,7 @@ from elasticgang.errors import NotSupportedError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.member.manager import QuorumManager
 from elasticgang.state.dtensor import replicating_dims, stored
+from elasticgang.torch_private import divide_all, multiply_all
 
 log = logging.getLogger("elasticgang")
 
@@ -93,13 +94,13 @@ class Optimizer:
             part = stored(gradient)
             by_kind[part.device, part.dtype].append(part)
         for parts in by_kind.values():
-            torch._foreach_div_(parts, total)
+            divide_all(parts, total)
         if max_norm is None:
             return
         whole = self._norm_here() if norm is None else torch.tensor(norm, dtype=torch.float64)
         coefficient = torch.clamp(max_norm / (whole + 1e-6), max=1.0)
         for (device, _), parts in by_kind.items():
-            torch._foreach_mul_(parts, coefficient.to(device))
+            multiply_all(parts, coefficient.to(device))
 
     def _norm_here(self) -> Tensor:
         """The norm of all gradients, none of which is divided among ranks by the layout."""

@@ -24,21 +24,22 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "environment": (),
     "integers": (),
+    "torch_private": (),
     "testing": (),
     "layout": ("errors", "integers"),
     "protocol": ("errors", "layout"),
     "process": ("errors",),
-    "collectives": ("errors", "integers"),
-    "comm": ("errors", "process", "collectives"),
-    "gang": ("errors", "environment", "integers", "layout", "collectives", "comm"),
+    "collectives": ("errors", "torch_private", "integers"),
+    "comm": ("errors", "torch_private", "process", "collectives"),
+    "gang": ("errors", "torch_private", "environment", "integers", "layout", "collectives", "comm"),
     "observe": ("errors", "protocol"),
     "simulation": ("errors", "layout", "protocol"),
-    "state": ("errors", "testing", "protocol"),
+    "state": ("errors", "torch_private", "testing", "protocol"),
     "session": ("errors", "protocol"),
     "coordinator": ("errors", "process", "protocol", "session"),
     "agent": ("errors", "environment", "protocol", "process", "session", "coordinator", "observe"),
     "member": ("errors", "environment", "testing", "layout", "protocol", "process", "collectives", "comm", "gang"),
-    "train": ("errors", "layout", "protocol", "collectives", "comm", "gang", "member", "state"),
+    "train": ("errors", "torch_private", "layout", "protocol", "collectives", "comm", "gang", "member", "state"),
     "launch": ("errors", "comm", "session", "agent", "coordinator", "member", "observe", "train"),
 }
 # What one room may take from another alone, where the arrow is no more than that.
@@ -146,6 +147,66 @@ def read_package() -> tuple[dict[str, str], frozenset[str]]:
 
 def test_the_package_keeps_its_arrows() -> None:
     assert violations(*read_package()) == []
+
+
+PRIVATE = f"{ROOT}.torch_private"
+SHARED_C10D = "torch._C._distributed_c10d"  # torch.distributed has its public names too, without types
+
+
+def private_torch_names(source: str) -> Iterator[str]:
+    """What `source` imports or reads of torch's and torchft's private names."""
+    tree = ast.parse(source)
+    modules = {"torch", "dist", "distributed_c10d", "c10d", "torchft", "reductions"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                full = f"{origin}.{alias.name}".lstrip(".")
+                parts = (alias.name if origin == SHARED_C10D else full).split(".")
+                if full.split(".")[0] in ("torch", "torchft") and any(re.match("_[^_]", part) for part in parts):
+                    yield full
+        elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            if ast.unparse(node.value).split(".")[0] in modules:
+                yield ast.unparse(node)
+
+
+def test_private_names_of_torch_stand_in_one_module() -> None:
+    sources, _ = read_package()
+    found = {module: list(private_torch_names(source)) for module, source in sources.items() if module != PRIVATE}
+    assert {module: names for module, names in found.items() if names} == {}
+    assert len(list(private_torch_names(sources[PRIVATE]))) > 3
+
+
+def test_private_members_that_one_module_reads_are_read_nowhere_else() -> None:
+    """But for those that objects of ours have under the same name."""
+    sources, _ = read_package()
+
+    def members(source: str) -> set[str]:
+        nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
+        return {node.attr for node in nodes if re.match("_[^_]", node.attr) and ast.unparse(node.value) != "self"}
+
+    ours = {name for source in sources.values() for name in re.findall(r"self\.(_\w+)(?:: [^=\n]+)? =", source)}
+    private = members(sources[PRIVATE]) - ours
+    assert {"_device_types", "_local_tensor", "_allgather_base"} <= private
+    found = {module: members(source) & private for module, source in sources.items() if module != PRIVATE}
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from torch._guards import TracingContext", "torch._guards.TracingContext"),
+        ("import torch._dynamo", "torch._dynamo"),
+        ("from torch._C._distributed_c10d import _register_process_group", "_register_process_group"),
+        ("import torch\ntorch._foreach_div_([], 1)", "torch._foreach_div_"),
+        (
+            "from torch.distributed import distributed_c10d\nX = distributed_c10d._world.pg_map",
+            "distributed_c10d._world",
+        ),
+    ],
+)
+def test_a_private_name_is_found(source: str, name: str) -> None:
+    assert any(name in found for found in private_torch_names(source))
 
 
 def test_no_circle_between_rooms() -> None:

@@ -1,0 +1,188 @@
+"""Private APIs of torch and torchft that the package calls: all of them, and no other. Tried with torch 2.13 and
+torchft 0.2.
+
+What the package overrides, because torch calls it (`_device_types`, `_build_params_for_reducer`), stands where it is
+overridden.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as _c10d
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions  # torch.distributed exports all others
+from torch._guards import TracingContext as _TracingContext
+from torch.distributed import distributed_c10d
+
+_any_c10d: Any = distributed_c10d  # most of it is untyped
+
+# -- torch's registry of process groups: gangs' groups stand in it, so that `torch.distributed` finds them
+
+world: Any = _any_c10d._world
+register_in_world: Callable[..., None] = _any_c10d._register_pg_in_world
+set_default_group: Callable[[Any], None] = _any_c10d._update_default_pg
+unregister_group: Callable[[Any], None] = _c10d._unregister_process_group
+is_outside: Callable[[Any], bool] = _any_c10d._rank_not_in_group
+
+
+def new_group(ranks: Sequence[int], rank: int, backend: str, name: str, **options: Any) -> Any:
+    """A group under a name of the caller's choice: `torch.distributed.new_group` numbers them, over all calls of all
+    ranks. `ranks`: of the default group; `rank`: this one's place among them."""
+    made, _ = _any_c10d._new_process_group_helper(
+        len(ranks), rank, list(ranks), _any_c10d.Backend(backend), _any_c10d._get_default_store(), name, **options
+    )
+    world.pg_group_ranks[made] = {member: index for index, member in enumerate(ranks)}
+    return made
+
+
+# -- process groups, backends and works
+
+
+def device_types(pg: Any) -> list[str]:
+    """Which devices a group of torch or torchft serves."""
+    return [device.type for device in pg._device_types]
+
+
+def all_gather_single(pg: Any, output: Tensor, input: Tensor, options: Any) -> Any:
+    """Backends have it under its old name alone; groups have it under both."""
+    return pg._allgather_base(output, input, options)
+
+
+def reduce_scatter_single(pg: Any, output: Tensor, input: Tensor, options: Any) -> Any:
+    """As `all_gather_single`."""
+    return pg._reduce_scatter_base(output, input, options)
+
+
+def new_gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | None) -> Any:
+    """Gloo's backend with a timeout of its own, on the interface with the address `host` (None: Gloo's choice): the
+    public constructor takes no interface."""
+    gloo: Any = _c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_default_device() if host is None else gloo.create_device(hostname=host)]
+    return gloo(store, rank, size, options)
+
+
+def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """NCCL's backend with a timeout of its own, outside a process group, which would do the second call."""
+    nccl: Any = getattr(_c10d, "ProcessGroupNCCL")  # noqa: B009  # not in every build
+    options = nccl.Options()
+    options._timeout = timeout
+    group = nccl(store, rank, size, options)
+    group._set_sequence_number_for_group()
+    return group
+
+
+# -- torchft
+
+
+def wrapped_group(pg: Any) -> Any:
+    """The group that a wrapper of torchft wraps, or that its manager configures; None for another kind."""
+    return getattr(pg, "_pg", None)
+
+
+def baby_process(pg: Any) -> Any:
+    """The subprocess of a `ProcessGroupBaby`, which is killed because its `abort` does nothing."""
+    return getattr(pg, "_p", None)
+
+
+# -- memory
+
+
+def internal_overlap(tensor: Tensor) -> int:
+    """Whether elements of `tensor` share memory: 0 no, 1 yes, 2 torch does not find out."""
+    return int(torch._debug_has_internal_overlap(tensor))
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The address of torch's own storage object, which a weak reference keeps from being used again."""
+    return int(storage._cdata)
+
+
+def storage_of(key: int) -> torch.UntypedStorage | None:
+    """The storage that a weak reference with that `cdata` refers to, if it lives."""
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(key)
+    return storage
+
+
+_CudaStorage: Any = torch.UntypedStorage
+
+
+def share_cuda(storage: torch.UntypedStorage) -> list[Any]:
+    """CUDA's IPC handle of device memory, as torch.multiprocessing sends it."""
+    return list(_CudaStorage._share_cuda_(storage))
+
+
+def open_cuda(handle: Sequence[Any]) -> torch.UntypedStorage:
+    """What `share_cuda` shares, in another process."""
+    storage: torch.UntypedStorage = _CudaStorage._new_shared_cuda(*handle)
+    return storage
+
+
+def release_cuda(handle: Sequence[Any]) -> None:
+    """Count off a process that had memory open by `handle`, and died."""
+    _CudaStorage._release_ipc_counter_cuda(handle[4], handle[5])
+
+
+# -- training
+
+
+def shard(tensor: Any) -> Tensor:
+    """The local part of a DTensor, outside of autograd, in which `to_local` is."""
+    part: Tensor = tensor._local_tensor
+    return part
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """The elements that a sparse tensor stores, also of one whose parts are yet to be added, which `values` refuses."""
+    return tensor._values()
+
+
+def like_dtensor(part: Tensor, tensor: Any) -> Tensor:
+    """`part` as a DTensor with the mesh, the placements, shape and strides of `tensor`, and no communication."""
+    made: Tensor = type(tensor)(part, tensor._spec, requires_grad=False)
+    return made
+
+
+def rebuild_buckets(reducer: Any) -> None:
+    """Let DDP's reducer cut its buckets now, as it would after the first backward."""
+    reducer._push_all_rebuilt_params()
+    reducer._rebuild_buckets()
+
+
+def zeroed_buckets(reducer: Any) -> list[Any]:
+    """The buckets of DDP's reducer, with zeros in them."""
+    return list(reducer._get_zeros_like_grad_buckets())
+
+
+divide_all: Callable[..., None] = torch._foreach_div_  # in one call for many small gradients
+multiply_all: Callable[..., None] = torch._foreach_mul_
+
+
+# -- torch.compile
+
+
+def is_tracing() -> bool:
+    """Whether code is being compiled by this thread."""
+    return _TracingContext.try_get() is not None
+
+
+@functools.cache
+def logging_file() -> str:
+    """The source file of torch's own logging."""
+    file: str = torch._logging._internal.__file__
+    return file
+
+
+def run_untraced(function: types.FunctionType) -> None:
+    """Let torch.compile run `function`, and what it calls, as they are. `torch.compiler.disable` says the same, but
+    imports torch._dynamo, which takes seconds, and wraps every call."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
