@@ -165,9 +165,12 @@ def private_torch_names(source: str) -> Iterator[str]:
                 parts = (alias.name if origin == SHARED_C10D else full).split(".")
                 if full.split(".")[0] in ("torch", "torchft") and any(re.match("_[^_]", part) for part in parts):
                     yield full
-        elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
-            if ast.unparse(node.value).split(".")[0] in modules:
-                yield ast.unparse(node)
+        elif (
+            isinstance(node, ast.Attribute)
+            and re.match("_[^_]", node.attr)
+            and ast.unparse(node.value).split(".")[0] in modules
+        ):
+            yield ast.unparse(node)
 
 
 def test_private_names_of_torch_stand_in_one_module() -> None:
