@@ -15,10 +15,13 @@ LOST     An agent is declared lost once it was silent for `lost_after_s` while t
 LAST     The job goes on without a silent agent only if nothing is needed of it: if the record could be decided with
          that agent absent and alive. One that is dead (its process is gone, or it was silent for `dead_after_s`) is
          not waited for.
+ALONE    A record that was decided without a state directory is followed by one without any of its agents only if all of
+         these have exited, or on the operator's word: those that are silent may be led by another coordinator.
 ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
-         is an ancestor of the present one; else it is evicted.
-SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in.
+         is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office.
+SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
+         first process that has used it here.
 """
 
 from __future__ import annotations
@@ -131,11 +134,14 @@ class CoordinatorState:
     proposal: list[Report] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)  # of the lost
+    awaits_word: bool = False  # ALONE
     sessions: dict[int, _Session] = field(default_factory=dict)
     _session_of: dict[str, int] = field(default_factory=dict)
     _incarnations: dict[str, str] = field(default_factory=dict)
     _reports: dict[str, Report] = field(default_factory=dict)
     _promises: set[str] = field(default_factory=set)  # agents that have promised the present term
+    _exited: set[str] = field(default_factory=set)  # agents: of the dead, those that are known to have exited
+    _word: str = ""  # ALONE: the digest of the record for which the operator has given it
     _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
@@ -200,9 +206,9 @@ class CoordinatorState:
             case Ticked():
                 return self._tick()
             case AgentExited(agent):
-                return self._close(agent, f"agent {agent} has exited") + self._declare_lost([agent], dead=True)
+                return self._exit(agent, f"agent {agent} has exited")
             case OfficeGranted():
-                self.granted = True
+                self.granted, self._word = True, "" if self.record is None else self.record.digest
                 return self._enter_office() + self._decide()
             case Persisted():
                 raise AssertionError("`handle` takes it")
@@ -235,8 +241,7 @@ class CoordinatorState:
             case Finished():
                 return self._finish(number)
             case Goodbye(reason):
-                closed = self._close(session.agent, f"agent {session.agent} ends: {reason}")
-                return closed + self._declare_lost([session.agent], dead=True)
+                return self._exit(session.agent, f"agent {session.agent} ends: {reason}")
             case PeerMessage(topic, data):
                 return self._broadcast(PeerMessage(topic, data, session.agent), number)
 
@@ -267,6 +272,10 @@ class CoordinatorState:
     def _is_founding_over(self) -> bool:
         first_s = self._first_report_s
         return first_s is not None and self._now_s - first_s >= self.timeouts.founding_s
+
+    def _exit(self, agent: str, reason: str) -> Instructions:
+        self._exited.add(agent)
+        return self._close(agent, reason) + self._declare_lost([agent], dead=True)
 
     def _declare_lost(self, agents: Iterable[str], dead: bool) -> Instructions:
         """LOST. No record says so before the next one: an agent that is back by then is not lost."""
@@ -304,15 +313,17 @@ class CoordinatorState:
             return [*out, Send(number, RequestDecision(hello.decision.digest))]
         self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, hello.decision)
         self._session_of[hello.agent] = number
-        self._incarnations[hello.agent] = hello.incarnation
         self._silences.hear(hello.agent)
         self.lost.discard(hello.agent)
         self.dead.discard(hello.agent)
+        self._exited.discard(hello.agent)
         if hello.finished:
             out += self._finish(number)
         out += self._learn_term(hello.term)
         if hello.over and self.record is not None and hello.agent in self.record.agents:
             out += self._end(hello.over, "it was over when an agent came back", number)
+        if self.in_office and self._is_evicted(number):
+            return [*out, self._evict(number)]
         out.append(Send(number, self._welcome()))
         if hello.decision is not None:
             out += self._accepted(number, hello.decision.generation, hello.decision.digest)
@@ -323,11 +334,8 @@ class CoordinatorState:
         return out
 
     def _is_duplicate(self, hello: Hello) -> bool:
-        """SENDER. An agent of the record keeps its id while it has no session, until it is declared lost."""
-        known = self._incarnations.get(hello.agent, hello.incarnation)
-        is_member = self.record is not None and hello.agent in self.record.agents
-        is_taken = hello.agent in self._session_of or (is_member and hello.agent not in self.lost)
-        return is_taken and known != hello.incarnation
+        """SENDER."""
+        return self._incarnations.setdefault(hello.agent, hello.incarnation) != hello.incarnation
 
     def _welcome(self) -> Welcome:
         return Welcome(self.term, self.in_office, self.over, self.joining, self.finished)
@@ -361,7 +369,6 @@ class CoordinatorState:
             self._withdraw_report(session.agent)
             if self.record is None or session.agent not in self.record.agents:
                 self._silences.forget(session.agent)
-                self._incarnations.pop(session.agent, None)
         return []
 
     def _withdraw_report(self, agent: str) -> None:
@@ -391,6 +398,7 @@ class CoordinatorState:
         self._parents = frozenset()
         self.lost.clear()
         self.dead.clear()
+        self._exited.clear()
         self._leave_office()
         return [Persist(self.term, decision)] if self.has_directory else []
 
@@ -416,29 +424,35 @@ class CoordinatorState:
             self._silences.hear(agent)
         out: Instructions = []
         for number in list(self.sessions):
-            out.append(Send(number, self._welcome()))
-            out += self._greet(number)
+            if self._is_evicted(number):
+                out.append(self._evict(number))
+            else:
+                out.append(Send(number, self._welcome()))
+                out += self._greet(number)
         return out + self._announce(self._reports)
 
+    def _is_evicted(self, number: int) -> bool:
+        """REJOIN."""
+        seen = self.sessions[number].seen
+        return self.record is not None and seen is not None and not self._is_ancestor(self.record, seen)
+
+    def _evict(self, number: int) -> Send:
+        seen = self.sessions[number].seen
+        assert seen is not None
+        return Send(number, Evicted(f"its generation {seen.generation} is not one that the job builds on"))
+
     def _greet(self, number: int) -> Instructions:
-        """In office: evict the agent, or bring it to the present record."""
+        """In office: bring the agent to the present record."""
         decision, session = self.decision, self.sessions[number]
-        if decision is None:
+        if decision is None or (session.seen is not None and session.seen.digest == decision.record.digest):
             return []
-        record = decision.record
-        seen = NO_RECORD if session.seen is None else RecordRef(session.seen.generation, session.seen.digest)
-        if seen == record.ref:
-            return []
-        if not self._is_ancestor(record, seen):
-            return [Send(number, Evicted(f"its generation {seen.generation} is not one that the job builds on"))]
-        if session.agent not in record.agents or not self._may_be_sent(session.agent):
+        if session.agent not in decision.record.agents or not self._may_be_sent(session.agent):
             return []
         return [Send(number, Push(decision, self.over, self.joining))]
 
     @staticmethod
-    def _is_ancestor(record: Record, seen: RecordRef) -> bool:
-        """REJOIN."""
-        return record.builds_on(seen)
+    def _is_ancestor(record: Record, seen: DecisionRef) -> bool:
+        return record.builds_on(RecordRef(seen.generation, seen.digest))
 
     def _may_be_sent(self, agent: str) -> bool:
         """ACCEPT."""
@@ -566,6 +580,12 @@ class CoordinatorState:
         if isinstance(answer, Unrecoverable):
             self.unrecoverable = answer.reason
             return self._broadcast(JobUnrecoverable(answer.reason))
+        self.awaits_word = record is not None and self._is_alone(record, reports)
+        if self.awaits_word:
+            self.reason = (
+                "every agent of the record is silent, and may have another coordinator: this takes an operator"
+            )
+            return []
         self.proposal = proposal
         return self._propose(Decision(self.term, answer, self.has_directory))
 
@@ -575,6 +595,13 @@ class CoordinatorState:
             return None
         careful = next_record(record, self._with_lost(reports, self.dead))
         return careful.reason if isinstance(careful, Undecided) and not careful.refused else None
+
+    def _is_alone(self, record: Record, reports: dict[str, Report]) -> bool:
+        """ALONE."""
+        assert self.decision is not None
+        if self.decision.durable or self._word == record.digest:
+            return False
+        return not any(agent in reports for agent in record.agents) and not self._exited.issuperset(record.agents)
 
     @staticmethod
     def _with_lost(reports: dict[str, Report], lost: set[str]) -> list[Report]:
@@ -612,6 +639,7 @@ class CoordinatorState:
         self.decision, self.granted, self.reason = decision, True, ""
         self.lost.clear()
         self.dead.clear()
+        self._exited.clear()
         self._silences.expect(record.agents)
         self._parents = self._must_accept(before, record)
         push = Push(decision)

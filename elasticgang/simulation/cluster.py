@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol import next_record
@@ -39,7 +39,7 @@ Actor: TypeAlias = Rank | Host | Lighthouse
 @dataclass(frozen=True)
 class Setting:
     """The job at its start. `hosts`: the number of ranks of each; of these, on each host, `num_spares` are asked for as
-    spares."""
+    spares. `has_directory`: the first coordinator has a state directory, if it is one that decides."""
 
     layout: ParallelLayout
     hosts: tuple[int, ...]
@@ -47,6 +47,7 @@ class Setting:
     num_spares: int = 0
     min_hosts: int = 1
     max_hosts: int = 0
+    has_directory: bool = False
 
 
 def _describe(record: Record) -> str:
@@ -72,6 +73,8 @@ def _name_of(number: int) -> str:
 
 
 class Cluster:
+    recovery: ClassVar[Move | None] = None  # the move by which all faults end, where there is one
+
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.layout = setting.layout
@@ -103,6 +106,15 @@ class Cluster:
             self.add_host(num_ranks)
 
     # -- moves
+
+    @staticmethod
+    def is_rare(verb: str) -> bool:
+        return verb in RARE_MOVES
+
+    def moves_of(self, actor: Any) -> list[str]:
+        """What `actor` can do by itself."""
+        moves: list[str] = actor.moves(self)
+        return moves
 
     def is_possible(self, move: Move) -> bool:
         """Whether `move` can be made now, as what happens by itself or as a fault."""

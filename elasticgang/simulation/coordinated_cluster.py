@@ -6,6 +6,14 @@ neither slow nor stopped nor cut off sends and receives all that is under way; o
 
 LOST-1   An agent that a coordinator declares lost is dead, or its lease is over and none of its ranks is in a
          generation; or it has promised a higher term, and has a lease of another coordinator.
+LOST-2   It was silent for `lost_after_s` of the time during which the coordinator ran.
+FENCE-1  No rank is given a record while the lease of its agent is over.
+OFFICE-1 A coordinator that decides holds its directory, was granted its office, or was promised its term by every agent
+         of the record.
+PRESENT-1 A record leaves out no agent of the record before, unless it says that the agent is lost.
+REPORT-1 Every agent of a record has a session with the coordinator that decides it, and has promised its term.
+ACCEPT-1 A joiner is sent a record without a directory only after an agent of the record before has accepted it, or when
+         all of these are dead.
 FOUNDER  The operator founds a job without a directory anew only when no living host knows a record of it.
 WORD     The operator grants an office only when no other coordinator lives, whoever is absent is dead or fenced, and
          no living agent, and no state directory, knows a newer record.
@@ -13,6 +21,7 @@ WORD     The operator grants an office only when no other coordinator lives, who
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
@@ -21,6 +30,7 @@ from elasticgang.protocol.record import Record, Report
 from elasticgang.simulation import rank as ranks
 from elasticgang.simulation.cluster import Cluster, Move, Setting, _describe, _name_of
 from elasticgang.simulation.coordinated_host import CoordinatedHost
+from elasticgang.simulation.coordinated_recovery import in_turn, recover
 from elasticgang.simulation.coordinator_process import CoordinatorProcess, Disk
 from elasticgang.simulation.generation import SimulatedGeneration
 from elasticgang.simulation.invariants import Invariants, State, Violation
@@ -32,16 +42,13 @@ _RARE_VERBS = frozenset({"resets", "misses"})
 STEP_S = 0.9  # by which time passes at once: no coordinator stands still for long
 MAIN = "main"
 
+_JOINS = re.compile(r"joins with (\d+)(?: of another (\w+))?(?: as (\w+))?")
 _HOST_FAULTS = frozenset(
     {"dies", "is cut off", "is parted", "is back", "freezes", "thaws", "stops", "goes on", "is slow", "is quick"}
 )
 _COORDINATOR_FAULTS = frozenset({"crashes", "is parted", "is back", "stops", "goes on"})
 
 Actor: TypeAlias = "Rank | CoordinatedHost | CoordinatorProcess | Clock"
-
-
-def is_rare_move(verb: str) -> bool:
-    return verb in RARE_MOVES or verb.split()[0] in _RARE_VERBS
 
 
 class Clock:
@@ -77,7 +84,9 @@ class StableInvariants(Invariants):
 
 
 class CoordinatedCluster(Cluster):
-    def __init__(self, setting: Setting, has_directory: bool = True) -> None:
+    recovery = ("recover", "")
+
+    def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.layout = setting.layout
         self.num_steps = setting.num_steps
@@ -86,22 +95,23 @@ class CoordinatedCluster(Cluster):
         self.chain: list[Record] = []
         self.written: set[str] = set()  # digests of records that have had an effect
         self.tentative: dict[str, tuple[Decision, list[Report]]] = {}
+        self.records: dict[str, Record] = {}  # whatever was decided, by digest
         self.generations: dict[str, SimulatedGeneration] = {}
         self.hosts: dict[str, CoordinatedHost] = {}  # type: ignore[assignment]
-        self.agents = self.hosts  # type: ignore[assignment]
+        self.agents: dict[str, CoordinatedHost] = {}  # type: ignore[assignment]  # by id: the first of that id
         self.seen: set[str] = set()
         self.ranks: dict[str, Rank] = {}
         self.actors: list[Any] = [Clock()]
         self.coordinators: dict[str, CoordinatorProcess] = {}
         self.zone_of: dict[str, str] = {}  # of each address
-        self.disk = Disk() if has_directory else None
+        self.disk = Disk() if setting.has_directory else None
         self.given_up = ""
         self.finished = False
         self.log: list[str] = []
         self.num_void = 0
         self.num_dead_hosts = self.num_only_healed = self.num_sessions = 0
-        self.num_evicted = self.num_forgotten = self.num_lost_alive = 0
-        self.declared_lost: set[str] = set()
+        self.num_forgotten = 0
+        self.declared_lost: set[str] = set()  # hosts
         layout = setting.layout
         self.invariants: StableInvariants = StableInvariants(
             [(pp, sdp, tp) for pp in range(layout.pp) for sdp in range(layout.sdp) for tp in range(layout.tp)]
@@ -117,6 +127,10 @@ class CoordinatedCluster(Cluster):
     ) -> CoordinatorProcess:
         disk = self.disk if with_directory and self.disk is not None and self.disk.holder is None else None
         number = len(self.coordinators) + 1
+        if self.coordinators:
+            self.seen.add("restarted with its directory" if disk is not None else "started without a directory")
+        if self.living():
+            self.seen.add("two coordinators")
         is_taken = any(c.address == MAIN for c in self.living())
         address = f"side{number}" if is_taken or zone else MAIN
         self.zone_of[address] = zone
@@ -126,7 +140,7 @@ class CoordinatedCluster(Cluster):
         return coordinator
 
     def crash_coordinator(self, coordinator: CoordinatorProcess) -> None:
-        coordinator.crash()
+        self.seen.update(coordinator.crash())
         self.actors.remove(coordinator)
         self.zone_of[coordinator.address] = coordinator.zone
         for generation in self.generations.values():
@@ -157,44 +171,95 @@ class CoordinatedCluster(Cluster):
     def may_grant(self, coordinator: CoordinatorProcess) -> bool:
         """WORD"""
         state = coordinator.state
-        if state.in_office or state.decision is None or len(self.living()) > 1:
+        if (state.in_office and not state.awaits_word) or state.decision is None or len(self.living()) > 1:
             return False
         kept = None if self.disk is None else self.disk.decision
         if kept is not None and kept.ref.order > state.decision.ref.order:
             return False
-        present = {session.agent for session in state.sessions.values()}
+        present = {session.host.name for number, session in coordinator.sessions.items() if number in state.sessions}
         for host in self.hosts.values():
             if not host.alive or host.name in present:
                 continue
             known = host.session.decision
             if known is not None and known.ref.order > state.decision.ref.order:
                 return False
-            if host.name in state.decision.record.agents and not (host.session.is_fenced and host.is_inert):
+            if host.id in state.decision.record.agents and not (host.session.is_fenced and host.is_inert):
                 return False
         return True
 
-    def check_lost(self, coordinator: CoordinatorProcess, lost: Collection[str], dead: Collection[str]) -> None:
+    def hosts_of(self, agent: str) -> list[CoordinatedHost]:
+        """The processes with this id: one, as a rule."""
+        return [host for host in self.hosts.values() if host.id == agent]
+
+    def check_lost(
+        self, coordinator: CoordinatorProcess, lost: Collection[str], dead: Collection[str], *, silent: bool
+    ) -> None:
+        """`silent`: for no other reason."""
         for name in lost:
-            host = self.hosts[name]
-            self.num_lost_alive += host.alive
-            if not host.alive or host.is_frozen or (host.is_inert and host.is_lease_over(self)):
-                continue
-            holder = host.lease_holder
-            is_led_elsewhere = holder is not None and holder is not coordinator
-            if not (is_led_elsewhere and host.session.promised > coordinator.state.term):
+            silent_s = coordinator.silent_s(self, name)
+            if silent and silent_s < coordinator.state.timeouts.lost_after_s:
                 raise Violation(
-                    f"LOST-1: {coordinator.name} declares {name} lost, whose lease "
-                    f"{'is over' if host.is_lease_over(self) else 'goes on'} and whose ranks "
-                    f"{'wait' if host.is_inert else 'run'}"
+                    f"LOST-2: {coordinator.name} declares {name} lost after it has run for {silent_s:.1f} s"
                 )
+            for host in self.hosts_of(name):
+                self._check_lost(coordinator, host)
         for name in dead:
-            host = self.hosts[name]
-            if host.alive and host.is_frozen:
-                self.end_host(host, "")  # when it goes on, its ranks end before they do anything
-            elif host.lease_until_s is None:
-                continue  # its ranks never acted: they hold nothing
-            elif host.alive and (host.lease_holder is None or host.lease_holder is coordinator):
-                raise Violation(f"LOST-1: {coordinator.name} declares {name} dead, which lives")
+            for host in self.hosts_of(name):
+                self._check_dead(coordinator, host)
+
+    def _check_lost(self, coordinator: CoordinatorProcess, host: CoordinatedHost) -> None:
+        if host.alive:
+            self.seen.add("lost but alive")
+        if not host.alive or host.is_frozen or (host.is_inert and host.is_lease_over(self)):
+            return
+        holder = host.lease_holder
+        is_led_elsewhere = holder is not None and holder is not coordinator
+        if not (is_led_elsewhere and host.session.promised > coordinator.state.term):
+            raise Violation(
+                f"LOST-1: {coordinator.name} declares {host.name} lost, whose lease "
+                f"{'is over' if host.is_lease_over(self) else 'goes on'} and whose ranks "
+                f"{'wait' if host.is_inert else 'run'}"
+            )
+
+    def _check_dead(self, coordinator: CoordinatorProcess, host: CoordinatedHost) -> None:
+        if host.alive and host.is_frozen:
+            self.end_host(host, "")  # when it goes on, its ranks end before they do anything
+        elif host.lease_until_s is None:
+            return  # its ranks never acted: they hold nothing
+        elif host.alive and (host.lease_holder is None or host.lease_holder is coordinator):
+            raise Violation(f"LOST-1: {coordinator.name} declares {host.name} dead, which lives")
+
+    def check_decision(self, coordinator: CoordinatorProcess, decision: Decision) -> None:
+        """`coordinator` has decided it just now."""
+        record = decision.record
+        before = self.records.get(record.parent)
+        if record.absent_agents:
+            raise Violation(f"PRESENT-1: generation {record.generation} goes on without {record.absent_agents}")
+        present = {coordinator.sessions[n].host for n in coordinator.state.sessions if n in coordinator.sessions}
+        promised = {host.id for host in present if host.session.promised >= decision.term}
+        if not promised.issuperset(record.agents):
+            raise Violation(
+                f"REPORT-1: generation {record.generation} of {record.agents}, but only {promised} are here"
+            )
+        needed = () if before is None else before.agents
+        if not coordinator.is_granted and not (needed and coordinator.promises.issuperset(needed)):
+            raise Violation(f"OFFICE-1: {coordinator.name} decides, but only {sorted(coordinator.promises)} promised")
+        if any(c is not coordinator and c.state.in_office for c in self.living()):
+            self.seen.add("decided beside another in office")
+
+    def check_push(self, coordinator: CoordinatorProcess, host: CoordinatedHost, decision: Decision) -> None:
+        record = decision.record
+        before = self.records.get(record.parent)
+        if coordinator.disk is not None or before is None or host.id in before.agents:
+            return
+        parents = [other for other in self.hosts.values() if other.id in before.agents and other.id in record.agents]
+        for other in parents:
+            known = other.session.decision
+            if known is not None and known.ref.order >= decision.ref.order:
+                self.seen.add("joiner waited")
+                return
+        if any(other.alive for other in parents):
+            raise Violation(f"ACCEPT-1: {coordinator.name} sends {record.generation} to {host.name} before its parents")
 
     # -- time
 
@@ -257,7 +322,7 @@ class CoordinatedCluster(Cluster):
                 return
 
     def _reconnect(self, host: CoordinatedHost) -> None:
-        listening = self.listening(host.zone)
+        listening = [c for c in self.listening(host.zone) if host.may_dial(c)]
         if listening:
             host.dial(self, listening[self.num_sessions % len(listening)])
         else:
@@ -266,9 +331,13 @@ class CoordinatedCluster(Cluster):
 
     # -- moves
 
+    @staticmethod
+    def is_rare(verb: str) -> bool:
+        return verb in RARE_MOVES or verb.split()[0] in _RARE_VERBS
+
     def is_possible(self, move: Move) -> bool:
         name, verb = move
-        if name in ("host", "clock", "operator"):
+        if name in ("host", "clock", "operator", "recover"):
             return True
         if name == "disk":
             return self.disk is not None and self.disk.is_stuck == (verb == "works")
@@ -300,7 +369,7 @@ class CoordinatedCluster(Cluster):
         return verb in rank.moves(self) or (rank.alive and verb in rank.faults())
 
     def moves_of(self, actor: Any) -> list[str]:
-        """None of a rank whose host or agent cannot do its part."""
+        """Nothing of a rank whose host or agent cannot do its part."""
         if isinstance(actor, Rank):
             host = self.hosts[actor.host]
             if host.is_frozen:
@@ -313,8 +382,10 @@ class CoordinatedCluster(Cluster):
     def perform(self, move: Move) -> None:
         name, verb = move
         if name == "host":
-            _, _, num_ranks, *mismatch = verb.split()
-            self.add_host(int(num_ranks), mismatch[-1] if mismatch else "")
+            joins = _JOINS.fullmatch(verb)
+            if joins is None:
+                raise ValueError(f"`host {verb}` is not a move")
+            self.add_host(int(joins[1]), joins[2] or "", agent=joins[3] or "")
         elif name == "operator":
             self.start_coordinator("without" not in verb, zone="side" if "side" in verb else "")
         elif name == "disk":
@@ -322,15 +393,17 @@ class CoordinatedCluster(Cluster):
             self.disk.is_stuck = verb == "hangs"
         elif name == "clock":
             self.pass_time(int(verb.split()[1]))
+        elif name == "recover":
+            recover(self, self.perform, in_turn(), attended=verb != "unattended")
         elif name in self.coordinators:
             self._perform_coordinator(self.coordinators[name], verb)
         elif name in self.hosts:
             self._perform_host(self.hosts[name], verb)
         elif verb == "is received":
-            self.hosts[self.ranks[name].host].hear(self, self.ranks[name])
+            self.hosts[self.ranks[name].host].receive_from(self, self.ranks[name])
         elif verb == "is reaped":
             rank = self.ranks[name]
-            self.hosts[rank.host].bury(self, rank)
+            self.hosts[rank.host].on_exit(self, rank)
             self.actors.remove(rank)
         else:
             self.ranks[name].perform(self, verb)
@@ -342,8 +415,12 @@ class CoordinatedCluster(Cluster):
             case "is parted" | "is back":
                 coordinator.zone = "side" if verb == "is parted" else ""
                 self.zone_of[coordinator.address] = coordinator.zone
-            case "stops" | "goes on":
-                coordinator.is_stopped = verb == "stops"
+                self.seen.add("partition")
+            case "stops":
+                coordinator.stop(self)
+            case "goes on":
+                if coordinator.go_on(self) > coordinator.state.timeouts.lease_s:
+                    self.seen.add("coordinator paused beyond a lease")
             case _:
                 coordinator.perform(self, verb)
 
@@ -360,23 +437,34 @@ class CoordinatedCluster(Cluster):
                 host.is_frozen = True
             case "thaws":
                 host.is_frozen = False
+                self._note_pause(host, "host")
                 host.watch(self)
-            case "stops" | "goes on":
-                host.is_stopped = verb == "stops"
+            case "stops":
+                host.is_stopped = True
+            case "goes on":
+                host.is_stopped = False
+                self._note_pause(host, "agent")
             case "is slow" | "is quick":
                 host.is_slow = verb == "is slow"
+                self.seen.add("slow session")
             case "gives up":
                 host.give_up_last_step(self)
             case _:
                 host.perform(self, verb)
 
+    def _note_pause(self, host: CoordinatedHost, what: str) -> None:
+        if host.lease_until_s is not None and host.is_lease_over(self):
+            self.seen.add(f"{what} paused beyond its lease")
+
     def _is_parted(self, generation: SimulatedGeneration) -> bool:
         return len({self.hosts[name].zone for name in generation.hosts}) > 1
 
-    def add_host(self, num_ranks: int, mismatch: str = "", *, forks_late: bool = False) -> None:
+    def add_host(self, num_ranks: int, mismatch: str = "", *, forks_late: bool = False, agent: str = "") -> None:
+        """`agent`: the id of another one that it has too; "" for one of its own."""
         name = _name_of(len(self.hosts))
-        host = CoordinatedHost(self, name, num_ranks, mismatch)
+        host = CoordinatedHost(self, name, num_ranks, mismatch, agent)
         self.hosts[name] = host
+        self.agents.setdefault(host.id, host)
         self.actors.append(host)
 
     def end_host(self, host: Any, reason: str) -> None:
@@ -386,7 +474,8 @@ class CoordinatedCluster(Cluster):
             if self.record is not None:
                 self.invariants.lose(self.record, self.counting())
             self.given_up = reason
-        self.num_evicted += reason.startswith("evicted")
+        if reason.startswith("evicted"):
+            self.seen.add("evicted")
         if reason:
             self.log.append(f"{host.name} ends: {reason}")
         host.alive = False
@@ -421,6 +510,7 @@ class CoordinatedCluster(Cluster):
         digest = decision.record.digest
         if digest not in self.tentative and digest not in self.written:
             self.tentative[digest] = (decision, list(proposal))
+            self.records[digest] = decision.record
 
     def make_effective(self, decision: Decision) -> None:
         """An agent has the record, or a directory: from now on it counts."""
@@ -441,14 +531,20 @@ class CoordinatedCluster(Cluster):
         self.log.append(f"{decision.term.name}: {_describe(record)}")
         self._check_size(record, proposal)
         self.invariants.write(record, present, proposal, self.counting())
-        self.declared_lost.update(agent for agent, _ in record.dead_agents)
-        self.declared_lost.difference_update(record.agents)
+        self.declared_lost.update(host.name for agent, _ in record.dead_agents for host in self.hosts_of(agent))
+        self.declared_lost.difference_update(self._hosts_in(record))
         self.record = record
         self.chain.append(record)
         self.written.add(record.digest)
 
+    def _hosts_in(self, record: Record) -> set[str]:
+        """Those whose agents take part: of several with one id, that whose ranks have seats."""
+        seated = {self.ranks[seat.member].host for seat in record.seats}
+        taken = {self.hosts[name].id for name in seated}
+        return seated | {self.agents[agent].name for agent in record.agents if agent not in taken}
+
     def counting(self) -> list[Rank]:
-        """The ranks of agents that no record has declared lost."""
+        """The ranks of hosts that no record has declared lost."""
         return [rank for rank in self.ranks.values() if rank.host not in self.declared_lost]
 
     def begin_anew(self) -> None:
@@ -474,7 +570,9 @@ class CoordinatedCluster(Cluster):
         self.num_forgotten += 1
         self.log.append(f"generation {self.chain[-1].generation} is forgotten: every agent that knew it is gone")
         for forgotten in self.chain[len(back) :]:
-            self.declared_lost.difference_update(agent for agent, _ in forgotten.dead_agents)
+            self.declared_lost.difference_update(
+                host.name for agent, _ in forgotten.dead_agents for host in self.hosts_of(agent)
+            )
         self.chain = back
         self.record = back[-1] if back else None
         base = self.invariants.of[self.record.digest] if self.record is not None else None

@@ -5,7 +5,6 @@ The lease is a word in memory that the ranks read: it binds them also while the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +35,9 @@ from elasticgang.protocol.coordinator_messages import (
     Ticked,
     Unfence,
 )
-from elasticgang.protocol.record import PROTOCOL, Record, Undecided
+from elasticgang.protocol.record import Record, Undecided
 from elasticgang.protocol.restarts import Restarts
+from elasticgang.simulation.base_host import BaseHost
 from elasticgang.simulation.coordinator_process import (
     TIMEOUTS,
     CoordinatorProcess,
@@ -54,43 +54,36 @@ _PATIENCE_AT_END = 60
 _MAX_ABORT_MOVES = 20
 
 
-class CoordinatedHost:
+class CoordinatedHost(BaseHost):
     """`zone`: its part of a parted network. `is_frozen`: the whole host stands still; `is_stopped`: the agent alone.
     `is_slow`: its sessions carry nothing while time passes. `lease_until_s`: what the ranks read."""
 
-    def __init__(self, cluster: CoordinatedCluster, name: str, num_ranks: int, mismatch: str = "") -> None:
-        self.name = self.home = name
+    def __init__(
+        self, cluster: CoordinatedCluster, name: str, num_ranks: int, mismatch: str = "", agent: str = ""
+    ) -> None:
+        super().__init__(cluster, name, num_ranks, mismatch)
+        self.id = agent or name
         self.rate = clock_rate(len(cluster.hosts))
-        self.mismatch = mismatch
-        self.layout = cluster.layout if mismatch != "layout" else replace(cluster.layout, min_replicas=2)
-        self.protocol = PROTOCOL + (mismatch == "protocol")
-        num_spares = min(cluster.setting.num_spares, num_ranks - 1)
-        self.num_seats = num_ranks - num_spares if num_spares else None
-        self.alive = True
         self.is_frozen = self.is_stopped = self.is_slow = False
         self.zone = ""
         self.said_goodbye = False
-        self.ranks: list[Rank] = []
         self.restarts: list[int] = []
         self.connection: SimulatedSession | None = None
-        self.session = AgentSession(name, incarnation=name, timeouts=TIMEOUTS)
+        self.session = AgentSession(self.id, incarnation=name, timeouts=TIMEOUTS)
         self.lease_until_s: float | None = None
         self.lease_holder: CoordinatorProcess | None = None
         self.is_report_due = False
-        self.num_fences = 0
-        self.num_exited = 0
-        self.roster = AgentState(
-            agent=name,
+        self.agent_state = AgentState(
+            agent=self.id,
             host=name,
-            job="another job" if mismatch == "job" else "job",
+            job=self.job,
             coordinator="",
             restarts=Restarts(1_000_000),
-            num_ranks=num_ranks - num_spares,
-            num_spares=num_spares,
+            num_ranks=num_ranks - self.num_spares,
+            num_spares=self.num_spares,
             min_agents=cluster.setting.min_hosts,
             max_agents=cluster.setting.max_hosts,
         )
-        self.num_started = [0] * num_ranks
         for local_rank in range(num_ranks):
             self._start(cluster, local_rank)
 
@@ -103,7 +96,7 @@ class CoordinatedHost:
 
     @property
     def num_successors(self) -> int:
-        return self.roster.num_successors([rank.name for rank in self.ranks if rank.draining])
+        return self.agent_state.num_successors([rank.name for rank in self.ranks if rank.draining])
 
     @property
     def is_inert(self) -> bool:
@@ -121,14 +114,14 @@ class CoordinatedHost:
         if (
             not self.ranks
             and not self.restarts
-            and (self.session.coordinator_knows_finished or not self.roster.finished)
+            and (self.session.coordinator_knows_finished or not self.agent_state.finished)
         ):
             moves.append("ends")
         if self.session.is_fenced and not self.is_inert:
             moves.append("kills a fenced rank")
         connection = self.connection
         if connection is None:
-            moves += [f"dials {c.name}" for c in cluster.listening(self.zone)]
+            moves += [f"dials {c.name}" for c in cluster.listening(self.zone) if self.may_dial(c)]
             moves += [f"finds nobody at {address}" for address in cluster.refusing(self.zone)]
             return moves
         if connection.to_agent and connection.coordinator.zone == self.zone:
@@ -167,48 +160,28 @@ class CoordinatedHost:
                 raise ValueError(verb)
 
     def _start(self, cluster: CoordinatedCluster, local_rank: int) -> None:
-        self.num_started[local_rank] += 1
-        number = self.num_started[local_rank]
-        name = f"{self.name}{local_rank}" + (f".{number}" if number > 1 else "")
-        rank = Rank(name, self.name, local_rank, self.name)
-        self.ranks.append(rank)
-        cluster.ranks[name] = rank
-        cluster.actors.append(rank)
-        self.handle(cluster, agent_events.Started(name, local_rank))
+        rank = self.add_rank(cluster, local_rank, self.id)
+        self.handle(cluster, agent_events.Started(rank.name, local_rank))
 
-    def hear(self, cluster: CoordinatedCluster, rank: Rank) -> None:
-        kind, what = rank.sent.popleft()
-        event: agent_events.Event
-        if kind == "ask":
-            report, layout, broken = what
-            event = agent_events.RecordRequested(rank.name, report, layout, broken)
-        elif kind == "committed":
-            event = agent_events.Committed(rank.name, what)
-        else:
-            event = agent_events.MemberLeft(rank.name, *what)
+    def receive_from(self, cluster: CoordinatedCluster, rank: Rank) -> None:
+        event = self.next_event(rank)
+        assert not isinstance(event, agent_events.ScriptRaised)
         self.handle(cluster, event)
 
-    def bury(self, cluster: CoordinatedCluster, rank: Rank) -> None:
-        self.ranks.remove(rank)
-        self.num_exited += 1
-        self.roster.restarts.committed(rank.local_rank)  # no failure ends the job here: each is in a step of its own
-        self.handle(
-            cluster,
-            agent_events.Exited(
-                rank.name,
-                rank.status,
-                draining=rank.draining,
-                joined=True,
-                raised=rank.raised,
-                step=self.num_exited,
-                at_s=cluster.now_s,
-            ),
-        )
+    def on_exit(self, cluster: CoordinatedCluster, rank: Rank) -> None:
+        self.agent_state.restarts.committed(rank.local_rank)  # no failure ends the job here: each is in another step
+        self.handle(cluster, self.remove_rank(rank, cluster.now_s))
 
     # -- its session
 
+    def may_dial(self, coordinator: CoordinatorProcess) -> bool:
+        """A process with the id of another reaches only coordinators that know that one (see SENDER)."""
+        return self.id == self.name or coordinator.has_heard(self.id)
+
     def dial(self, cluster: CoordinatedCluster, coordinator: CoordinatorProcess) -> None:
         cluster.num_sessions += 1
+        if any(session.host is self for c in cluster.living() for session in c.sessions.values()):
+            cluster.seen.add("half-open session")
         connection = SimulatedSession(cluster.num_sessions, self, coordinator)
         self.connection = coordinator.sessions[connection.number] = connection
         self.do(cluster, Connected(coordinator.address))
@@ -225,13 +198,13 @@ class CoordinatedHost:
 
     def report(self, cluster: CoordinatedCluster) -> None:
         self.is_report_due = False
-        if not self.roster.may_request():
+        if not self.agent_state.may_request():
             return
         for rank in self.ranks:
             if rank.generation is not None:
                 generation = rank.generation.record.generation
                 raise Violation(f"RULE-3: {self.name} is ready while {rank.name} runs in {generation}")
-        report = self.roster.report()
+        report = self.agent_state.report()
         self.do(cluster, ReportCollected(replace(report, protocol=self.protocol)))
 
     def tick(self, cluster: CoordinatedCluster) -> None:
@@ -250,12 +223,14 @@ class CoordinatedHost:
                     self.hang_up()
                 case SetLease(until_s):
                     self.lease_until_s = until_s
+                    if isinstance(event, ConnectionRefused):
+                        cluster.seen.add("lease renewed by a refusal")
                     if self.connection is not None:
                         self.lease_holder = self.connection.coordinator
                 case Fence():
-                    self.num_fences += 1
+                    cluster.seen.add("fenced")
                 case Unfence():
-                    pass
+                    cluster.seen.add("unfenced")
                 case CollectReport():
                     self.is_report_due = True
                 case Inform(inner):
@@ -270,8 +245,10 @@ class CoordinatedHost:
     def _inform(self, cluster: CoordinatedCluster, event: Any) -> None:
         if isinstance(event, agent_events.QuorumAnswered) and isinstance(event.answer, Record):
             record = event.answer
-            known = self.roster.record
+            known = self.agent_state.record
             if known is None or record.generation > known.generation:
+                if self.is_lease_over(cluster):
+                    raise Violation(f"FENCE-1: {self.name} is given {record.generation} while its lease is over")
                 if any(rank.alive and rank.generation is not None for rank in self.ranks):
                     raise Violation(f"RULE-3: {self.name} is given {record.generation} while its ranks run")
                 assert self.session.decision is not None
@@ -306,47 +283,42 @@ class CoordinatedHost:
                 return
             rank.perform(cluster, verb)
 
-    # -- the roster
+    # -- its ranks
 
     def handle(self, cluster: CoordinatedCluster, event: agent_events.Event) -> None:
-        before = self.roster.record
-        for instruction in self.roster.handle(event):
+        before = self.agent_state.record
+        for instruction in self.agent_state.handle(event):
             if self.alive:
                 self._follow(cluster, instruction)
-        if self.roster.finished:
+        if self.agent_state.finished:
             cluster.finished = True
             if not self.session.finished:
                 self.do(cluster, Notify(Finished()))
-        record = self.roster.record
+        record = self.agent_state.record
         if before is not None and record is not before and (record is None or record.generation <= before.generation):
             raise Violation(f"RULE-2: {self.name} goes back from generation {before.generation}")
 
     def _follow(self, cluster: CoordinatedCluster, instruction: agent_events.Instruction) -> None:
         match instruction:
             case agent_events.Abort(members, generation, reason):
-                self._tell(members, "abort", generation)
+                self.send_to_ranks(members, "abort", generation)
                 self.do(cluster, Notify(EndGeneration(generation, reason)))
             case agent_events.AnnounceJoin(members, generation):
-                self._tell(members, "join", generation)
+                self.send_to_ranks(members, "join", generation)
                 self.do(cluster, Notify(JoinRequest(generation)))
             case agent_events.DeliverRecord(members, record):
-                self._tell(members, "record", record)
+                self.send_to_ranks(members, "record", record)
             case agent_events.RequestQuorum():
                 self.do(cluster, ReportRequested())
             case agent_events.Restart(local_rank, _):
                 self.restarts.append(local_rank)
             case agent_events.RetireMembers(members, _):
-                self._tell(members, "over", None)
+                self.send_to_ranks(members, "over", None)
             case agent_events.Fail(_, reason):
                 cluster.end_host(self, reason)
-
-    def _tell(self, members: Collection[str], kind: str, what: Any) -> None:
-        for rank in self.ranks:
-            if rank.alive and rank.name in members:
-                rank.received.append((kind, what))
 
     def give_up_last_step(self, cluster: CoordinatedCluster) -> None:
         """Others have finished, and here the last step stays in doubt for long."""
         for _ in range(_PATIENCE_AT_END):
-            if self.alive and self.roster.finished:
+            if self.alive and self.agent_state.finished:
                 self.handle(cluster, agent_events.QuorumAnswered(Undecided("the coordinator decides nothing")))

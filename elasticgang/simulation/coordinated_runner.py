@@ -16,13 +16,9 @@ def run(seeds: Iterable[int]) -> Tally:
 
 def _happened(schedule: CoordinatedSchedule) -> set[str]:
     cluster = schedule.cluster
-    return names_of(
+    return cluster.seen | names_of(
         {
             "agent lost": any(record.dead_agents for record in cluster.chain),
-            "lost but alive": cluster.num_lost_alive > 0,
-            "fenced": any(host.num_fences for host in cluster.hosts.values()),
-            "evicted": cluster.num_evicted > 0,
-            "several coordinators": len(cluster.coordinators) > 1,
             "more than three coordinators": len(cluster.coordinators) > 3,
             "state directory": cluster.disk is not None,
             "forgotten": cluster.num_forgotten > 0,

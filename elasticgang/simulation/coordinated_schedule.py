@@ -5,14 +5,16 @@ Equal seeds give equal schedules, in every process and Python version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from elasticgang.protocol.coordinator_messages import Push
 from elasticgang.simulation import schedule as base
 from elasticgang.simulation.cluster import Move, Setting
-from elasticgang.simulation.coordinated_cluster import CoordinatedCluster, is_rare_move
+from elasticgang.simulation.coordinated_cluster import CoordinatedCluster
+from elasticgang.simulation.coordinated_host import CoordinatedHost
+from elasticgang.simulation.coordinated_recovery import recover
 from elasticgang.simulation.coordinator_process import CoordinatorProcess
-from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.schedule import Schedule
 
 _FAULTS = (
@@ -36,6 +38,9 @@ _FAULTS = (
     "coordinator stands still",
     "sessions are slow",
     "disk stands still",
+    "id is taken",
+    "operator's word",
+    "is left behind",
 )
 _RARE = {
     "coordinator crashes": 0.4,
@@ -46,6 +51,9 @@ _RARE = {
     "agent stands still": 0.3,
     "coordinator stands still": 0.3,
     "disk stands still": 0.3,
+    "id is taken": 0.1,
+    "operator's word": 0.3,
+    "is left behind": 0.3,
 }
 _SELDOM = {"kills": 0.2, "resets": 0.2, "hangs": 0.3, "misses": 0.3, "founds": 0.2}
 _HICCUP_WORDS = ("hangs", "kills", "resets", "misses", "founds", "prepares", "reports an error", "misses a heal")
@@ -54,10 +62,9 @@ _FAULT_PHASE_MOVES = (600, 3000)
 _FIRST_QUIET_MOVES = 300
 _PASSES = (*(1, 1, 1, 2, 2, 5, 8, 15, 15, 15) * 3, 45)  # of 0.9 s each
 _PASS_RATES = (0.002, 0.005, 0.015)
-_QUIET_MOVES = 12_000
-_IDLE_PASSES = 20
-_MAX_WAITS = 16
-_MAX_ADDED = 3
+_REPAIR_RATES = (0.002, 0.01, 0.03)
+_LEFT_BEHIND = 18  # generations: more than a record names of its ancestors
+_LEFT_BEHIND_MOVES, _LEFT_BEHIND_PAUSE, _LEFT_BEHIND_STUCK = 1500, 25, 150
 
 
 class CoordinatedSchedule(Schedule):
@@ -75,20 +82,21 @@ class CoordinatedSchedule(Schedule):
         super().__init__(seed, setting)
         chance = self._chance
         drawn = chance.random() < 0.5
-        self.has_directory = drawn if has_directory is None else has_directory
+        self.setting = replace(self.setting, has_directory=drawn if has_directory is None else has_directory)
         self.has_seconds = has_seconds
         self._likings = [chance.choice(base._MOVE_WEIGHTS) * _RARE.get(fault, 1.0) for fault in _FAULTS]
         self._rates = {word: chance.choice(base._RARE_MOVE_RATES) * _SELDOM.get(word, 1.0) for word in _HICCUP_WORDS}
         self._pass_rate = chance.choice(_PASS_RATES)
+        self._repair_rate = chance.choice(_REPAIR_RATES)
         self._aim = ""  # at which point a coordinator is to crash
         self._restart_at = -1
         self._num_added = 0
 
     def _make_cluster(self) -> CoordinatedCluster:
-        return CoordinatedCluster(self.setting, self.has_directory)
+        return CoordinatedCluster(self.setting)
 
     def _quiet_phase(self) -> None:
-        calm(self.cluster, self._do, self._pick, self._num_whole())
+        recover(self.cluster, self._do, self._pick)
 
     def _pick(self, options: Sequence[Move]) -> Move:
         return options[int(self._chance.random() * len(options))]
@@ -109,6 +117,9 @@ class CoordinatedSchedule(Schedule):
             if cluster.given_up:
                 return
             self._crash_where_aimed(number)
+            if chance() < self._repair_rate:
+                self._repair_one()
+                continue
             if chance() < self._pass_rate:
                 self._do(("clock", f"passes {self._chance.choice(_PASSES)}"))
                 continue
@@ -124,7 +135,7 @@ class CoordinatedSchedule(Schedule):
             options = cluster.moves_of(actor)
             if options:
                 verb = options[int(chance() * len(options))]
-                if not is_rare_move(verb) or chance() < self._rate_of(verb):
+                if not cluster.is_rare(verb) or chance() < self._rate_of(verb):
                     self._do((actor.name, verb))
 
     def _crash_where_aimed(self, number: int) -> None:
@@ -137,6 +148,66 @@ class CoordinatedSchedule(Schedule):
             self._restart_at = number + chance.randint(0, 150)
         if number == self._restart_at and not any(c.zone == "" for c in cluster.living()):
             self._do(("operator", self._restart()))
+
+    def _is_led(self, host: CoordinatedHost) -> bool:
+        """It takes part, and nothing hinders it."""
+        record, session = self.cluster.record, host.connection
+        is_hindered = host.is_frozen or host.is_stopped or host.is_slow or host.zone or host.session.is_fenced
+        is_member = record is not None and host.session.decision is not None and host.id in record.agents
+        return is_member and not is_hindered and session is not None and session.coordinator.state.in_office
+
+    def _leave_behind(self, name: str) -> None:
+        """The host `name` is cut off until no record names the one that it knows."""
+        cluster = self.cluster
+        until = len(cluster.chain) + _LEFT_BEHIND
+        self._do((name, "is cut off"))
+        self._do(("clock", "passes 15"))
+        for number in range(_LEFT_BEHIND_MOVES):
+            is_stuck = len(cluster.chain) < number / _LEFT_BEHIND_STUCK
+            if is_stuck or len(cluster.chain) >= until or cluster.given_up:
+                break
+            actors = [actor for actor in cluster.actors if actor.home != name]
+            options = [(actor.name, verb) for actor in actors for verb in cluster.moves_of(actor)]
+            options = [(who, verb) for who, verb in options if not cluster.is_rare(verb)]
+            running = [rank for rank in cluster.ranks.values() if rank.alive and "breaks" in rank.faults()]
+            if running and number % _LEFT_BEHIND_PAUSE == 0:
+                self._do((self._chance.choice(running).name, "breaks"))
+            elif options:
+                self._do(self._pick(options))
+            else:
+                self._do(("clock", "passes 1"))
+        self._do((name, "is back"))
+        self._do(("clock", "passes 2"))
+
+    def _repair_one(self) -> None:
+        """Something that is broken is mended: else a job stands still for most of a schedule."""
+        cluster = self.cluster
+        mends: list[Move] = []
+        for host in cluster.hosts.values():
+            if host.alive:
+                states = ((host.is_frozen, "thaws"), (host.is_stopped, "goes on"), (host.zone != "", "is back"))
+                mends += [(host.name, verb) for is_so, verb in states if is_so]
+        living = cluster.living()
+        mends += [(c.name, "goes on") for c in living if c.is_stopped]
+        mends += [(c.name, "is back") for c in living if c.zone]
+        if not any(c.zone == "" and not c.is_stopped for c in living):
+            mends.append(("operator", self._restart()))
+        if cluster.disk is not None and cluster.disk.is_stuck:
+            mends.append(("disk", "works"))
+        if not any(c.state.in_office for c in living):
+            mends += self._offices(living)
+        elif cluster.record is None:
+            mends.append(("clock", "passes 8"))
+        if mends:
+            self._do(self._pick(mends))
+
+    def _offices(self, living: Sequence[CoordinatorProcess]) -> list[Move]:
+        """How somebody may come to lead the job."""
+        if self.cluster.disk is not None:
+            has_holder = self.cluster.disk.holder is not None
+            return [] if has_holder else [("operator", "starts one with its directory")]
+        words = [(c.name, "is granted its office") for c in living if self.cluster.may_grant(c)]
+        return words + [(c.name, "founds") for c in living if self.cluster.is_possible((c.name, "founds"))]
 
     def _restart(self) -> str:
         return "starts one with its directory" if self._chance.random() < 0.7 else "starts one without"
@@ -194,6 +265,22 @@ class CoordinatedSchedule(Schedule):
             case "disk stands still":
                 if cluster.disk is not None:
                     self._do(("disk", "works" if cluster.disk.is_stuck else "hangs"))
+            case "id is taken":
+                known = [host for host in cluster.hosts.values() if any(c.has_heard(host.id) for c in living)]
+                if known and len(hosts) < base._MAX_HOSTS:
+                    host = chance.choice(known)
+                    self._do(("host", f"joins with {host.num_ranks} as {host.id}"))
+            case "operator's word":
+                for c in living:
+                    if c.disk is None and cluster.disk is None and cluster.may_grant(c):
+                        self._do((c.name, "is granted its office"))
+                        return
+            case "is left behind":
+                led = [host for host in hosts if self._is_led(host)]
+                if len(led) > 1:
+                    host = chance.choice(led)
+                    if self._may_inject(host.ranks):
+                        self._leave_behind(host.name)
             case "is back":
                 cut = [host for host in hosts if host.zone]
                 if cut:
@@ -225,129 +312,3 @@ class CoordinatedSchedule(Schedule):
         if len(cluster.living()) < 2 and chance.random() < 0.8:
             zone = "" if any(c.zone == "side" for c in cluster.living()) else " on the side"
             self._do(("operator", "starts one without" + zone))
-
-
-def calm(
-    cluster: CoordinatedCluster, do: Callable[[Move], None], pick: Callable[[Sequence[Move]], Move], num_whole: int
-) -> None:
-    """All is repaired, nobody is late for ever, and there are enough ranks: the job must go on (RULE-7)."""
-    if _is_over(cluster):
-        return
-    _repair(cluster, do, num_whole)
-    goal: int | None = None
-    num_waits = num_added = 0
-    for number in range(1, _QUIET_MOVES):
-        options = [(a.name, verb) for a in cluster.actors for verb in cluster.moves_of(a) if not is_rare_move(verb)]
-        if options:
-            do(pick(options))
-            if _is_over(cluster):
-                return
-        if number % 8 == 0 and _is_whole(cluster):
-            num_steps = max((r.member_state.committed.step for r in cluster.ranks.values() if r.alive), default=0)
-            if goal is not None and num_steps >= goal:
-                return
-            goal = goal or num_steps + 1
-        if not options or number % 500 == 0:
-            do(("clock", f"passes {_IDLE_PASSES}"))
-            added = _operate(cluster, do, num_whole if num_added < _MAX_ADDED else 0)
-            num_added += added
-            num_waits += not options
-            if num_waits > _MAX_WAITS:
-                raise Violation(f"RULE-7: nothing happens any more; {standstill(cluster)}")
-            if _is_over(cluster):
-                return
-    raise Violation(f"RULE-7: the job does not go on; {standstill(cluster)}")
-
-
-def _is_over(cluster: CoordinatedCluster) -> bool:
-    return bool(cluster.given_up) or cluster.num_dead_hosts == len(cluster.hosts)
-
-
-def _repair(cluster: CoordinatedCluster, do: Callable[[Move], None], num_whole: int) -> None:
-    if cluster.disk is not None and cluster.disk.is_stuck:
-        do(("disk", "works"))
-    for c in cluster.living():
-        if c.zone:
-            do((c.name, "is back"))
-        if c.is_stopped:
-            do((c.name, "goes on"))
-    for host in [host for host in cluster.hosts.values() if host.alive]:
-        for is_so, verb in ((host.is_frozen, "thaws"), (host.is_stopped, "goes on"), (host.is_slow, "is quick")):
-            if is_so:
-                do((host.name, verb))
-        if host.alive and host.zone:
-            do((host.name, "is back"))
-    _leave_one_coordinator(cluster, do)
-    hosts = [host for host in cluster.hosts.values() if host.alive]
-    staying = [sum(not r.draining for r in host.ranks) + len(host.restarts) for host in hosts if not host.mismatch]
-    lacking = cluster.setting.min_hosts - sum(map(bool, staying)) if cluster.record is None else 0
-    if max(staying, default=0) < cluster.setting.layout.unit:
-        lacking = max(lacking, 1)
-    for _ in range(lacking):
-        do(("host", f"joins with {num_whole}"))
-
-
-def _leave_one_coordinator(cluster: CoordinatedCluster, do: Callable[[Move], None]) -> None:
-    """The operator keeps the one in office, if there is one."""
-    living = cluster.living()
-    if not living:
-        do(("operator", "starts one with its directory"))
-        return
-    order = {c.name: (0, "", 0) if (d := c.state.decision) is None else (*d.term, d.record.generation) for c in living}
-    newest = max(living, key=lambda c: (c.state.in_office, order[c.name]))
-    for c in living:
-        if c is not newest:
-            do((c.name, "crashes"))
-
-
-def _operate(cluster: CoordinatedCluster, do: Callable[[Move], None], num_whole: int) -> int:
-    """What an operator does when nothing happens for long. Returns how many hosts were added."""
-    _leave_one_coordinator(cluster, do)
-    (c,) = cluster.living()
-    num_added = 0
-    state = c.state
-    if num_whole and (" needed" in state.reason or "agents are here" in state.reason):
-        do(("host", f"joins with {num_whole}"))
-        num_added = 1
-    if cluster.is_possible((c.name, "founds")):
-        do((c.name, "founds"))
-    elif cluster.may_grant(c):
-        do((c.name, "is granted its office"))
-    elif not state.in_office and cluster.disk is not None and cluster.disk.holder is None:
-        do((c.name, "crashes"))
-        do(("operator", "starts one with its directory"))
-    for host in [h for h in cluster.hosts.values() if h.alive and h.roster.finished and h.connection is not None]:
-        if host.roster.may_request() and cluster.record is not None:
-            do((host.name, "gives up"))
-    return num_added
-
-
-def _is_whole(cluster: CoordinatedCluster) -> bool:
-    """Every living rank is in the present generation."""
-    record = cluster.record
-    return record is not None and all(
-        rank.member_state.entered == record.generation
-        for host in cluster.hosts.values()
-        if host.alive
-        for rank in host.ranks
-        if rank.alive
-    )
-
-
-def standstill(cluster: CoordinatedCluster) -> str:
-    """Where every process is, in words."""
-    generation = 0 if cluster.record is None else cluster.record.generation
-    hosts = "; ".join(
-        f"{h.name} at {0 if h.roster.record is None else h.roster.record.generation}"
-        f"{' fenced' if h.session.is_fenced else ''}"
-        f" {'without a session' if h.connection is None else h.connection.coordinator.name}: "
-        + ", ".join(f"{r.name} {r.phase} at {r.member_state.entered}" for r in h.ranks if r.alive)
-        for h in cluster.hosts.values()
-        if h.alive
-    )
-    coordinators = "; ".join(
-        f"{c.name} {'in office' if c.state.in_office else 'not in office'} at "
-        f"{0 if c.state.record is None else c.state.record.generation} ({c.state.reason}) {c.state.unrecoverable}"
-        for c in cluster.living()
-    )
-    return f"generation {generation}; {hosts}; {coordinators}"

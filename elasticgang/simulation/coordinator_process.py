@@ -18,11 +18,15 @@ from elasticgang.protocol.coordinator_messages import (
     CoordinatorEvent,
     CoordinatorMessage,
     Decision,
+    Hello,
     OfficeGranted,
     Persist,
     Persisted,
+    Promise,
     Push,
+    Ready,
     Received,
+    Refused,
     Send,
     SessionClosed,
     Term,
@@ -66,16 +70,25 @@ class Disk:
 
 
 class CoordinatorProcess:
-    """`zone`: its part of a parted network. `is_stopped`: by SIGSTOP."""
+    """`zone`: its part of a parted network. `is_stopped`: by SIGSTOP. `is_granted`: it has its directory, founded the
+    job or has the operator's word, and has seen no other's decision since, nor, without a directory, another's term.
+    `promises`: the agents that have promised its present term."""
 
     def __init__(
         self, cluster: CoordinatedCluster, number: int, disk: Disk | None, zone: str, address: str, is_founder: bool
     ) -> None:
         self.name = self.home = f"coordinator{number}"
         self.rate = clock_rate(number)
+        self.began_s = cluster.now_s
         self.is_alive, self.is_stopped = True, False
         self.zone, self.address = zone, address
         self.disk = disk
+        self.is_granted = is_founder or disk is not None
+        self.promises: set[str] = set()
+        self.heard_s: dict[str, float] = {}  # by agent: when it was heard, by a clock that stops with this process
+        self.idle_s = 0.0  # for how long it was stopped
+        self.stopped_at_s = 0.0
+        self.num_pushed = 0  # of the newest decision
         self.outbox: deque[Send | CloseSession] = deque()
         self.writing: deque[Persist] = deque()
         self.sessions: dict[int, SimulatedSession] = {}
@@ -107,10 +120,31 @@ class CoordinatorProcess:
             moves.append("writes")
         record = self.state.record
         if record is not None:
-            moves += [f"misses {a}" for a in record.agents if not cluster.hosts[a].alive and a not in self.state.dead]
+            moves += [f"misses {a}" for a in record.agents if a not in self.state.dead and self._has_died(cluster, a)]
         elif not self.state.granted and self.state.sessions and cluster.may_found(self):
             moves.append("founds")
         return moves
+
+    @staticmethod
+    def _has_died(cluster: CoordinatedCluster, agent: str) -> bool:
+        return not any(host.alive for host in cluster.hosts_of(agent))
+
+    def has_heard(self, agent: str) -> bool:
+        return agent in self.heard_s
+
+    def silent_s(self, cluster: CoordinatedCluster, agent: str) -> float:
+        """For how long this process has run since it heard `agent`, or could have first, by its clock."""
+        return (cluster.now_s - self.idle_s - self.heard_s.get(agent, self.began_s)) * self.rate
+
+    def stop(self, cluster: CoordinatedCluster) -> None:
+        self.is_stopped, self.stopped_at_s = True, cluster.now_s
+
+    def go_on(self, cluster: CoordinatedCluster) -> float:
+        """Returns for how long it was stopped. It need not notice that it was for less than `standstill_s`."""
+        self.is_stopped = False
+        paused_s = cluster.now_s - self.stopped_at_s
+        self.idle_s += paused_s if paused_s * self.rate > TIMEOUTS.standstill_s else 0.0
+        return paused_s
 
     @property
     def may_write(self) -> bool:
@@ -130,7 +164,7 @@ class CoordinatorProcess:
             case "loses" | "resets":
                 self.lose(cluster, int(about[0]))
             case "sends":
-                self.send(self.outbox.popleft())
+                self.send(cluster, self.outbox.popleft())
             case "writes":
                 self.write(cluster, self.writing.popleft())
             case "misses":
@@ -138,28 +172,55 @@ class CoordinatorProcess:
             case "founds" | "is":
                 if self.state.record is None and cluster.record is not None:  # every agent that knew it is dead
                     cluster.begin_anew()
+                cluster.seen.add("founded anew" if self.state.record is None else "operator's word")
+                self.is_granted = True
                 self.do(cluster, OfficeGranted())
             case _:
                 raise ValueError(verb)
 
     def do(self, cluster: CoordinatedCluster, event: CoordinatorEvent) -> None:
-        lost, dead = set(self.state.lost), set(self.state.dead)
-        instructions = self.state.handle(event, cluster.now_s * self.rate)
+        state = self.state
+        lost, dead, term, known = set(state.lost), set(state.dead), state.term, state.decision
+        instructions = state.handle(event, cluster.now_s * self.rate)
+        if state.term != term:
+            self.promises.clear()
+            self.is_granted = self.is_granted and self.disk is not None
         if not isinstance(event, AgentExited):
-            cluster.check_lost(self, self.state.lost - lost, self.state.dead - dead)
+            cluster.check_lost(self, state.lost - lost, state.dead - dead, silent=isinstance(event, Ticked))
+        if state.lost and " may live" in state.reason:
+            cluster.seen.add("waited for a silent agent")
         for instruction in instructions:
-            match instruction:
-                case Persist(_, Decision() as decision) | Send(_, Push(decision)):
-                    cluster.note_decision(decision, self.state.proposal)
             if isinstance(instruction, Persist):
                 if self.disk is None:
                     raise Violation("PERSIST-1: a coordinator without a directory writes")
+                if instruction.decision is not None:
+                    self._note(cluster, instruction.decision)
                 self.writing.append(instruction)
             else:
+                if isinstance(instruction, Send) and isinstance(instruction.message, Push):
+                    self._note(cluster, instruction.message.decision)
                 self.outbox.append(instruction)
+        if state.decision is not known and state.decision is not None and state.decision.term.name != self.name:
+            self.is_granted = False  # another coordinator has decided
+
+    def _note(self, cluster: CoordinatedCluster, decision: Decision) -> None:
+        if decision.record.digest in cluster.records:
+            return
+        cluster.check_decision(self, decision)
+        cluster.note_decision(decision, self.state.proposal)
+        self.num_pushed = 0
 
     def receive(self, cluster: CoordinatedCluster, session: SimulatedSession) -> None:
-        self.do(cluster, Received(session.number, session.to_coordinator.popleft()))
+        message, host = session.to_coordinator.popleft(), session.host
+        if isinstance(message, Ready) and not (host.alive and session.is_agent_open):
+            cluster.seen.add("ghost")
+        if isinstance(message, Hello) and host.name in cluster.declared_lost:
+            cluster.seen.add("lost agent came back")
+        if isinstance(message, Promise) and message.term == self.state.term and session.number in self.state.sessions:
+            self.promises.add(host.id)
+        self.do(cluster, Received(session.number, message))
+        if session.number in self.state.sessions:
+            self.heard_s[host.id] = cluster.now_s - self.idle_s
 
     def lose(self, cluster: CoordinatedCluster, number: int) -> None:
         session = self.sessions.pop(number)
@@ -167,7 +228,7 @@ class CoordinatorProcess:
         session.to_coordinator.clear()
         self.do(cluster, SessionClosed(number))
 
-    def send(self, instruction: Send | CloseSession) -> None:
+    def send(self, cluster: CoordinatedCluster, instruction: Send | CloseSession) -> None:
         session = self.sessions.get(instruction.session)
         if session is None:
             return
@@ -176,7 +237,13 @@ class CoordinatorProcess:
             session.is_coordinator_open = False
             session.to_coordinator.clear()
         elif session.is_agent_open:
-            session.to_agent.append(instruction.message)
+            message = instruction.message
+            if isinstance(message, Push):
+                cluster.check_push(self, session.host, message.decision)
+                self.num_pushed += 1
+            elif isinstance(message, Refused) and session.host.id != session.host.name:
+                cluster.seen.add("duplicate id")
+            session.to_agent.append(message)
 
     def write(self, cluster: CoordinatedCluster, persist: Persist) -> None:
         assert self.disk is not None
@@ -186,7 +253,16 @@ class CoordinatorProcess:
         if persist.decision is not None:
             self.do(cluster, Persisted(persist.decision.record.digest))
 
-    def crash(self) -> None:
+    def crash(self) -> list[str]:
+        """Returns what it was at."""
+        num_waiting = sum(isinstance(one, Send) and isinstance(one.message, Push) for one in self.outbox)
+        at = []
+        if self.state.is_deciding:
+            at.append("crashed before it had written")
+        elif num_waiting and self.num_pushed:
+            at.append("crashed in mid-push")
+        elif num_waiting and self.disk is not None:
+            at.append("crashed before it pushed what it had written")
         self.is_alive = False
         self.outbox.clear()
         self.writing.clear()
@@ -196,3 +272,4 @@ class CoordinatorProcess:
         self.sessions.clear()
         if self.disk is not None and self.disk.holder is self:
             self.disk.holder = None
+        return at

@@ -15,7 +15,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elasticgang.protocol import next_record
 from elasticgang.protocol.agent_events import (
@@ -29,24 +29,20 @@ from elasticgang.protocol.agent_events import (
     DeliverRecord,
     End,
     Exit,
-    Exited,
     Fail,
     Fence,
     Finished,
     HostLost,
     KillRanks,
     LeaseExpired,
-    MemberLeft,
     NotifyFinished,
     NotifyOver,
     NotStarted,
     PeerNotice,
     QuorumAnswered,
-    RecordRequested,
     Rejoin,
     RequestQuorum,
     RetireMembers,
-    ScriptRaised,
     SignalRanks,
     SignalReceived,
     Started,
@@ -57,6 +53,7 @@ from elasticgang.protocol.agent_events import (
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.record import PROTOCOL, Record, Report, Undecided, Unrecoverable
+from elasticgang.simulation.base_host import BaseHost
 from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.rank import KILLED, Rank
 
@@ -88,25 +85,16 @@ class Call:
         self.wanted: Record | None = None
 
 
-class Host:
+class Host(BaseHost):
     """`incarnation`: of the coordinator it is connected to. `is_fenced`: until its agent rejoins. `forks_late`: a fork
     is a move of its own; `is_exhausted`: and fails."""
 
     def __init__(
         self, cluster: Cluster, name: str, num_ranks: int, mismatch: str = "", *, forks_late: bool = False
     ) -> None:
-        """`is_incompatible`: what about it is not as the job is: "job", "layout" or "protocol"."""
-        self.name = self.home = name
-        self.is_incompatible = mismatch
-        self.layout = cluster.layout if mismatch != "layout" else replace(cluster.layout, min_replicas=2)
-        self.protocol = PROTOCOL + (mismatch == "protocol")
-        self.num_ranks = num_ranks
-        num_spares = min(cluster.setting.num_spares, num_ranks - 1)
-        self.num_seats = num_ranks - num_spares if num_spares else None  # that it asks for; None: for all it has
-        self.alive = True
+        super().__init__(cluster, name, num_ranks, mismatch)
         self.is_cut = False
         self.incarnation = cluster.incarnation
-        self.ranks: list[Rank] = []
         self.now_s = 0.0
         self.forks_late = forks_late
         self.is_exhausted = self.is_fenced = self.rejoins = False
@@ -122,17 +110,15 @@ class Host:
         self.agent = AgentLifecycle(
             name,
             AgentOptions(
-                job="another job" if mismatch == "job" else "job",
-                num_ranks=num_ranks - num_spares,
-                num_spares=num_spares,
+                job=self.job,
+                num_ranks=num_ranks - self.num_spares,
+                num_spares=self.num_spares,
                 min_agents=cluster.setting.min_hosts,
                 max_agents=cluster.setting.max_hosts,
                 max_restarts=1_000_000,
             ),
         )
         self.found_lost: set[str] = set()
-        self.num_exited = 0
-        self.num_started = [0] * num_ranks
 
     def connect(self, cluster: Cluster) -> None:
         """It has reached the coordinator, for the first time or under a new id."""
@@ -305,16 +291,10 @@ class Host:
         (local_rank, agent), self.forking = self.forking, None
         self.num_not_started = 0
         self.ended.pop(local_rank, None)
-        self.num_started[local_rank] += 1
-        number = self.num_started[local_rank]
-        name = f"{self.name}{local_rank}" + (f".{number}" if number > 1 else "")
-        rank = Rank(name, self.name, local_rank, agent)
-        self.ranks.append(rank)
-        cluster.ranks[name] = rank
-        cluster.actors.append(rank)
-        self.handle(cluster, Started(name, local_rank))
+        rank = self.add_rank(cluster, local_rank, agent)
+        self.handle(cluster, Started(rank.name, local_rank))
         if rank.alive and cluster.is_lost(agent):
-            raise Violation(f"RULE-3: {self.name} starts {name} of agent {agent}, which may be held to be lost")
+            raise Violation(f"RULE-3: {self.name} starts {rank.name} of agent {agent}, which may be held to be lost")
 
     def _fail_to_start(self, cluster: Cluster) -> None:
         assert self.forking is not None
@@ -329,36 +309,12 @@ class Host:
 
     def receive(self, cluster: Cluster, rank: Rank) -> None:
         """The next message of `rank`."""
-        kind, what = rank.sent.popleft()
-        event: AgentEvent
-        if kind == "ask":
-            report, layout, broken = what
-            event = RecordRequested(rank.name, report, layout, broken)
-        elif kind == "committed":
-            event = Committed(rank.name, what)
-        elif kind == "raised":
-            event = ScriptRaised(rank.name)
-        else:
-            event = MemberLeft(rank.name, *what)
-        self.handle(cluster, event)
+        self.handle(cluster, self.next_event(rank))
 
     def on_exit(self, cluster: Cluster, rank: Rank) -> None:
-        self.ranks.remove(rank)
-        self.num_exited += 1
         self.ended[rank.local_rank] = rank.status == 0 or rank.draining
-        self.agent_state.restarts.committed(
-            rank.local_rank
-        )  # no failure ends the job here: each is in a step of its own
-        event = Exited(
-            rank.name,
-            rank.status,
-            draining=rank.draining,
-            joined=True,
-            raised=rank.raised,
-            step=self.num_exited,
-            at_s=self.now_s,
-        )
-        self.handle(cluster, event)
+        self.agent_state.restarts.committed(rank.local_rank)  # no failure ends the job here: each is in another step
+        self.handle(cluster, self.remove_rank(rank, self.now_s))
 
     def handle(self, cluster: Cluster, event: AgentEvent) -> None:
         agent_state, before = self.agent_state, self.agent_state.record
@@ -373,13 +329,13 @@ class Host:
     def _follow(self, cluster: Cluster, instruction: AgentInstruction) -> None:
         match instruction:
             case Abort(members, generation, _):
-                self._broadcast(members, "abort", generation)
+                self.send_to_ranks(members, "abort", generation)
                 self._post(cluster, generation, over=True)
             case AnnounceJoin(members, generation):
-                self._broadcast(members, "join", generation)
+                self.send_to_ranks(members, "join", generation)
                 self._post(cluster, generation, over=False)
             case DeliverRecord(members, record):
-                self._broadcast(members, "record", record)
+                self.send_to_ranks(members, "record", record)
             case RequestQuorum():
                 self.wants_to_request = True
             case NotifyOver(generation, _):
@@ -387,7 +343,7 @@ class Host:
             case NotifyFinished():
                 cluster.finished = cluster.finished or not self.is_cut
             case RetireMembers(members, _):
-                self._broadcast(members, "over", None)
+                self.send_to_ranks(members, "over", None)
             case Warn():
                 cluster.seen.add("warned")
             case End(reason) | Fail(_, reason):
@@ -461,11 +417,6 @@ class Host:
         report = self.agent.last_report()
         if report is not None and not self.is_cut and self.incarnation == cluster.incarnation:
             cluster.lighthouse.pending.append(Call(self, report))
-
-    def _broadcast(self, members: Collection[str], kind: str, what: Any) -> None:
-        for rank in self.ranks:
-            if rank.alive and rank.name in members:
-                rank.received.append((kind, what))
 
     def _post(self, cluster: Cluster, generation: int, over: bool) -> None:
         if not self.is_cut and self.incarnation == cluster.incarnation:

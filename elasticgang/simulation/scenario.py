@@ -3,35 +3,42 @@
     # Comments.
     hosts 2 1 ; tp=2 across ; steps 9       # a with two ranks, b with one; the layout; when the job is done
     spares 1 ; at-least 2 ; at-most 3       # of each host's ranks, one more than seats are asked for; how many hosts
+    directory                               # the first coordinator that decides has a state directory
     step 2                                  # two steps, by all who are in a generation
-    a0 dies ; run-until-idle                        # a move; then all that happens by itself, up to the beginning of a
-    step until b0 prepares                       # the same, and steps too, until that move can be made, and is
+    a0 dies ; run-until-idle                # a move; then all that happens by itself, up to the beginning of a step
+    run-until-idle but b coordinator1       # the same, of all but these and their ranks
+    until b0 prepares                       # the same, and steps too, until that move can be made, and is
+    recover                                 # under coordinators that decide: all faults end, and the job must go on
+    recover unattended                      # the same, without an operator
+    clock passes 15                         # likewise: 15 times 0.9 s
     ----
     generation 1  {a0 b0} learn c0  0@1     # what is told: records, undecided proposals, hosts that end; and who holds
     what
 
-`across`: the axes of the layout may span hosts. An attempt is `step@generation`.
+`across`: the axes of the layout may span hosts. An attempt is `step@generation`. `make`: the kind of the job.
 """
 
 from __future__ import annotations
 
+import itertools
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from elasticgang.layout import ParallelLayout
-from elasticgang.simulation.cluster import RARE_MOVES, Cluster, Move, Setting
+from elasticgang.simulation.cluster import Cluster, Move, Setting
 from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.schedule import Failure
 
 _STILL = 5  # undecided answers in a row, after which nothing new is expected
 _MAX_ROUNDS = 500
-_MAX_TRIES = 1500  # to make a failure shorter
+_MAX_TRIES = 3000  # to make a failure shorter
+_FLAGS = {"directory": "has_directory"}
 _NUMBERS = {"steps": "num_steps", "spares": "num_spares", "at-least": "min_hosts", "at-most": "max_hosts"}
 
 
-def replay(setting: Setting, moves: Sequence[Move]) -> tuple[list[Move], str]:
+def replay(setting: Setting, moves: Sequence[Move], make: type[Cluster] = Cluster) -> tuple[list[Move], str]:
     """What of `moves` is possible and was done, and the violation it led to, if any."""
-    cluster = Cluster(setting)
+    cluster = make(setting)
     done = []
     for move in moves:
         if not cluster.is_possible(move):
@@ -44,12 +51,18 @@ def replay(setting: Setting, moves: Sequence[Move]) -> tuple[list[Move], str]:
     return done, ""
 
 
-def shrink(failure: Failure) -> Failure:
-    """A violation of the same rule with as few moves as can be had by leaving some out. A standstill stays as it is."""
+def shrink(failure: Failure, make: type[Cluster] = Cluster) -> Failure:
+    """A violation of the same rule with as few moves as can be had by leaving some out. A standstill of a job that
+    cannot recover by a move stays as it is."""
     rule = failure.violation.split(":")[0]
+    moves, violation = list(failure.moves), failure.violation
     if rule == "RULE-7":
-        return failure
-    moves, violation = shorten(failure.moves, failure.violation, lambda kept: replay(failure.setting, kept), _MAX_TRIES)
+        if make.recovery is None:
+            return failure
+        moves, violation = replay(failure.setting, [*moves, make.recovery], make)
+        if violation.split(":")[0] != rule:
+            return failure
+    moves, violation = shorten(moves, violation, lambda kept: replay(failure.setting, kept, make), _MAX_TRIES)
     return Failure(failure.seed, failure.setting, tuple(moves), violation)
 
 
@@ -89,14 +102,19 @@ def _sizes(num_moves: int) -> Iterator[int]:
         size //= 2
 
 
-def write(failure: Failure) -> str:
+def write(failure: Failure, make: type[Cluster] = Cluster) -> str:
     """`failure` as a scenario with what is told, so that it can be kept as it is once it is mended."""
+    moves = list(failure.moves)
     head = [f"# Seed {failure.seed}.", f"hosts {_format_setting(failure.setting)}"]
-    lines = [*head, *_wrap([" ".join(move) for move in failure.moves])]
+    tail: list[str] = []
     if failure.violation.startswith("RULE-7: "):  # told of at the top: a scenario only ends
-        lines = [*textwrap.wrap(failure.violation, 110, initial_indent="# ", subsequent_indent="# "), *lines]
-        lines += ["run-until-idle ; step"]
-    return "\n".join([*lines, "----", *play("\n".join(lines))]) + "\n"
+        head = [*textwrap.wrap(failure.violation, 110, initial_indent="# ", subsequent_indent="# "), *head]
+        if make.recovery is None:
+            tail = ["run-until-idle ; step"]
+        elif make.recovery not in moves:
+            moves.append(make.recovery)
+    lines = [*head, *_wrap([" ".join(move).strip() for move in moves]), *tail]
+    return "\n".join([*lines, "----", *play("\n".join(lines), make)]) + "\n"
 
 
 def _wrap(moves: Sequence[str], width: int = 110) -> Iterator[str]:
@@ -116,7 +134,7 @@ def read(text: str) -> tuple[str, list[str]]:
     return story, told.splitlines()
 
 
-def play(text: str) -> list[str]:
+def play(text: str, make: type[Cluster] = Cluster) -> list[str]:
     """What is told in the scenario `text`, up to the first violation, which comes last.
 
     Raises:
@@ -125,17 +143,13 @@ def play(text: str) -> list[str]:
     first, *commands = _commands(text)
     if not first.startswith("hosts "):
         raise ValueError(f"a scenario begins with `hosts`, but this one with {first!r}")
-    cluster: Cluster | None = None
-    for command in _setting_first(first, commands):
-        if isinstance(command, Setting):
-            cluster = Cluster(command)
-            continue
-        assert cluster is not None
-        try:
+    facts = list(itertools.takewhile(_is_fact, commands))
+    cluster = make(_read_setting(first, facts))
+    try:
+        for command in commands[len(facts) :]:
             _carry_out(cluster, command)
-        except Violation as violation:
-            return [*cluster.log, str(violation)]
-    assert cluster is not None
+    except Violation as violation:
+        return [*cluster.log, str(violation)]
     return [*cluster.log, cluster.holdings()]
 
 
@@ -144,25 +158,25 @@ def _commands(text: str) -> list[str]:
     return [" ".join(part.split()) for line in lines for part in line.split(";") if part.strip()]
 
 
-def _setting_first(first: str, commands: list[str]) -> Iterator[Setting | str]:
-    facts = []
-    while commands and (commands[0].split()[0] in _NUMBERS or "=" in commands[0]):
-        facts.append(commands.pop(0))
-    yield _read_setting(first, facts)
-    yield from commands
+def _is_fact(command: str) -> bool:
+    return command.split()[0] in (*_NUMBERS, *_FLAGS) or "=" in command
 
 
 def _read_setting(first: str, facts: Sequence[str]) -> Setting:
     hosts = tuple(int(word) for word in first.split()[1:])
-    layout, numbers = ParallelLayout(), {}
+    layout = ParallelLayout()
+    others: dict[str, int] = {}
     for fact in facts:
         words = fact.split()
         if words[0] in _NUMBERS:
-            numbers[_NUMBERS[words[0]]] = int(words[1])
+            others[_NUMBERS[words[0]]] = int(words[1])
+            continue
+        if words[0] in _FLAGS:
+            others[_FLAGS[words[0]]] = True
             continue
         sizes = {name: int(size) for name, size in (word.split("=") for word in words if "=" in word)}
         layout = ParallelLayout(**sizes, within_host=() if "across" in words else ("tp",))  # type: ignore[arg-type]
-    return Setting(layout, hosts, **numbers)
+    return Setting(layout, hosts, **others)  # type: ignore[arg-type]
 
 
 def _format_setting(setting: Setting) -> str:
@@ -176,13 +190,14 @@ def _format_setting(setting: Setting) -> str:
         for word, name in _NUMBERS.items()
         if getattr(setting, name) != getattr(Setting, name)
     ]
+    parts += [word for word, name in _FLAGS.items() if getattr(setting, name)]
     return " ; ".join(parts)
 
 
 def _carry_out(cluster: Cluster, command: str) -> None:
     word, _, rest = command.partition(" ")
-    if command == "run-until-idle":
-        _run_until_idle(cluster)
+    if command == "run-until-idle" or command.startswith("run-until-idle but "):
+        _run_until_idle(cluster, without=rest.split()[1:])
     elif word == "step":
         for _ in range(int(rest or 1)):
             _run_until_idle(cluster)
@@ -198,7 +213,7 @@ def _carry_out(cluster: Cluster, command: str) -> None:
     else:
         move = _read_move(command)
         if not cluster.is_possible(move):
-            moves = [actor.moves(cluster) for actor in cluster.actors if actor.name == move[0]]
+            moves = [cluster.moves_of(actor) for actor in cluster.actors if actor.name == move[0]]
             possible = ", ".join(could[0] for could in moves if could)
             raise ValueError(f"`{command}` is not possible; {move[0]} could: {possible or 'do nothing'}")
         cluster.perform(move)
@@ -209,22 +224,26 @@ def _read_move(text: str) -> Move:
     return name, verb
 
 
-def _moves(cluster: Cluster, steps: bool) -> Iterator[Move]:
+def _moves(cluster: Cluster, steps: bool, without: Collection[str] = ()) -> Iterator[Move]:
     """What can happen by itself; for each who can do something, the first of it."""
     for actor in list(cluster.actors):
-        for verb in actor.moves(cluster):
-            if verb not in RARE_MOVES and (steps or verb != "begins"):
+        if actor.home in without:
+            continue
+        for verb in cluster.moves_of(actor):
+            if not cluster.is_rare(verb) and (steps or verb != "begins"):
                 yield actor.name, verb
                 break
 
 
-def _run_until_idle(cluster: Cluster, steps: bool = False, until: Callable[[], bool] = lambda: False) -> bool:
-    """In turn, everybody does what comes by itself. Returns whether `until` has come."""
+def _run_until_idle(
+    cluster: Cluster, steps: bool = False, until: Callable[[], bool] = lambda: False, without: Collection[str] = ()
+) -> bool:
+    """In turn, everybody but `without` does what comes by itself. Returns whether `until` has come."""
     cluster.num_void = 0
     for _ in range(_MAX_ROUNDS):
         if until():
             return True
-        moves = list(_moves(cluster, steps))
+        moves = list(_moves(cluster, steps, without))
         if not moves or cluster.num_void >= _STILL:
             return False
         for move in moves:

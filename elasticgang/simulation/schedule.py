@@ -273,7 +273,7 @@ class Schedule:
                 self._do((host.name, "is back"))
             if host.is_exhausted:
                 self._do((host.name, "recovers"))
-        remaining = [self._num_remaining(host) for host in hosts if not host.is_incompatible]
+        remaining = [self._num_remaining(host) for host in hosts if not host.mismatch]
         lacking = self.setting.min_hosts - sum(map(bool, remaining)) if self.cluster.record is None else 0
         if max(remaining, default=0) < self.setting.layout.unit:
             lacking = max(lacking, 1)

@@ -16,8 +16,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from elasticgang.simulation import coordinated_runner, coordinated_scenario
-from elasticgang.simulation.coordinated_schedule import CoordinatedSchedule
+from elasticgang.simulation import coordinated_runner
+from elasticgang.simulation.cluster import Cluster
+from elasticgang.simulation.coordinated_cluster import CoordinatedCluster
 from elasticgang.simulation.invariants import is_broken
 from elasticgang.simulation.runner import Tally, run_over
 from elasticgang.simulation.scenario import play, read, shrink, write
@@ -83,16 +84,18 @@ def format_failure(failure: Failure, *, coordinator: bool) -> str:
     """As a scenario, as short as can be. What the simulator itself raised is not one."""
     if not is_broken(failure.violation):
         return f"# Seed {failure.seed}.\n{failure.violation}"
-    if coordinator:
-        has_directory = CoordinatedSchedule(failure.seed).has_directory
-        return coordinated_scenario.write(coordinated_scenario.shrink(failure, has_directory), has_directory)
-    return write(shrink(failure))
+    make = _kind(coordinator)
+    return write(shrink(failure, make), make)
+
+
+def _kind(coordinator: bool) -> type[Cluster]:
+    return CoordinatedCluster if coordinator else Cluster
 
 
 def replay(path: Path, *, coordinator: bool) -> int:
     """Prints what is told; fails when that is not what the file expects, or a promise is broken."""
     story, expected = read(path.read_text())
-    told = coordinated_scenario.play(story) if coordinator else play(story)
+    told = play(story, _kind(coordinator))
     for line in told:
         print(line if not expected or line in expected else f"{line}    # not expected")
     missing = [line for line in expected if line not in told]

@@ -9,28 +9,50 @@ import os
 
 import pytest
 
+from elasticgang.simulation.coordinated_cluster import CoordinatedCluster
 from elasticgang.simulation.coordinated_runner import run, run_over
-from elasticgang.simulation.coordinated_scenario import replay, shrink, write
 from elasticgang.simulation.coordinated_schedule import CoordinatedSchedule
 from elasticgang.simulation.invariants import is_broken
 from elasticgang.simulation.runner import Tally
+from elasticgang.simulation.scenario import replay, shrink, write
 from tests.unit.coordinator_mutants import mutated
 
 NUM_SCHEDULES = 500
 
 # How many schedules in a thousand must have seen it: else they show little.
 PER_MILLE = {
-    "rolled forward": 20,
-    "agent lost": 100,
-    "lost but alive": 50,
-    "fenced": 300,
+    "agent lost": 200,
+    "agent paused beyond its lease": 100,
+    "coordinator paused beyond a lease": 80,
+    "crashed before it had written": 10,
+    "crashed before it pushed what it had written": 15,
+    "crashed in mid-push": 15,
+    "decided beside another in office": 10,
+    "duplicate id": 80,
+    "evicted": 10,
+    "fenced": 400,
+    "founded anew": 50,
+    "ghost": 300,
+    "half-open session": 500,
+    "host paused beyond its lease": 100,
+    "joiner waited": 100,
     "learner": 300,
-    "spare": 100,
-    "several coordinators": 500,
-    "more than three coordinators": 100,
-    "state directory": 300,
-    "forgotten": 1,
+    "lease renewed by a refusal": 80,
+    "lost agent came back": 30,
+    "lost but alive": 200,
+    "more than three coordinators": 200,
+    "operator's word": 80,
+    "partition": 250,
+    "restarted with its directory": 150,
+    "rolled forward": 50,
     "sharded": 400,
+    "slow session": 300,
+    "spare": 300,
+    "started without a directory": 500,
+    "state directory": 300,
+    "two coordinators": 400,
+    "unfenced": 300,
+    "waited for a silent agent": 100,
 }
 
 
@@ -39,18 +61,17 @@ def test_random_schedules() -> None:
     total = Tally()
     for part in run_over(range(NUM_SCHEDULES), min(4, os.cpu_count() or 1)):
         total.add(part)
-        assert not part.failures, spell(part)
+        assert not part.failures, format_failure(part)
     assert total.num_schedules == NUM_SCHEDULES
     assert total.num_records > NUM_SCHEDULES
     assert {name: count for name, count in PER_MILLE.items() if total.seen[name] < count * NUM_SCHEDULES / 1000} == {}
 
 
-def spell(part: Tally) -> str:
+def format_failure(part: Tally) -> str:
     failure = part.failures[0]
     if not is_broken(failure.violation):
         return f"seed {failure.seed}: {failure.violation}"
-    has_directory = CoordinatedSchedule(failure.seed).has_directory
-    return write(shrink(failure, has_directory), has_directory)
+    return write(shrink(failure, CoordinatedCluster), CoordinatedCluster)
 
 
 def test_equal_seeds_give_equal_schedules() -> None:
@@ -58,7 +79,7 @@ def test_equal_seeds_give_equal_schedules() -> None:
     assert one == other
     schedule = CoordinatedSchedule(7)
     assert schedule.run() is None
-    assert replay(schedule.setting, schedule.has_directory, schedule.moves) == (schedule.moves, "")
+    assert replay(schedule.setting, schedule.moves, CoordinatedCluster) == (schedule.moves, "")
 
 
 def test_a_failure_names_its_seed() -> None:

@@ -4,14 +4,25 @@ that breaks."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from elasticgang.protocol.agent_session import AgentSession
-from elasticgang.protocol.coordinator_messages import Decision, Persist, Welcome
+from elasticgang.protocol.coordinator_messages import (
+    NO_TERM,
+    CollectReport,
+    Decision,
+    DecisionRef,
+    Hello,
+    Persist,
+    Push,
+    Term,
+    Welcome,
+)
 from elasticgang.protocol.coordinator_state import CoordinatorState, Silences
-from elasticgang.protocol.record import Record, Report
+from elasticgang.protocol.next_record import next_record
+from elasticgang.protocol.record import Record, Report, Undecided
 
 Patch = tuple[object, str, Any]
 
@@ -91,12 +102,86 @@ def _refused_anywhere(self: AgentSession, address: str, began_s: float, now_s: f
     return [] if self.is_fenced or self.lease_until_s is None else _renew(self, began_s, now_s)
 
 
+def _refused_by_former(self: AgentSession, welcome: Welcome, now_s: float) -> Any:
+    address = self._lease_address
+    out = _session_welcome(self, welcome, now_s)
+    self._lease_address = self._lease_address or address
+    return out
+
+
 def _accept_any_term(self: AgentSession, welcome: Welcome, now_s: float) -> Any:
     self.promised = min(self.promised, welcome.term)
     return _session_welcome(self, welcome, now_s)
 
 
+def _connect_without_promise(self: AgentSession, address: str, now_s: float) -> Any:
+    promised, self.promised = self.promised, NO_TERM
+    out = _connected(self, address, now_s)
+    self.promised = promised
+    return out
+
+
+def _report_once(self: AgentSession, welcome: Welcome, now_s: float) -> Any:
+    is_due = self._is_report_due
+    self._is_report_due = False
+    out = [i for i in _session_welcome(self, welcome, now_s) if not isinstance(i, CollectReport)]
+    self._is_report_due = is_due
+    return out + self._collect()
+
+
+def _push_at_once(self: AgentSession, push: Push, now_s: float) -> Any:
+    known = self.decision
+    out = _push(self, push, now_s)
+    return out + self._deliver_held() if self.decision is not known else out
+
+
+def _finish_once(self: AgentSession, address: str, now_s: float) -> Any:
+    finished, self.finished = self.finished, False
+    out = _connected(self, address, now_s)
+    self.finished = finished
+    return out
+
+
+def _dead_are_waited_for(self: CoordinatorState, record: Record, reports: dict[str, Report]) -> str | None:
+    if not self.lost:
+        return None
+    careful = next_record(record, self._with_lost(reports, set()))
+    return careful.reason if isinstance(careful, Undecided) and not careful.refused else None
+
+
+def _free_once_lost(self: CoordinatorState, hello: Hello) -> bool:
+    return _is_duplicate(self, hello) and hello.agent not in self.lost
+
+
+def _lost_is_dead(self: CoordinatorState, agents: Iterable[str], dead: bool) -> Any:
+    return _declare_lost(self, agents, True)
+
+
+def _newer_by_generation(ref: DecisionRef, than: DecisionRef) -> bool:
+    return ref.generation > than.generation
+
+
+def _keep_office_at_a_term(self: CoordinatorState, term: Term) -> Any:
+    granted = self.granted
+    out = _learn_term(self, term)
+    self.granted = granted
+    return out
+
+
+def _keep_office_at_a_decision(self: CoordinatorState, decision: Decision) -> Any:
+    granted = self.granted
+    out = _learn(self, decision)
+    self.granted = granted
+    return out
+
+
 _session_welcome = AgentSession._welcome
+_connected = AgentSession._connected
+_push = AgentSession._push
+_is_duplicate = CoordinatorState._is_duplicate
+_declare_lost = CoordinatorState._declare_lost
+_learn_term = CoordinatorState._learn_term
+_learn = CoordinatorState._learn
 
 
 def _forget_but_reports(self: CoordinatorState, number: int) -> Any:
@@ -122,14 +207,21 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     ),
     "promises count by sessions": ((CoordinatorState, "_has_all_promises", _count_sessions),),
     "office is kept": ((CoordinatorState, "_leave_office", _always(None)),),
+    "office is kept at a higher term": ((CoordinatorState, "_learn_term", _keep_office_at_a_term),),
+    "office is kept at a newer record": ((CoordinatorState, "_learn", _keep_office_at_a_decision),),
+    "the higher generation is newer": ((CoordinatorState, "_is_newer", staticmethod(_newer_by_generation)),),
+    "others' records are not learned": ((CoordinatorState, "_is_news", _always(False)),),
     "reports outlive their session": (
         (CoordinatorState, "_counts", _counts_without_promise),
         (CoordinatorState, "_forget_session", _forget_but_reports),
     ),
     "lost before it is fenced": ((Silences, "of", _silent_at_once),),
+    "who is silent is dead": ((CoordinatorState, "_declare_lost", _lost_is_dead),),
     "a coordinator's standstill counts": ((Silences, "advance", _never_advance),),
     "absent agents are not waited for": ((CoordinatorState, "_waits", _skip_absent),),
     "silent agents are not waited for": ((CoordinatorState, "_needed", _always(None)),),
+    "dead agents are waited for": ((CoordinatorState, "_needed", _dead_are_waited_for),),
+    "joiners go on alone": ((CoordinatorState, "_is_alone", _always(False)),),
     "directories and promises are mixed": ((CoordinatorState, "_needs_directory", staticmethod(_always(False))),),
     "notices are sent once": (
         (CoordinatorState, "_welcome", _welcome_without_notices),
@@ -137,30 +229,20 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     ),
     "joiners are sent a record at once": ((CoordinatorState, "_must_accept", _always(frozenset())),),
     "lost agents come back as they are": ((CoordinatorState, "_is_ancestor", staticmethod(_always(True))),),
+    "an id is free once its agent is lost": ((CoordinatorState, "_is_duplicate", _free_once_lost),),
+    "two processes have one id": ((CoordinatorState, "_is_duplicate", _always(False)),),
     "a lease runs from the answer": ((AgentSession, "_renew", _renew_from_the_answer),),
     "any refusal renews the lease": ((AgentSession, "_refused", _refused_anywhere),),
-    "an agent accepts earlier terms": ((AgentSession, "_welcome", _accept_any_term),),
+    "a refusal where the former coordinator was renews the lease": ((AgentSession, "_welcome", _refused_by_former),),
+    "a promise is not told": ((AgentSession, "_connected", _connect_without_promise),),
+    "an agent accepts earlier terms": (
+        (AgentSession, "_connected", _connect_without_promise),
+        (AgentSession, "_welcome", _accept_any_term),
+    ),
+    "a record is delivered without a lease": ((AgentSession, "_push", _push_at_once),),
+    "a report is sent once": ((AgentSession, "_welcome", _report_once),),
+    "the end of the job is told once": ((AgentSession, "_connected", _finish_once),),
 }
-
-
-# Neither a scenario nor a few hundred random schedules show yet what these break.
-OPEN = frozenset(
-    {
-        "the first to come is trusted",
-        "a majority is trusted",
-        "promises count by sessions",
-        "office is kept",
-        "reports outlive their session",
-        "a coordinator's standstill counts",
-        "absent agents are not waited for",
-        "notices are sent once",
-        "joiners are sent a record at once",
-        "lost agents come back as they are",
-        "a lease runs from the answer",
-        "any refusal renews the lease",
-        "an agent accepts earlier terms",
-    }
-)
 
 
 @contextlib.contextmanager
