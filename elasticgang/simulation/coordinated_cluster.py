@@ -22,6 +22,7 @@ WORD     The operator grants an office only when no other coordinator lives, who
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
@@ -37,7 +38,7 @@ from elasticgang.simulation.invariants import Invariants, State, Violation
 from elasticgang.simulation.rank import Rank
 
 RARE_MOVES = ranks.RARE_MOVES | {"hangs up", "kills a fenced rank", "founds"}
-_RARE_VERBS = frozenset({"resets", "misses"})
+_RARE_WORDS = ("resets ", "misses ")  # of coordinators
 
 STEP_S = 0.9  # by which time passes at once: no coordinator stands still for long
 MAIN = "main"
@@ -103,6 +104,8 @@ class CoordinatedCluster(Cluster):
         self.ranks: dict[str, Rank] = {}
         self.actors: list[Any] = [Clock()]
         self.coordinators: dict[str, CoordinatorProcess] = {}
+        self._living: list[CoordinatorProcess] = []
+        self.num_alive: Counter[str] = Counter()  # hosts, by id
         self.zone_of: dict[str, str] = {}  # of each address
         self.disk = Disk() if setting.has_directory else None
         self.given_up = ""
@@ -136,11 +139,13 @@ class CoordinatedCluster(Cluster):
         self.zone_of[address] = zone
         coordinator = CoordinatorProcess(self, number, disk, zone, address, is_founder and disk is None)
         self.coordinators[coordinator.name] = coordinator
+        self._living.append(coordinator)
         self.actors.append(coordinator)
         return coordinator
 
     def crash_coordinator(self, coordinator: CoordinatorProcess) -> None:
         self.seen.update(coordinator.crash())
+        self._living.remove(coordinator)
         self.actors.remove(coordinator)
         self.zone_of[coordinator.address] = coordinator.zone
         for generation in self.generations.values():
@@ -148,14 +153,14 @@ class CoordinatedCluster(Cluster):
                 generation.sever()
 
     def living(self) -> list[CoordinatorProcess]:
-        return [c for c in self.coordinators.values() if c.is_alive]
+        return list(self._living)
 
     def listening(self, zone: str) -> list[CoordinatorProcess]:
-        return [c for c in self.living() if c.zone == zone]
+        return [c for c in self._living if c.zone == zone]
 
     def refusing(self, zone: str) -> list[str]:
         """Addresses that answer, where nothing listens."""
-        held = {c.address for c in self.living()}
+        held = {c.address for c in self._living}
         return [address for address, at in self.zone_of.items() if at == zone and address not in held]
 
     def may_found(self, coordinator: CoordinatorProcess) -> bool:
@@ -287,39 +292,57 @@ class CoordinatedCluster(Cluster):
     def _exchange(self) -> None:
         """What is under way arrives, between those that are not slow."""
         for host in list(self.hosts.values()):
-            if self._is_prompt(host) and host.connection is None:
+            if host.connection is None and self._is_prompt(host):
                 self._reconnect(host)
+        coordinators = [coordinator for coordinator in self.living() if not coordinator.is_stopped]
         for _ in range(4):
-            for coordinator in self.living():
-                if coordinator.is_stopped:
-                    continue
-                while coordinator.may_write:
-                    coordinator.perform(self, "writes")
-                for number, session in list(coordinator.sessions.items()):
-                    if number not in coordinator.sessions or not self._is_prompt(session.host):
-                        continue
-                    while coordinator.reaches(session) and session.to_coordinator:
-                        coordinator.receive(self, session)
-                    if not session.is_agent_open and number in coordinator.sessions:
-                        coordinator.lose(self, number)
-                while coordinator.may_write:
-                    coordinator.perform(self, "writes")
-                while coordinator.outbox:
-                    coordinator.perform(self, "sends")
+            has_moved = False
+            for coordinator in coordinators:
+                has_moved |= self._serve(coordinator)
             for host in list(self.hosts.values()):
-                self._receive_all(host)
+                connection = host.connection
+                if connection is not None and (connection.to_agent or not connection.is_coordinator_open):
+                    has_moved |= self._receive_all(host)
+            if not has_moved:
+                return
 
-    def _receive_all(self, host: CoordinatedHost) -> None:
+    def _serve(self, coordinator: CoordinatorProcess) -> bool:
+        """Returns whether there was something to do."""
+        has_moved = False
+        while coordinator.may_write:
+            coordinator.perform(self, "writes")
+            has_moved = True
+        for number, session in list(coordinator.sessions.items()):
+            is_waiting = bool(session.to_coordinator) or not session.is_agent_open
+            if not is_waiting or number not in coordinator.sessions or not self._is_prompt(session.host):
+                continue
+            while session.to_coordinator and coordinator.reaches(session):
+                coordinator.receive(self, session)
+                has_moved = True
+            if not session.is_agent_open and number in coordinator.sessions:
+                coordinator.lose(self, number)
+                has_moved = True
+        while coordinator.may_write:
+            coordinator.perform(self, "writes")
+        has_moved |= bool(coordinator.outbox)
+        while coordinator.outbox:
+            coordinator.perform(self, "sends")
+        return has_moved
+
+    def _receive_all(self, host: CoordinatedHost) -> bool:
+        has_moved = False
         while self._is_prompt(host) and host.connection is not None:
             connection = host.connection
             if connection.coordinator.zone != host.zone:
-                return
+                break
             if connection.to_agent:
                 host.receive(self)
             elif not connection.is_coordinator_open:
                 host.perform(self, "loses its session")
             else:
-                return
+                break
+            has_moved = True
+        return has_moved
 
     def _reconnect(self, host: CoordinatedHost) -> None:
         listening = [c for c in self.listening(host.zone) if host.may_dial(c)]
@@ -333,7 +356,7 @@ class CoordinatedCluster(Cluster):
 
     @staticmethod
     def is_rare(verb: str) -> bool:
-        return verb in RARE_MOVES or verb.split()[0] in _RARE_VERBS
+        return verb in RARE_MOVES or (verb.startswith(_RARE_WORDS) and verb != "misses all")
 
     def is_possible(self, move: Move) -> bool:
         name, verb = move
@@ -394,7 +417,7 @@ class CoordinatedCluster(Cluster):
         elif name == "clock":
             self.pass_time(int(verb.split()[1]))
         elif name == "recover":
-            recover(self, self.perform, in_turn(), attended=verb != "unattended")
+            recover(self, self._perform_if_possible, self.perform, in_turn(), attended=verb != "unattended")
         elif name in self.coordinators:
             self._perform_coordinator(self.coordinators[name], verb)
         elif name in self.hosts:
@@ -407,6 +430,10 @@ class CoordinatedCluster(Cluster):
             self.actors.remove(rank)
         else:
             self.ranks[name].perform(self, verb)
+
+    def _perform_if_possible(self, move: Move) -> None:
+        if self.is_possible(move):
+            self.perform(move)
 
     def _perform_coordinator(self, coordinator: CoordinatorProcess, verb: str) -> None:
         match verb:
@@ -465,6 +492,7 @@ class CoordinatedCluster(Cluster):
         host = CoordinatedHost(self, name, num_ranks, mismatch, agent)
         self.hosts[name] = host
         self.agents.setdefault(host.id, host)
+        self.num_alive[host.id] += 1
         self.actors.append(host)
 
     def end_host(self, host: Any, reason: str) -> None:
@@ -479,6 +507,7 @@ class CoordinatedCluster(Cluster):
         if reason:
             self.log.append(f"{host.name} ends: {reason}")
         host.alive = False
+        self.num_alive[host.id] -= 1
         self.num_dead_hosts += 1
         self.actors.remove(host)
         if host.connection is not None:

@@ -36,12 +36,13 @@ def in_turn() -> Callable[[Sequence[Move]], Move]:
 def recover(
     cluster: CoordinatedCluster,
     do: Callable[[Move], None],
+    make: Callable[[Move], None],
     pick: Callable[[Sequence[Move]], Move],
     *,
     attended: bool = True,
 ) -> None:
     """All is repaired, nobody is late for ever, and there are enough ranks: raises Violation if the job does not go
-    on. `do` makes a move, `pick` chooses the next one."""
+    on. `do` makes a move if it is possible, `make` one that is; `pick` chooses the next one."""
     if _is_over(cluster):
         return
     num_whole = cluster.setting.layout.unit + cluster.setting.num_spares
@@ -52,7 +53,7 @@ def recover(
     for number in range(1, _QUIET_MOVES):
         options = [(a.name, verb) for a in cluster.actors for verb in cluster.moves_of(a) if not cluster.is_rare(verb)]
         if options:
-            do(pick(options))
+            make(pick(options))
             if _is_over(cluster):
                 return _check_end(cluster, may_end)
         if number % 8 == 0 and _is_whole(cluster):

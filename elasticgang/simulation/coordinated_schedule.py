@@ -96,7 +96,7 @@ class CoordinatedSchedule(Schedule):
         return CoordinatedCluster(self.setting)
 
     def _quiet_phase(self) -> None:
-        recover(self.cluster, self._do, self._pick)
+        recover(self.cluster, self._do, self._make, self._pick)
 
     def _pick(self, options: Sequence[Move]) -> Move:
         return options[int(self._chance.random() * len(options))]
@@ -116,7 +116,8 @@ class CoordinatedSchedule(Schedule):
         for number in range(self._chance.randint(*_FAULT_PHASE_MOVES)):
             if cluster.given_up:
                 return
-            self._crash_where_aimed(number)
+            if self._aim or number == self._restart_at:
+                self._crash_where_aimed(number)
             if chance() < self._repair_rate:
                 self._repair_one()
                 continue
@@ -136,7 +137,7 @@ class CoordinatedSchedule(Schedule):
             if options:
                 verb = options[int(chance() * len(options))]
                 if not cluster.is_rare(verb) or chance() < self._rate_of(verb):
-                    self._do((actor.name, verb))
+                    self._make((actor.name, verb))
 
     def _crash_where_aimed(self, number: int) -> None:
         cluster, chance = self.cluster, self._chance
@@ -214,18 +215,20 @@ class CoordinatedSchedule(Schedule):
 
     @staticmethod
     def _is_at(c: CoordinatorProcess, aim: str) -> bool:
+        if aim == "deciding":
+            return c.state.is_deciding
         num_pushes = sum(isinstance(getattr(one, "message", None), Push) for one in c.outbox)
-        record = c.state.record
-        return {
-            "deciding": c.state.is_deciding,
-            "pushing": num_pushes > 0,
-            "pushed to one": record is not None and 0 < num_pushes < len(record.agents),
-            "written": num_pushes > 0 and not c.writing,
-        }[aim]
+        if aim == "pushed to one":
+            return c.state.record is not None and 0 < num_pushes < len(c.state.record.agents)
+        return num_pushes > 0 and not (aim == "written" and c.writing)
 
     def _do(self, move: Move) -> None:
         if self.cluster.is_possible(move):  # no rank of a frozen host does anything
-            super()._do(move)
+            self._make(move)
+
+    def _make(self, move: Move) -> None:
+        """`move` is one of those that its actor offers."""
+        super()._do(move)
 
     def _fault(self) -> None:
         cluster, chance = self.cluster, self._chance

@@ -120,14 +120,10 @@ class CoordinatorProcess:
             moves.append("writes")
         record = self.state.record
         if record is not None:
-            moves += [f"misses {a}" for a in record.agents if a not in self.state.dead and self._has_died(cluster, a)]
+            moves += [f"misses {a}" for a in record.agents if not cluster.num_alive[a] and a not in self.state.dead]
         elif not self.state.granted and self.state.sessions and cluster.may_found(self):
             moves.append("founds")
         return moves
-
-    @staticmethod
-    def _has_died(cluster: CoordinatedCluster, agent: str) -> bool:
-        return not any(host.alive for host in cluster.hosts_of(agent))
 
     def has_heard(self, agent: str) -> bool:
         return agent in self.heard_s
@@ -180,12 +176,12 @@ class CoordinatorProcess:
 
     def do(self, cluster: CoordinatedCluster, event: CoordinatorEvent) -> None:
         state = self.state
-        lost, dead, term, known = set(state.lost), set(state.dead), state.term, state.decision
+        lost, dead, number, known = frozenset(state.lost), frozenset(state.dead), state.number, state.decision
         instructions = state.handle(event, cluster.now_s * self.rate)
-        if state.term != term:
+        if state.number != number:
             self.promises.clear()
             self.is_granted = self.is_granted and self.disk is not None
-        if not isinstance(event, AgentExited):
+        if (state.lost or state.dead) and not isinstance(event, AgentExited):
             cluster.check_lost(self, state.lost - lost, state.dead - dead, silent=isinstance(event, Ticked))
         if state.lost and " may live" in state.reason:
             cluster.seen.add("waited for a silent agent")
