@@ -38,8 +38,7 @@ class Attempt(NamedTuple):
     generation: int
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     """What one present member says of itself.
 
     `tip`: the committed attempt that its state holds; None when it holds none (new, torn, or still healing).

@@ -70,10 +70,20 @@ def next_record(record: Record | None, proposal: Sequence[Report]) -> Record | U
         return Undecided(str(error))
     if not isinstance(state, CommittedState):
         return state
+    statuses = state.statuses(planned, holds)
     seats = tuple(
-        Seat(member.id, report.agent, report.host, member.local_rank, member.address, state.status(planned, member))
-        for report in reports
-        for member in report.members
+        [
+            Seat(
+                member.id,
+                report.agent,
+                report.host,
+                member.local_rank,
+                member.address,
+                statuses.get(member.id, SPARE),
+            )
+            for report in reports
+            for member in report.members
+        ]
     )
     return Record(
         job=reports[0].job,
@@ -156,11 +166,12 @@ def _outdated(record: Record | None, reports: Sequence[Report]) -> Undecided | N
     """NEXT-2: a report older than the record it is part of is the ghost of a call that timed out. One from another
     chain of records means other things by the same names: its agent is refused."""
     generation = record.generation if record is not None else 0
+    known = frozenset() if record is None else frozenset(record.agents)
     for report in reports:
         seen = report.newest_record.generation
         if seen > generation:
             return Undecided(f"agent {report.agent} knows generation {seen}, but the record is of {generation}")
-        if record is not None and report.agent in record.agents and seen < generation:
+        if seen < generation and report.agent in known:
             return Undecided(f"the report of agent {report.agent} is of generation {seen}, before {generation}")
     mismatched_agents = tuple(
         (
@@ -168,7 +179,7 @@ def _outdated(record: Record | None, reports: Sequence[Report]) -> Undecided | N
             f"its generation {report.newest_record.generation} is not one that generation {generation} builds on",
         )
         for report in reports
-        if record is not None and not record.builds_on(report.newest_record)
+        if record is not None and report.newest_record != record.ref and not record.builds_on(report.newest_record)
     )
     return _refuse(mismatched_agents) if mismatched_agents else None
 

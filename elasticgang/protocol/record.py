@@ -25,6 +25,7 @@ ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
 _STATUS_OF = dict(enumerate(_STATUSES))
 _NUM_ANCESTORS = 16
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 Model: TypeAlias = "tuple[int, int, int]"  # coordinates along pp, sdp and tp
 
@@ -303,8 +304,9 @@ class Unrecoverable:
 
 def model_coordinates(planned: Plan, member: str) -> Model:
     """Which part of the model sits in `member`'s seat: its (pp, sdp, tp)."""
-    coordinates = planned.coordinates(member)
-    return coordinates["pp"], coordinates["sdp"], coordinates["tp"]
+    rank = planned.ranks[member]
+    _, rdp, sdp, tp = planned.shape
+    return rank // (rdp * sdp * tp), rank // tp % sdp, rank % tp
 
 
 def digest_of(text: str) -> str:
@@ -314,7 +316,7 @@ def digest_of(text: str) -> str:
 
 def canonical_json(data: Any) -> str:
     """JSON with one spelling for equal data."""
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return _ENCODER.encode(data)
 
 
 def layout_to_json(layout: ParallelLayout) -> dict[str, Any]:

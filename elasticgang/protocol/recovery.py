@@ -16,7 +16,7 @@ RECOVERY-4  A committed attempt is dropped only if no whole copy of it is left, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elasticgang.layout import ModelCoordinates, Plan
@@ -32,7 +32,6 @@ from elasticgang.protocol.record import (
     Seat,
     Undecided,
     Unrecoverable,
-    model_coordinates,
 )
 
 
@@ -45,23 +44,27 @@ class CommittedState:
     rolled_back: bool = False
     designated: bool = False
 
-    def status(self, planned: Plan, member: MemberReport) -> str:
-        if member.id not in planned.ranks:
-            return SPARE
-        if self.designated:
-            return ACTIVE if planned.coordinates(member.id)["rdp"] == 0 else LEARNER
-        return ACTIVE if _holds(member, self.committed, model_coordinates(planned, member.id)) else LEARNER
+    def statuses(self, planned: Plan, holds: Mapping[str, ModelCoordinates]) -> dict[str, str]:
+        """Of the members with a seat in `planned`. `holds`: as from the method of that name."""
+        coordinates = itertools.product(*map(range, planned.shape))  # in rank order
+        return {
+            member.id: ACTIVE if (rdp == 0 if self.designated else holds.get(member.id) == (pp, sdp, tp)) else LEARNER
+            for member, (pp, rdp, sdp, tp) in zip(planned.seats, coordinates, strict=True)
+        }
 
     def holds(self, reports: Sequence[Report]) -> dict[str, ModelCoordinates]:
         """Who has, or can have, the committed state, and which part of it."""
         if self.designated:
             return {}
-        members = [member for report in reports for member in report.members]
-        return {
-            member.id: ModelCoordinates(*member.holds)
-            for member in members
-            if member.holds is not None and _holds(member, self.committed, member.holds)
-        }
+        parts: dict[Model, ModelCoordinates] = {}  # few, of many members
+        held: dict[str, ModelCoordinates] = {}
+        for member in (member for report in reports for member in report.members):
+            model = member.holds
+            if model is not None and _holds(member, self.committed, model):
+                if model not in parts:
+                    parts[model] = ModelCoordinates(*model)
+                held[member.id] = parts[model]
+        return held
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,11 @@ def recover(
 def _recover(
     record: Record, reports: Sequence[Report], members: Sequence[MemberReport], known: Sequence[Attempt]
 ) -> CommittedState | Undecided | Unrecoverable:
-    standings = [Standing(member.tip, member.pending, _is_active(record, member)) for member in members]
+    standings: list[Standing] = []  # neighbours are alike: told once
+    for member in members:
+        standing = Standing(member.tip, member.pending, _is_active(record, member))
+        if not standings or standings[-1] != standing:
+            standings.append(standing)
     fate = resolve(record.committed, record.generation, standings, known)
     missing = _missing(record, members, fate.committed)
     is_blind = _is_blind(record, reports)
@@ -173,7 +180,9 @@ def _missing(record: Record, members: Sequence[MemberReport], committed: Attempt
 
 
 def _holds(member: MemberReport, committed: Attempt, model: Model) -> bool:
-    return member.holds == model and action(member.tip, member.pending, committed) is not Action.HEAL
+    if member.holds != model:
+        return False
+    return member.tip == committed or action(member.tip, member.pending, committed) is not Action.HEAL
 
 
 def _may_hold_all(
