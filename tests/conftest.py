@@ -18,6 +18,8 @@ hypothesis.settings.load_profile("elasticgang")
 # torch looks up the name of whoever connects to a store, and of whom it connects to. Where the DNS loses an answer now
 # and then, such a look-up costs 5 s otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+# Before torch is imported: OpenMP threads that wait for a core which another test has made tests 30 times slower.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = str(TESTS.parent)  # so that what a test starts finds `tests` and `scripts`

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
-import torch
 
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
@@ -142,9 +141,6 @@ def ranks() -> Iterator[Ranks]:
         made.append(Rank(*args, **kwargs))
         return made[-1]
 
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for a core that another test has make this ten times slower
     yield make
-    torch.set_num_threads(num_threads)
     for rank in made:
         rank.server.close()

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ SIZE = 20_000  # 3 floats each, thrice with the optimizer's state: 180 chunks of
 
 
 @pytest.fixture
-def pulls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[striped_fetch.StripedFetch]]:
+def pulls(monkeypatch: pytest.MonkeyPatch) -> list[striped_fetch.StripedFetch]:
     """Every pull, of states of any size, in small chunks."""
     made: list[striped_fetch.StripedFetch] = []
 
@@ -45,10 +44,7 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[striped_fetch.Stripe
     monkeypatch.setattr(striped_fetch, "StripedFetch", Seen)
     monkeypatch.setattr(transport, "CHUNK_BYTES", 4000)
     monkeypatch.setattr(keeper_module, "BY_RANGE_FROM_BYTES", 0)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield made
-    torch.set_num_threads(num_threads)
+    return made
 
 
 def holders(num: int) -> list[Rank]:
