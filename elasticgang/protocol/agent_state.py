@@ -461,6 +461,8 @@ class AgentState:
         if not event.is_newest:
             return []
         if isinstance(answer, Unrecoverable):
+            if self.finished and not any(self._can_finish(rank) for rank in self._in(_Phase.REQUESTING).values()):
+                return []  # the holders of the state have finished and ended; who has none is retired already
             return [Fail(1, f"the job's state is lost: {answer.reason}")]
         why = dict(answer.refused).get(self.agent)
         if why is not None:

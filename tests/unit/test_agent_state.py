@@ -146,6 +146,19 @@ def test_a_lost_state_ends_the_job() -> None:
     assert failed == Fail(1, "the job's state is lost: no live member holds step 3")
 
 
+def test_a_finished_jobs_state_is_not_lost_with_those_that_held_it() -> None:
+    newcomer = Host(1)
+    newcomer.start("a0")
+    newcomer.asks("a0")
+    newcomer.state.handle(Finished())
+    assert newcomer.is_answered(Unrecoverable("no live member holds step 5")) == []
+    doubting = running(1)
+    doubting.asks("a0", tip=Attempt(4, 1), pending=Attempt(5, 1))
+    doubting.state.handle(Finished())
+    (failed,) = doubting.is_answered(Unrecoverable("no live member holds step 5"))
+    assert failed == Fail(1, "the job's state is lost: no live member holds step 5")
+
+
 # -- AGENT-2: a death, or an error, ends the generation for all others at once
 
 
