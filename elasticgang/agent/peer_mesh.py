@@ -111,7 +111,7 @@ class PeerMesh:
             await asyncio.sleep(_REDIAL_S)
 
     async def _handshake(self, agent: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """MESH-1, of who has dialled. False: nothing came of it."""
+        """MESH-1, on the dialling side. False: the handshake failed."""
         try:
             writer.write(framing.pack("hello", job=self._job, agent=self._agent, protocol=PROTOCOL, to=agent))
             answer = await asyncio.wait_for(_receive(reader), HELLO_TIMEOUT_S)
@@ -140,19 +140,19 @@ class PeerMesh:
         task.add_done_callback(self._served.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        is_stranger = True
+        is_unauthenticated = True
         try:
             hello = await asyncio.wait_for(_receive(reader), HELLO_TIMEOUT_S)
             writer.write(framing.pack("hello", job=self._job, agent=self._agent, protocol=PROTOCOL))
             wanted = {"kind": "hello", "job": self._job, "protocol": PROTOCOL, "to": self._agent}
             if all(hello.get(name) == value for name, value in wanted.items()) and isinstance(hello.get("agent"), str):
-                is_stranger = False
+                is_unauthenticated = False
                 self._num_unauthenticated -= 1
                 await self._listen(hello["agent"], reader, writer)
         except (WireError, OSError, EOFError, asyncio.TimeoutError):
             pass
         finally:
-            self._num_unauthenticated -= is_stranger
+            self._num_unauthenticated -= is_unauthenticated
             writer.close()
 
     async def _listen(self, agent: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -180,6 +180,7 @@ async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 def _keep_alive(sock: socket.socket) -> None:
+    """MESH-3."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
