@@ -141,7 +141,7 @@ def _first_contact(host: str, port: int, address: str, timeout: float) -> str:
             with socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())) as probe:
                 return str(probe.getsockname()[0])
         except UnicodeError as exc:
-            raise OperationalError(f"{host!r} is no name of a host") from exc
+            raise OperationalError(f"{host!r} is not a valid host name") from exc
         except OSError as exc:
             if time.monotonic() + 0.2 >= deadline:
                 reason = exc.strerror or str(exc)

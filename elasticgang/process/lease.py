@@ -1,11 +1,12 @@
-"""Until when the ranks of a host may take part without word from the coordinator's host.
+"""The lease of a host: until when its ranks may take part without an answer from the coordinator's host.
 
-A cut-off host must end its members before others may hold them to be dead. Its agent renews the lease; a rank looks at
-it in shared memory, so that an agent that is stopped cannot keep it from ending.
+A host that is cut off must kill its members before other agents may declare them dead. Its agent renews the lease; the
+ranks read it in shared memory, so that they exit even if the agent is stopped.
 
-LEASE-1  It runs from the moment at which an answered heartbeat began. A refused connection is an answer: the network
-    is there, and the coordinator is not, so that nobody agrees on anything without this host.
-LEASE-2  Others hold an agent to be dead no sooner than `LEASE_S + MARGIN_S` after they saw its count in the store grow.
+LEASE-1  The lease counts from the start of the last answered heartbeat. A refused connection is an answer: the network
+    works and no coordinator runs, so that no generation can be agreed without this host.
+LEASE-2  Other agents declare an agent dead no sooner than `LEASE_S + MARGIN_S` after its counter in the store has
+    grown.
 LEASE-3  No reader acts on a torn value: the value is one aligned 8-byte word, and each access copies the whole word. A
     memoryview of format "d" compiles to one 8-byte load or store on x86-64 and aarch64, where such an access is atomic;
     `struct` with a byte order moves single bytes.
@@ -17,14 +18,14 @@ import mmap
 import os
 import time
 
-LEASE_S = 10.0  # a machine may give a process no share for seconds; to end its ranks for that may cost the job
-MARGIN_S = 2.0  # for the ranks to end, and for clocks that run unlike
+LEASE_S = 10.0  # a loaded machine may not schedule a process for seconds, which must not kill its ranks
+MARGIN_S = 2.0  # for the ranks to exit, and for clock drift; LEASE-2
 
 _NUM_BYTES = 8
 
 
 class Lease:
-    """Eight bytes of memory, of CLOCK_MONOTONIC, which all processes of a host share."""
+    """Eight bytes of shared memory: a time of CLOCK_MONOTONIC, which all processes of a host share (LEASE-3)."""
 
     def __init__(self, fd: int) -> None:
         self._words = memoryview(mmap.mmap(fd, _NUM_BYTES)).cast("d")  # a mapping begins at a page: aligned
@@ -32,7 +33,7 @@ class Lease:
 
     @staticmethod
     def create() -> Lease:
-        """A lease without end, until it is renewed for the first time."""
+        """A lease that does not expire before its first renewal."""
         fd = os.memfd_create("eg-lease")
         os.ftruncate(fd, _NUM_BYTES)
         lease = Lease(fd)
@@ -48,12 +49,12 @@ class Lease:
         self._words[0] = until
 
     def begin(self, began: float) -> None:
-        """Anew, for members that nobody has heard of yet."""
+        """Start the lease anew, for members that no record names yet."""
         self.until = began + LEASE_S
 
     def renew(self, began: float) -> bool:
-        """The coordinator's host has answered what began then. False: the lease was over, and stays so: others may
-        hold the members to be dead."""
+        """LEASE-1: the coordinator's host has answered a heartbeat that began at `began`. False: the lease had expired
+        before and stays so: other agents may have declared the members dead."""
         if self.is_expired:
             return False
         self.until = began + LEASE_S
