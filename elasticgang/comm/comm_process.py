@@ -232,7 +232,7 @@ class CommProcess:
         tensors = list(outputs) if in_place else [*outputs, *inputs]
         dtypes = [tensor.dtype for tensor in tensors]
         if call in REDUCING:
-            dtypes = [reduced_dtype(call, options.get("op"), dtype) for dtype in dtypes]
+            dtypes = [reduced_dtype(call, options.get("op"), dtype) for dtype in dtypes]  # STAGING-2
         with torch.no_grad():
             try:
                 for tensor, dtype in zip(tensors, dtypes, strict=True):
@@ -264,7 +264,7 @@ class CommProcess:
         """Register and send. False: the process had ended before, and nothing was registered or sent."""
         with self._send_lock:  # `abort` never takes it: a send that blocks is ended by the kill
             with self._lock:
-                if self._ended:
+                if self._ended:  # COMM-1
                     return False
                 self._next_id += 1
                 id = self._next_id
@@ -325,7 +325,7 @@ class CommProcess:
             OperationalError: it could not be reaped in time; the rank must exit, since its memory is not fenced
                 (RULE-3).
         """
-        self.kill(error)
+        self.kill(error)  # COMM-2
         if self._reply_reader.is_served_here:
             dead = _exited(self._pidfd, _REAP_TIMEOUT_S)
         else:  # the descriptor belongs to the reply reader, and after it to `close`
@@ -473,7 +473,7 @@ class CommProcess:
         error = self._abort_error or error
         self._on_death(error)
         with self._lock:
-            works, self._works = self._works, {}
+            works, self._works = self._works, {}  # COMM-3
         for work in works.values():
             self._end(work, error)
 

@@ -258,6 +258,7 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _die_with(pidfd: int, block: CommBlock) -> None:
+    """WORKER-1."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     while not poll.poll(PULSE_MS):
@@ -420,14 +421,14 @@ class Worker:
         except Exception as exc:
             self._end(id, exc)
             return
-        # The tensors are kept until the end by the future's callback.
+        # WORKER-2. The callback keeps the tensors until the work has ended.
         future.add_done_callback(lambda future: self._completed(id, future, prepared))
 
     def _prepare(self, body: bytes) -> tuple[str, str, dict[str, Any], list[Tensor]]:
         """What a body says; the same one comes again, since blocks do."""
         group, call, options, described = json.loads(body)
         tensors = [
-            bytes_as(self._slabs[slab], torch.Size(shape), getattr(torch, dtype), offset)
+            bytes_as(self._slabs[slab], torch.Size(shape), getattr(torch, dtype), offset)  # WORKER-3
             for slab, offset, shape, dtype in described
         ]
         if call not in REDUCING:
