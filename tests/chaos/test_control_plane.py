@@ -160,6 +160,7 @@ async def connected(host: Host, peer: str, is_up: bool = True) -> None:
         await asyncio.sleep(0.005)
 
 
+# CONTROL-2
 def test_the_store_is_not_told_of_what_the_connections_have_told(coordinator: Coordinator) -> None:
     async def story(one: Host, other: Host) -> None:
         await connected(one, "b")

@@ -103,6 +103,7 @@ def test_records_are_kept_in_the_state_folder(tmp_path: Path, job: str) -> None:
     again.close()
 
 
+# COORDINATOR-3
 def test_half_a_file_is_none(tmp_path: Path) -> None:
     (tmp_path / "am9i.partial").write_text("{")
     made = Coordinator("127.0.0.1", 0, state_dir=str(tmp_path), grace_s=0.0)
@@ -116,6 +117,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         Coordinator("127.0.0.1", 0, state_dir=str(tmp_path / "file"))
 
 
+# SESSION-3
 def test_all_agents_hear_every_notice_in_one_order(coordinator: Coordinator) -> None:
     agents = [open_session(coordinator, f"agent-{number}") for number in range(3)]
     listener = [Listener(agent) for agent in agents]
@@ -133,6 +135,7 @@ def test_all_agents_hear_every_notice_in_one_order(coordinator: Coordinator) -> 
         agent.close()
 
 
+# SESSION-2
 def test_counts_grow_for_those_who_live(coordinator: Coordinator) -> None:
     one, other = open_session(coordinator, "one"), open_session(coordinator, "other")
     Listener(one)
@@ -145,6 +148,7 @@ def test_counts_grow_for_those_who_live(coordinator: Coordinator) -> None:
     }
 
 
+# SESSION-1
 def test_a_lost_connection_is_told_once_for_each_thread_and_is_no_notice() -> None:
     made = Coordinator("127.0.0.1", 0, grace_s=0.0)
     listener = Listener(open_session(made, "one"))
@@ -153,6 +157,7 @@ def test_a_lost_connection_is_told_once_for_each_thread_and_is_no_notice() -> No
     assert listener.notices.empty()
 
 
+# COORDINATOR-2
 def test_nobody_asks_before_the_grace_period_is_over() -> None:
     made = Coordinator("127.0.0.1", 0, grace_s=0.3)
     store = reach(made.address, TIMEOUT_S).store

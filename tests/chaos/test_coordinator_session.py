@@ -107,6 +107,7 @@ def all_agree(hosts: Sequence[Host], lost: Sequence[str] = ()) -> Record:
     return agreed[0]
 
 
+# SESSION-6
 def test_a_question_that_waits_for_a_record_does_not_delay_the_failure_detector(hosts: list[Host]) -> None:
     """Four turns before this agent's: the longest wait there is, for a record that nobody writes."""
     host = hosts[0]
@@ -148,6 +149,7 @@ def test_a_coordinator_that_does_not_answer_the_failure_detector_is_given_up(tmp
         assert asyncio.run(detect(coordinator)).endswith("does not answer the failure detector")
 
 
+# SESSION-7
 def test_threads_that_read_records_in_any_order_hold_the_newest(hosts: list[Host]) -> None:
     """What is held is brought to a coordinator that has lost it: it never goes back."""
     session, record = hosts[0].session, hosts[0].record
@@ -199,6 +201,7 @@ def test_who_has_not_heard_of_a_generation_does_not_write_over_it(hosts: list[Ho
     assert again.reason == "no witness of generation 2 is here, but b0, c0 may live"
 
 
+# SESSION-4
 def test_those_that_wait_for_a_record_that_does_not_come_take_turns(hosts: list[Host]) -> None:
     """Whose turn is first is gone once all have asked; who comes next writes it, and the last has nothing to do."""
     for host in hosts:

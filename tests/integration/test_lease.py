@@ -14,6 +14,7 @@ def test_without_a_coordinator_elsewhere_it_has_no_end() -> None:
     assert lease.remaining_s == float("inf")
 
 
+# LEASE-1
 def test_it_runs_from_the_beginning_of_what_was_answered() -> None:
     lease, now = Lease.create(), time.monotonic()
     assert lease.renew(now - 1.0)

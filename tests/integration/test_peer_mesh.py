@@ -109,6 +109,7 @@ def test_a_lost_connection_to_a_peer_that_lives_comes_back() -> None:
     run(test())
 
 
+# MESH-2
 def test_another_agent_at_the_address_means_that_the_peer_is_gone() -> None:
     async def test() -> None:
         async with peers("a", "b") as (a, b):
@@ -149,6 +150,7 @@ STRANGE = {
 }
 
 
+# MESH-1
 @pytest.mark.parametrize("name", STRANGE)
 @pytest.mark.parametrize("ends", [True, False])
 def test_what_is_not_ours_closes_that_connection_and_nothing_else(name: str, ends: bool) -> None:
@@ -171,6 +173,7 @@ def test_what_is_not_ours_closes_that_connection_and_nothing_else(name: str, end
     run(test())
 
 
+# MESH-4
 def test_of_many_who_say_nothing_most_are_closed_at_once_and_a_peer_comes_back() -> None:
     async def test() -> None:
         async with peers("a", "b") as (a, b):

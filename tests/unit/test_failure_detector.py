@@ -12,6 +12,7 @@ def test_a_count_that_grows_keeps_an_agent_alive_for_ever() -> None:
     assert not any(detector.detect("c", {"a": n}, ["a"], n * 1.0, n * 1.0 + 0.1) for n in range(100))
 
 
+# LEASE-2, DETECTOR-1
 def test_silence_counts_from_the_answer_to_the_question() -> None:
     """A count may have grown right up to the answer, and the next question may have been asked long before its own."""
     detector = FailureDetector(SILENCE_S)
@@ -35,6 +36,7 @@ def test_one_that_was_gone_and_is_not_any_more_begins_anew() -> None:
     assert detector.detect("c", {"a": 7}, ["a"], 2.0, 2.0) == []
 
 
+# DETECTOR-2
 def test_a_new_coordinator_has_heard_of_nobody_yet() -> None:
     detector = FailureDetector(SILENCE_S)
     detector.detect("c", {"a": 7}, [], 0.0, 0.0)
