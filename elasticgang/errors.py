@@ -1,25 +1,25 @@
-"""The whole error tree, by what the caller does next.
+"""The error tree, ordered by what the caller does next.
 
     ElasticGangError
       LayoutError (ValueError)        fix the configuration
         GridTooLargeError (RuntimeError)  a grid has more ranks than the world
-      NotSupportedError               fairseq2's names for misuse: this object cannot do that,
-      InvalidOperationError             not now,
-        NoWorldError (RuntimeError)         before there is a default process group,
-        ClosedError (OSError)             not any more: the process group was shut down,
-      OperationalError                  the environment failed,
-      InternalError                     a bug of ours
+      NotSupportedError               misuse: the object cannot do this (fairseq2's name)
+      InvalidOperationError           misuse: the object cannot do this now (fairseq2's name)
+        NoWorldError (RuntimeError)     there is no default process group yet
+        ClosedError (OSError)           the process group was shut down
+      OperationalError                the environment failed
+      InternalError                   a bug in elasticgang
       GangError (RuntimeError)        drop the step, enter the next generation
-        PeerLostError                   a peer, or the comm process, is gone
-        CollectiveTimeoutError          nobody is known to be dead, but the deadline passed (TimeoutError)
-        StaleGenerationError            the generation this belongs to has ended
+        PeerLostError                   a peer, or the comm process, has died or left
+        CollectiveTimeoutError          the deadline has passed, and no peer is known to be dead (TimeoutError)
+        StaleGenerationError            the generation of the call has ended
         StepAborted                     object and barrier calls of a poisoned gang; `with step` catches it
       EvictedError                    exit; come back as a new member
       StateLostError                  no live holder and no checkpoint
-      WireError                       bytes that are not ours, or half a message: close that connection
+      WireError                       invalid bytes or an incomplete message: close the connection
 
-Some are also of Python's own kinds, which torch's and torchft's callers look for. Every error pickles, because errors
-cross process boundaries here.
+Some also inherit from Python's own errors, which callers of torch and torchft catch. Every error pickles, because
+errors cross process boundaries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LayoutError(ElasticGangError, ValueError):
 
 
 class GridTooLargeError(LayoutError, RuntimeError):
-    """A grid has more ranks than the world. HyperCommGrid's callers look for a RuntimeError."""
+    """A grid has more ranks than the world. Callers of HyperCommGrid catch a RuntimeError."""
 
 
 class NotSupportedError(ElasticGangError):
@@ -54,8 +54,8 @@ class InternalError(ElasticGangError):
 
 
 class NoWorldError(InvalidOperationError, RuntimeError):
-    """There is no default process group, and nothing else that says how many ranks there are. HyperCommGrid's callers
-    look for a RuntimeError."""
+    """There is no default process group, and nothing else determines the number of ranks. Callers of HyperCommGrid
+    catch a RuntimeError."""
 
 
 class ClosedError(InvalidOperationError, OSError):
@@ -67,7 +67,7 @@ class GangError(ElasticGangError, RuntimeError):
 
 
 class PeerLostError(GangError):
-    """A member of the gang, or the comm process beside this rank, is gone."""
+    """A member of the gang, or this rank's comm process, has died or left."""
 
 
 class CollectiveTimeoutError(GangError, TimeoutError):
@@ -91,4 +91,4 @@ class StateLostError(ElasticGangError):
 
 
 class WireError(ElasticGangError):
-    """What arrived is not one of our messages, or only half of one."""
+    """The received bytes are not a valid message, or only a part of one."""

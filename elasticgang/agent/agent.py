@@ -1,10 +1,11 @@
-"""The agent: starts the rank processes of one host, reaps them, and speaks for them.
+"""The agent: starts the rank processes of one host, reaps them, and represents them in the job.
 
-It decides nothing: it hands events to `agent_lifecycle.py` and executes its instructions. `control_plane.py` deals with
-the coordinator and the other agents. One asyncio loop owns all state; threads do what blocks.
+It decides nothing: it passes events to `agent_lifecycle.py` and executes the instructions that this returns.
+`control_plane.py` talks to the coordinator and the other agents. One asyncio loop owns all state; blocking calls run on
+threads.
 
-On every way out, whatever was started here is killed and reaped before `run` returns; if the agent itself is killed,
-the fork server does it.
+`run` kills and reaps every process that the agent started before it returns or raises. If the agent itself is killed,
+the fork server kills them.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Agent:
-    """Runs one job's ranks on this host. `run` blocks until the job is over and returns its exit code."""
+    """Runs one job's ranks on this host. `run` blocks until the job is over and returns the exit code."""
 
     def __init__(self, job: Job, output: Output, events: Events) -> None:
         self._job = job
@@ -96,7 +97,7 @@ class Agent:
         self._supervisor = ProcessSupervisor(job.env, job.preload, self._stopping, self._spawn_task)
         self._ranks = RankProcesses(self._supervisor, output, _AgentCallbacks(self))
         self._tasks: set[asyncio.Task[None]] = set()
-        self._coordinator: EmbeddedCoordinator | None = None  # of the job's own
+        self._coordinator: EmbeddedCoordinator | None = None  # None: the job uses one that the user runs
         self._lease = Lease.create()
         self._control: ControlPlane | None = None
         self._hang_monitor = HangMonitor(job.hang_timeout)
@@ -105,7 +106,7 @@ class Agent:
         self._is_reporting = False  # a standstill
 
     def run(self) -> int:
-        """Raises OperationalError when the job could not be started; nothing is left running then."""
+        """Raises OperationalError: the job could not be started. No process is left running."""
         return asyncio.run(self._run())
 
     # -- life of the job
@@ -146,7 +147,7 @@ class Agent:
         return await self._exit
 
     async def _unless_exiting(self, future: asyncio.Future[Any]) -> bool:
-        """Wait for `future`. False: the job has ended before."""
+        """Wait for `future`. False: the agent exits before it is done."""
         assert self._exit is not None
         either: list[asyncio.Future[Any]] = [future, self._exit]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -188,7 +189,7 @@ class Agent:
             self._coordinator.kill()
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An exception that nobody handles ends the job: half an agent is worse than none."""
+        """An unhandled exception ends the job: an agent with a dead task could block the others for ever."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _EXHAUSTED and "accept" in context["message"]:
             self._events.write("accept failed", error=str(error))  # asyncio tries again in a second
@@ -246,7 +247,7 @@ class Agent:
         self._timer = None if deadline_s is None else self._loop.call_at(deadline_s, self._handle, TimePassed())
 
     def _collect_commits(self) -> None:
-        """Before any decision: what a rank has told was stamped before."""
+        """Read the status pages before any decision: a rank stamps a commit before it sends a message about it."""
         for rank in self._ranks.all():
             self._collect_commit(rank)
 
@@ -257,7 +258,7 @@ class Agent:
             self._lifecycle.handle(Committed(rank.member, attempt), time.monotonic())
 
     def _stamp_successors(self, *, again: bool = False) -> None:
-        """Those that could follow a rank that goes. `again`: tell the other agents once more."""
+        """Count the ranks that could replace a draining one. `again`: broadcast the number even if it is unchanged."""
         ranks = self._ranks.all()
         num = self._lifecycle.state.num_successors([rank.member for rank in ranks if rank.page.draining])
         self._control_plane.broadcast_successors(num, again=again)
@@ -399,7 +400,7 @@ class Agent:
                 self._change_reporter.requested(rank.member, report.pending)
                 if report.draining and not message["broken"]:
                     self._change_reporter.caused(
-                        f"rank {rank.local_rank} is to go, and a spare may follow", time.monotonic()
+                        f"rank {rank.local_rank} drains, and a spare may replace it", time.monotonic()
                     )
                 self._handle(RecordRequested(rank.member, report, layout, message["broken"], message["timed_out"]))
             case "committed":
@@ -465,7 +466,7 @@ class Agent:
         )
 
     async def _watch_ranks(self) -> None:
-        """RULE-8. A rank that is ended here comes back like any that was killed."""
+        """RULE-8. The agent restarts a rank that it kills here, as after any kill."""
         while True:
             await asyncio.sleep(self._hang_monitor.interval_s)
             now = time.monotonic()
@@ -479,23 +480,23 @@ class Agent:
                 self._spawn_task(self._report(standstill))
 
     async def _report(self, standstill: Standstill) -> None:
-        """HANG-5 of the hang detector: each rank's stack, on stderr and in the events. Nobody is killed."""
+        """HANG-5: write each rank's stack to stderr and to the events. No rank is killed."""
         sources = {rank: source for rank in self._ranks.of(standstill.members) if (source := rank.stack_source())}
         try:
             found = await asyncio.gather(*(in_daemon_thread(stacks.read, source) for source in sources.values()))
         finally:
             self._is_reporting = False
-        told = [(rank.local_rank, rank.pid, stack) for rank, stack in zip(sources, found, strict=True)]
+        ranks = [(rank.local_rank, rank.pid, stack) for rank, stack in zip(sources, found, strict=True)]
         stalled_s = standstill.stalled_ms / 1000
         self._events.write(
             "standstill",
             stalled_s=stalled_s,
-            ranks=[{"local_rank": local_rank, "pid": pid, "stack": stack} for local_rank, pid, stack in told],
+            ranks=[{"local_rank": local_rank, "pid": pid, "stack": stack} for local_rank, pid, stack in ranks],
         )
         self._output.write_line(
             f"elasticgang: warning: no rank of this host has made progress for {stalled_s:.1f} s. No rank waits for "
             'another, so none is killed. Use `manager.paused("...")` around work that takes long. Their stacks, '
-            f"innermost frame first:\n{stacks.merge(told)}"
+            f"innermost frame first:\n{stacks.merge(ranks)}"
         )
 
     def _on_peer_blocked(self, agent: str, waits: list[list[Any]]) -> None:
@@ -521,7 +522,7 @@ class Agent:
     # -- rejoining
 
     async def _rejoin(self, former: str) -> None:
-        """As another agent with new members, once the coordinator answers."""
+        """Connect under the new id, with new members, once the coordinator answers."""
         if await self._control_plane.rejoin(former):
             self._connected()
 

@@ -260,13 +260,15 @@ class ControlPlane:
 
     def fence(self, generation: int) -> None:
         where = f"the coordinator at {self.coordinator} cannot be reached"
-        self._callbacks.handle(LeaseExpired(f"{where}: the ranks here are ended, and started again when it can"))
+        self._callbacks.handle(
+            LeaseExpired(f"{where}: killing the ranks of this host; they restart when it can be reached")
+        )
 
     def unfence(self) -> None:
         """Never: the end of the lease ends the ranks."""
 
     def kill_ranks(self, reason: str) -> None:
-        self._callbacks.handle(LeaseExpired(f"{reason}: the ranks here are ended, and started again"))
+        self._callbacks.handle(LeaseExpired(f"{reason}: killing the ranks of this host; they restart"))
 
     def collect_report(self) -> Report | None:
         state = self._callbacks.state
@@ -285,6 +287,7 @@ class ControlPlane:
         if not self._welcome.done():
             self._welcome.set_result(None)
         num = self._sent_successors
+        # CONTROL-2
         for message in (*self._failures, PeerMessage("successors", json.dumps(num))):
             self._client.notify(Notify(message))
         if self._blocked_on:

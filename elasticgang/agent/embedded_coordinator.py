@@ -1,5 +1,4 @@
-"""The coordinator that `elasticgang run` starts for a job of its own, and starts again, on the same address, when it
-has died."""
+"""The coordinator that `elasticgang run` starts for its own job, and restarts on the same address when it dies."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from elasticgang.protocol.record import Record
 _HOST = "127.0.0.1"
 START_TIMEOUT_S = 60.0
 _RETRY_S = 1.0
-_ENDED = b'{"error": "the coordinator ended while it was starting"}'
+_ENDED = b'{"error": "the coordinator exited while it was starting"}'
 
 
 class CoordinatorLauncher:
     def __init__(self, secret_file: str | None) -> None:
-        """Raises OperationalError: there is no port to be had."""
+        """Raises OperationalError: no port is free."""
         self._secret_file = secret_file
         self._reserved = ReservedPort(_HOST)
         self.address = f"{_HOST}:{self._reserved.port}"
@@ -47,15 +46,15 @@ class CoordinatorLauncher:
                 "elasticgang.coordinator.server:main", args, fds=[writer, owner], name="eg-coordinator"
             )
         except BaseException:
-            os.close(reader)  # what may have been started all the same ends when it announces itself
+            os.close(reader)  # a process that was started nevertheless exits when it writes to the pipe
             raise
         finally:
             os.close(writer)
             os.close(owner)
         try:
-            told = json.loads(_read_all(reader, START_TIMEOUT_S) or _ENDED)
-            if "error" in told:
-                raise OperationalError(told["error"])
+            announcement = json.loads(_read_all(reader, START_TIMEOUT_S) or _ENDED)
+            if "error" in announcement:
+                raise OperationalError(announcement["error"])
         except BaseException:
             signal.pidfd_send_signal(spawned.pidfd, signal.SIGKILL)
             os.close(spawned.pidfd)
@@ -77,12 +76,12 @@ class EmbeddedCoordinatorCallbacks(Protocol):
     def warn(self, text: str) -> None: ...
 
     def spawn_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """As a task that ends with the agent, and with which the agent fails."""
+        """Run a task that is cancelled when the agent exits, and whose failure ends the agent."""
 
 
 class EmbeddedCoordinator:
-    """An `CoordinatorLauncher` that is started again whenever it has died. The agent's session brings it the newest
-    record. For the agent's loop."""
+    """Starts the coordinator, and restarts it whenever it dies; the agent's session brings it the newest record.
+    Belongs to the agent's event loop."""
 
     def __init__(
         self,
@@ -122,29 +121,29 @@ class EmbeddedCoordinator:
             self._callbacks.spawn_task(self._restart())
 
     async def _restart(self) -> None:
-        """Again and again: the job goes on without it, and has a limit of its own for when it cannot."""
-        told = ""
+        """Retry without a limit: the job goes on meanwhile, and `--coordinator-timeout` limits its waits."""
+        reported = ""
         while True:
             try:
                 return await self.start()
-            except (OperationalError, OSError) as exc:  # an OSError of this process: no descriptor is left, say
-                if told != str(exc):
-                    told = str(exc)
-                    self._callbacks.warn(f"the coordinator could not be started, and is tried again: {exc}")
+            except (OperationalError, OSError) as exc:  # an OSError of this process: no descriptor is left, for example
+                if reported != str(exc):
+                    reported = str(exc)
+                    self._callbacks.warn(f"the coordinator could not be started; trying again: {exc}")
                 await asyncio.sleep(_RETRY_S)
 
 
 def _read_all(reader: int, timeout: float) -> bytes:
-    """What is written to `reader`, which is closed here. Raises OperationalError: it has no end within `timeout`."""
-    deadline, told = time.monotonic() + timeout, b""
+    """All data up to the end of `reader`, which is closed. Raises OperationalError: no end within `timeout` seconds."""
+    deadline, received = time.monotonic() + timeout, b""
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     try:
         while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             data = os.read(reader, 1 << 16)
             if not data:
-                return told
-            told += data
+                return received
+            received += data
     finally:
         os.close(reader)
     raise OperationalError(f"the coordinator did not start within {timeout:g} s")

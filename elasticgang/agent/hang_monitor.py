@@ -1,7 +1,7 @@
 """Reads the status pages of the agent's ranks, and kills what `hang_detector.py` reports.
 
-MONITOR-1  A signal goes only to a process that belongs to that rank at that moment, never to another one that has the
-    pid by then.
+MONITOR-1  A signal goes only to a process that belongs to the rank at that moment, never to one that has reused its
+    pid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WAITS = frozenset({ThreadState.WAITING, ThreadState.REQUESTING, ThreadState.SPA
 
 
 class HangMonitor:
-    """`limit_s` None: adaptive."""
+    """`limit_s`: the hang timeout; None for an adaptive one."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._detector = HangDetector(None if limit_s is None else int(limit_s * 1000))
@@ -40,25 +40,25 @@ class HangMonitor:
         return self._detector.detect(int(now_s * 1000), readings, peer_edges, finished=finished)
 
     def standstill(self) -> Standstill | None:
-        """After a look: whether to report that nobody makes progress."""
+        """The standstill to report after `detect`, if there is one."""
         return self._detector.standstill()
 
     # -- several agents
 
     def update_peer(self, agent: str, edges: Sequence[Sequence[Any]]) -> None:
-        """What `agent` has told, in place of what it told before. Raises TypeError or ValueError when it is none."""
+        """Replace the edges of `agent`. Raises TypeError or ValueError: `edges` is invalid."""
         self._peers_blocked_on[agent] = [
             BlockedOn(str(member), int(generation), group and int(group), reached and int(reached))
             for member, generation, group, reached in edges
         ]
 
     def retain_peers(self, agents: Collection[str]) -> None:
-        """All but these."""
+        """Forget the edges of all other agents."""
         self._peers_blocked_on = {agent: edges for agent, edges in self._peers_blocked_on.items() if agent in agents}
 
     def unsent(self, now_s: float) -> list[BlockedOn] | None:
-        """What to tell the other agents after a look: waits that last, and that they are over. None: nothing new. Where
-        steps are short beside the limit, there is none unless somebody hangs."""
+        """The edges to send to the other agents after `detect`: those that last. None: they are unchanged. While steps
+        are short compared with the limit, there are none unless a rank hangs."""
         edges = self._detector.blocked_on()
         if edges != self._blocked_on:
             self._blocked_on, self._since_s = edges, now_s
@@ -96,7 +96,7 @@ def read_status(member: str, page: StatusPage) -> Reading:
 
 
 def kill_comm(pid: int, group: int) -> None:
-    """MONITOR-1. End the comm process `pid` of the rank that leads the process group `group`."""
+    """MONITOR-1. Kill the comm process `pid` of the rank that leads the process group `group`."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         try:

@@ -1,4 +1,4 @@
-"""What an agent is given: the job, where the ranks' output goes, and where events are written."""
+"""The job that an agent runs, and the interfaces of its output and its event log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Output(Protocol):
         """Two descriptors for the stdout and stderr of a new process of this rank; the caller closes them."""
 
     def track_steps(self, local_rank: int, step: Callable[[], int]) -> None:
-        """What tells how many steps this rank knows to be committed; from any thread."""
+        """`step` returns the number of steps that this rank knows to be committed. Any thread may call it."""
 
     def write_line(self, line: str) -> None: ...
 
@@ -27,11 +27,14 @@ class Events(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. `coordinator`: "host:port", or None for one of the job's own. `command`: the child's arguments.
-    `num_spares`: processes beside those of `num_ranks`, which wait for one of them to be lost. `max_agents`: 0 for any
-    number. `secret`: of the job, from `secret_file`. `env`: of all processes that are started, `rank_env`: of the ranks
-    alone. `rank_target`: what a rank process calls first, "module:function"; `preload`: the modules that the fork
-    server imports before it forks one."""
+    """The job to run.
+
+    `coordinator`: "host:port"; None starts an embedded one. `command`: the arguments of `rank_target`.
+    `rank_target`: the function that a rank process calls first, "module:function". `preload`: modules that the fork
+    server imports before it forks. `num_spares`: processes beyond `num_ranks` that wait to replace a lost rank.
+    `max_agents`: 0 for no limit. `secret`: of the job, from `secret_file`. `env`: environment variables of all started
+    processes; `rank_env`: of the ranks alone. Times are in seconds.
+    """
 
     command: dict[str, Any]
     rank_target: str

@@ -1,10 +1,10 @@
 """Starts and reaps an agent's processes: the fork server, the thread that talks to it, and orphans.
 
-SUPERVISOR-1  Forks run one at a time, in the order of the requests. A fork server that has died, or has not answered in
-    time, is replaced, and the new one repeats the fork. The old one may have forked too: each try of a function given
-    to `fork` therefore uses ids and sockets of its own, and ends what a failed try has left.
-SUPERVISOR-2  A process that was forked here and is awaited elsewhere is never reaped as an orphan, even if it dies at
-    once.
+SUPERVISOR-1  Forks run one at a time, in the order of the requests. The supervisor replaces a fork server that has died
+    or has not answered in time, and repeats the fork. The old server may have forked too: each call of a function given
+    to `fork` therefore uses ids and sockets of its own, and cleans up after itself if it fails.
+SUPERVISOR-2  The supervisor never reaps a process as an orphan that another part of the agent waits for, even if the
+    process dies at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ _NUM_TRIES = 3
 
 
 class ProcessSupervisor:
-    """Of one agent; for its loop's thread, but for what is handed to `fork`. `stopping`: nothing is replaced any more.
-    `spawn_task`: as a task with which the agent fails. `preload`: the modules that the fork server imports."""
+    """Belongs to the agent's event loop; only functions given to `fork` run on another thread.
+
+    `preload`: modules that the fork server imports. `stopping`: once set, no fork server is replaced. `spawn_task`:
+    runs a task whose failure ends the agent.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class ProcessSupervisor:
         self._thread = ThreadPoolExecutor(1, "fork")
         self._own: set[int] = set()
         self._num_forking = 0
-        self._has_imported = False  # the present server
+        self._has_imported = False  # the current fork server
 
     def open(self) -> None:
         """Raises OperationalError: no process can be started."""
@@ -57,31 +60,31 @@ class ProcessSupervisor:
         await self._off_loop(self._wait_ready)
 
     def kill(self) -> None:
-        """Nothing has been forked yet, and nothing shall be."""
+        """Kill a fork server that has forked nothing yet."""
         self._server.process.kill()
 
     def stop(self) -> None:
-        """Nothing is forked from here on."""
+        """Fork nothing from now on."""
         self._stopping.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def close(self) -> None:
-        """End the fork server, and reap all that is left."""
+        """Kill the fork server, kill and reap all remaining children."""
         self.stop()
         self._server.close()
         deadline = time.monotonic() + _END_S
         with contextlib.suppress(ChildProcessError):
             while time.monotonic() < deadline:
                 if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is None:
-                    with contextlib.suppress(OSError, psutil.Error):  # no descriptor is left to look with: once more
+                    with contextlib.suppress(OSError, psutil.Error):  # no descriptor is free: try again
                         for child in psutil.Process().children():  # orphans too: this process is their subreaper
                             with contextlib.suppress(psutil.NoSuchProcess):
                                 child.kill()
                     await asyncio.sleep(_END_POLL_S)
 
     async def fork(self, fork: Callable[[ForkServer], _S], *, is_own: bool) -> _S:
-        """`fork`, on the forking thread, perhaps several times (SUPERVISOR-1). `is_own`: it is waited for elsewhere,
-        until `release` (SUPERVISOR-2)."""
+        """Call `fork` on the forking thread, perhaps several times (SUPERVISOR-1). `is_own`: the caller reaps the
+        process and calls `release` (SUPERVISOR-2)."""
         self._num_forking += is_own
         try:
             spawned: _S = await self._off_loop(self._fork, fork)
@@ -92,17 +95,17 @@ class ProcessSupervisor:
             self._num_forking -= is_own
 
     def release(self, pid: int) -> None:
-        """It has been reaped."""
+        """The caller has reaped the process."""
         self._own.discard(pid)
 
     def reap(self) -> None:
-        """Comm processes and the ranks' own children are reparented to the agent; nobody else waits for them."""
+        """Reap orphans: comm processes and the ranks' own children are reparented to the agent."""
         if self._num_forking:
-            return  # whoever forks looks here again
+            return  # `reap` is called again after the fork
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if found.si_pid in self._own:
-                    return  # its own reader reaps it, and then looks here again
+                    return  # its owner reaps it and calls `reap` again
                 if found.si_pid == self._server.process.pid:
                     self._server.process.wait()
                     if self._has_imported and not self._stopping.is_set():  # else the next fork replaces it
@@ -128,9 +131,9 @@ class ProcessSupervisor:
             self._replace()
 
     def _replace(self) -> None:
-        """One that is dead or lost. What runs goes on; the ranks notice by themselves."""
+        """Replace a fork server that is dead or does not answer. Running processes go on; the ranks notice it."""
         if not self._stopping.is_set() and (self._server.is_lost or self._server.process.poll() is not None):
-            self._server.close()  # also one that still lives, or is dying: what comes from it is never heard
+            self._server.close()  # even one that still runs: its late answers must not be read
             self._server = self._new_server()
             self._wait_ready()
 

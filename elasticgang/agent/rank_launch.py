@@ -1,7 +1,7 @@
-"""One try to start a rank process, on the forking thread.
+"""One attempt to start a rank process. Runs on the forking thread.
 
-LAUNCH-1  A try that has failed may have left a process all the same. Its member, its link and its page are of that try
-    alone, and its link is closed here, by which it ends.
+LAUNCH-1  A failed launch may leave a process behind. Each launch has a member id, a link and a status page of its own,
+    and a failed one closes its link, so that the process exits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elasticgang.process.status_page import StatusPage
 
 @dataclass(frozen=True)
 class LaunchedRank(Spawned):
-    """The receiver owns `link` and `stack_file` too."""
+    """The receiver also owns and closes `link` and `stack_file`."""
 
     member: str
     link: socket.socket
@@ -32,8 +32,11 @@ class LaunchedRank(Spawned):
 
 @dataclass(frozen=True)
 class RankLaunch:
-    """Of the rank `local_rank` of `agent`. `target`: what the child runs, "module:function"; `args`, `env`: of the
-    child, beyond the member; `lease`: a descriptor."""
+    """How to start the rank `local_rank` of `agent`.
+
+    `target`: the function that the child runs, "module:function". `args`, `env`: its arguments and environment, besides
+    those that `start` adds. `lease`: the descriptor of the host's lease.
+    """
 
     agent: str
     local_rank: int
@@ -43,8 +46,8 @@ class RankLaunch:
     lease: int
 
     def start(self, server: ForkServer, output: Output) -> LaunchedRank:
-        """Raises OperationalError: the fork server is gone, or could not fork, or there is no memory or descriptor left
-        here."""
+        """Raises OperationalError: the fork server has exited or cannot fork, or this process has no memory or
+        descriptor left."""
         try:
             return self._start(server, output)
         except OSError as exc:
@@ -54,7 +57,7 @@ class RankLaunch:
         member = f"{self.agent}/{self.local_rank}/{uuid.uuid4().hex[:8]}"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
-            failed.enter_context(ours)
+            failed.enter_context(ours)  # LAUNCH-1
             given.enter_context(theirs)
             page = StatusPage.create()
             given.callback(os.close, page)

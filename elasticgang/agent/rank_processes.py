@@ -1,7 +1,8 @@
-"""The rank processes of one host: started, read, and reaped. The agent decides what their messages and exits mean.
+"""Starts, reads and reaps the rank processes of one host. The agent decides what their messages and exits mean.
 
-RANK-1  The process group of a dead rank is killed before the reaping frees its id for others.
-RANK-2  An exit is reported after the rank's last messages, which are still in its socket, have been read.
+RANK-1  The process group of a dead rank is killed before the rank is reaped, which frees the group's id for reuse.
+RANK-2  An exit is reported only after the rank's last messages have been read from its socket, for `_LAST_OUTPUT_S` at
+    most.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _LAST_OUTPUT_S = 0.5
 
 @dataclass(eq=False)
 class RankProcess:
-    """`committed`: what the agent has heard of; `status`: once it is dead, as `Popen.returncode`."""
+    """`committed`: the newest attempt that the agent has read from the page. `status`: after the exit, as
+    `Popen.returncode`."""
 
     member: str
     local_rank: int
@@ -47,16 +49,17 @@ class RankProcess:
     has_finished: bool = False
 
     def send(self, number: int) -> None:
-        """A signal, to itself alone."""
+        """Send a signal to this process alone."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """With all that belongs to it."""
+        """Kill the rank's whole process group."""
         kill_group(self.pid)
 
     def stack_source(self) -> StackSource | None:
-        """None: it is dead. The descriptors are its own, so that a thread may read while the rank is reaped."""
+        """None: the rank is dead. The source has descriptors of its own, so that a thread can read while the rank is
+        reaped."""
         if self.status is not None:
             return None
         return StackSource(self.pid, os.dup(self.pidfd), os.dup(self.stack_file))
@@ -71,22 +74,22 @@ class RankCallbacks(Protocol):
     """The agent."""
 
     def on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
-        """Raises WireError, KeyError, TypeError or ValueError when it is no message of a rank: it is ended."""
+        """Raises WireError, KeyError, TypeError or ValueError: the message is invalid. The rank is killed."""
 
     def on_exit(self, rank: RankProcess, died_at: float) -> None:
-        """It is dead, and not among the ranks any more."""
+        """The rank is reaped and removed from the ranks. `died_at`: CLOCK_MONOTONIC seconds."""
 
     def spawn_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """As a task that ends with the agent, and with which the agent fails."""
+        """Run a task that is cancelled when the agent exits, and whose failure ends the agent."""
 
 
 class RankProcesses:
-    """For the agent's loop alone."""
+    """Belongs to the agent's event loop."""
 
     def __init__(self, supervisor: ProcessSupervisor, output: Output, callbacks: RankCallbacks) -> None:
         self._supervisor, self._output, self._callbacks = supervisor, output, callbacks
         self._by_member: dict[str, RankProcess] = {}
-        self._shown: dict[str, int] = {}  # who came first with a traceback
+        self._shown: dict[str, int] = {}  # by traceback: the first rank that failed with it
         self._shown_whole: set[str] = set()
 
     def __bool__(self) -> bool:
@@ -99,11 +102,11 @@ class RankProcesses:
         return list(self._by_member.values())
 
     def of(self, members: Sequence[str]) -> list[RankProcess]:
-        """Those of `members` that are here."""
+        """The processes of those `members` that run on this host."""
         return [self._by_member[member] for member in members if member in self._by_member]
 
     def pages(self) -> dict[str, StatusPage]:
-        """Of those that live, by member."""
+        """The status pages of live ranks, by member."""
         return {member: rank.page for member, rank in self._by_member.items() if rank.status is None}
 
     def send(self, members: Sequence[str], kind: str, **fields: Any) -> None:
@@ -115,10 +118,11 @@ class RankProcesses:
         for rank in self.all():
             rank.kill()
 
-    # -- birth
+    # -- start
 
     async def fork(self, launch: RankLaunch) -> RankProcess:
-        """Not heard before `follow`. Raises OperationalError: it could not be started."""
+        """Start a rank. Its messages are read only from `follow` on. Raises OperationalError: it could not be
+        started."""
         launched = await self._supervisor.fork(lambda server: launch.start(server, self._output), is_own=True)
         reader, writer = await asyncio.open_unix_connection(sock=launched.link)
         rank = RankProcess(
@@ -153,7 +157,7 @@ class RankProcesses:
             self._output.write_line(f"elasticgang: rank {rank.local_rank} sent an invalid message ({exc}); killing it")
             rank.kill()
 
-    # -- death
+    # -- exit
 
     def _on_death(self, rank: RankProcess, listener: asyncio.Task[None]) -> None:
         """The pidfd is readable. RANK-1."""
@@ -180,7 +184,7 @@ class RankProcesses:
         self._callbacks.on_exit(rank, died_at)
 
     def show_failure(self, rank: RankProcess) -> None:
-        """A traceback whole, once; a repetition in one line."""
+        """Write a new traceback in full, a repeated one as one line."""
         assert rank.failure is not None
         traceback = rank.failure["traceback"]
         first = self._shown.setdefault(traceback, rank.local_rank)
@@ -188,4 +192,4 @@ class RankProcesses:
             self._shown_whole.add(traceback)
             self._output.write_line(f"elasticgang: rank {rank.local_rank} failed:\n{traceback.rstrip()}")
         else:
-            self._output.write_line(f"elasticgang: rank {rank.local_rank} failed as rank {first} did")
+            self._output.write_line(f"elasticgang: rank {rank.local_rank} failed with the traceback of rank {first}")

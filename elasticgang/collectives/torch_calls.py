@@ -348,7 +348,7 @@ def seconds(timeout: timedelta) -> float:
 
 
 def check_place(call: Call, rank: int) -> Call:
-    """`call`, if this rank's part in it can be.
+    """`call`, if this rank's part in it is valid (CALL-1, CALL-2).
 
     Raises:
         ValueError: the root lacks what only it gives, or another rank gives it; a message is for its sender; what a

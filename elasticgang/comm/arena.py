@@ -1,14 +1,14 @@
-"""Memory that a rank process and its comm process both see.
+"""Memory that a rank process and its comm process share.
 
-A slab is a memfd (not `/dev/shm`, which is 64 MB in a default container): its descriptor travels once to each comm
-process, later messages name its id. Blocks are parts of slabs, and used again. Small and strided tensors are copied
+A slab is a memfd (not `/dev/shm`, which is 64 MB in a default container). Its descriptor is sent once to each comm
+process; later messages name its id. Blocks are parts of slabs, and are reused. Small and strided tensors are copied
 through blocks; a slab of one block can also be mapped beneath a large tensor (`storage_mapping.py`).
 
-ARENA-1  A block is free, belongs to exactly one pending work, or lies beneath one storage.
+ARENA-1  A block is free, belongs to exactly one pending work, or is mapped beneath one storage.
 ARENA-2  A block that a killed comm process could still write to is not reused: the owner frees blocks only after the
-    kill was waited for.
-ARENA-3  Descriptors are few: blocks of up to 16 MiB share slabs, of 64 blocks but at least 1 and at most 64 MiB (of
-    memory that is there once it is written to); and little of what is free is kept.
+    process is dead.
+ARENA-3  The arena uses few descriptors and keeps little free memory: blocks of up to 16 MiB share slabs of 64 blocks,
+    but of at least 1 and at most 64 MiB. The kernel allocates pages on the first write.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LARGEST_IN_SLAB = 1 << 24
 _SMALLEST_SLAB, _LARGEST_SLAB = 1 << 20, 1 << 26
 _BLOCKS_IN_SLAB = 64
 _MAX_FREE_BYTES = 1 << 29
-_IDLE_SHARE = 8  # at most one descriptor in so many is of a slab of which nothing is taken
+_IDLE_SHARE = 8  # at most one descriptor in so many belongs to a slab without a taken block
 _arenas = itertools.count()
 
 
 @dataclass(eq=False)
 class Slab:
-    """`bytes`: the whole of it as a uint8 tensor. `fd`: open as long as the slab is. `path`: what the kernel calls a
-    mapping of it, and of nothing else."""
+    """`bytes`: the slab as a uint8 tensor. `fd`: open as long as the slab exists. `path`: the unique path of its
+    mappings in /proc/self/maps."""
 
     id: int
     size: int
@@ -48,7 +48,7 @@ class Slab:
     num_taken: int = 0
 
     def close(self) -> None:
-        """Close the descriptor. The pages are free once nobody has them mapped."""
+        """Close the descriptor. The kernel frees the pages after the last mapping has gone."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -59,7 +59,7 @@ class Slab:
 
 @dataclass(eq=False)
 class Block:
-    """`size` bytes of a slab from `offset` on; `bytes`: those, as a uint8 tensor."""
+    """`size` bytes of a slab from `offset` on. `bytes`: these bytes as a uint8 tensor."""
 
     slab: Slab
     offset: int
@@ -80,7 +80,7 @@ class Block:
 
 
 def bytes_as(memory: Tensor, shape: torch.Size, dtype: torch.dtype, offset: int) -> Tensor:
-    """`memory` (uint8) from `offset` on as a contiguous tensor; a copy where `offset` does not suit the dtype."""
+    """`memory` (uint8) from `offset` on as a contiguous tensor."""
     num_bytes = shape.numel() * dtype.itemsize
     return memory[offset : offset + num_bytes].view(dtype).view(shape)
 
@@ -91,30 +91,30 @@ def map_memory(fd: int, size: int) -> Tensor:
 
 
 def max_descriptors() -> int:
-    """That this process may have."""
+    """The limit of open descriptors of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Arena:
-    """The rank's side: allocates blocks. Thread-safe."""
+    """The rank's side: allocates blocks (ARENA-1). Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._number = next(_arenas)
         self._free: dict[tuple[int, bool], list[Block]] = defaultdict(list)
-        self._growing: dict[int, Slab] = {}  # by the size of its blocks: not all of it is carved
+        self._growing: dict[int, Slab] = {}  # by block size: the slab that still has uncarved blocks
         self._next_id = 0
         self._free_bytes = self._num_idle = 0
-        self.discarded: list[int] = []  # ids of slabs that are no more, in order: comm processes unmap them
+        self.discarded: list[int] = []  # ids of closed slabs, in order, for comm processes to unmap
 
     def take(self, num_bytes: int) -> Block:
-        """A block of at least so many bytes: of a power of two, so that few sizes are kept. Raises OSError when there
-        is no memory or no descriptor for it."""
+        """A block of at least `num_bytes`. Sizes are powers of two, so that there are few. Raises OSError: there is no
+        memory or descriptor left."""
         size = max(_SMALLEST_BLOCK, 1 << (num_bytes - 1).bit_length())
         return self._take(size, is_whole=size > _LARGEST_IN_SLAB)
 
     def take_whole(self, size: int) -> Block:
-        """A slab of exactly that size."""
+        """A slab of exactly `size` bytes, as one block."""
         return self._take(size, is_whole=True)
 
     def _take(self, size: int, *, is_whole: bool) -> Block:
@@ -154,7 +154,7 @@ class Arena:
         return Slab(self._next_id, size, memory, fd, f"/memfd:{name} (deleted)")
 
     def give_back(self, block: Block) -> None:
-        """The block may be taken again, if it is kept."""
+        """Free the block (ARENA-1). A slab without taken blocks may be closed (ARENA-3)."""
         slab = block.slab
         with self._lock:
             slab.num_taken -= 1

@@ -233,7 +233,7 @@ class CommProcess:
         first_input = 0 if kind.is_in_place else len(collective.outputs)
         try:
             for tensor in tensors:
-                dtype = gloo_dtype(tensor.dtype) if kind.reduces else tensor.dtype
+                dtype = gloo_dtype(tensor.dtype) if kind.reduces else tensor.dtype  # STAGING-2
                 work.staged.append(self._staging.stage(tensor, dtype))
         except OSError as exc:  # the peers wait for what cannot be sent: the configuration is lost
             error = PeerLostError(f"there was no memory to send {call} by: {exc}")
@@ -261,7 +261,7 @@ class CommProcess:
         """Register and send. False: the process had ended before, and nothing was registered or sent."""
         with self._send_lock:  # `abort` never takes it: a send that blocks is ended by the kill
             with self._lock:
-                if self._ended:
+                if self._ended:  # COMM-1
                     return False
                 self._next_id += 1
                 id = self._next_id
@@ -322,7 +322,7 @@ class CommProcess:
             OperationalError: it could not be reaped in time; the rank must exit, since its memory is not fenced
                 (RULE-3).
         """
-        self.kill(error)
+        self.kill(error)  # COMM-2
         if self._reply_reader.is_served_here:
             dead = _exited(self._pidfd, _REAP_TIMEOUT_S)
         else:  # the descriptor belongs to the reply reader, and after it to `close`
@@ -470,7 +470,7 @@ class CommProcess:
         error = self._abort_error or error
         self._on_death(error)
         with self._lock:
-            works, self._works = self._works, {}
+            works, self._works = self._works, {}  # COMM-3
         for work in works.values():
             self._end(work, error)
 

@@ -1,4 +1,4 @@
-"""What of torch.cuda reaches over two processes, in one place: a test without a GPU puts another in its place."""
+"""The functions of torch.cuda that involve two processes, in one class, which a test without a GPU can replace."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Handle = list[Any]  # JSON takes it but for its bytes
 
 
 class Cuda:
-    """torch.cuda itself. Importing this, and making one, initializes nothing."""
+    """torch.cuda itself. Neither the import nor the constructor initializes CUDA."""
 
     kind = "cuda"
 
     def begin(self, device: int) -> None:
-        """Make this process's context, and the device the calling thread's current one."""
+        """Create this process's CUDA context, and make `device` the calling thread's current one."""
         _cuda.set_device(device)
         _cuda.init()
 
@@ -43,7 +43,7 @@ class Cuda:
         return on
 
     def new_event(self, device: int, *, shared: bool) -> Any:
-        """`shared`: for the other process too, by `event_handle`."""
+        """`shared`: the other process can open it by `event_handle`."""
         with _cuda.device(device):
             event = _cuda.Event(interprocess=shared)
             event.record(_cuda.current_stream(device))
@@ -56,22 +56,22 @@ class Cuda:
         return _cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)
 
     def share(self, storage: torch.UntypedStorage) -> Handle:
-        """Once for each process that opens it, and for each a `release` here or the end of what it opened there: until
-        then the memory goes to nobody else."""
+        """Call it once for each process that opens the storage. The memory stays allocated until that process has
+        dropped the storage, or until `release` is called here."""
         return share_cuda(storage)
 
     def open(self, handle: Handle) -> torch.UntypedStorage:
         return open_cuda(handle)
 
     def release(self, handle: Handle) -> None:
-        """For a process that is dead, and had it open or not."""
+        """Release the storage for a dead process, whether that had opened it or not."""
         release_cuda(handle)
 
     def new_future(self, device: int) -> Future[Any]:
         return Future(devices=[torch.device("cuda", device)])
 
     def new_group(self, store: Any, rank: int, size: int, device: int, timeout: timedelta) -> Any:
-        """Connected: a first collective that connected would keep the command loop."""
+        """Connects at once: connecting in the first collective would block the command loop."""
         _cuda.set_device(device)  # of this thread
         group = new_nccl(store, rank, size, timeout)
         group.eager_connect_single_device(torch.device("cuda", device))

@@ -1,6 +1,6 @@
-"""Deadlines of works that nobody waits for: a future alone would wait for ever for a process that stands still.
+"""Deadlines of works whose futures are used: without one, a future would wait for ever for a stopped process.
 
-One thread for the whole process, started with the first deadline.
+One thread serves the whole process. It starts with the first deadline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 
 
 class Timed(Protocol):
-    """What has a deadline."""
+    """A work with a deadline."""
 
     def done(self) -> bool: ...
 
@@ -31,7 +31,7 @@ class Deadlines:
         self._thread: threading.Thread | None = None
 
     def add(self, work: Timed, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late`, on a thread of its own, unless `work` is done or gone in so many seconds."""
+        """Call `late` on a new thread after `seconds`, unless `work` is done or garbage-collected by then."""
         entry = (time.monotonic() + seconds, next(self._numbers), weakref.ref(work), late)
         with self._changed:
             while self._pending and not _is_pending(self._pending[0][2]):
@@ -51,7 +51,7 @@ class Deadlines:
                     self._changed.wait(left)
                 _, _, work, late = heapq.heappop(self._pending)
             if _is_pending(work):
-                threading.Thread(target=late, name="comm-late", daemon=True).start()  # an abort may take its time
+                threading.Thread(target=late, name="comm-late", daemon=True).start()  # an abort may block
 
 
 def _is_pending(work: weakref.ref[Timed]) -> bool:

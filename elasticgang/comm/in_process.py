@@ -1,7 +1,7 @@
-"""Reconfigurable process groups by name, and those that run in this process.
+"""Reconfigurable process groups by name, and the groups that run in this process.
 
-Isolated groups (`isolated.py`) can always be aborted. Of those in process, NCCL can; Gloo cannot (its `abort`
-leaves waiting threads waiting, in torch 2.13), so that a lost peer costs a collective's timeout there.
+Isolated groups (`isolated.py`) can always be aborted. Of the in-process groups, NCCL can be aborted and Gloo cannot: in
+torch 2.13 its `abort` does not wake waiting threads, so that a lost peer costs a collective's timeout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elasticgang.torch_private import device_types
 
 
 class _InProcess(CollectiveMethods):
-    """Every collective, checked, of the torch group that the last `configure` made."""
+    """All collectives, with checks, over the torch group that the last `configure` made."""
 
     _pg: Any
     _place = (0, 1)  # also after an `abort`, which leaves no group
@@ -35,7 +35,7 @@ class _InProcess(CollectiveMethods):
     def configure(
         self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any, **options: Any
     ) -> None:
-        """As torchft's. Blocks until all have met, at most the timeout."""
+        """See torchft. Blocks until all ranks have connected, at most the timeout."""
         super().configure(store_addr, replica_id, rank, world_size, *args, **options)  # type: ignore[misc]
         self._place = rank, world_size
         self._was_configured = True
@@ -62,7 +62,7 @@ class _InProcess(CollectiveMethods):
 
 
 class ProcessGroupGloo(_InProcess, torchft.ProcessGroupGloo):  # type: ignore[misc]  # names that torch fixes
-    """torchft's `ProcessGroupGloo`, with the collectives that it refuses and torch's Gloo has."""
+    """torchft's `ProcessGroupGloo`, plus the collectives that torchft refuses although torch's Gloo has them."""
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         work = super()._perform(name, call, args, kwargs)
@@ -70,7 +70,7 @@ class ProcessGroupGloo(_InProcess, torchft.ProcessGroupGloo):  # type: ignore[mi
 
 
 class _WithFuture(TorchWorkBase):
-    """Gloo's reduce-scatter gives a work that has no future."""
+    """Adds a future to the work of Gloo's reduce-scatter, which has none."""
 
     def __init__(self, work: Any, call: Call) -> None:
         super().__init__()
@@ -95,21 +95,21 @@ class _WithFuture(TorchWorkBase):
 
 
 class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[misc]  # names that torch fixes
-    """torchft's `ProcessGroupNCCL`, which aborts its communicators, with every collective."""
+    """torchft's `ProcessGroupNCCL`, which aborts its communicators, with all collectives."""
 
     _kind = "cuda"
 
 
 def create_process_group(name: str, timeout: float | timedelta = 60.0) -> ProcessGroup:
-    """A group of that kind, to be configured: "gloo", "nccl", "isolated-gloo", "isolated-nccl" or "dummy".
+    """Make an unconfigured group by its kind: "gloo", "nccl", "isolated-gloo", "isolated-nccl" or "dummy".
 
     `timeout`: seconds, for `configure` and for each collective.
 
     Raises:
-        ValueError: there is no such kind, or `timeout` is not above 0, or no number of seconds.
-        NotSupportedError: it is not available here; it says why.
+        ValueError: the kind is unknown, or `timeout` is not a number of seconds above 0.
+        NotSupportedError: the kind is not available on this machine; the message says why.
     """
-    if name not in list(_KINDS):  # whatever it is
+    if name not in list(_KINDS):  # a list, because `name` may be unhashable
         raise ValueError(f"`name` must be one of {', '.join(_KINDS)}, but is {name!r} instead.")
     if name in PROCESS_GROUPS:
         check_available(name)

@@ -1,4 +1,4 @@
-"""The names of the process groups that can carry a job's data. Light to import: the command line needs them."""
+"""The names of the process groups for a job's data. Imports little, because the command line needs it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ DEFAULT_PROCESS_GROUP = "isolated-gloo"
 
 def check_process_group(name: object) -> None:
     """Raise ValueError unless `name` is one of `PROCESS_GROUPS`."""
-    if name not in list(PROCESS_GROUPS):  # it may not be hashable
+    if name not in list(PROCESS_GROUPS):  # a list, because `name` may be unhashable
         raise ValueError(f"`process_group` must be one of {', '.join(PROCESS_GROUPS)}, but is {name!r} instead.")
 
 
 def check_available(name: str) -> None:
-    """Raise NotSupportedError when this machine or this build of torch has no such process group."""
+    """Raise NotSupportedError if this machine or this build of torch does not have the process group."""
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,8 @@
-"""A DeviceMesh with a reconfigurable process group as one more dimension.
+"""A DeviceMesh with a reconfigurable process group as an additional dimension.
 
-A mesh has its sizes for good, and such a group changes its own: as in torchft, the dimension has size 1 in the mesh,
-and the true one is the group's. FSDP2 asks the group; other code that scales by the mesh has to as well. A mesh of true
-sizes is made of gangs (`gangs.device_mesh`), or over the backend "elasticgang".
+A mesh has fixed sizes, but the size of such a group changes. As in torchft, the dimension has size 1 in the mesh, and
+only the group knows the true size. FSDP2 reads it from the group; other code that scales by the mesh must do so too.
+For a mesh with true sizes use gangs (`gangs.device_mesh`) or the backend "elasticgang".
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim: int = 0) -> DeviceMesh:
-    """`mesh`, whose dimensions have names, with `pg` (registered by `pg.register`) as a dimension `name` before its
-    dimension `dim`; `dim = mesh.ndim` puts it last.
+    """`mesh` with `pg` as an additional dimension `name` before its dimension `dim`; `dim = mesh.ndim` appends it. The
+    mesh must have dimension names, and `pg` must be registered (`pg.register`).
 
     Raises:
-        ValueError: `mesh` has such a dimension, or none with names; `dim` is outside `[0, mesh.ndim]`.
+        ValueError: `mesh` has no names or has a dimension `name`; or `dim` is outside `[0, mesh.ndim]`.
         InvalidOperationError: `pg` is not registered.
 
     Source: torchft's `extend_device_mesh`.

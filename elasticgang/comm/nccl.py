@@ -285,6 +285,7 @@ class NCCLCommProcess(CommProcess):
         return StagedDeviceTensor(tensor, shared, (shared.id, offset, shape, DTYPE_NAMES[dtype]))
 
     def _share(self, storage: torch.UntypedStorage) -> _Shared:
+        """NCCL-1."""
         with self._memory_lock:
             found = self._shared.get(storage_key(storage))
             if found is not None and found.is_of(storage):

@@ -68,6 +68,7 @@ class NCCLWorker(Worker):
         """None: NCCL connects with the first collective."""
 
     def _run(self, id: int, body: bytes) -> None:
+        """NCCLWORKER-2."""
         try:
             group, collective, caller, pair = self._queue.get(body) or self._read(body)
             began, done = self._events[pair]

@@ -1,13 +1,13 @@
-"""Who reads what a comm process says, and who runs the callbacks of its works.
+"""Reads the replies of a comm process, and runs the callbacks of its works (leader-follower).
 
-REPLY-1  One thread at a time reads: the first of those that wait for works, so that no other has to wake it; or the
-    server, while a future or a reply is waited for, and else now and then.
-REPLY-2  Each waiter has a wake of its own. Who stops reading wakes the next one, and so does a waiter that was woken to
-    read and does not.
-REPLY-3  When the process is dead, or as good as, the rest is the server's, which reads what is left, and ends.
-REPLY-4  Leader and followers: at most one thread is the server. It gives up that place before it runs a callback, which
-    may block, and takes it again afterwards if no other has it. Whoever needs a server while there is none (`ring`)
-    wakes the spare thread, or starts one. There are no more threads than blocked callbacks, a server and a spare.
+REPLY-1  One thread at a time reads. It is the first thread that waits for a work, so that no other thread has to wake
+    it; or the server thread, while a future or a reply is awaited, and otherwise every `_UNREAD_MS`.
+REPLY-2  Each waiter has its own wake-up event. A thread that stops reading wakes the next waiter, and so does a waiter
+    that was woken to read but does not.
+REPLY-3  When the process is dead or has closed its socket, the server reads the rest and ends.
+REPLY-4  Leader-follower: at most one thread is the server. It gives up this role before it runs a callback, which may
+    block, and takes it again afterwards if no other thread has. If a server is needed while there is none, `ring` wakes
+    the spare thread or starts one. There are no more threads than blocked callbacks, a server and a spare.
 REPLY-5  Callbacks begin in the order in which they were queued.
 """
 
@@ -29,7 +29,7 @@ from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import RUN, RUN_MARK
 
 _MAX_MESSAGE = 1 << 17
-_UNREAD_MS = 100  # at most, of a message that nobody waits for
+_UNREAD_MS = 100  # the longest time that a message without a waiter stays unread
 _LONGEST_POLL_MS = 1 << 30
 _LAST_READER_S = 5.0
 
@@ -44,8 +44,7 @@ _here = _Here()
 
 
 class ReplyReceiver(Protocol):
-    """What takes the messages. `finished` and `replied` are called by whichever thread reads, the others by the
-    server."""
+    """Receives the messages. The reading thread calls `finished` and `replied`, the server the other methods."""
 
     @property
     def has_works(self) -> bool: ...
@@ -55,17 +54,17 @@ class ReplyReceiver(Protocol):
     def replied(self, message: dict[str, Any]) -> None: ...
 
     def end_found(self) -> None:
-        """Report the errors that were left to the server by `finished`, which rings."""
+        """Report the errors that `finished` has queued."""
 
     def maintain(self) -> None:
-        """That, and whatever else; now and then, too."""
+        """Call `end_found` and do other maintenance. Called repeatedly."""
 
     def process_ended(self) -> None:
-        """The process is dead, or as good as, and everything that it said was read. Called once, last."""
+        """The process is dead or has closed its socket, and all its messages have been read. Called once, last."""
 
 
 class ReplyReader:
-    """Of the process with that pidfd, behind that socket. The descriptors are their owner's."""
+    """Reads the socket of one process. The caller owns the descriptors."""
 
     def __init__(self, sock: socket.socket, pidfd: int, bell: int, receiver: ReplyReceiver, name: str) -> None:
         """`bell`: an eventfd that wakes the server."""
@@ -92,19 +91,19 @@ class ReplyReader:
         self._threads: set[threading.Thread] = set()
 
     def start(self) -> None:
-        """Once the receiver is ready."""
+        """Start reading, once the receiver is ready."""
         with self._turn:
             self._call_server()
 
     def add_listeners(self, number: int) -> None:
-        """For whom the server reads."""
+        """Change the number of futures and replies for which the server reads."""
         with self._turn:
             self._num_listeners += number
         if number > 0:
             self.ring()
 
     def ring(self) -> None:
-        """Wake the server, or let there be one. The server itself looks at everything before it waits."""
+        """Wake the server, or start one. The server itself checks all work before it waits."""
         with self._turn:
             if self._server is None:
                 self._call_server()
@@ -112,30 +111,31 @@ class ReplyReader:
                 os.eventfd_write(self._bell, 1)
 
     def call_back(self, callback: Callable[[], None]) -> None:
-        """Run `callback`, which may do anything, by a thread that nobody waits for."""
+        """Queue `callback`, which may block, for the server's threads (REPLY-5)."""
         with self._turn:
             self._callbacks.append(callback)
         self.ring()
 
     @property
     def is_served_here(self) -> bool:
-        """By the thread that asks."""
+        """Whether the calling thread is the server."""
         return self._server == threading.get_ident()
 
     def wait_ended(self, timeout: float) -> None:
-        """Until every work has ended after the process's death. Not for the server."""
+        """Wait until every work has ended after the process's death. The server must not call it."""
         with self._turn:
             self._turn.wait_for(lambda: self._is_ended, timeout)
 
     def wait_for_callbacks(self, timeout: float) -> bool:
-        """Until none runs and none is queued. False: one has not returned in time. A callback waits for no others."""
+        """Wait until no callback runs or is queued. False: one has not returned in time. Returns at once inside a
+        callback."""
         if _here.runs_callback:
             return True
         with self._turn:
             return self._turn.wait_for(lambda: not (self._callbacks or self._num_running), timeout)
 
     def join(self, timeout: float) -> None:
-        """After the process has ended: wait for the threads. A callback waits for none."""
+        """Wait for the threads, after the process has ended. Returns at once inside a callback."""
         if _here.runs_callback:
             return
         deadline = time.monotonic() + timeout
@@ -145,7 +145,7 @@ class ReplyReader:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def wait_for(self, work: CommWork, timeout: float) -> bool:
-        """Wait until `work` has ended, reading if nobody else does. False: it has not, in time."""
+        """Wait until `work` has ended, and read if no other thread does. False: it has not ended in time."""
         deadline = time.monotonic() + timeout
         while not work.done():
             left = deadline - time.monotonic()
@@ -164,6 +164,7 @@ class ReplyReader:
         return True
 
     def _take_turn(self) -> bool:
+        """REPLY-1: become the reader."""
         with self._turn:
             if self._is_read or self._is_over:
                 return False
@@ -171,7 +172,7 @@ class ReplyReader:
             return True
 
     def _wait_beside(self, work: CommWork, seconds: float) -> None:
-        """Until `work` has ended, or it is this thread's turn."""
+        """Wait until `work` has ended, or this thread is to read."""
         wake = threading.Event()
         with self._turn:
             if not (self._is_read or self._is_over):
@@ -196,7 +197,7 @@ class ReplyReader:
             self._wake_next()
 
     def _wake_next(self) -> None:
-        """Whoever waits for a work, or else the server, for those that listen."""
+        """Wake a waiter to read, or the server if there are only listeners."""
         following = self._next_waiter()
         if following is not None:
             following.set()
@@ -207,7 +208,7 @@ class ReplyReader:
         return next((wake for wake, work in self._waiting.items() if not work.done()), None)
 
     def _read_until(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
-        """Read messages until that, the deadline, or the process's end."""
+        """Read messages until `is_over()`, the deadline, or the process's end."""
         number = self._sock.fileno()
         while not is_over():
             left = None if deadline is None else (deadline - time.monotonic()) * 1000
@@ -227,7 +228,7 @@ class ReplyReader:
         self.ring()
 
     def _read_one(self) -> bool:
-        """False at the end of the messages, or when there is none."""
+        """Read one message. False: there is none, or the process has closed its socket."""
         try:
             length = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
         except OSError:
@@ -246,7 +247,7 @@ class ReplyReader:
     # -- the threads
 
     def _call_server(self) -> None:
-        """REPLY-4. With the lock held."""
+        """REPLY-4. The caller has the lock."""
         if self._is_called or (self._is_ended and not self._callbacks):
             return
         self._is_called = True
@@ -257,7 +258,7 @@ class ReplyReader:
         self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError:  # no more can be started: the thread that returns from a callback first serves
+        except RuntimeError:  # no thread can be started: the first one that returns from a callback becomes the server
             self._threads.discard(thread)
             self._is_called = False
 
@@ -270,7 +271,7 @@ class ReplyReader:
                 self._threads.discard(threading.current_thread())
 
     def _take_place(self) -> bool:
-        """Become the server, maybe after a while as the spare. False: the thread is not needed any more."""
+        """Become the server, perhaps after a time as the spare. False: the thread is no longer needed."""
         with self._turn:
             while True:
                 if self._server is None and (self._callbacks or not self._is_ended):
@@ -286,7 +287,7 @@ class ReplyReader:
                 self._has_spare = False
 
     def _serve(self) -> None:
-        """Until another thread serves, or there is nothing left to do."""
+        """Serve until another thread is the server, or no work is left."""
         try:
             while self._run_callbacks() and not self._is_ended:
                 self._serve_once()
@@ -298,7 +299,7 @@ class ReplyReader:
                     self._server = None
 
     def _run_callbacks(self) -> bool:
-        """All that are queued. False: another thread serves now."""
+        """Run all queued callbacks. False: another thread is the server now."""
         while self._callbacks:
             with self._turn:
                 callback = self._callbacks.popleft()
@@ -342,13 +343,13 @@ class ReplyReader:
             self._is_over = True
         elif self._receiver.has_works and self._take_turn():
             try:
-                while self._read_one():  # works that nobody waits for hold memory and descriptors
+                while self._read_one():  # works without a waiter keep memory and descriptors
                     pass
             finally:
                 self._hand_over()
 
     def _has_more_to_do(self) -> bool:
-        """The server, than to read."""
+        """Whether the server has other work than reading."""
         self._receiver.end_found()
         return bool(self._callbacks) or not self._num_listeners
 
@@ -363,8 +364,8 @@ class ReplyReader:
                 self._spare_called.notify_all()
 
     def _read_the_rest(self) -> None:
-        """What had been said before the process died."""
-        with self._turn:  # it is dead, or has closed its socket: who reads notices, and ends soon
+        """Read the messages from before the process's death."""
+        with self._turn:  # the present reader notices the end of the process too, and stops soon
             self._turn.wait_for(lambda: not self._is_read, _LAST_READER_S)
             self._is_read = True
         self._is_over = True

@@ -1,7 +1,7 @@
-"""How a tensor is shown to the comm process: in shared memory, as a shape and dtype that Gloo takes.
+"""Staging: puts a tensor into shared memory for the comm process, in a shape and dtype that Gloo accepts.
 
-STAGING-1  The caller's tensor stays what it was: its address, strides, version and what its views see.
-STAGING-2  What cannot be reduced is refused here, before anything is sent.
+STAGING-1  The caller's tensor keeps its address, strides and version, and its views stay valid.
+STAGING-2  A dtype that cannot be reduced is refused before anything is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elasticgang.comm.storage_mapping import MappedTensor, StorageMappings
 
 @dataclass(eq=False)
 class StagedTensor:
-    """`tensor` in a block: `staged` is a copy of it there, or None where its own memory is shared."""
+    """`tensor` in a block. `staged`: a copy in the block; None if the tensor's own memory is shared."""
 
     tensor: Tensor
     block: Block
@@ -37,7 +37,7 @@ class StagedTensor:
 
     def copy_out(self) -> None:
         if self.tensor.is_inference():
-            with writing(self.tensor):
+            with writing(self.tensor):  # STAGING-1
                 self._copy_out()
         else:
             self._copy_out()
@@ -50,7 +50,7 @@ class StagedTensor:
                 outside.copy_(inside)
 
     def discard(self) -> None:
-        """After an error: what was written to shared memory is nobody's result."""
+        """Zero a shared tensor after an error: the comm process may have written partial results to it."""
         if self.shared is not None:
             with writing(self.tensor):
                 self.tensor.detach().zero_()
@@ -65,12 +65,12 @@ class Staging:
 
     @classmethod
     def of(cls, arena: Arena) -> Staging:
-        """The one of `arena`: all comm processes of a rank share it, as they share the blocks."""
+        """The staging of `arena`. All comm processes of a rank share it, like the arena."""
         with _made_lock:
             return _made.setdefault(arena, Staging(arena))
 
     def stage(self, tensor: Tensor, dtype: torch.dtype) -> StagedTensor:
-        """Room for `tensor`, to be shown as `dtype`; given back by `give_back`."""
+        """Take a block for `tensor` as `dtype`. `give_back` frees it."""
         if dtype == tensor.dtype and (shared := self._storages.find(tensor)) is not None:
             return StagedTensor(
                 tensor, shared.block, None, shared, _described(shared.block, shared.offset, tensor.shape, dtype)

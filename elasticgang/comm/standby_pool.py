@@ -1,8 +1,8 @@
-"""Where comm processes come from, and the one that stands by.
+"""Starts comm processes, and keeps a standby.
 
-STANDBY-1  Starting takes place on a thread of its own; `take` is the only wait.
-STANDBY-2  A process that has no agent starts one fork server, when the first comm process is asked for; it ends with
-    it.
+STANDBY-1  Comm processes start on a separate thread. Only `take` waits for one.
+STANDBY-2  A process without an agent starts one fork server with its first comm process. The fork server exits with
+    that process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class StandbyPool:
-    """Keeps one comm process ready: the standby. For one thread, but for what `start` does."""
+    """Keeps one comm process ready: the standby. Not thread-safe."""
 
     def __init__(self, start: Callable[[], Future[CommProcess]]) -> None:
-        """`start` begins to start a process, which is ready when the future has it."""
+        """`start` begins to start a process; the future completes when that is ready."""
         self._start = start
         self._standby: Future[CommProcess] | None = start()
 
     def take(self, timeout: float | None = None) -> CommProcess:
-        """The standby, once it is ready; a dead one is replaced.
+        """Wait for the standby and return it. A dead one is replaced.
 
         Raises:
-            CollectiveTimeoutError: it was not ready within `timeout` seconds. It is still being started.
-            OperationalError: none could be started, or all died while they started.
+            CollectiveTimeoutError: it is not ready within `timeout` seconds. It is still starting.
+            OperationalError: no process could be started, or `_MAX_STARTS` in a row died while they started.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         for _ in range(_MAX_STARTS):
@@ -47,7 +47,7 @@ class StandbyPool:
             assert self._standby is not None
             try:
                 comm = self._standby.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except GangError:  # also one that was not ready in its own time
+            except GangError:  # it died, or was not ready within its own deadline
                 self._standby = None
                 continue
             except FutureTimeoutError:
@@ -56,7 +56,7 @@ class StandbyPool:
                 self._standby = None
                 if is_new:
                     raise
-                continue  # that was then
+                continue  # an earlier start failed; try again now
             self._standby = None
             if not (comm.ended or comm.has_died):
                 return comm
@@ -64,7 +64,7 @@ class StandbyPool:
         raise OperationalError(f"{_MAX_STARTS} comm processes in a row died while they started")
 
     def prepare(self) -> None:
-        """Begin to start a standby, if there is none."""
+        """Begin to start a standby if there is none."""
         if self._standby is None:
             self._standby = self._start()
 
@@ -83,9 +83,9 @@ class StandbyPool:
             return
         try:
             standby.result(CLOSE_TIMEOUT_S).close()
-        except FutureTimeoutError:  # it ends when it has come up
+        except FutureTimeoutError:  # close it when it is ready
             standby.add_done_callback(_close)
-        except (GangError, OperationalError):  # it never came up
+        except (GangError, OperationalError):  # it did not start
             pass
 
 
@@ -102,11 +102,11 @@ def _make_process(forks: ForkServerClient, arena: Arena) -> CommProcess:
 
 
 class CommLauncher:
-    """Starts comm processes, on one thread of its own."""
+    """Starts comm processes, on its own thread (STANDBY-1)."""
 
     def __init__(self, client: ForkServerClient | None = None) -> None:
-        """`client`: a connection to the agent's fork server. Without it, and once that server is gone, this process
-        starts a fork server of its own."""
+        """`client`: a connection to the agent's fork server. Without one, or after that server has died, this process
+        starts its own fork server."""
         self._client = client
         self._arena = Arena()
         self._newest: CommProcess | None = None
@@ -116,8 +116,8 @@ class CommLauncher:
         return self._thread.submit(self._start, make)
 
     def descriptors(self) -> list[int]:
-        """What a forked child must not keep open. Without a lock: a forked child calls it, where nobody would release
-        one."""
+        """The descriptors that a forked child must close. Takes no lock, because a forked child calls it, where another
+        thread's lock would never be released."""
         client, newest = self._client, self._newest
         return [*([] if client is None else [client.fileno()]), *([] if newest is None else newest.descriptors())]
 
@@ -129,7 +129,7 @@ class CommLauncher:
                 self._client.close()
                 self._client = None
         if not isinstance(self._client, ForkServer) or self._client.process.poll() is not None:
-            self._client = _new_fork_server()
+            self._client = _new_fork_server()  # STANDBY-2
         return self._start_from(self._client, make)
 
     def _start_from(self, client: ForkServerClient, make: MakeProcess) -> CommProcess:
@@ -144,8 +144,8 @@ class CommLauncher:
 
 def _new_fork_server() -> ForkServer:
     try:
-        server = ForkServer(PRELOAD, new_session=False)  # comm processes can join this process's group
-    except OSError as exc:  # no descriptor is left, say
+        server = ForkServer(PRELOAD, new_session=False)  # so that comm processes can join this process's group
+    except OSError as exc:  # no descriptor is left, for example
         raise OperationalError(f"the fork server could not be started: {exc}") from exc
     try:
         server.wait_ready()
@@ -160,14 +160,14 @@ _launchers: dict[int, CommLauncher] = {}
 
 
 def local_launcher() -> CommLauncher:
-    """Of this process; a forked child has its own."""
+    """The launcher of this process; a forked child has its own."""
     with _lock:
         return _launchers.setdefault(os.getpid(), CommLauncher())
 
 
 def _forget_parents() -> None:
     global _lock
-    _lock = threading.Lock()  # the parent's may have been held at the fork
+    _lock = threading.Lock()  # another thread may have held the parent's at the fork
     _launchers.clear()
 
 

@@ -1,7 +1,7 @@
-"""A process group of fixed ranks in the comm process that all such groups of this process share.
+"""Static process groups, which have fixed ranks. All static groups of a process share one comm process.
 
 STATIC-1  The comm process starts with the first group and ends with the last.
-STATIC-2  An error of one group is the end of all: the process that could still write to their tensors is killed.
+STATIC-2  An error of one group ends all groups: their comm process, which could still write to tensors, is killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MEETING_POLL_S = 0.01
 
 
 class _Shared:
-    """STATIC-1: the configuration of this process's comm process, and how many groups are in it."""
+    """STATIC-1: the configuration of the shared comm process, and the number of its groups."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class _Shared:
             if self._num_groups:
                 return
             self._configuration = None
-        configuration.comm.close()  # it waits for callbacks, which may want the lock
+        configuration.comm.close()  # without the lock: it waits for callbacks, which may take the lock
 
 
 _shared = _Shared()
@@ -76,11 +76,11 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
     _timeout: float
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        """Block until all ranks of the group have met through `store`, at most `timeout` seconds. Any of them may
-        destroy the group or end as soon as it is made.
+        """Block until all ranks of the group have connected, at most `timeout` seconds. Any of them may destroy the
+        group or exit as soon as it returns.
 
         Raises:
-            GangError: a peer did not come.
+            GangError: a peer did not connect.
         """
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._rank, self._size, self._timeout = rank, size, timeout
@@ -116,7 +116,7 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For collectives that are started from now on, and have no timeout of their own."""
+        """Set the timeout of later collectives without one of their own."""
         self._timeout = seconds(timeout)
 
     def split_group(
@@ -128,14 +128,14 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> StaticProcessGroup | None:
-        """The group of some of the ranks; None on the others. Called on every rank.
+        """The group of some of the ranks; None on the other ranks. Call it on every rank.
 
         Raises:
-            ValueError: `ranks` are no distinct ranks of this group.
-            GangError: a peer did not come.
+            ValueError: `ranks` are not distinct ranks of this group.
+            GangError: a peer did not connect.
         """
         ranks = check_ranks(ranks, self._size)
-        self._num_splits += 1  # on every rank, so that all give it the same prefix
+        self._num_splits += 1  # on every rank, so that all use the same prefix
         if self._rank not in ranks:
             return None
         name = group_name or f"{self._name}:split{self._num_splits}"
@@ -155,20 +155,20 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
             self._server = None
 
     def abort(self) -> None:
-        """Fail every collective that is under way, of every group of this process (STATIC-2)."""
+        """Fail every collective under way, in every group of this process (STATIC-2)."""
         self._configuration.fail(GangError("the process group was aborted"))
 
     def __repr__(self) -> str:
         return f"StaticProcessGroup(rank={self._rank}, size={self._size})"
 
     def _meet(self, store: Store) -> tuple[str, str]:
-        """The store that comm processes use, and a prefix in it that nobody else has: as rank 0 says."""
+        """The address of the store for the comm processes, and a unique prefix in it. Rank 0 chooses both."""
         if self._rank:
             return self._wait_for_meeting(store)
         tcp = store
         while isinstance(tcp, PrefixStore):
             tcp = tcp.underlying_store
-        if not isinstance(tcp, TCPStore):  # a file, or memory of this process: comm processes need one to connect to
+        if not isinstance(tcp, TCPStore):  # a file or memory store, to which comm processes cannot connect
             tcp = self._server = TCPStore(_own_host(), 0, is_master=True, wait_for_workers=False)
         address, prefix = f"{tcp.host}:{tcp.port}", f"elasticgang/{uuid.uuid4().hex}"
         store.set(_MEETING, json.dumps([address, prefix, self._size]))

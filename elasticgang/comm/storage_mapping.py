@@ -123,7 +123,7 @@ class StorageMappings:
                 region = None
             if region is None:
                 self._forget_dead()
-                if num_bytes != storage.nbytes() or not _is_own_mapping(address, num_bytes):
+                if num_bytes != storage.nbytes() or not _is_own_mapping(address, num_bytes):  # MAPPING-1, MAPPING-2
                     return None
                 region = self._take_over(storage)
         return None if region is None else _mapped_tensor(region, tensor, start, num_bytes)

@@ -1,12 +1,12 @@
 """The torch.distributed backend "elasticgang": `init_process_group("elasticgang")`, `new_group`, `init_device_mesh`.
 
-Its groups are static: their collectives run in a comm process beside this one, one for all groups. A lost peer is an
-error in every group at once; to go on, destroy the process group and initialize it anew.
+Its groups are static: their collectives run in one comm process for all groups. A lost peer is an error in every group
+at once; to go on, destroy the process group and initialize it again.
 
-Groups of ours also serve `torch.distributed.monitored_barrier`, which refuses every backend but the one named "gloo".
+These groups also serve `torch.distributed.monitored_barrier`, which by itself refuses every backend but "gloo".
 
-Light to import, because torch does so whenever it is imported where elasticgang is installed (entry point
-`torch.backends`): the rest is imported when a group is made.
+Imports little, because torch imports it wherever elasticgang is installed (entry point `torch.backends`). The rest is
+imported with the first group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Make the backend known to torch. Idempotent; does nothing where torch has no torch.distributed."""
+    """Register the backend with torch. Idempotent; does nothing if torch was built without torch.distributed."""
     import torch.distributed as dist
 
     if dist.is_available() and BACKEND_NAME not in dist.Backend.backend_list:
@@ -31,8 +31,8 @@ def register() -> None:
 
 
 def _serve_monitored_barrier() -> None:
-    """torch's function goes by the backend's name. A group that is written in Python, with a monitored barrier of its
-    own, performs that; for all others torch's function stays what it was."""
+    """Wrap torch's function, which checks the backend's name: a Python group with its own monitored barrier performs
+    that. For all other groups nothing changes."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

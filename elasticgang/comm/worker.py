@@ -111,6 +111,7 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _die_with(pidfd: int, block: CommBlock) -> None:
+    """WORKER-1."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     while not poll.poll(PULSE_MS):
@@ -263,12 +264,12 @@ class Worker:
     def _run(self, id: int, body: bytes) -> None:
         try:
             group, collective = prepared = self._prepared.get(body) or self._prepare(body)
-            work, last = TABLE[collective.call].issue(self._groups[group], collective)
+            work, last = TABLE[collective.call].issue(self._groups[group], collective)  # TABLE-1
             future = self._future_of(work, collective)
         except Exception as exc:
             self._end(id, exc)
             return
-        # The tensors are kept until the end by the future's callback.
+        # WORKER-2. The callback keeps the tensors until the work has ended.
         future.add_done_callback(lambda future: self._completed(id, future, last, prepared))
 
     def _prepare(self, body: bytes) -> tuple[str, Collective]:
@@ -279,7 +280,7 @@ class Worker:
         return prepared
 
     def _tensor(self, slab: int, offset: int, shape: list[int], dtype: str) -> Tensor:
-        return bytes_as(self._slabs[slab], torch.Size(shape), getattr(torch, dtype), offset)
+        return bytes_as(self._slabs[slab], torch.Size(shape), getattr(torch, dtype), offset)  # WORKER-3
 
     def _future_of(self, work: Any, collective: Collective) -> Any:
         try:

@@ -259,6 +259,7 @@ class Gang(ABC):
         return Work()
 
     def _check(self, name: str, tensor: Tensor) -> None:
+        """GANG-1."""
         if not isinstance(tensor, Tensor):
             raise ValueError(f"`{name}` must be a tensor, but is of {type(tensor).__name__} instead.")
         ours, its = self.device, tensor.device
@@ -271,7 +272,7 @@ class Gang(ABC):
             raise ValueError(f"`{name}` must not be a conjugate or negative view; use `{name}.resolve_conj()`.")
 
     def _check_output(self, name: str, tensor: Tensor) -> None:
-        """Of a tensor that is written."""
+        """Check a tensor that is written (GANG-4)."""
         self._check(name, tensor)
         self._check_outputs(name, [tensor])
 
@@ -387,7 +388,8 @@ class CheckedGang(Gang):
         return self._run(Collective("broadcast", (tensor,), (tensor,), peer=root), async_op)
 
     @abstractmethod
-    def _start(self, collective: Collective) -> Work: ...
+    def _start(self, collective: Collective) -> Work:
+        """Start a checked collective (GANG-2)."""
 
 
 def check_objects(objects: list[object]) -> None:

@@ -1,11 +1,11 @@
-"""When code that torch.compile made must be made anew, because a gang has another rank or size.
+"""Drops code made by torch.compile when the rank or size of a gang has changed.
 
-torch reads the rank and size of a process group, or of a mesh, when it traces, and puts them into the code as
-constants. Its guards do not look at them again: the code would go on with a wrong size, or with another rank's part.
+While torch traces, it reads the rank and size of a process group or mesh, and puts them into the code as constants. Its
+guards do not check them: the code would go on with a wrong size, or with another rank's part.
 
-COMPILED-1  Compiled code runs only with the ranks and sizes that it was traced with: when one of those that were read
-    has changed, all compiled code is dropped, between two generations. torch can drop it only as a whole.
-COMPILED-2  Code that has read no gang's rank or size is not dropped, as long as no other has.
+COMPILED-1  Compiled code runs only with the ranks and sizes that it was traced with. When one of those that were read
+    has changed, all compiled code is dropped between two generations; torch can only drop all of it.
+COMPILED-2  If no compiled code has read the rank or size of a gang, none is dropped.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _LOG_FRAMES = 4  # from the group's method over `torch.distributed.get_rank` to 
 
 log = logging.getLogger("elasticgang")
 
-_read: weakref.WeakKeyDictionary[Gang, tuple[int, int] | None] = weakref.WeakKeyDictionary()  # None: it has ended
+_read: weakref.WeakKeyDictionary[Gang, tuple[int, int] | None] = weakref.WeakKeyDictionary()  # None: closed
 
 
 def note(gang: Gang) -> None:
-    """Something keeps `gang`'s rank and size that compiled code may read instead, as a mesh does."""
+    """Record that an object such as a mesh has copied `gang`'s rank and size, where compiled code may read them."""
     _read.setdefault(gang, (gang.rank, gang.size))
 
 
 def note_if_tracing(gang: Gang) -> None:
-    """Code may be compiled at this moment, with the rank or size that is asked for."""
+    """COMPILED-2: record that `gang`'s rank or size is read while torch traces."""
     if is_tracing() and not _is_for_a_log():
         note(gang)
 
 
 def _is_for_a_log() -> bool:
-    """Torch's logs name the default group's rank, also while it compiles."""
+    """Whether torch's logging reads the rank, which it also does while it compiles."""
     frame = sys._getframe(2)
     for _ in range(_LOG_FRAMES):
         if frame.f_code.co_filename == logging_file():
@@ -50,15 +50,15 @@ def _is_for_a_log() -> bool:
 
 
 def end(gang: Gang) -> None:
-    """`gang` ends: code that was traced with it cannot run any more."""
+    """`gang` is closed: code that was traced with it must not run any more."""
     if gang in _read:
         _read[gang] = None
 
 
 def drop_stale() -> bool:
-    """Between two generations: drop all compiled code when a rank or size that it may have read has changed. Whether
-    it was dropped."""
-    changed = {gang: seen for gang, seen in list(_read.items()) if seen is None or (gang.rank, gang.size) != seen}
+    """COMPILED-1, between two generations: drop all compiled code if a rank or size that it may have read has changed.
+    Returns whether it was dropped."""
+    changed = {gang: old for gang, old in list(_read.items()) if old is None or (gang.rank, gang.size) != old}
     if not changed:
         return False
     _read.clear()
@@ -66,5 +66,5 @@ def drop_stale() -> bool:
         return False
     torch.compiler.reset()
     names = sorted(map(repr, changed))
-    log.debug("compiled code is dropped and compiled anew: its gangs have changed: %s", ", ".join(names))
+    log.debug("dropping all compiled code, because these gangs have changed: %s", ", ".join(names))
     return True

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def perform(gang: Gang, collective: Collective) -> None:
-    """Perform a checked collective by the abstract methods of `gang`. Blocks until it has ended.
+    """Perform a checked collective by the abstract methods of `gang` (COMPOSED-1, COMPOSED-2). Blocks until it has
+    ended.
 
     Raises:
         NotSupportedError: it cannot be built on them.

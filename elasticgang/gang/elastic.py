@@ -78,7 +78,7 @@ class ElasticGang(CheckedGang):
         self.collectives_forbidden = False  # while the training state is built
 
     def bind(self, binding: Binding | None) -> None:
-        """Enter a generation, or (None) leave it; the gangs that were made from this one end with it."""
+        """ELASTIC-1: enter a generation, or (None) leave it. The gangs that were made from this one end with it."""
         for gang in self._made:
             gang.bind(None)
             gang.close()

@@ -1,6 +1,6 @@
-"""The gangs of one rank, which of them are current, and how static ones are made.
+"""The gangs of one rank, the current and default gangs, and the functions that make static ones.
 
-GANGS-1  The current gangs are a stack per thread: `with gangs:` in one thread does not show in another.
+GANGS-1  Each thread has its own stack of current gangs: `with gangs:` has no effect in other threads.
 GANGS-2  Sub-gangs are made in the same order on every rank: by axis, then by the lowest rank of the group.
 """
 
@@ -33,8 +33,8 @@ _NAMES = ("root", "dp", "rdp", "sdp", "tp", "pp")
 
 
 class _Current(threading.local):
-    def __init__(self) -> None:  # runs anew in each thread
-        self.stack: list[tuple[Gangs, tuple[torch.device, ...]]] = []  # with the devices that they are current for
+    def __init__(self) -> None:  # runs in each thread (GANGS-1)
+        self.stack: list[tuple[Gangs, tuple[torch.device, ...]]] = []  # with the devices for which they are current
 
 
 _current = _Current()
@@ -45,16 +45,17 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Gangs:
-    """All gangs of one rank. As a context manager, makes them the current ones of this thread.
+    """All gangs of one rank. As a context manager, it makes them the current ones of this thread.
 
     `further`: gangs along other axes (`cp`, `ep`), by name. `gangs["cp"]` is one of them, and `gangs["tp"]` is
-    `gangs.tp`; `in` and iteration are over all the names. `dataclasses.replace(gangs, further={...})` gives others.
+    `gangs.tp`; `in` and iteration use all names. `dataclasses.replace(gangs, further={...})` changes them.
 
-    `manager.gangs` is a snapshot of one generation; the gang objects in it keep their identity from generation to
-    generation and are reconfigured beneath.
+    `manager.gangs` is a snapshot of one generation. Its gang objects stay the same in all generations, and are
+    reconfigured between them.
 
     Raises:
-        ValueError: the root's rank 0 is not rank 0 of `dp`, `tp`, `pp` or a further gang, or one is named as another.
+        ValueError: rank 0 of the root is not rank 0 of `dp`, `tp`, `pp` or a further gang, or a further gang has a
+            reserved name.
     """
 
     root: Gang
@@ -79,7 +80,7 @@ class Gangs:
                 raise ValueError(f"Rank 0 of `root` must be rank 0 of `{name}`, but is rank {gang.rank} of it instead.")
 
     def __getitem__(self, name: str) -> Gang:
-        """The gang of that name. Raises KeyError, which says what names there are."""
+        """The gang with this name. Raises KeyError, which lists the names."""
         if name in _NAMES:
             gang: Gang = getattr(self, name)
             return gang
@@ -94,7 +95,7 @@ class Gangs:
         return iter((*_NAMES, *self.further))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A read-only mapping is neither pickled nor copied."""
+        """Pickle and copy `further` as a dict: a read-only mapping supports neither."""
         return _remade, ({name: getattr(self, name) for name in _NAMES}, dict(self.further))
 
     @property
@@ -109,19 +110,20 @@ class Gangs:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not _current.stack or _current.stack[-1][0] is not self:
-            raise InvalidOperationError("these gangs are left, but are not those that were entered last in this thread")
+            raise InvalidOperationError("`with gangs:` ends, but other gangs were entered last in this thread")
         _current.stack.pop()
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """A mesh with a dimension for each of the gangs `names` ("rdp", "sdp", …), slowest-varying first, for what
-        takes meshes: FSDP2 (`fully_shard`), DTensor, `parallelize_module`. `mesh.get_group(name)` is that gang's group.
+        """A mesh with one dimension for each of the gangs `names` ("rdp", "sdp", …), slowest-varying first, for FSDP2
+        (`fully_shard`), DTensor and `parallelize_module`. `mesh.get_group(name)` is the gang's group.
 
-        A snapshot: ask anew in each generation; modules that were wrapped with an older one go on, because its groups
-        are the gangs' own. Makes `root`'s group torch's default one, if there is none. Sends nothing.
+        It is a snapshot: make a new one in each generation. Modules that were wrapped with an older mesh still work,
+        because its groups are the gangs' own. If torch has no default process group, `root`'s becomes it. Sends
+        nothing.
 
         Raises:
-            ValueError: there is no such gang, or the gangs are not the axes of one grid.
-            InvalidOperationError: torch's default process group is another one than `root`'s.
+            ValueError: a name is unknown, or the gangs are not the axes of one grid.
+            InvalidOperationError: torch's default process group is not `root`'s.
         """
         for name in names:
             if name not in self:
@@ -132,14 +134,14 @@ class Gangs:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, device: torch.device | str | None = None, **dims: str) -> Gangs:
-        """The gangs along the dimensions of `mesh`. `dims` says which of them is `rdp`, `sdp`, `tp` or `pp`, where it
-        is not named so: `Gangs.from_device_mesh(mesh, rdp="replicate", sdp="shard")`. The others are further gangs
-        under their names. Called on every rank, since groups over several dimensions (`root`, `dp`) are made where
-        torch has none.
+        """The gangs along the dimensions of `mesh`. `dims` maps `rdp`, `sdp`, `tp` and `pp` to dimensions with other
+        names: `Gangs.from_device_mesh(mesh, rdp="replicate", sdp="shard")`. The other dimensions are further gangs
+        under their names. Call it on every rank: it makes groups over several dimensions (`root`, `dp`) where torch
+        has none.
 
         Raises:
-            ValueError: `dims` names a dimension that `mesh` lacks or names one twice; or a dimension that it does not
-                name is called as `Gangs` calls another gang, or as torch's own examples call one for data parallelism.
+            ValueError: `dims` names a dimension twice or one that `mesh` does not have; or another dimension has the
+                name of a different gang, or a usual name of a data-parallel dimension.
             InvalidOperationError: there is no default process group.
         """
         refuse_foreign_default()
@@ -156,7 +158,7 @@ class Gangs:
         return cls(**made, further={name: gang_of_mesh(mesh, [name], name, device) for name in further})
 
     def close(self) -> None:
-        """Close every gang, the root last; one that stands under several names, once."""
+        """Close every gang once, the root last."""
         for gang in reversed(list(dict.fromkeys(self[name] for name in self))):
             gang.close()
 
@@ -219,7 +221,7 @@ def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs
 
 
 def _split(parent: Gang, shape: tuple[int, int, int, int], family: str) -> Gang:
-    """This rank's gang of `family` in the grid of `shape` (sizes of `AXES`) over the ranks of `parent`."""
+    """This rank's gang of `family` in the grid of `shape` (sizes of `AXES`) over the ranks of `parent` (GANGS-2)."""
     groups = groups_over(shape, FAMILIES[family])
     size = len(groups[0])
     if size == 1:
@@ -236,16 +238,16 @@ def _split(parent: Gang, shape: tuple[int, int, int, int], family: str) -> Gang:
 
 
 def maybe_get_current_gangs() -> Gangs | None:
-    """The gangs of the innermost `with gangs:` of this thread, on whatever device, or None outside."""
+    """The gangs of the innermost `with gangs:` of this thread, on any device; None outside."""
     return _current.stack[-1][0] if _current.stack else None
 
 
 def get_current_gangs(device: torch.device | str | None = None) -> Gangs:
-    """The gangs of the innermost `with gangs:` of this thread on `device`, or else the default ones.
+    """The gangs of the innermost `with gangs:` of this thread on `device`, otherwise the default ones.
 
-    None is torch's current device (`torch.set_default_device`, `with device:`). While that is the CPU, as it is when
-    nobody has set it, gangs on another device count too, where there are none on the CPU. In fairseq2 they do not, and
-    a rank that forgot to set it would go on with fake gangs of one.
+    None means torch's current device (`torch.set_default_device`, `with device:`). While that is the CPU, which is the
+    default, and no gangs on the CPU are current, gangs on another device count too. In fairseq2 they do not, so that a
+    rank that forgot to set the device would use fake gangs of one rank.
     """
     wanted = torch.device(device or torch.get_default_device())
     for gangs, devices in reversed(_current.stack):
@@ -257,9 +259,9 @@ def get_current_gangs(device: torch.device | str | None = None) -> Gangs:
 
 
 def get_default_gangs(device: torch.device | str | None = None) -> Gangs:
-    """The default gangs of `device`; when none are set, the same fake ones always.
+    """The default gangs of `device`; if none are set, always the same fake ones.
 
-    None is torch's current device; while that is the CPU and has none, it is `get_default_device()`.
+    None means torch's current device. If that is the CPU and has no default gangs, it means `get_default_device()`.
     """
     wanted = torch.device(device or torch.get_default_device())
     with _lock:
@@ -273,8 +275,8 @@ def get_default_gangs(device: torch.device | str | None = None) -> Gangs:
 
 
 def set_default_gangs(gangs: Gangs, *, meta: bool = False) -> None:
-    """Make `gangs` those that all threads see outside `with gangs:`, for the device of the gangs; with `meta`, for the
-    meta device too."""
+    """Make `gangs` the default of all threads outside `with gangs:`, for their device. `meta`: also for the meta
+    device."""
     with _lock:
         _defaults[gangs.device] = gangs
         if meta:
@@ -283,7 +285,7 @@ def set_default_gangs(gangs: Gangs, *, meta: bool = False) -> None:
 
 @contextlib.contextmanager
 def set_gangs(gangs: Gangs, *, meta: bool = False) -> Iterator[None]:
-    """`with set_gangs(gangs):` is `with gangs:`; with `meta`, they are current for the meta device too."""
+    """`with set_gangs(gangs):` is `with gangs:`. `meta`: they are also current for the meta device."""
     _current.stack.append((gangs, (gangs.device, _META) if meta else (gangs.device,)))
     try:
         yield
@@ -292,10 +294,10 @@ def set_gangs(gangs: Gangs, *, meta: bool = False) -> Iterator[None]:
 
 
 def get_default_device() -> torch.device:
-    """`cuda:LOCAL_RANK` where CUDA is available, or `cuda:0` where CUDA_VISIBLE_DEVICES leaves one; else the CPU.
+    """`cuda:LOCAL_RANK` if CUDA is available, `cuda:0` if CUDA_VISIBLE_DEVICES leaves one device, otherwise the CPU.
 
     Raises:
-        OperationalError: there are fewer CUDA devices than LOCAL_RANK asks for.
+        OperationalError: LOCAL_RANK is not below the number of CUDA devices.
     """
     if not torch.cuda.is_available():
         return _CPU
@@ -311,11 +313,11 @@ def get_default_device() -> torch.device:
 
 
 def get_world_size() -> int:
-    """`WORLD_SIZE` of the environment, as torchrun sets it; 1 without it. In an elastic job it is the size of
+    """The environment variable `WORLD_SIZE`, as torchrun sets it; 1 without it. In an elastic job it is the size of
     `manager.gangs.root`, from the first step on.
 
     Raises:
-        OperationalError: it is set and no number above 0; or this is a rank of an elastic job before its first step.
+        OperationalError: it is not a number above 0; or this is a rank of an elastic job before its first step.
     """
     if "WORLD_SIZE" not in os.environ and (job := elastic_job()) is not None:
         raise OperationalError(
@@ -354,7 +356,7 @@ def broadcast_flag(gang: Gang, flag: bool, source_rank: int = 0) -> bool:
 
 
 def _refuse_poisoned(gang: Gang, call: str) -> None:
-    """The value may be this rank's alone, and a program would branch on it."""
+    """Raise StepAborted for a poisoned gang: the value may differ between ranks, and programs branch on it."""
     if gang.is_poisoned:
         raise StepAborted(f"the generation ended before `{call}` was complete: there is no value that all ranks share")
 

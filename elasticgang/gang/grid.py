@@ -1,8 +1,8 @@
-"""Gangs along any named axes of a grid of ranks: HyperCommGrid's job under the Gang API.
+"""Gangs along any named axes of a grid of ranks: the function of HyperCommGrid, with gangs.
 
-GRID-1  `create_gang` is collective over the grid, and makes the gangs of all its ranks in one order.
-GRID-2  A gang is made once; `create_gang` and `get_gang` are two calls because only making one takes options.
-GRID-3  Megatron-LM's names (`create_pg`, `get_pg`, `get_rank_enum`, ...) are the same gangs, as process groups.
+GRID-1  `create_gang` is collective over the grid. It makes the gangs in the same order on all ranks.
+GRID-2  A gang is made once. `create_gang` and `get_gang` are separate because only making one takes options.
+GRID-3  Megatron-LM's methods (`create_pg`, `get_pg`, `get_rank_enum`, ...) return the same gangs as process groups.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class GangGrid:
         *,
         root: Gang | None = None,
     ) -> None:
-        """`root`: the gang whose ranks the grid is of; None is torch's default process group, which may also be made
-        later, when WORLD_SIZE says its size. `backend`: of the gangs that are made, "gloo" or "nccl"; None is the
+        """`root`: the gang whose ranks the grid contains. None means torch's default process group, which may be made
+        later; then WORLD_SIZE gives its size. `backend`: the backend of new gangs, "gloo" or "nccl"; None for the
         root's.
 
         Raises:
-            LayoutError: lengths that differ, names that are repeated, or sizes below 1.
+            LayoutError: the lengths differ, a name is repeated, or a size is below 1.
             GridTooLargeError: the grid is larger than the world minus its offset.
             NoWorldError: there is neither a `root` nor a default process group nor WORLD_SIZE.
         """
@@ -84,20 +84,21 @@ class GangGrid:
         return self._grid.base.size
 
     def rank_groups(self, dims: Dims, *, ordered_as_given: bool = False, view: str | None = None) -> list[list[int]]:
-        """The ranks that differ only along `dims`, a list per group, in ascending order whatever the order of `dims`.
+        """The ranks that differ only along `dims`: one list per group, ascending whatever the order of `dims`.
 
-        `ordered_as_given=True` is HyperCommGrid's `_gen_rank_enum`: the last of `dims` varies fastest in a group.
+        With `ordered_as_given=True`, as in HyperCommGrid's `_gen_rank_enum`, the last of `dims` varies fastest in a
+        group.
         """
         return self._grid.rank_groups(dims, view=view, ordered_as_given=ordered_as_given)
 
     def register_view(
         self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] | None = None
     ) -> None:
-        """A further factorisation of the same ranks. Gangs along `shared_dims` are those of the grid itself.
+        """Register a further factorisation of the same ranks. Gangs along `shared_dims` are those of the grid itself.
 
         Raises:
-            LayoutError: the sizes do not multiply to the grid's, or a shared dim enumerates to other groups; it says
-                which. Nothing was registered.
+            LayoutError: the sizes do not multiply to the grid's size, or a shared dim has other groups; the message
+                names it. Nothing is registered.
         """
         self._grid.register_view(name, shape, dim_names, shared_dims or ())
 
@@ -110,17 +111,17 @@ class GangGrid:
         group_desc: str | None = None,
         view: str | None = None,
     ) -> Gang | None:
-        """Make the gangs along `dims`, and return this rank's; None on a rank outside the grid. Called on every rank of
-        the root. `group_desc`: of the gang, and of its process group.
+        """Make the gangs along `dims`, and return this rank's; None on a rank outside the grid. Call it on every rank
+        of the root (GRID-1). `group_desc`: the description of the gang and its process group.
 
         Raises:
-            LayoutError: `dims` are no dims of the grid.
-            KeyError: they were made before; use `get_gang`.
-            ValueError: `timeout` is not above 0, or the root's gangs have no such options.
-            GangError: they could not be made.
+            LayoutError: `dims` are not dims of the grid.
+            KeyError: the gangs exist already; use `get_gang`.
+            ValueError: `timeout` is not above 0, or the root's gangs do not have these options.
+            GangError: the gangs could not be made.
         """
         key = self._grid.key(dims, view=view)
-        if key in self._gangs:
+        if key in self._gangs:  # GRID-2
             raise KeyError(f"the gangs {key!r} exist already; use get_gang({dims!r})")
         groups = self._grid.rank_groups(dims, view=view)
         if isinstance(self._root, ProcessGroupGang):
@@ -131,26 +132,26 @@ class GangGrid:
             if timeout is not None or pg_options is not None:
                 raise ValueError(
                     f"`timeout` and `pg_options` must be None for a root of {type(self._root).__name__}, whose gangs "
-                    f"take after it, but are {timeout!r} and {pg_options!r} instead."
+                    f"inherit them, but are {timeout!r} and {pg_options!r} instead."
                 )
             gang = create_one_of(self._root, groups, group_desc or key)
         self._gangs[key] = gang
         return gang
 
     def get_gang(self, dims: Dims, *, view: str | None = None) -> Gang | None:
-        """What `create_gang` returned. Raises KeyError when it was not called for `dims`."""
+        """The result of `create_gang`. Raises KeyError: that was not called for `dims`."""
         key = self._grid.key(dims, view=view)
         if key not in self._gangs:
             raise KeyError(f"the gangs {key!r} do not exist; use create_gang({dims!r}) first")
         return self._gangs[key]
 
     def create_gangs(self) -> Gangs | None:
-        """The gangs of this grid as `Gangs`; None on a rank outside the grid. Called on every rank of the root.
+        """The gangs of this grid as `Gangs`; None on a rank outside the grid. Call it on every rank of the root.
 
-        Its dims `pp`, `rdp`, `sdp` and `tp` are those of `Gangs`, and `dp` is along `rdp` and `sdp`; a grid may have a
-        dim `dp` instead, which replicates. The other dims are further gangs, those of views too: under their names,
-        or as "view/dim" where the grid has a dim of that name. What the grid lacks is a fake gang of one. Gangs
-        that exist already are taken.
+        The dims `pp`, `rdp`, `sdp` and `tp` become the gangs of these names, and `dp` is along `rdp` and `sdp`. A grid
+        may have a dim `dp` instead, which replicates. All other dims, also those of views, become further gangs under
+        their names, or as "view/dim" if the grid has a dim of that name. A gang without a dim is a fake gang of one
+        rank. Gangs that exist already are used.
 
         Raises:
             LayoutError: the grid has both `dp` and `rdp` or `sdp`, or a dim "root".
@@ -193,26 +194,26 @@ class GangGrid:
         pg_options: Any = None,
         group_desc: str | None = None,
     ) -> dist.ProcessGroup | None:
-        """`create_gang`, as a process group: this rank's; None on a rank outside the grid.
+        """`create_gang`, returned as a process group (GRID-3); None on a rank outside the grid.
 
         Raises:
-            KeyError: they were made before, or there is no such view.
+            KeyError: the groups exist already, or the view is unknown.
 
         Source: HyperCommGrid (Megatron-LM).
         """
         view = self._known_view(view)
         if self._grid.key(dims, view=view) in self._gangs:
             raise KeyError(
-                f"Process group {dims} has already been created, maybe with other options; get_pg({dims!r}) gives it"
+                f"Process group {dims} has already been created, maybe with other options; use get_pg({dims!r})"
             )
         gang = self.create_gang(dims, timeout=timeout, pg_options=pg_options, group_desc=group_desc, view=view)
         return None if gang is None else gang.as_process_group()
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> dist.ProcessGroup | None:
-        """What `create_pg` returned, or the process group of what `create_gang` did.
+        """The result of `create_pg`, or the process group of the gang that `create_gang` made.
 
         Raises:
-            KeyError: neither was called for `dims`, or there is no such view.
+            KeyError: neither was called for `dims`, or the view is unknown.
 
         Source: HyperCommGrid (Megatron-LM).
         """
@@ -224,25 +225,25 @@ class GangGrid:
         return None if gang is None else gang.as_process_group()
 
     def get_rank_enum(self, dims: Dims, *, view: str | None = None) -> list[list[int]]:
-        """The ranks of the process groups that `create_pg` makes for `dims`: `rank_groups`.
+        """The ranks of the process groups of `create_pg` for `dims`: `rank_groups`.
 
         Raises:
-            KeyError: there is no such view.
+            KeyError: the view is unknown.
 
         Source: HyperCommGrid (Megatron-LM).
         """
         return self._grid.rank_groups(dims, view=self._known_view(view))
 
     def is_current_rank_in_grid(self) -> bool:
-        """Whether this rank is one of the grid's. Source: HyperCommGrid (Megatron-LM)."""
+        """Whether this rank is in the grid. Source: HyperCommGrid (Megatron-LM)."""
         return 0 <= self._root.rank - self.rank_offset < self.size
 
     def destroy(self) -> None:
-        """`close`, as HyperCommGrid calls it."""
+        """`close`, under HyperCommGrid's name."""
         self.close()
 
     def _known_view(self, view: str | None) -> str | None:
-        """HyperCommGrid calls the grid itself the view "base", and raises KeyError for one that it lacks."""
+        """HyperCommGrid calls the grid itself the view "base", and raises KeyError for an unknown view."""
         if view == "base" and view not in self._grid.views:
             return None
         if view is not None and view not in self._grid.views:
@@ -251,7 +252,7 @@ class GangGrid:
         return view
 
     def close(self) -> None:
-        """Close every gang that was made here."""
+        """Close every gang that this grid has made."""
         for gang in reversed(list(self._gangs.values())):
             if gang is not None:
                 gang.close()
@@ -264,7 +265,7 @@ class GangGrid:
 
 
 def _default_root() -> Gang:
-    """The default process group as a gang; the gang itself, where it is one's."""
+    """The default process group as a gang: the gang that it belongs to, or a new one."""
     if not dist.is_available() or not dist.is_initialized():
         raise InvalidOperationError(
             "There is no default process group; use ProcessGroupGang.create_default_process_group, or give a `root`."
@@ -275,7 +276,7 @@ def _default_root() -> Gang:
 
 
 def _world_size_to_be() -> int:
-    """Of the default process group that is yet to be made."""
+    """The size of the default process group, which is made later."""
     if "WORLD_SIZE" not in os.environ:
         raise NoWorldError(
             "There is no default process group, and WORLD_SIZE is not set; use "

@@ -1,7 +1,7 @@
 """Gangs as a `torch.distributed.DeviceMesh`, and a mesh as gangs.
 
-A mesh is a snapshot: its ranks are those of one generation. The groups in it are the gangs' own and follow them from
-generation to generation, with their true sizes.
+A mesh is a snapshot: its ranks are those of one generation. Its groups are the gangs' own, and have the gangs' rank and
+size in every generation.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from elasticgang.layout import AXES, FAMILIES
 
 _OF_DATA_PARALLELISM = frozenset(
     {"ddp", "dp_replicate", "dp_shard", "dp_shard_cp", "fsdp", "hsdp", "replicate", "shard"}
-)  # what torch's documentation and torchtitan call such a dimension: a gang of that name would reduce no gradient
+)  # names of data-parallel dimensions in torch's documentation and torchtitan: a gang of that name reduces no gradient
 
 
 def device_mesh(root: Gang, gangs: Mapping[str, Gang]) -> DeviceMesh:
-    """A mesh of one dimension for each of `gangs`, in their order, by their names; `root` holds all of their ranks.
+    """A mesh with one dimension for each of `gangs`, by name and in their order. `root` contains all of their ranks.
 
     Raises:
-        ValueError: there are none, or they are not the axes of one grid.
-        InvalidOperationError: torch's default process group is another one than `root`'s.
+        ValueError: `gangs` is empty, or they are not the axes of one grid.
+        InvalidOperationError: torch's default process group is not `root`'s.
     """
     if not gangs:
         raise ValueError("a mesh must have at least one dimension, but there are none.")
@@ -55,21 +55,21 @@ def device_mesh(root: Gang, gangs: Mapping[str, Gang]) -> DeviceMesh:
 
 
 def set_default_process_group(gang: Gang) -> None:
-    """Make `gang`'s process group torch's default one: what `torch.distributed` uses where no group is given, what
-    `torch.distributed.new_group` splits, and whose ranks a mesh counts in. In an elastic job that is
-    `manager.gangs.root` from the first step on, unless another of its gangs is chosen by this.
+    """Make `gang`'s process group torch's default one. `torch.distributed` uses it where no group is given,
+    `torch.distributed.new_group` splits it, and a mesh numbers ranks by it. In an elastic job it is that of
+    `manager.gangs.root` from the first step on, unless this function has chosen another gang of the job.
 
     Raises:
-        InvalidOperationError: there is a default process group already, which is no gang's; or which is, and `gang` is
-            a fake one.
+        InvalidOperationError: there is a default process group that does not belong to a gang; or there is any, and
+            `gang` is a fake one.
     """
     torch_registry.set_default(gang.as_process_group())
 
 
 def gang_of_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, device: torch.device) -> Gang:
-    """The gang along `dims` of `mesh`; along several, torch makes (once) a dimension `name` of them. Called on every
-    rank."""
-    dims = [dim for dim in mesh.mesh_dim_names or () if dim in dims]  # torch takes them in this order alone
+    """The gang along `dims` of `mesh`. Several dims are flattened (once) to a dimension `name` by torch. Call it on
+    every rank."""
+    dims = [dim for dim in mesh.mesh_dim_names or () if dim in dims]  # the only order that torch accepts
     sizes = [mesh[dim].size() for dim in dims]
     if math.prod(sizes) == 1:
         return FakeGang(device)
@@ -82,8 +82,8 @@ def gang_of_mesh(mesh: DeviceMesh, dims: Sequence[str], name: str, device: torch
 
 
 def axes_of_mesh(mesh: DeviceMesh, dims: Mapping[str, str]) -> dict[str, str]:
-    """Which dimension of `mesh` each of `AXES` is: as `dims` says, or the one of the same name. Further axes are the
-    other dimensions, by their names and in their order."""
+    """The dimension of `mesh` for each of `AXES`: by `dims`, or of the same name. The other dimensions are further
+    axes, under their names and in their order."""
     names = mesh.mesh_dim_names
     if not names:
         raise ValueError(
@@ -112,7 +112,7 @@ def axes_of_mesh(mesh: DeviceMesh, dims: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ranks(gang: Gang, root: Gang) -> list[int]:
-    """Of `gang`, as ranks of the default group."""
+    """The ranks of `gang`, numbered as in the default group."""
     if isinstance(gang, ElasticGang):
         return list(gang.ranks)
     if isinstance(gang, ProcessGroupGang):
@@ -123,7 +123,7 @@ def _ranks(gang: Gang, root: Gang) -> list[int]:
 
 
 def _grid(me: int, ranks: Mapping[str, Sequence[int]]) -> torch.Tensor:
-    """The mesh's ranks: along each dimension they lie as this rank's own gang does."""
+    """The ranks of the mesh: along each dimension they have the offsets of this rank's own gang."""
     names = list(ranks)
     mesh = torch.full((1,) * len(names), me, dtype=torch.int)
     for index, name in enumerate(names):
@@ -140,6 +140,6 @@ def _grid(me: int, ranks: Mapping[str, Sequence[int]]) -> torch.Tensor:
 
 
 def refuse_foreign_default() -> None:
-    """Raise InvalidOperationError when there is no default process group that a mesh could count its ranks in."""
+    """Raise InvalidOperationError if there is no default process group, by which a mesh numbers its ranks."""
     if not dist.is_initialized():
         raise InvalidOperationError("A mesh's gangs need the default process group that the mesh was made with.")

@@ -1,9 +1,9 @@
-"""torch's `ProcessGroup` over whatever runs collectives: what DDP, FSDP2, DTensor and functional collectives take.
+"""A gang as torch's `ProcessGroup`, for DDP, FSDP2, DTensor and functional collectives.
 
-TORCHGROUP-1  Every collective is written once: its form in `torch_calls.py`, its policy in `_submit`. It takes what
-    torch's own method takes, by position or by keyword, with the same meaning.
-TORCHGROUP-2  `rank()` and `size()` are asked for at every call, by C++ too, so that a group may change both beneath its
-    users.
+TORCHGROUP-1  Every collective is implemented once: its signature in `torch_calls.py`, its policy in `_submit`. It
+    accepts the arguments of torch's own method, by position or by keyword, with the same meaning.
+TORCHGROUP-2  Every call of `rank()` and `size()`, from C++ too, reads the gang's present values, which may change while
+    the group is in use.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from elasticgang.comm import torch_backend
 from elasticgang.gang import compiled
 from elasticgang.gang.base import Gang
 
-torch_backend.register()  # torch looks a group's devices up by its backend's name
+torch_backend.register()  # torch finds a group's devices by its backend's name
 
 
 class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[misc]  # names that torch fixes
-    """A gang as a process group. It stays the gang's own through all generations: rank and size are the gang's.
+    """A gang as a process group. It belongs to the gang in all generations and has the gang's rank and size.
 
-    Of a poisoned gang, collectives complete with outputs as the gang's do, except that barriers, and integers that are
-    moved and not reduced (torch's object collectives), raise `StepAborted`.
+    If the gang is poisoned, collectives complete like the gang's. Barriers, and collectives that move integers without
+    reducing them (torch's object collectives), raise `StepAborted`.
     """
 
     def __init__(self, gang: Gang) -> None:
         super().__init__(gang.rank, gang.size)  # type: ignore[call-arg]  # torch's stub lacks this form
         self._gang = gang
-        self._timeout_s: float | None = None  # the gang's
+        self._timeout_s: float | None = None  # None: the gang's
 
     @property
     def gang(self) -> Gang:
         return self._gang
 
     def rank(self) -> int:
+        """TORCHGROUP-2."""
         rank = self._gang.rank
         compiled.note_if_tracing(self._gang)
         return rank
@@ -62,7 +63,7 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
         return (self._gang.device.type,)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For collectives that are started by this group from now on, and have no timeout of their own."""
+        """Set the timeout of later collectives of this group without one of their own."""
         self._timeout_s = torch_calls.seconds(timeout)
 
     def split_group(
@@ -74,26 +75,26 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> dist.ProcessGroup | None:
-        """See `new_group`, which this is."""
+        """Same as `new_group`."""
         pg = self.new_group(ranks, group_name=group_name or "", group_desc=group_desc)
         if pg is not None and timeout is not None:
             pg.set_timeout(timeout)
         return pg
 
     def new_group(self, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
-        """What `torch.distributed.new_group` calls on a default group; other options than `group_name` are the
-        gang's."""
-        compiled.note(self._gang)  # a mesh is made out of it, or whatever else counts in its ranks
+        """`torch.distributed.new_group` calls this on the default group. Of the options it uses only `group_name` and
+        `group_desc`; the gang determines the others."""
+        compiled.note(self._gang)  # the caller, a mesh for example, numbers ranks by this gang
         gang = self._gang.create_gang(ranks)
         if gang is None:
             return None
-        pg = GangProcessGroup(gang)  # which torch registers itself
+        pg = GangProcessGroup(gang)  # torch registers it
         pg._set_group_name(options["group_name"])
         pg._set_group_desc(options.get("group_desc") or BACKEND_NAME)
         return pg
 
     def shutdown(self) -> None:
-        """Does nothing: the gang lives as long as its owner wants."""
+        """Does nothing: the gang's owner closes it."""
 
     def abort(self) -> None:
         """Does nothing: see `shutdown`."""
@@ -102,5 +103,6 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
         return f"GangProcessGroup({self._gang!r})"
 
     def _submit(self, call: Call) -> TorchWork:
+        """TORCHGROUP-1."""
         call = torch_calls.with_default_timeout(call, self._timeout_s)
         return TorchWork([self._gang.start(part) for part in call.parts], call)

@@ -1,10 +1,9 @@
-"""Gangs' process groups in torch's registry: what lets `torch.distributed`, DeviceMesh and DTensor find them.
+"""Registers gangs' process groups with torch, so that `torch.distributed`, DeviceMesh and DTensor find them.
 
-REGISTRY-1  The default group is set here only when there is none, or when it is a gang's: a group of the user's stays.
-    So does an elastic gang's that the user chose. A fake gang's gives way to any other, torch's own too, and takes
-    the place of none.
-REGISTRY-2  A gang's group is registered once, under a name of its own; which ranks it has is written anew with each
-    generation.
+REGISTRY-1  This module sets the default group only if there is none, or if it belongs to a gang: a group that the user
+    has made stays, and so does one of an elastic gang that the user has chosen. A fake gang's group is replaced by any
+    other, also by torch's own, and replaces none.
+REGISTRY-2  A gang's group is registered once, under a unique name. Each generation updates its ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _numbers = itertools.count()
 
 
 def register(pg: GangProcessGroup, ranks: Sequence[int]) -> None:
-    """Make `pg` known to torch, as the group of these ranks of the default group."""
+    """Register `pg` with torch, as the group of these ranks of the default group (REGISTRY-2)."""
     mapping = {rank: index for index, rank in enumerate(ranks)}
     if pg in world.pg_map:
         world.pg_group_ranks[pg] = mapping
@@ -47,7 +46,7 @@ def register(pg: GangProcessGroup, ranks: Sequence[int]) -> None:
 
 
 def unregister(pg: GangProcessGroup) -> None:
-    """Make torch forget `pg`, and the default group if it is that one."""
+    """Remove `pg` from torch's registry, also as the default group."""
     if pg not in world.pg_map:
         return
     if world.default_pg is pg:
@@ -62,10 +61,10 @@ def unregister(pg: GangProcessGroup) -> None:
 
 
 def follow_root(root: GangProcessGroup, gangs: Collection[Gang]) -> bool:
-    """When a generation begins: make `root`, of one of these `gangs`, the default group, and tell torch its rank.
+    """When a generation begins, make `root`, the group of one of these `gangs`, the default group (REGISTRY-1).
 
-    Another one of `gangs` stays the default group, since the user made it so. Returns False where a group that is no
-    gang's is the default one: it stays, and follows nothing.
+    If the user has made another one of `gangs` the default, that stays. Returns False if the default group belongs to
+    no gang: it stays, and does not follow the job.
     """
     present = world.default_pg
     if present is not None and not isinstance(present, GangProcessGroup):
@@ -76,10 +75,11 @@ def follow_root(root: GangProcessGroup, gangs: Collection[Gang]) -> bool:
 
 
 def set_default(pg: dist.ProcessGroup) -> None:
-    """Make `pg`, whose ranks every mesh counts in, the default group.
+    """Make `pg` the default group, by which every mesh numbers its ranks (REGISTRY-1).
 
     Raises:
-        InvalidOperationError: there is another one that is not a gang's; or one that is no fake gang's, and `pg` is.
+        InvalidOperationError: there is another default group that belongs to no gang; or one that belongs to a real
+            gang, and `pg` to a fake one.
     """
     present = world.default_pg
     if present is pg:
@@ -94,7 +94,7 @@ def set_default(pg: dist.ProcessGroup) -> None:
 
 
 def drop_fake_default() -> None:
-    """Let torch have no default group, where that is a fake gang's."""
+    """Remove the default group if it belongs to a fake gang."""
     if _is_fake(world.default_pg):
         _make_default(None)
 
@@ -104,18 +104,18 @@ def _is_fake(pg: dist.ProcessGroup | None) -> bool:
 
 
 def _make_default(pg: dist.ProcessGroup | None) -> None:
-    """While a fake gang's group is the default one, torch's `init_process_group`, which refuses to begin when there is
-    any, drops it first."""
+    """Set the default group. While it belongs to a fake gang, torch's `init_process_group`, which raises if there is a
+    default group, is wrapped to drop it first."""
     set_default_group(pg)
-    by_ranks = world.tags_to_pg.setdefault("", [])  # where functional collectives look up a list of ranks
+    by_ranks = world.tags_to_pg.setdefault("", [])  # functional collectives look up a list of ranks there
     if pg in world.pg_map and pg not in by_ranks:
-        by_ranks.insert(0, pg)  # on every rank, whatever other groups of the same ranks it has
+        by_ranks.insert(0, pg)  # first, so that every rank finds it before other groups of the same ranks
     present, wanted = _torch_init_process_group, _init_process_group
     if not _is_fake(pg):
         present, wanted = wanted, present
     modules: tuple[Any, ...] = (dist, distributed_c10d)
     for module in modules:
-        if module.init_process_group is present:  # what somebody else has put there stays
+        if module.init_process_group is present:  # a wrapper that another library has installed stays
             module.init_process_group = wanted
 
 

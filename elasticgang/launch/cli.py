@@ -1,4 +1,4 @@
-"""The command line. Everything that can be refused is refused before torch is imported and anything is started."""
+"""The command line. It validates all arguments before it imports torch or starts a process."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _MAX_SECONDS = 7 * 24 * 3600 + 1
 _RUN_EXAMPLES = """\
 examples:
   elasticgang run --nproc-per-node 4 train.py --lr 3e-4
-      four ranks on this machine, with a coordinator of their own
+      four ranks on this machine, with an embedded coordinator
   elasticgang run --nproc-per-node 4 --max-restarts 0 -m package.train
       a module; its first failure ends the job
   elasticgang run --nnodes 2:4 --coordinator 10.0.0.1:29400 --job-id NAME --nproc-per-node 8 train.py
-      the same on each host, with the coordinator that `elasticgang coordinator` runs on 10.0.0.1: starts with two
-      hosts, grows to four; another host is a spare
+      the same command on each host; `elasticgang coordinator` runs on 10.0.0.1. The job starts with two hosts and
+      grows to four; the ranks of a fifth host are spares
 
 A rank that is killed, or whose script fails, is restarted and heals from its peers. A kill does not count against
---max-restarts. A failure ends the job, with its traceback, when the rank has never committed a step, when the step has
-failed before on any rank, and when --max-restarts is used up.
-Exit code: 0 when the job finished, 1 (or the script's own) when it failed, 2 when it could not be started,
-128+N when it was ended by signal N.
+--max-restarts. A failure ends the job, with its traceback, if the rank has never committed a step, if the step has
+failed before on any rank, or if --max-restarts is used up.
+Exit code: 0 if the job finished, 1 (or the script's own) if it failed, 2 if it could not be started, 128+N if signal N
+stopped it.
 """
 
 
@@ -54,7 +54,7 @@ class _UsageError(Exception):
 
 
 class _PrintVersion(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Looks up the version only on request."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
         from importlib.metadata import version
@@ -65,14 +65,14 @@ class _PrintVersion(argparse.Action):
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="elasticgang", description="Run training jobs that go on while ranks die, hang, leave and come back."
+        prog="elasticgang", description="Run training jobs that go on while ranks die, hang, leave and return."
     )
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",
         help="run a script on the ranks of this host",
-        description="Start a script as a number of ranks, restart the ones that are killed, and return its exit code.",
+        description="Start a script as a number of ranks, restart ranks that die, and return the job's exit code.",
         epilog=_RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -82,16 +82,16 @@ def make_parser() -> argparse.ArgumentParser:
     coordinator = commands.add_parser(
         "coordinator",
         help="run a coordinator for jobs on several hosts",
-        description="Decide which ranks are in each generation of one or more jobs, until SIGINT or SIGTERM. A step "
-        "makes no call to it; agents report to it when the membership changes.",
+        description="Decide which ranks are in each generation of one or more jobs, until SIGINT or SIGTERM. "
+        "Training steps do not call it; agents do when the membership changes.",
     )
     coordinator.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
-    coordinator.add_argument("--port", type=_port, default=29400, help="0 takes a free one (default: %(default)s)")
+    coordinator.add_argument("--port", type=_port, default=29400, help="0 for a free one (default: %(default)s)")
     coordinator.add_argument(
         "--state-dir",
         metavar="DIR",
-        help="keep the jobs' records there, for a coordinator that is started again: without it, the coordinator leads "
-        "a job again only once every agent of the job has come back",
+        help="keep the jobs' records there, so that a restarted coordinator has them: without it, the coordinator "
+        "leads a job again only once every agent of the job has come back",
     )
     _add_secret_arguments(coordinator)
     coordinator.set_defaults(function=_coordinator)
@@ -112,34 +112,45 @@ def _add_secret_arguments(command: argparse.ArgumentParser) -> None:
 
 def _add_run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument(
-        "--nproc-per-node", "--nproc_per_node", type=int, default=1, metavar="N", help="ranks (default: %(default)s)"
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks on this host (default: %(default)s)",
     )
     run.add_argument(
         "--spares",
         type=int,
         default=0,
         metavar="N",
-        help="processes beside the ranks, which take the place of one that is lost at once (default: %(default)s)",
+        help="additional processes, each of which replaces a lost rank at once (default: %(default)s)",
     )
     run.add_argument(
-        "--standalone", action="store_true", help="start a coordinator for this job alone; so without --coordinator too"
+        "--standalone",
+        action="store_true",
+        help="start an embedded coordinator for this job (the default without --coordinator)",
     )
     run.add_argument(
-        "--coordinator", "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="use that coordinator"
+        "--coordinator",
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        metavar="HOST:PORT",
+        help="use the coordinator at this address",
     )
     run.add_argument(
         "--nnodes",
         type=_nnodes,
         metavar="MIN:MAX",
-        help="hosts, each with its own `elasticgang run`: the job starts with MIN, and the ranks of those beyond MAX "
-        "wait as spares, in case that another host is lost; N is N:N (default: from 1 on)",
+        help="number of hosts, each with its own `elasticgang run`: the job starts with MIN hosts, and the ranks of "
+        "hosts beyond MAX are spares; N means N:N (default: at least 1, no maximum)",
     )
     run.add_argument(
         "--coordinator-timeout",
         type=_seconds,
         default=300.0,
         metavar="SECONDS",
-        help="how long to wait for a coordinator that is away, when it is needed, or this host is cut off from it "
+        help="how long to wait for an unreachable coordinator when it is needed, before the job fails "
         "(default: %(default)g)",
     )
     run.add_argument(
@@ -147,7 +158,7 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=10.0,
         metavar="SECONDS",
-        help="how long to try to reach the coordinator (default: %(default)g)",
+        help="how long to try to reach the coordinator at the start (default: %(default)g)",
     )
     run.add_argument(
         "--max-restarts",
@@ -155,62 +166,62 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="restarts of each rank in an hour after failures of the script itself (an exception, a non-zero exit, a "
-        "crash); 0: the first failure ends the job. A rank that is killed from outside is always restarted (default: "
-        "%(default)s)",
+        help="restarts of each rank within an hour after failures of its script (an exception, a non-zero exit code, a "
+        "crash); 0: the first failure ends the job. A killed rank is always restarted (default: %(default)s)",
     )
     run.add_argument(
         "--job-id",
         "--rdzv-id",
         "--rdzv_id",
         metavar="NAME",
-        help="the job's name at the coordinator, never to be used again there (default: a new one)",
+        help="the job's name at the coordinator; never use it again there (default: a unique one)",
     )
     run.add_argument(
         "--log-dir",
         "--log_dir",
         metavar="DIR",
-        help="write events.jsonl there: what the agent did, and one record of every generation change",
+        help="write events.jsonl there: the agent's actions, and one entry for each generation change",
     )
     run.add_argument(
         "--log-level",
         choices=["debug", "info", "warning"],
         default="info",
-        help="of the agent's own lines; at info, one for each generation change (default: %(default)s)",
+        help="level of the agent's log lines; info has one for each generation change (default: %(default)s)",
     )
     run.add_argument(
         "--grace-period",
         type=_seconds,
         default=1.0,
         metavar="SECONDS",
-        help="between SIGINT or SIGTERM to this command, which is passed on to the ranks, and their end. By SIGTERM a "
-        "rank finishes its step and leaves for good, if there are other hosts that go on (default: %(default)g)",
+        help="time from SIGINT or SIGTERM to this command, which forwards it to the ranks, until it kills them. On "
+        "SIGTERM a rank finishes its step and leaves, if other hosts go on (default: %(default)g)",
     )
     run.add_argument(
         "--collective-timeout",
         type=_seconds,
         default=60.0,
         metavar="SECONDS",
-        help="after which a collective counts as lost although nobody is known to be dead (default: %(default)g)",
+        help="time limit of a collective, after which the step is lost even if all peers are alive (default: "
+        "%(default)g)",
     )
     run.add_argument(
         "--process-group",
         choices=PROCESS_GROUPS,
         default=DEFAULT_PROCESS_GROUP,
         metavar="NAME",
-        help="what carries the collectives of the gangs: isolated-gloo (Gloo in a process beside each rank, which can "
-        "always be aborted), gloo (torchft's Gloo within the rank: a rank whose collective cannot be aborted within a "
-        "second is killed and restarted), nccl or isolated-nccl (CUDA). Votes always use isolated-gloo. "
+        help="the process groups of the gangs: isolated-gloo (Gloo in a process beside each rank; can always be "
+        "aborted), gloo (torchft's Gloo within the rank; a rank whose collective cannot be aborted within a second is "
+        "killed and restarted), nccl or isolated-nccl (CUDA). Votes always use isolated-gloo. "
         "elasticgang.join(process_group=...) overrides it (default: %(default)s)",
     )
     run.add_argument(
         "--hang-timeout",
         type=_hang_seconds,
         metavar="SECONDS",
-        help="for which a rank that others wait for may stand still in the script's own code before it is killed and "
-        "restarted, at least 0.5; not while `manager.paused`, nor in its first steps (default: ten times the usual "
-        "step and twice the longest time that a rank stood still and got on by itself, but at least 30). When all "
-        "ranks stand still for as long, none is killed, and a warning shows their Python stacks",
+        help="how long a rank may make no progress in the script's own code while others wait for it, before it is "
+        "killed and restarted; at least 0.5; does not apply inside `manager.paused` and in the first steps (default: "
+        "the maximum of 30, ten median steps, and twice the longest pause after which a rank went on). If all ranks "
+        "make no progress for as long, none is killed, and a warning shows their Python stacks",
     )
     _add_secret_arguments(run)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
@@ -232,7 +243,7 @@ def _hang_seconds(text: str) -> float:
     value = _seconds(text)
     if value < _LEAST_HANG_S:
         raise argparse.ArgumentTypeError(
-            f"must be at least {_LEAST_HANG_S:g}, but is {text} instead: ranks that are well stand still for as long"
+            f"must be at least {_LEAST_HANG_S:g}, but is {text} instead: healthy ranks can pause for as long"
         )
     return value
 
@@ -266,13 +277,13 @@ def _check_run(args: argparse.Namespace) -> None:
     if args.max_restarts < 0:
         raise _UsageError(f"--max-restarts must be at least 0, but is {args.max_restarts} instead")
     if args.standalone and args.coordinator:
-        raise _UsageError("--standalone starts a coordinator of its own; leave out --coordinator, or --standalone")
+        raise _UsageError("--standalone starts an embedded coordinator; leave out --coordinator or --standalone")
     if args.coordinator is None and args.nnodes not in (None, (1, 1)):
         raise _UsageError(
-            "--nnodes of more than one host needs --coordinator, at an address that all of them reach, and a --job-id"
+            "--nnodes of more than one host needs --coordinator, at an address that all hosts reach, and a --job-id"
         )
     if args.coordinator is not None and args.nnodes is not None and args.nnodes[1] > 1 and args.job_id is None:
-        raise _UsageError("--nnodes of more than one host needs a --job-id, the same on all of them")
+        raise _UsageError("--nnodes of more than one host needs a --job-id, the same on all hosts")
     if args.job_id is not None and not 1 <= len(args.job_id.encode(errors="replace")) <= _MAX_JOB_ID:
         raise _UsageError(f"--job-id must be 1 to {_MAX_JOB_ID} bytes long, but is {args.job_id!r} instead")
     args.nnodes = args.nnodes or (1, 0)
@@ -301,12 +312,12 @@ def _run(args: argparse.Namespace) -> int:
         host = args.coordinator.rpartition(":")[0]
         _check_reachable(args.coordinator, args.connect_timeout)
         _check_open(host, secret, args.insecure, f"the agent uses a coordinator on loopback only, not at {host!r}")
-    args.torch_log_level = os.environ.get("TORCH_CPP_LOG_LEVEL")  # of the ranks, which say whose line it is
+    args.torch_log_level = os.environ.get("TORCH_CPP_LOG_LEVEL")  # for the ranks; this process suppresses torch's log
     from elasticgang.launch.run import run_job
 
     code = run_job(args, secret)
-    # Everything is ended and reaped. The interpreter would still wait for a thread that is in a call to a resolver.
-    # What it printed is flushed already, or nobody reads it.
+    # All processes are reaped and the output is flushed. The interpreter would still wait for a thread that is in a
+    # call to a resolver.
     os._exit(code)
 
 
@@ -346,7 +357,7 @@ def _check_reachable(address: str, timeout: float) -> None:
             socket.create_connection((host, int(port)), timeout=max(0.05, deadline - time.monotonic())).close()
             return
         except UnicodeError as exc:
-            raise _UsageError(f"--coordinator: {host!r} is no name of a host") from exc
+            raise _UsageError(f"--coordinator: {host!r} is not a valid host name") from exc
         except OSError as exc:
             if time.monotonic() + 0.2 > deadline:
                 reason = exc.strerror or str(exc)

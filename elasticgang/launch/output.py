@@ -1,6 +1,6 @@
-"""The ranks' output, line by line with its rank and step in front.
+"""The ranks' output: each line is prefixed with its rank and step.
 
-A thread for each of stdout and stderr reads the pipes and writes: a terminal that is held up holds up the ranks that
+One thread each for stdout and stderr reads the pipes and writes. A blocked terminal therefore blocks the ranks that
 print to it, once their pipe is full, but neither the agent nor the other stream.
 """
 
@@ -22,7 +22,7 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class PrefixedOutput:
-    """Reads every pipe that `open` made and writes its lines to this process's stdout or stderr."""
+    """Reads the pipes made by `open` and writes their lines to this process's stdout or stderr."""
 
     def __init__(self, stdout: BinaryIO | None = None, stderr: BinaryIO | None = None) -> None:
         self._steps: dict[int, Callable[[], int]] = {}
@@ -38,7 +38,7 @@ class PrefixedOutput:
             raise
 
     def track_steps(self, local_rank: int, step: Callable[[], int]) -> None:
-        """Ask `step`, on a thread of its own, for the one that stands in front of a line."""
+        """Call `step`, on the output's threads, for the step number in the prefix."""
         self._steps[local_rank] = step
 
     def write_line(self, line: str) -> None:
@@ -46,13 +46,13 @@ class PrefixedOutput:
         self._stderr.write_line(line)
 
     def close(self) -> None:
-        """Write what is left in the pipes, and end; what nobody reads within a second is given up."""
+        """Write the rest of the pipes and stop. Output that cannot be written within `_CLOSE_TIMEOUT_S` is dropped."""
         for stream in (self._stdout, self._stderr):
             stream.close()
 
 
 def log_to(output: PrefixedOutput, level: str) -> None:
-    """The runtime's log records of at least `level` ("info", ...) are lines of the agent's."""
+    """Write the runtime's log records of at least `level` ("info", ...) as lines of the agent."""
     logger = logging.getLogger("elasticgang")
     logger.setLevel(level.upper())
     logger.handlers[:] = [_OutputHandler(output)]
@@ -72,7 +72,7 @@ class _Stream:
     def __init__(self, name: str, target: BinaryIO, steps: dict[int, Callable[[], int]]) -> None:
         self._target = target
         self._steps = steps
-        self._said: deque[str] = deque()
+        self._own_lines: deque[str] = deque()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
@@ -89,7 +89,7 @@ class _Stream:
         return writer
 
     def write_line(self, line: str) -> None:
-        self._said.append(line)
+        self._own_lines.append(line)
         self._wake()
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class _Stream:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: the thread has been woken often enough
+        with contextlib.suppress(BlockingIOError):  # full: the thread is going to wake anyway
             os.write(self._wake_writer, b"x")
 
     def _pump(self) -> None:
@@ -106,16 +106,14 @@ class _Stream:
         while not is_over:
             try:
                 is_over = self._turn()
-            except Exception:  # without this thread the ranks stand still once their pipes are full
+            except Exception:  # without this thread the ranks would block once their pipes are full
                 is_over = self._closing
                 if not has_failed:
                     has_failed = True
-                    self.write_line(
-                        f"elasticgang: error in what passes on the ranks' output:\n{traceback.format_exc()}"
-                    )
+                    self.write_line(f"elasticgang: error while writing the ranks' output:\n{traceback.format_exc()}")
 
     def _turn(self) -> bool:
-        """Write what there is, once there is something. True: it was the last."""
+        """Wait for output and write it. True: the stream is closed."""
         for key, _ in self._selector.select():
             if key.fd == self._wake_reader:
                 os.read(key.fd, 4096)
@@ -126,8 +124,8 @@ class _Stream:
             for key in list(self._selector.get_map().values()):
                 if key.fd != self._wake_reader:
                     self._drain(key, last=True)
-        while self._said:
-            self._write(self._said.popleft().encode(errors="backslashreplace") + b"\n")
+        while self._own_lines:
+            self._write(self._own_lines.popleft().encode(errors="backslashreplace") + b"\n")
         return is_closing
 
     def _drain(self, key: selectors.SelectorKey, *, last: bool = False) -> None:
@@ -152,6 +150,6 @@ class _Stream:
             os.close(key.fd)
 
     def _write(self, data: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the reader of our output may be gone
+        with contextlib.suppress(OSError, ValueError):  # the reader of stdout or stderr may have exited
             self._target.write(data)
             self._target.flush()

@@ -1,4 +1,4 @@
-"""The commands, once their arguments have been checked."""
+"""Runs the commands, after the command line has validated their arguments."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import sys
 import uuid
 from pathlib import Path
 
-# Before torch is imported: one line of ours, not ten of the store's clients.
-os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # errors are raised too
+# Before torch is imported: suppress the log lines of the store's clients.
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # its errors are also raised
 
 from elasticgang.agent.agent import Agent
 from elasticgang.agent.job import Job
@@ -24,7 +24,7 @@ from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
 
 _LOOKUPS = "RES_OPTIONS"
 _RANK_TARGET = "elasticgang.member.rank_main:main"
-# What the processes of a host need, imported once by the fork server: ranks, comm processes, and a coordinator.
+# Modules that the fork server imports once for all processes of a host: ranks, comm processes, and a coordinator.
 _PRELOAD = (
     "torch",
     "torch.distributed",
@@ -48,7 +48,7 @@ def run_job(args: argparse.Namespace, secret: Secret | None) -> int:
     if args.nproc_per_node + args.spares > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
     # torch's store client looks up the name of each address it connects to, within its timeout: a resolver that does
-    # not answer would keep an agent from its coordinator. The script has what was set before.
+    # not answer would keep an agent from its coordinator. The script gets the original value.
     rank_env = {_LOOKUPS: os.environ.get(_LOOKUPS, "")}
     os.environ.setdefault(_LOOKUPS, "timeout:1 attempts:1")
     job = Job(

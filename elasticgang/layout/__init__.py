@@ -1,4 +1,4 @@
-"""Who sits where: what the user declares, the plan of a generation, and the groups along named axes. Pure."""
+"""Layout and plans: what the user declares, the plan of a generation, and the groups along named axes. Pure."""
 
 from elasticgang.integers import integer, integer_from
 from elasticgang.layout.axes import AXES, FAMILIES, MODEL_AXES, RUNTIME_GANGS, Axes, groups_over, groups_within

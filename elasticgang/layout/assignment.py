@@ -1,10 +1,11 @@
-"""Who sits in each seat: those who stay, and who fills the rest.
+"""Assigns a member to each seat: members that stay, and members that fill the rest.
 
-Pure; `planner.py` has the words and the rules (PLAN-2 to PLAN-5). Seats are counted as in `retention.py`; a block is
-`group * num_blocks + position`.
+Pure; `planner.py` defines the terms and the rules (PLAN-2 to PLAN-5). Seats are numbered as in `retention.py`; a block
+has the number `group * num_blocks + position`.
 
-In turn: kept groups stay; granted blocks of other groups move to where one is missing at the same model coordinates,
-which takes no state; idle members of the same host fill the holes within blocks; blocks of idle members fill the rest.
+The steps: kept groups stay. Granted blocks of other groups move to where a block is missing at the same model
+coordinates, which copies no state. Idle members of the same host fill the holes within blocks. Blocks of idle members
+fill the rest.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ NO_HOST = ""
 def assign_seats(
     blocks_of_group: BlockLayout, num_groups: int, waiting: Sequence[Member], previous_seats: PreviousSeats
 ) -> tuple[list[Member], list[Member]]:
-    """Who sits in each seat of `num_groups` replica groups, and who sits nowhere.
+    """The member of each seat of `num_groups` replica groups, and the members without a seat.
 
-    `waiting`: those without a former seat, in the order in which they are to be seated. Who sits nowhere comes in this
-    order too, and then those who lost their seat. The hosts must have members for as many groups.
+    `waiting`: members without a former seat, in the order in which to seat them. Members without a seat are returned in
+    this order, followed by those that lost their seat. The hosts must have members for `num_groups` groups.
     """
     everyone = [*waiting, *filter(None, previous_seats.survivors)]
     room = {
@@ -41,10 +42,10 @@ def assign_seats(
 
 
 class _Board:
-    """The seats while they fill.
+    """The partly filled seats.
 
-    `hosts`: where each block of a kept group was, NO_HOST for those of new groups. `taken`: which blocks have somebody.
-    `begun`: block -> its host, for taken blocks with empty places.
+    `hosts`: the former host of each block of a kept group; NO_HOST for blocks of new groups. `taken`: whether each
+    block has a member. `begun`: block -> its host, for taken blocks with empty places.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class _Board:
         ]
 
     def place(self, granted: Sequence[Block]) -> None:
-        """Put each block where it was if its group is kept and nobody is there, else where a block is missing."""
+        """Put each block where it was if its group is kept and that place is empty, otherwise where a block is
+        missing."""
         moving: dict[int, list[Block]] = defaultdict(list)
         for block in sorted(granted, key=lambda block: -len(block.held)):
             if block.group in self.index_of and not self.taken[self._former_index(block)]:
@@ -84,7 +86,7 @@ class _Board:
                 self._put(index, blocks[number])
 
     def fill(self, everyone: Sequence[Member], num_waiting: int) -> None:
-        """Fill the holes in blocks from their hosts, then whole blocks. Who waits comes first, in both."""
+        """Fill the holes in blocks from their hosts, then whole blocks; waiting members first (PLAN-5)."""
         seated = {member.id for member in filter(None, self.seats)}
         idle: dict[str, deque[tuple[int, Member]]] = defaultdict(deque)
         for turn, member in enumerate(everyone):
@@ -104,9 +106,9 @@ class _Board:
                 self.taken[index] = True
 
     def _paired(self, slots: Sequence[int], hosts: Sequence[str]) -> list[tuple[int, int]]:
-        """For each slot an offer, by number, while there are any: one on the slot's host before any other.
+        """Pairs of a slot and the number of an offer, as many as possible. An offer on the slot's host has precedence.
 
-        `hosts`: where each offer is. The order of both counts.
+        `hosts`: the host of each offer. Slots and offers are used in their order.
         """
         wanted = {self.hosts[slot] for slot in slots} - {NO_HOST}
         on_host: dict[str, deque[int]] = defaultdict(deque)
@@ -135,14 +137,14 @@ class _Board:
 
 
 class _Bundle(NamedTuple):
-    """Idle members of one host who can fill a block. `turn`: when the last of them is to be seated."""
+    """Idle members of one host that can fill a block. `turn`: the position of the last of them in the seating order."""
 
     turn: int
     members: list[Member]
 
 
 def _bundles(idle: Mapping[str, deque[tuple[int, Member]]], size: int) -> list[_Bundle]:
-    """As many as there can be, in turn."""
+    """As many bundles as possible, in the seating order."""
     bundles = []
     for waiting in idle.values():
         turns = list(waiting)

@@ -1,10 +1,10 @@
 """Axes -> groups of ranks, for the four axes of a plan and for any number of named ones.
 
-Pure. Refuses to know processes and process groups: `gang/grid.py` makes gangs of what is enumerated here.
+Pure, without processes and process groups: `gang/grid.py` makes gangs of the enumerated groups.
 
 AXES-1  Every rank is in exactly one group of each enumeration.
-AXES-2  Groups come in ascending order of their lowest rank, and ranks ascend within a group, unless the caller asks for
-    the order as given. Hence two enumerations with the same groups are equal.
+AXES-2  Groups ascend by their lowest rank, and ranks ascend within a group, unless the caller requests the order as
+    given. Hence two enumerations with the same groups are equal.
 AXES-3  Equal dims have equal keys, in whatever order they are named; different groups of one grid have different keys.
 """
 
@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "pp": ("pp",),
     "replica": MODEL_AXES,
 }
-# With groups of their own, which `quorum` uses: of the ranks of root, of dp, and of rdp.
+# Process groups for the runtime's own collectives: over the ranks of root, of dp, and of rdp.
 RUNTIME_GANGS = ("control", "reduce", "reduce_rdp")
 
 KEY_SEPARATOR = "-"
@@ -109,7 +109,7 @@ class Axes:
         within a group.
 
         Raises:
-            LayoutError: `dims` is empty, repeats a name, or names something else than the grid's dims.
+            LayoutError: `dims` is empty, repeats a name, or names a dim that the grid does not have.
 
         Source: `ordered_as_given` is HyperCommGrid's `_gen_rank_enum`.
         """
@@ -120,7 +120,7 @@ class Axes:
         return [[self.rank_offset + first + offset for offset in offsets] for first in self._offsets(outer)]
 
     def key(self, dims: str | Sequence[str]) -> str:
-        """The name of the gangs along `dims`: them in reversed `dim_names` order, joined by "-"."""
+        """The name of the gangs along `dims`: `dims` in reversed `dim_names` order, joined by "-"."""
         return KEY_SEPARATOR.join(self._slowest_first(dims))
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Axes:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Axes:
-        """Raises KeyError, TypeError or ValueError when `data` is no axes."""
+        """Raises KeyError, TypeError or ValueError: `data` is not a result of `to_json`."""
         return Axes(tuple(map(int, data["shape"])), tuple(map(str, data["dim_names"])), int(data["rank_offset"]))
 
     def _slowest_first(self, dims: str | Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """A grid of ranks and further factorisations of the same ranks: the pure half of `GangGrid`.
 
-Pure; `axes.py` has the rules of enumeration (AXES-1 to AXES-3) that are kept here.
+Pure; `axes.py` defines the rules of enumeration (AXES-1 to AXES-3), which hold here too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elasticgang.layout.axes import VIEW_SEPARATOR, Axes, as_list, refuse_repeat
 
 @dataclass(frozen=True)
 class View:
-    """A further factorisation; the gangs along `shared_dims` are those of the base."""
+    """A further factorisation. Its gangs along `shared_dims` are those of the base."""
 
     axes: Axes
     shared_dims: tuple[str, ...]
@@ -24,7 +24,7 @@ class View:
 class Grid:
     """A base factorisation of some ranks, and further ones of the same ranks by name: the pure half of `GangGrid`.
 
-    `world_size`: if given, the grid must lie within it.
+    `world_size`: if given, the grid must fit into it.
 
     Raises:
         LayoutError: see `Axes`.
@@ -48,12 +48,12 @@ class Grid:
     ) -> None:
         """Name a further factorisation of the same ranks, for example for expert parallelism.
 
-        It is enough that each shared dim alone enumerates to the same groups: so do any of them together, since their
-        groups are what the groups of the single dims join to.
+        Each shared dim must enumerate to the same groups in the base and in the view. Combinations of shared dims then
+        do too: their groups are unions of the groups of the single dims.
 
         Raises:
-            LayoutError: the name is taken or ambiguous, the sizes do not multiply to the size of the grid, a shared dim
-                is not a dim of both, or enumerates to other groups. The grid is unchanged.
+            LayoutError: the name is taken or ambiguous, the sizes do not multiply to the size of the grid, or a shared
+                dim is not a dim of both or has different groups. The grid is unchanged.
         """
         if not name or VIEW_SEPARATOR in name or name in self.views:
             raise LayoutError(f'`name` must be new, not empty and without "/", but is {name!r} instead.')
@@ -71,11 +71,12 @@ class Grid:
     def rank_groups(
         self, dims: str | Sequence[str], *, view: str | None = None, ordered_as_given: bool = False
     ) -> list[list[int]]:
-        """See `Axes.rank_groups`; of the base, or of a view."""
+        """See `Axes.rank_groups`. `view`: None for the base."""
         return self._axes(view).rank_groups(dims, ordered_as_given=ordered_as_given)
 
     def key(self, dims: str | Sequence[str], *, view: str | None = None) -> str:
-        """See `Axes.key`. What a view shares has the key of the base; its own are prefixed by its name and "/"."""
+        """See `Axes.key`. Shared dims of a view have the key of the base; its other keys start with its name and
+        "/"."""
         key = self._axes(view).key(dims)
         if view is None:
             return key

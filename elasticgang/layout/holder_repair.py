@@ -1,10 +1,10 @@
-"""A plan in which each part of the state that somebody holds has one that sits there with it.
+"""Repair of holders: seats a holder of each held part of the state at that part's coordinates.
 
-Pure; `planner.py` has the words and the rule (PLAN-7) that is kept here. What a member holds is seldom other than the
-previous plan says: after several deaths in a row, or when a spare has kept what its last seat was for.
+Pure; `planner.py` defines the terms and the rule (PLAN-7). A member seldom holds another part than the previous plan
+says: after several deaths in a row, or as a spare that has kept the state of its last seat.
 
-Two members change places for each part that is lacking. Neither sits where its own part is, so nothing else comes to
-lack by that.
+For each part without a seated holder, two members swap places. Neither sits where its own part is, so no other part
+loses its seated holder.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from elasticgang.layout.seat_plan import Member, ModelCoordinates
 def repair_holders(
     layout: ParallelLayout, seats: list[Member], spares: list[Member], holds: Mapping[str, ModelCoordinates]
 ) -> None:
-    """Change `seats`, in rank order, and `spares`, in turn, as little as PLAN-7 takes.
+    """Change `seats`, in rank order, and `spares`, in their order, as little as PLAN-7 requires.
 
-    `holds`: which part of the state a member has, for those that have one.
+    `holds`: the part of the state that each holder has.
     """
     num_groups = len(seats) // layout.unit
     held = set(holds.values())
@@ -36,7 +36,7 @@ def repair_holders(
 
 
 def _ranks_of(layout: ParallelLayout, num_groups: int, model: ModelCoordinates) -> range:
-    """One for each replica group."""
+    """The rank of the seat for `model` in each replica group."""
     size = layout.sdp * layout.tp
     first = model.pp * num_groups * size + model.sdp * layout.tp + model.tp
     return range(first, first + num_groups * size, size)
@@ -45,8 +45,8 @@ def _ranks_of(layout: ParallelLayout, num_groups: int, model: ModelCoordinates) 
 def _choose(
     layout: ParallelLayout, seats: Sequence[Member], holders: Sequence[Member], ranks: Sequence[int]
 ) -> tuple[Member, int]:
-    """Which of `holders` sits at which of `ranks`: on its own host if that can be, else in a block that spans hosts
-    already; those that are named first before others."""
+    """The holder to seat, and its rank: on its own host if possible, otherwise in a block that spans hosts already.
+    Earlier holders and ranks have precedence."""
     first_on = {member.host: member for member in reversed(holders)}
     for rank in ranks:
         if (holder := first_on.get(seats[rank].host)) is not None:
@@ -61,7 +61,7 @@ def _choose(
 
 
 def _swap(seats: list[Member], spares: list[Member], holder: Member, rank: int) -> None:
-    """Who leaves its seat for a spare waits last."""
+    """Seat `holder` at `rank`. A member that a spare replaces becomes the last spare."""
     if holder in spares:
         spares.remove(holder)
         spares.append(seats[rank])

@@ -1,15 +1,15 @@
-"""The heaviest choice among claims, when each row and each column has room for only so many.
+"""Maximum-weight matching of claims, where each row and each column has a limited capacity ("room").
 
-Pure, and knows nothing of hosts or plans. There, a claim is a block that wants to stay, its row the host, its column
-the position of the block. The algorithm is minimum-cost flow, primal-dual (Ford and Fulkerson).
+Pure and independent of hosts and plans. In a plan, a claim is a block to keep in place, its row is the host, and its
+column is the position of the block. The algorithm is primal-dual minimum-cost flow (Ford and Fulkerson).
 
-MATCHING-1  The chosen claims have the greatest sum of weights that the rooms allow. Weights are positive integers.
-MATCHING-2  Equal arguments give an equal choice, in every Python version: no set is iterated.
+MATCHING-1  The chosen claims have the greatest sum of weights that the capacities allow. Weights are positive integers.
+MATCHING-2  Equal arguments give equal choices, in every Python version: no set is iterated.
 
-First every row takes its heaviest claims, as if columns had no end. Then columns with too many give some up, on the
-cheapest path: a column drops a claim, its row takes another in its stead, in whose column one is dropped, and so on,
-until a row leaves a place empty or a column has room. A row with room for all of its claims can only be the end of a
-path, so only the others, the crowded ones, are nodes.
+First every row takes its heaviest claims, as if columns had unlimited capacity. Then overfull columns drop claims along
+cheapest paths: a column drops a claim, its row takes another one instead, whose column drops one, and so on, until a
+row leaves a place empty or a column has room. A row with room for all of its claims can only end a path, so only the
+other rows, the crowded ones, are nodes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Claim(NamedTuple):
 
 
 def max_weight_matching(claims: Sequence[Claim], row_room: Mapping[str, int], column_room: Sequence[int]) -> list[bool]:
-    """Which of `claims` to take, so that their weights add up to the most."""
+    """For each of `claims` whether it is chosen (MATCHING-1)."""
     return _Matching(claims, row_room, column_room).solve()
 
 
 class _Matching:
     """Nodes are columns (0 and up) and crowded rows (-1 and down); `price` is the potential of each, the sink's is 0.
 
-    `free`: per column, taken claims of rows that are not crowded, heaviest first. `held`: per column, taken claims of
-    crowded rows; dicts, because a set has no stable order.
+    `free`: by column, taken claims of rows that are not crowded, heaviest first. `held`: by column, taken claims of
+    crowded rows; dicts, because a set has no stable order (MATCHING-2).
     """
 
     def __init__(self, claims: Sequence[Claim], row_room: Mapping[str, int], column_room: Sequence[int]) -> None:
@@ -56,7 +56,7 @@ class _Matching:
             taken.sort(key=lambda index: -claims[index].weight)
 
     def _start(self, wanting: list[int], room: int) -> None:
-        """Take the heaviest of one row. A crowded row's price lies between what it took and what it left."""
+        """Take the heaviest claims of one row. A crowded row's price lies between those it took and those it left."""
         if len(wanting) > room:
             wanting.sort(key=lambda index: -self.claims[index].weight)
             node = -1 - len(self.rows)
@@ -98,12 +98,12 @@ class _Matching:
                 if far + cost < distance.get(target, far + cost + 1):
                     distance[target] = far + cost
                     heapq.heappush(heap, (far + cost, target))
-        assert nearest is not None  # an overfull column has taken a claim, and to drop that one is a path
+        assert nearest is not None  # an overfull column has a taken claim, and dropping that is a path
         for node, far in distance.items():
             self.price[node] += min(far, nearest) - nearest
 
     def _shed(self, overfull: list[int]) -> None:
-        """Walk paths that cost nothing until none is left."""
+        """Swap along paths of cost 0 until none is left."""
         found = True
         while found:
             found = False
@@ -113,7 +113,7 @@ class _Matching:
                     found = True
 
     def _walk(self, start: int, visited: set[int]) -> bool:
-        """Find one path that costs nothing, by depth first, and swap the claims on it."""
+        """Find a path of cost 0 by depth-first search, and swap the claims on it."""
         visited.add(start)
         walk = [self._arcs(start)]
         nodes, path = [start], list[int]()
@@ -154,7 +154,7 @@ class _Matching:
             self.taken[self.free[end].pop()] = False
 
     def _exit_cost(self, node: int) -> int | None:
-        """What it costs to end a path here, beyond the prices; None: it cannot end here."""
+        """The reduced cost of ending a path at `node`; None: it cannot end there."""
         if node < 0 or self.load[node] < self.room[node]:
             return self.price[node]
         if self.free[node]:
@@ -162,7 +162,7 @@ class _Matching:
         return None
 
     def _arcs(self, node: int) -> Iterator[tuple[int, int, int]]:
-        """Where a path can go on: the node, the claim that changes hands, and what it costs beyond the prices."""
+        """The arcs from `node`: the next node, the swapped claim, and the reduced cost."""
         price = self.price[node]
         if node < 0:
             for index in self.rows[-1 - node]:

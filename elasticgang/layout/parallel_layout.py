@@ -1,13 +1,12 @@
-"""What the user declares about parallelism: the sizes of the axes, and which of them stay on one host.
+"""The declared parallelism: the sizes of the axes, and which of them stay on one host.
 
-Pure. Refuses to know ranks, hosts or members: `planner.py` seats members by what is declared here.
+Pure, without ranks, hosts and members: `planner.py` seats members according to the layout.
 
-LAYOUT-1  A layout is valid once constructed; nothing changes it afterwards.
+LAYOUT-1  A constructed layout is valid and immutable.
 LAYOUT-2  `rdp` is elastic: no layout fixes its size.
-LAYOUT-3  Layouts that declare the same are equal, in whatever order `within_host` was given.
-LAYOUT-4  Further axes factorise a replica group, never `rdp`: a seat's place along them follows from its model
-    coordinates, so that a member is healed from where the same part of the model is, whatever the number of replica
-    groups.
+LAYOUT-3  Layouts with equal declarations are equal, whatever the order of `within_host`.
+LAYOUT-4  Further axes factorise a replica group, never `rdp`. A seat's place along them therefore follows from its
+    model coordinates, so that a member can heal from the same coordinates of any replica group.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ _SEATS = tuple(reversed(MODEL_AXES))  # as seats are numbered within a replica g
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the model axes; `unit` seats of one `rdp` index hold one whole copy of the model, a replica group.
+    """The sizes of the model axes. The `unit` seats with one `rdp` index are a replica group: they hold one whole copy
+    of the model. `rdp` has no declared size (LAYOUT-2).
 
-    `min_replicas`: fewer whole replica groups than these are not worth training with.
-    `within_host`: the axes that never span hosts, out of pp, sdp and tp.
+    `min_replicas`: the fewest replica groups to train with.
+    `within_host`: the model axes (pp, sdp, tp) that never span hosts.
     `views`: further factorisations of the seats of a replica group, the first name varying fastest as in `GangGrid`;
-    the grid itself is `Axes((tp, sdp, pp), ("tp", "sdp", "pp"))`. Each of their names that is no model axis is a
-    further axis, with gangs of its own: with `sdp=4, tp=2`, `Axes((2, 2, 2), ("tp", "cp", "outer"))` lets `cp` pair
-    adjacent ranks of `sdp`. A model axis may be named again where it has the same groups.
+    the grid itself is `Axes((tp, sdp, pp), ("tp", "sdp", "pp"))`. Each name that is not a model axis is a further axis
+    with its own gangs: with `sdp=4, tp=2`, in `Axes((2, 2, 2), ("tp", "cp", "outer"))` the axis `cp` pairs adjacent
+    ranks of `sdp`. A view may repeat a model axis if that has the same groups there.
 
     Raises:
-        LayoutError: a size below 1, `within_host` names something else than model axes, each once, or a view does not
-            factorise a replica group: it has another number of seats, an offset, names a model axis that has other
-            groups there, or an axis that a family or another view has.
+        LayoutError: a size is below 1; `within_host` repeats a name or names another axis; or a view does not factorise
+            a replica group: it has another number of seats or an offset, repeats a model axis with different groups,
+            or names an axis that a family of gangs or another view has.
     """
 
     pp: int = 1
@@ -63,23 +63,23 @@ class ParallelLayout:
 
     @property
     def num_needed(self) -> int:
-        """The fewest ranks that it can be trained with."""
+        """The fewest ranks that can train with this layout."""
         return self.min_replicas * self.unit
 
     @property
     def sizes(self) -> str:
-        """Which of the sizes are not 1, for messages."""
+        """The sizes other than 1, for messages."""
         named = {name: getattr(self, name) for name in (*MODEL_AXES, "min_replicas")}
         return ", ".join(f"{name}={size}" for name, size in named.items() if size > 1) or "all sizes 1"
 
     @property
     def further_axes(self) -> tuple[str, ...]:
-        """The names that `views` add to the model axes, in the order in which they are given."""
+        """The names that `views` add to the model axes, in their order."""
         return tuple(name for axes in self.views for name in axes.dim_names if name not in MODEL_AXES)
 
 
 def _model_axes(given: object) -> tuple[str, ...]:
-    """`within_host` in the order of the model axes."""
+    """`within_host` in the order of the model axes (LAYOUT-3)."""
     named = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else ("",)
     ordered = tuple(axis for axis in MODEL_AXES if axis in named)
     if len(ordered) != len(named):
@@ -89,7 +89,7 @@ def _model_axes(given: object) -> tuple[str, ...]:
 
 
 def _factorisations(given: object, seats: Axes) -> tuple[Axes, ...]:
-    """`views`, each of which factorises `seats`."""
+    """`views`; raises LayoutError unless each factorises `seats` (LAYOUT-1, LAYOUT-4)."""
     views = tuple(given) if isinstance(given, tuple | list) else (None,)
     grid = Grid(seats)
     for index, axes in enumerate(views):

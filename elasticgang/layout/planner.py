@@ -1,21 +1,22 @@
-"""Members -> plan: who sits where in the next generation, so that as few as possible must move or fetch state.
+"""Members -> plan: assigns seats for the next generation so that as few members as possible move or fetch state.
 
-Pure: no clocks, sockets or torch. `assignment.py` does the work in the middle.
+Pure: no clocks, sockets or torch. `assignment.py` assigns the seats, `holder_repair.py` ensures PLAN-7.
 
-PLAN-1  Equal members, layout and previous plan give equal plans, in whatever order the members come, on every host and
-    in every Python version.
+PLAN-1  Equal members, layout and previous plan give equal plans, in whatever order the members are given, on every host
+    and in every Python version.
 PLAN-2  As many replica groups are seated as the members and `within_host` allow, up to `max_replicas`.
-PLAN-3  A member fetches state when it is seated at model coordinates (pp, sdp, tp) that it did not have in the previous
-    plan. No assignment of as many groups has fewer of these. With blocks of one seat there is at most one for each hole
-    in the groups that stay; there are fewer when a member of a dissolved group fills a hole at its own coordinates.
-PLAN-4  The groups that stay are those with the fewest holes, then the lowest `rdp`, in their previous order. New groups
+PLAN-3  A member fetches state if its seat has other model coordinates (pp, sdp, tp) than in the previous plan. No
+    assignment of equally many groups has fewer fetches. With blocks of one seat there is at most one fetch for each
+    hole in the kept groups; there are fewer if a member of a dissolved group fills a hole at its own coordinates.
+PLAN-4  The kept groups are those with the fewest holes, then the lowest `rdp`, in their previous order. New groups
     follow them.
-PLAN-5  Who waits comes before who would have to leave a seat, and on the hole's host before elsewhere.
-PLAN-6  With a previous plan of other model sizes there is nothing to keep: its members are seated like newcomers.
-PLAN-7  Each part of the state that somebody holds has one at its coordinates that holds it: else it would be lost with
-    the plan. That comes before PLAN-3 to PLAN-5, and before `within_host`.
+PLAN-5  A waiting member fills a hole before a member that would have to leave a seat, and a member on the hole's host
+    before one elsewhere.
+PLAN-6  A previous plan with other model sizes is ignored: its members are seated like newcomers.
+PLAN-7  For each held part of the state, a holder sits at its coordinates. Otherwise the plan would lose that part. This
+    rule has precedence over PLAN-3 to PLAN-5 and over `within_host`.
 
-A *block* is the set of seats of a replica group that differ only along `within_host`: it lies on one host. Where
+A *block* is a set of seats of a replica group that differ only along `within_host`: all are on one host. If
 `within_host` is empty, or its sizes are 1, a block is one seat.
 """
 
@@ -49,14 +50,14 @@ def plan(
     max_replicas: int | None = None,
     holds: Mapping[str, ModelCoordinates] | None = None,
 ) -> Plan:
-    """Seat `members` for the next generation; see the rules above. n log n in the number of members.
+    """Seat `members` for the next generation by the rules above, in O(n log n) for n members.
 
-    `holds`: which part of the state a member has, for those of `members` that have one.
-    `max_replicas`: whoever more replica groups could be made of is a spare; None for no limit.
+    `holds`: the part of the state that each holder among `members` has.
+    `max_replicas`: seat no more replica groups; the remaining members are spares. None for no limit.
 
     Raises:
-        LayoutError: a member id appears twice, or fewer than `min_replicas` whole replica groups can be seated; it says
-            how many members are missing, and on which hosts.
+        LayoutError: a member id appears twice, or the members do not fill `min_replicas` replica groups. The message
+            says how many members are missing, and on which hosts.
     """
     present = _by_id(members)
     blocks_of_group = BlockLayout(groups_over((layout.pp, 1, layout.sdp, layout.tp), layout.within_host))
@@ -66,7 +67,7 @@ def plan(
         replicas = min(replicas, max(max_replicas, layout.min_replicas))
     if replicas < layout.min_replicas:
         raise LayoutError(_shortage(present, on_host, layout, blocks_of_group, previous))
-    if previous is not None and _model_sizes(previous) != (layout.pp, layout.sdp, layout.tp):
+    if previous is not None and _model_sizes(previous) != (layout.pp, layout.sdp, layout.tp):  # PLAN-6
         previous = None
     previous_seats = [] if previous is None else _swap_outer(previous.seats, layout.pp, previous.shape[1])
     left = PreviousSeats(
@@ -94,7 +95,7 @@ def _model_sizes(previous: Plan) -> tuple[int, int, int]:
 
 
 def _waiting(present: Mapping[str, Member], previous: Plan | None) -> list[Member]:
-    """Members without a seat in `previous`: its spares in their order, then newcomers by host and id."""
+    """Members without a seat in `previous`: its spares in their order, then newcomers by host and id (PLAN-1)."""
     if previous is None:
         spares, known = [], frozenset[str]()
     else:
@@ -118,7 +119,7 @@ def _shortage(
     blocks_of_group: BlockLayout,
     previous: Plan | None,
 ) -> str:
-    """The fewest members that would do, as a message; hosts that lack the fewest to a block come first."""
+    """The message that says how many members are missing; hosts that lack the fewest for a block come first."""
     size = blocks_of_group.block_size
     blocks = layout.min_replicas * blocks_of_group.num_blocks - sum(num // size for num in on_host.values())
     partial = sorted((size - num % size, host) for host, num in on_host.items() if num % size)[:blocks]

@@ -1,11 +1,12 @@
-"""Which survivors of the previous plan stay at their model coordinates.
+"""Retention: which survivors of the previous plan stay at their model coordinates.
 
-Pure; `planner.py` has the words and the rules (PLAN-3, PLAN-4) that are kept here. Seats are counted replica group by
-replica group, and in rank order within one: a seat is `group * unit + model index`.
+Pure; `planner.py` defines the terms and the rules (PLAN-3, PLAN-4). Seats are numbered by replica group, and in rank
+order within a group: a seat is `group * unit + model index`.
 
-The survivors of each block claim to stay, and the heaviest claims that fit are granted (`max_weight_matching.py`). What
-nothing disputes is left out of it: a whole block of a group that is kept, on a host that lost nobody. Such a block
-weighs the most that any can, and its host has room for all of its own, so some best choice has it.
+The survivors of each block claim to stay, and the matching grants the heaviest claims that fit
+(`max_weight_matching.py`). An undisputed block takes no part in the matching: a whole block of a kept group, on a host
+that lost no member. Such a block has the greatest possible weight, and its host has room for all of its blocks, so some
+best choice contains it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from elasticgang.layout.seat_plan import Member
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How a replica group is cut into blocks. `places`: for each position, the model indices of the block there."""
+    """The blocks of a replica group. `places`: for each position, the model indices of the block there."""
 
     places: tuple[tuple[int, ...], ...]
     num_blocks: int = field(init=False)
@@ -35,14 +36,14 @@ class BlockLayout:
 
 
 class PreviousSeats(NamedTuple):
-    """The previous plan, seat by seat: whose it was if they are still here, and on which host it was."""
+    """The previous plan by seat: the member if it is still present, and the host."""
 
     survivors: Sequence[Member | None]
     hosts: Sequence[str]
 
 
 class Block(NamedTuple):
-    """Members of one host who sit in one block. `held`: model index -> member. `group`: where they sat before."""
+    """Members of one host in one block. `held`: model index -> member. `group`: their former group."""
 
     host: str
     group: int
@@ -51,9 +52,9 @@ class Block(NamedTuple):
 
 
 class Retention(NamedTuple):
-    """`kept`: the former groups that stay, ascending. Their survivors keep their seats but for the `disputed` blocks.
+    """`kept`: the former groups that stay, ascending. Their survivors keep their seats, except in `disputed` blocks.
 
-    `granted`: those of the disputed, of kept groups and of others, that stay together at their model coordinates.
+    `granted`: the disputed blocks, of kept and of other groups, that stay together at their model coordinates.
     """
 
     kept: Sequence[int]
@@ -64,7 +65,7 @@ class Retention(NamedTuple):
 def choose_retained(
     blocks_of_group: BlockLayout, num_groups: int, room: Mapping[str, int], previous_seats: PreviousSeats
 ) -> Retention:
-    """For `num_groups` replica groups, on hosts that have members for `room` blocks."""
+    """Choose for `num_groups` replica groups. `room`: the number of blocks that each host's members can fill."""
     groups = range(len(previous_seats.survivors) // blocks_of_group.unit)
     starts = [group * blocks_of_group.unit for group in groups]
     crowded_hosts = _crowded_hosts(blocks_of_group, previous_seats)
@@ -91,9 +92,9 @@ def choose_retained(
 
 
 def _crowded_hosts(blocks_of_group: BlockLayout, previous_seats: PreviousSeats) -> set[str]:
-    """Where blocks may claim more room than there is: hosts that lost a member, unless blocks are single seats.
+    """Hosts whose blocks may claim more room than there is: those that lost a member, unless blocks are single seats.
 
-    All hosts, if a block was not on one host, or a survivor is on another one now.
+    All hosts, if a block spanned hosts, or a survivor has changed its host.
     """
     if blocks_of_group.block_size == 1:
         return set()
@@ -111,7 +112,7 @@ def _crowded_hosts(blocks_of_group: BlockLayout, previous_seats: PreviousSeats) 
 def _blocks(
     blocks_of_group: BlockLayout, previous_seats: PreviousSeats, group: int, wanted: Callable[[str], bool]
 ) -> Iterator[Block]:
-    """What is left of the group's blocks on hosts that are wanted; in parts, if a block is on more than one."""
+    """The survivors of the group's blocks on wanted hosts; a block that spans hosts is split by host."""
     start = group * blocks_of_group.unit
     for position, places in enumerate(blocks_of_group.places):
         if not wanted(previous_seats.hosts[start + places[0]]):
@@ -126,7 +127,7 @@ def _blocks(
 
 
 def _leaving_their_host(blocks: Sequence[Block], room: Mapping[str, int], held: Sequence[int]) -> Iterator[Block]:
-    """Those that would have to leave if each host decided alone: the ones that have lost the most."""
+    """The blocks that would have to leave if each host decided alone: those that have lost the most members."""
     by_host: dict[str, list[Block]] = defaultdict(list)
     for block in blocks:
         by_host[block.host].append(block)
@@ -143,7 +144,7 @@ def _column_room(
     kept: Sequence[int],
     disputed: Sequence[Block],
 ) -> list[int]:
-    """For each position, the blocks that are left for the disputed."""
+    """For each position, the number of blocks that disputed blocks can fill."""
     if not disputed:
         return []
     contested = {(block.group, block.position) for block in disputed}
@@ -161,11 +162,12 @@ def _column_room(
 def _granted(
     disputed: Sequence[Block], kept: Collection[int], room: Mapping[str, int], column_room: Sequence[int]
 ) -> list[Block]:
-    """Those that stay: as many members as possible; among such choices, as many blocks of kept groups as possible."""
+    """The blocks that stay: as many members as possible (PLAN-3); among such choices, as many blocks of kept groups as
+    possible."""
     alike: dict[tuple[str, int], list[Block]] = defaultdict(list)
     for block in disputed:
         alike[block.host, block.position].append(block)
-    scale = len(disputed) + 1  # one member outweighs all favours
+    scale = len(disputed) + 1  # one member outweighs any number of blocks of kept groups
     claims = []
     for (host, position), similar in alike.items():
         favours = sum(block.group in kept for block in similar)
@@ -185,7 +187,7 @@ def _granted(
 
 
 def _gains(similar: Sequence[Block]) -> list[int]:
-    """How many members stay by the first, second, ... of the blocks at one position and on one host."""
+    """How many further members stay with the first, second, ... of the blocks at one position and on one host."""
     if len(similar) == 1:
         return [len(similar[0].held)]
     holders = Counter(place for block in similar for place in block.held).values()
@@ -193,7 +195,7 @@ def _gains(similar: Sequence[Block]) -> list[int]:
 
 
 def _hand_over(leaving: Block, retention: Sequence[Block]) -> None:
-    """Members of a block that leaves fill holes at their own model coordinates in others on their host."""
+    """Let members of a leaving block fill holes at their own model coordinates in other blocks of their host."""
     for block in retention:
         for place in [place for place in leaving.held if place not in block.held]:
             block.held[place] = leaving.held.pop(place)

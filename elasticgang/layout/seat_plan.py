@@ -1,10 +1,10 @@
-"""What a plan is: who sits where in one generation.
+"""The plan of one generation: which member has which seat.
 
-Pure. Refuses to decide: `planner.py` makes plans.
+Pure data: `planner.py` makes plans.
 
-SEAT-1  A plan never changes, and plans with equal fields have equal digests, in every process and Python version.
-SEAT-2  Ranks count along `AXES`, `tp` fastest, so that the ranks of a tp group are adjacent.
-SEAT-3  A member has at most one seat, and is never seated and a spare at once.
+SEAT-1  A plan is immutable, and plans with equal fields have equal digests, in every process and Python version.
+SEAT-2  Ranks are numbered along `AXES`, `tp` fastest, so that the ranks of a tp group are adjacent.
+SEAT-3  A member has at most one seat, and is never both seated and a spare.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Member(NamedTuple):
 
 
 class ModelCoordinates(NamedTuple):
-    """Which part of the model a seat holds: its indices along `MODEL_AXES`. Seats that are alike in them hold the
-    same."""
+    """The part of the model in a seat: its indices along `MODEL_AXES`. Seats with equal model coordinates hold the same
+    part."""
 
     pp: int
     sdp: int
@@ -39,8 +39,8 @@ class ModelCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Who sits where. `shape`: sizes of pp, rdp, sdp, tp; `seats`: the active members in rank order; `spares`: ids,
-    those that have waited longest first; `views`: the layout's."""
+    """`shape`: sizes of pp, rdp, sdp, tp. `seats`: the seated members in rank order. `spares`: member ids, the longest
+    waiting first. `views`: those of the layout."""
 
     shape: tuple[int, int, int, int]
     seats: tuple[Member, ...]
@@ -49,16 +49,16 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Active members."""
+        """The number of seats."""
         return len(self.seats)
 
     @cached_property
     def ranks(self) -> Mapping[str, int]:
-        """Rank of each active member, by its id; in rank order, and read-only."""
+        """The rank of each seated member, by its id; in rank order, and read-only."""
         return MappingProxyType({member.id: rank for rank, member in enumerate(self.seats)})
 
     def coordinates(self, member_id: str) -> dict[str, int]:
-        """Index along each of `AXES` of the member's seat.
+        """The index of the member's seat along each of `AXES` (SEAT-2).
 
         Raises:
             KeyError: the member has no seat: it is a spare, or unknown.
@@ -73,10 +73,10 @@ class Plan:
         }
 
     def groups(self, family: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each gang of the family or further axis, in rank order; every rank is in exactly one.
+        """The ranks of each gang of a family or further axis, in rank order. Every rank is in exactly one gang.
 
         Raises:
-            ValueError: there is no such family.
+            ValueError: no family or axis has this name.
         """
         if family in FAMILIES:
             return groups_over(self.shape, FAMILIES[family])
@@ -88,7 +88,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits, equal for equal plans."""
+        """16 hexadecimal digits, equal for equal plans (SEAT-1)."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 
@@ -102,7 +102,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
-        """Raises KeyError, TypeError or ValueError when `data` is not a plan."""
+        """Raises KeyError, TypeError or ValueError: `data` is not a plan, or violates SEAT-3."""
         pp, rdp, sdp, tp = map(int, data["shape"])
         seats = tuple([Member(id, host) for id, host in data["seats"]])
         spares = tuple(map(str, data["spares"]))
@@ -116,5 +116,5 @@ class Plan:
         return Plan((pp, rdp, sdp, tp), seats, spares, views)
 
     def __reduce__(self) -> tuple[type[Plan], tuple[Any, ...]]:
-        """Without what is cached: a read-only mapping does not pickle."""
+        """Pickle without cached values: a read-only mapping cannot be pickled."""
         return Plan, (self.shape, self.seats, self.spares, self.views)

@@ -1,8 +1,9 @@
 """A rank's connection to its agent.
 
-LINK-1  One thread reads; what it learns goes to a queue (records) or to two callbacks that only mark and kill, and wait
-    for nothing.
-LINK-2  When the agent is gone the rank has nobody to speak for it: the thread ends the rank's whole process group.
+LINK-1  One thread reads. It puts records into a queue, and calls one of two callbacks for other messages, which only
+    set flags and send signals, and never wait.
+LINK-2  When the agent has died, the thread kills the rank's whole process group: without its agent a rank cannot take
+    part.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class AgentLink:
         self.store = store  # "host:port" for the rendezvous, as of the newest record
         self._lock = threading.Lock()
         self._on_abort, self._on_join = on_abort, on_join
-        self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()  # None only wakes who waits
-        self.is_job_over = False  # the job, without this rank
+        self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()  # None only wakes the waiting thread
+        self.is_job_over = False  # the job has finished without this rank
         self._thread = threading.Thread(target=self._read, name="agent-link", daemon=True)
         self._thread.start()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send one message. A lost agent is noticed by the reading thread, not here."""
+        """Send one message. Errors are ignored: the reading thread notices that the agent has died."""
         data = framing.pack(kind, **fields)
         with self._lock:
             try:
@@ -46,6 +47,7 @@ class AgentLink:
                 return
 
     def _read(self) -> None:
+        """LINK-1."""
         try:
             while (message := framing.receive(self._sock)) is not None:
                 match message["kind"]:
@@ -62,6 +64,6 @@ class AgentLink:
         except (OSError, WireError):
             pass
         except Exception:
-            traceback.print_exc()  # the process ends here, so that this is all that tells why
+            traceback.print_exc()  # the only trace: the process is killed next
         finally:
-            os.killpg(0, signal.SIGKILL)
+            os.killpg(0, signal.SIGKILL)  # LINK-2

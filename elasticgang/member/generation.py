@@ -1,4 +1,4 @@
-"""One generation as a rank lives it, and the process groups of its gangs."""
+"""One generation of a rank, and the process groups of its gangs."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generation:
-    """One generation as this rank lives it. Its configuration's first error ends it (GROUPS-2)."""
+    """One generation of this rank. The first error of its configuration ends it (GROUPS-2)."""
 
     record: Record
     seat: Seat
     rank: int
     groups: Configuration
-    data: DataConfiguration | None = None  # None: the gangs' data goes over `groups` too
+    data: DataConfiguration | None = None  # None: `groups` carry the gangs' data too
 
     @property
     def prefix(self) -> str:
-        """Of the store's keys of this generation (RULE-1)."""
+        """The prefix of this generation's keys in the store (RULE-1)."""
         return f"{self.record.job}/{self.record.generation}/{self.record.digest}"
 
     @property
     def error(self) -> GangError | None:
-        """Its first error, which ended it for this rank."""
+        """The first error, which has ended the generation for this rank."""
         return self.groups.error
 
     def fail(self, error: GangError) -> None:
-        """End it for this rank, and wait until nothing of it touches a tensor any more."""
+        """End the generation for this rank, and wait until none of its collectives accesses a tensor any more."""
         self.groups.fail(error)
         if self.data is not None:
             self.data.fail(error)

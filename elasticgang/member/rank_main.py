@@ -1,4 +1,4 @@
-"""What a rank process runs after its fork: the user's script, with its ending told to the agent."""
+"""The main function of a rank process: runs the user's script, and reports its failure to the agent."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MAX_TRACEBACK = 1 << 16
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
     link, forks, page_fd, lease, stack_file = fds
-    for name in environment.OF_A_RANK:  # what the agent was started with says nothing of this job
+    for name in environment.OF_A_RANK:  # the agent's own environment does not describe this job
         os.environ.pop(name, None)
     stacks.serve(stack_file)
     page = StatusPage(page_fd)
     drain = Drain(page)
-    notices = socket.socket(fileno=os.dup(link))  # the script's ending is told here, joined or not
+    notices = socket.socket(fileno=os.dup(link))  # reports the script's failure, also if it never joins
     inherit(
         RankContext(
             member=args["member"],
@@ -55,8 +55,8 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     return _end(_run(args["command"], notices))
 
 
-def _run(command: dict[str, Any], told: socket.socket) -> int:
-    """The script, to its exit code; -N for an end by signal N."""
+def _run(command: dict[str, Any], notices: socket.socket) -> int:
+    """Run the script. Returns its exit code, or -N after signal N."""
     sys.argv = [command["script"], *command["args"]]
     try:
         if command["module"]:
@@ -70,29 +70,28 @@ def _run(command: dict[str, Any], told: socket.socket) -> int:
     except SystemExit as exc:
         return _exit_code(exc)
     except BaseException as exc:
-        _send_failure(told, exc)
+        _send_failure(notices, exc)
         return 1
     return 0
 
 
 def _end(code: int) -> NoReturn:
-    """End as the interpreter does, but for the finalizers of all that was imported: they take half a second of a core,
-    of every rank at once."""
+    """Exit like the interpreter, but without the finalizers of imported modules: they take half a second of a core, on
+    every rank at once."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    if code < 0:  # as if nobody had caught it, so that the agent sees what it was
+    if code < 0:  # die by the signal, so that the agent sees it in the exit status
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
 def _watch_agent(pid: int, link: int, page: StatusPage, lease: Lease) -> None:
-    """End this process group when the agent is gone or has closed the link, for it started another in this one's place,
-    or the host's lease is over; also before the script joins and when it never does. Meanwhile tell the agent that this
-    process runs."""
+    """Kill this process group when the agent has died, has closed the link (it has started another process instead), or
+    when the host's lease expires; also before the script joins. Until then increment the pulse on the status page."""
     import select
 
     try:
@@ -104,7 +103,7 @@ def _watch_agent(pid: int, link: int, page: StatusPage, lease: Lease) -> None:
     def watch() -> None:
         poll = select.poll()
         poll.register(agent, select.POLLIN)
-        poll.register(link, 0)  # its end alone, which is always told
+        poll.register(link, 0)  # only POLLHUP, which is always reported
         while not poll.poll(PULSE_MS) and not lease.is_expired:
             page.pulse()
         os.killpg(0, signal.SIGKILL)
@@ -121,8 +120,8 @@ def _exit_code(exc: SystemExit) -> int:
     return 1
 
 
-def _send_failure(told: socket.socket, exc: BaseException) -> None:
-    """Send the traceback from the script's own frames on; the agent shows it."""
+def _send_failure(notices: socket.socket, exc: BaseException) -> None:
+    """Send the traceback to the agent, which prints it, from the script's first frame on."""
     frame = exc.__traceback__
     own = frame
     while own is not None and (
@@ -131,4 +130,4 @@ def _send_failure(told: socket.socket, exc: BaseException) -> None:
         own = own.tb_next
     text = "".join(traceback.format_exception(type(exc), exc, own or frame))[-_MAX_TRACEBACK:]
     with contextlib.suppress(OSError):
-        told.sendall(framing.pack("failed", traceback=text, blameless=isinstance(exc, GangError)))
+        notices.sendall(framing.pack("failed", traceback=text, blameless=isinstance(exc, GangError)))

@@ -1,8 +1,8 @@
-"""Training state that is built for a seat, and anew when the rank takes another one.
+"""Training state that is built for a seat, and rebuilt when the rank gets other model coordinates.
 
-SEATSTATE-1  Nothing is built before the rank has coordinates: a spare has none, and builds when it is promoted.
-SEATSTATE-2  What is built is of one part of the model; it stays while `rdp` and the rank's number change.
-SEATSTATE-3  What was built for a seat that the rank has left is let go of before the next is built.
+SEATSTATE-1  State is built only once the rank has coordinates: a spare has none, and builds when it is promoted.
+SEATSTATE-2  State belongs to one part of the model. It is kept while only `rdp` and the rank's number change.
+SEATSTATE-3  The state of a former seat is dropped before the next one is built.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ BuildFunction = Callable[[ModelCoordinates], Mapping[str, object]]
 
 
 class SeatState:
-    """What `manager.build` made for this rank's present seat, by attribute. An attribute is another object once the
-    rank has another seat: read it anew in each step, and keep it nowhere else."""
+    """The objects that `manager.build` made for this rank's present seat, as attributes. At other model coordinates the
+    attributes are other objects: read them in each step, and keep no other references."""
 
     def __init__(self, build: BuildFunction) -> None:
         self._build = build
@@ -27,7 +27,7 @@ class SeatState:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # what `copy` and `pickle` look for
+            raise AttributeError(name)  # `copy` and `pickle` look for special methods
         if name in self._objects:
             return self._objects[name]
         if self._part is None:
@@ -35,19 +35,20 @@ class SeatState:
         raise AttributeError(f"there is no {name!r} here, only {', '.join(self._objects)}")
 
     def __repr__(self) -> str:
-        return f"Built({', '.join(self._objects)} for {self._part})"
+        return f"SeatState({', '.join(self._objects)} for {self._part})"
 
     def is_for(self, part: ModelCoordinates) -> bool:
+        """SEATSTATE-2."""
         return self._part == part
 
     def clear(self) -> tuple[str, ...]:
-        """SEATSTATE-3. The names of what is let go."""
+        """SEATSTATE-3. Returns the names of the dropped objects."""
         names = tuple(self._objects)
         self._part, self._objects = None, {}
         return names
 
     def make(self, part: ModelCoordinates) -> Mapping[str, object]:
-        """Raises TypeError when the function returns no named objects."""
+        """Build the state for a seat (SEATSTATE-1). Raises TypeError: the function did not return named objects."""
         objects: object = self._build(part)
         if not (isinstance(objects, Mapping) and objects and all(map(_is_name, objects))):
             raise TypeError(f"the function given to `build` must return named training state, but returned {objects!r}")

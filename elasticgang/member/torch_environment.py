@@ -1,8 +1,8 @@
-"""What scripts that were written for torchrun look for: torch's default process group, RANK, WORLD_SIZE, MASTER_ADDR.
+"""The environment of scripts written for torchrun: torch's default process group, RANK, WORLD_SIZE, MASTER_ADDR.
 
 TORCHENV-1  From the first generation on, `torch.distributed` is initialised, and its default group is the root gang's,
-    whose rank and size follow the job. After the loop it stays, with the last rank and size; its collectives raise.
-TORCHENV-2  A default group that the script made itself stays, with one warning: it follows nothing.
+    with the rank and size of each generation. After the loop it keeps the last rank and size; its collectives raise.
+TORCHENV-2  A default group that the script has made stays, with one warning: its rank and size do not follow the job.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ log = logging.getLogger("elasticgang")
 
 
 class TorchEnvironment:
-    """Of one rank. Used by its training thread alone."""
+    """Belongs to the training thread of one rank."""
 
     def __init__(self) -> None:
         self._has_warned = False
 
     def follow(self, gangs: Gangs, master_host: str) -> None:
-        """A generation has begun: `gangs` are its gangs, and the rank 0 of their root is on `master_host`."""
+        """Update the environment for a new generation (TORCHENV-1, TORCHENV-2). `gangs`: its gangs. `master_host`: the
+        host of the root's rank 0."""
         root = gangs.root
         os.environ.update(RANK=str(root.rank), WORLD_SIZE=str(root.size), MASTER_ADDR=master_host)
         if not dist.is_available():

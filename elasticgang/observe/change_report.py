@@ -1,10 +1,10 @@
-"""What one generation change was: its cause, who came, went and moved, what was in doubt, and where the time went.
+"""The timeline of one generation change: its cause, joined, left and moved members, attempts in doubt, and phase times.
 
-Pure: `agent.py` brings what happens, with CLOCK_MONOTONIC seconds; each change comes out once, when it is over.
+Pure: `agent.py` passes the events in, with CLOCK_MONOTONIC seconds. Each change is reported once, when it is over.
 
-CHANGE-1  A change is over once every rank here that has a seat in its generation knows of a step committed in it; or
-    with the next generation, if that comes before; or with the job.
-CHANGE-2  A phase ends with the slowest rank of this host. What did not happen, or was not seen from here, is None.
+CHANGE-1  A change is over once every seated rank of this host knows of a step committed in its generation, or when the
+    next generation begins, or when the job ends.
+CHANGE-2  A phase ends with the slowest rank of this host. A phase that did not take place on this host is None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _START = "the job starts"
 
 @dataclass
 class _RankTimeline:
-    """One rank's way into the generation: when it had done what."""
+    """When one rank completed each phase on its way into the generation."""
 
     began: float
     aborted: float
@@ -54,27 +54,27 @@ class ChangeReporter:
         self._change: _GenerationChange | None = None
 
     def caused(self, cause: str, at: float, *, is_root: bool = False) -> None:
-        """Why the present generation ends. The first cause counts, until the next is agreed; but a root (a death) takes
-        the place of its effects (a peer that was lost)."""
+        """Why the present generation ends. The first cause counts, but a root cause (a death) replaces its effects (a
+        lost peer)."""
         if self._cause is None:
             self._cause = cause, at, is_root
         elif is_root and not self._cause[2]:
             self._cause = cause, min(at, self._cause[1]), True
 
     def agent_lost(self, agent: str, at: float) -> None:
-        """The agent is not there any more: the root of what its peers see, unless the cause names it already."""
+        """The agent is dead: a root cause, unless the present cause names the agent already."""
         is_named = self._cause is not None and f"agent {agent} " in self._cause[0]
         if self._record is not None and self._record.seats_of(agent) and not is_named:
             self.caused(f"agent {agent} is lost", at, is_root=True)
 
     def requested(self, member: str, pending: Attempt | None) -> None:
-        """`member` has left its generation; `pending` is what is in doubt for it."""
+        """`member` has left its generation, in doubt about `pending`."""
         self._pending.pop(member, None)
         if pending is not None:
             self._pending[member] = pending
 
     def agreed(self, record: Record, agent: str) -> Iterator[dict[str, Any]]:
-        """`agent`: this one, whose members are those here."""
+        """A record is agreed. `agent`: this agent."""
         yield from self.ended()
         unknown = _START if self._record is None else "a change elsewhere"
         cause, caused_at, _ = self._cause or (unknown, None, False)
@@ -99,11 +99,11 @@ class ChangeReporter:
         timeline.committed = timeline.committed or at
         if {
             member for member, timeline in self._change.timelines.items() if timeline.committed is not None
-        } >= self._change.here:
+        } >= self._change.here:  # CHANGE-1
             yield from self.ended()
 
     def ended(self) -> Iterator[dict[str, Any]]:
-        """The change under way, as far as it came."""
+        """End the change under way, and report it as far as it came."""
         change, self._change = self._change, None
         if change is not None:
             yield describe(change)
@@ -143,8 +143,7 @@ def describe(change: _GenerationChange) -> dict[str, Any]:
 
 
 def _places(record: Record) -> dict[str, dict[str, int] | None]:
-    """Which part of the model each member sits at; None for a spare. (Replica groups are renumbered as others come and
-    go: that moves nobody.)"""
+    """Each member's model coordinates; None for a spare. A replica group with another number has not moved."""
     return {
         seat.member: dict(zip(("pp", "sdp", "tp"), record.model_coordinates(seat.member), strict=True))
         if seat.member in record.plan.ranks
@@ -160,6 +159,7 @@ def _outcome(attempt: Attempt, record: Record) -> str:
 
 
 def _phases(change: _GenerationChange) -> dict[str, float | None]:
+    """CHANGE-2, in milliseconds."""
     timelines = list(change.timelines.values())
     if not timelines:
         return dict.fromkeys(PHASES)

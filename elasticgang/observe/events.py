@@ -1,4 +1,4 @@
-"""What happened, as JSON lines."""
+"""The event log of an agent, as JSON lines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from elasticgang.errors import OperationalError
 
 
 class EventLog:
-    """Appends events to `events.jsonl` in `directory`; drops them when it is None, or from the first that cannot be
-    written. One owner thread."""
+    """Appends events to `events.jsonl` in `directory`. Drops events if that is None, and after the first failed write.
+    Not thread-safe."""
 
     def __init__(self, directory: str | None, say: Callable[[str], None]) -> None:
-        """`say`: where it is told that events are dropped.
+        """`say`: prints the message that events are dropped.
 
         Raises:
-            OperationalError: the file cannot be made.
+            OperationalError: the file cannot be created.
         """
         self._say = say
         self._file: BinaryIO | None = None
@@ -30,17 +30,17 @@ class EventLog:
             os.makedirs(directory, exist_ok=True)
             self._file = open(os.path.join(directory, "events.jsonl"), "ab", buffering=0)  # noqa: SIM115
         except OSError as exc:
-            raise OperationalError(f"no events can be written to --log-dir {directory}: {exc.strerror}") from exc
+            raise OperationalError(f"cannot write events to --log-dir {directory}: {exc.strerror}") from exc
 
     def write(self, event: str, **fields: Any) -> None:
-        """`t` is CLOCK_MONOTONIC in seconds, which all processes of a host share."""
+        """Append one event. Its `t` is CLOCK_MONOTONIC in seconds, which all processes of a host share."""
         if self._file is None:
             return
         line = json.dumps({"t": time.monotonic(), "wall": time.time(), "event": event, **fields}).encode() + b"\n"
         try:
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as exc:  # the log is not worth the job
-            self._say(f"elasticgang: no more events are written to {self._file.name}: {exc.strerror}")
+        except OSError as exc:  # the job goes on without its log
+            self._say(f"elasticgang: stopped writing events to {self._file.name}: {exc.strerror}")
             self._file.close()
             self._file = None

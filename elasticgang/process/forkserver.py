@@ -1,16 +1,16 @@
-"""A process that has torch imported and nothing running, from which ready processes are forked.
+"""The fork server: a process with torch imported and no other thread, from which ready processes are forked.
 
 Importing torch takes seconds; a fork of a process that has imported it takes milliseconds. Rank processes, comm
 processes and the embedded coordinator all start here.
 
 FORK-1  The server imports and forks, and does nothing else: no thread, no parallel operation, no CUDA. A process forked
     from one with live threads hangs later; the server refuses to start when it finds a second thread in itself.
-FORK-2  What it starts is not its child but its owner's (double fork under the owner's subreaper flag), so that the
-    owner reaps it and knows its exit status, and the server's own death changes nothing for those that run.
-FORK-3  When the owner is gone, however it died, every process group that was started here is killed. The server knows
-    by the owner's pidfd, which nobody can inherit by accident.
-FORK-4  A connection on which an answer was late or an error came is closed and never used again: the next answer on it
-    could be that to an earlier question.
+FORK-2  The processes that it starts are children of its owner (double fork under the owner's subreaper flag). So the
+    owner reaps them and gets their exit status, and they go on if the server dies.
+FORK-3  When the owner dies, for whatever reason, the server kills every process group that it has started. It watches
+    the owner's pidfd, which no other process can inherit by accident.
+FORK-4  After a late answer or an error, a connection is closed and never used again: the next answer on it could belong
+    to an earlier request.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ForkServerClient:
 
     @property
     def is_lost(self) -> bool:
-        """It has been closed, here or by the server (FORK-4)."""
+        """Whether this side has closed the connection (FORK-4)."""
         return self._sock.fileno() < 0
 
     def spawn(
@@ -78,13 +78,14 @@ class ForkServerClient:
         group: int = 0,
         name: str = "eg-child",
     ) -> Spawned:
-        """Start a process that calls `target` ("module:function") with `args` and `fds`, the numbers they have there.
+        """Start a process that calls `target` ("module:function") with `args` and the list of its copies of `fds`.
 
-        `stdio`: nothing, or two descriptors for its stdout and stderr. `group`: the process group that it joins,
-        0 for one of its own. `name`: as `ps -o comm` and `pgrep` show it, at most 15 bytes.
+        `stdio`: empty, or two descriptors for its stdout and stderr. `group`: the process group that it joins, 0 for a
+        new one. `name`: the name that `ps -o comm` and `pgrep` show, at most 15 bytes.
 
         Raises:
-            OperationalError: the server is gone or could not fork. Nothing was started, or it ends by itself.
+            OperationalError: the server has died or could not fork. Either no process was started, or it exits by
+                itself.
         """
         request = {
             "target": target,
@@ -102,11 +103,11 @@ class ForkServerClient:
             raise OperationalError(f"the fork server did not start {target}: {exc}") from exc
         if not data:
             self._sock.close()
-            raise OperationalError(f"the fork server is gone; it did not start {target}")
+            raise OperationalError(f"the fork server has died; it did not start {target}")
         reply = json.loads(data)
         if "error" in reply:
             raise OperationalError(f"the fork server could not start {target}: {reply['error']}")
-        if not received:  # the process ends by itself
+        if not received:  # the process exits by itself
             raise OperationalError(f"{target} was started, but this process has no descriptor left for it")
         return Spawned(reply["pid"], received[0])
 
@@ -115,11 +116,11 @@ class ForkServerClient:
 
 
 class ForkServer(ForkServerClient):
-    """The owner's side: starts the server, hands out connections to it, and ends it."""
+    """The owner's side: starts the server, makes connections to it, and kills it."""
 
     def __init__(self, preload: Sequence[str], *, env: dict[str, str] | None = None, new_session: bool = True) -> None:
-        """`preload`: the modules that the server imports before it forks. `new_session`: a Ctrl-C in the terminal is
-        for the owner, who forwards it in order. Without it, what is started here can join the owner's process group."""
+        """`preload`: modules that the server imports before it forks. `new_session`: only the owner gets a Ctrl-C of
+        the terminal, and forwards it. Without it, started processes can join the owner's process group."""
         become_subreaper()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -133,7 +134,7 @@ class ForkServer(ForkServerClient):
         super().__init__(ours)
 
     def wait_ready(self, timeout: float = _START_TIMEOUT_S) -> None:
-        """Block until the server has imported everything. Raises OperationalError when it could not."""
+        """Block until the server has imported all modules. Raises OperationalError: it could not."""
         try:
             self._sock.settimeout(timeout)
             data = self._sock.recv(_MAX_MESSAGE)
@@ -143,14 +144,14 @@ class ForkServer(ForkServerClient):
         self._sock.settimeout(_SPAWN_TIMEOUT_S)
         if not data:
             self._sock.close()
-            raise OperationalError("the fork server ended while it was starting")
+            raise OperationalError("the fork server exited while it was starting")
         reply = json.loads(data)
         if "error" in reply:
             self._sock.close()
             raise OperationalError(f"the fork server could not start: {reply['error']}")
 
     def connect(self) -> socket.socket:
-        """A new connection for another process, to be wrapped in a `ForkServerClient` there."""
+        """A new connection, for a `ForkServerClient` in another process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -160,15 +161,15 @@ class ForkServer(ForkServerClient):
             except OSError as exc:
                 ours.close()
                 self._sock.close()
-                raise OperationalError(f"the fork server is gone: {exc}") from exc
+                raise OperationalError(f"the fork server has died: {exc}") from exc
         return ours
 
     def close(self) -> None:
-        """End the server and reap it. What it has started goes on."""
+        """Kill the server and reap it. The processes that it has started go on."""
         super().close()
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it; it starts nothing more
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where it cannot fork
             self.process.wait(_KILL_TIMEOUT_S)
 
 
@@ -188,11 +189,11 @@ def become_subreaper() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The server process. Ends with its owner; returns in every process that it forks."""
+    """The server process. Exits with its owner; returns only in the processes that it forks."""
     control_fd, owner_pid, preload = int(argv[1]), int(argv[2]), argv[3:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _set_name("eg-forkserver")
-    _die_with_parent(True)  # while it imports it looks at nothing
+    _die_with_parent(True)  # it does not watch the owner's pidfd while it imports
     if os.getppid() != owner_pid:
         return 1  # the owner died before that
     control = socket.socket(fileno=control_fd)
@@ -206,18 +207,18 @@ def main(argv: Sequence[str]) -> int:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             raise RuntimeError("CUDA was initialized by the imports; what is forked could not use it")
-        _die_with_parent(False)  # from here on FORK-3: the owner's pidfd, and first those that were started
+        _die_with_parent(False)  # FORK-3: from here on it kills what it has started before it exits
     except Exception as exc:
         control.send(json.dumps({"error": f"{type(exc).__name__}: {exc}"}).encode())
         return 1
     import gc
 
     gc.collect()
-    gc.freeze()  # the image stays shared: a collection in a child does not touch its pages
+    gc.freeze()  # a garbage collection in a child then does not copy the shared pages
     control.send(b"{}")
     task = _Server(control, owner).serve()
     if task is None:
-        os._exit(0)  # a finalizer of all that was imported takes half a second
+        os._exit(0)  # the finalizers of all imported modules take half a second
     return task()
 
 
@@ -231,11 +232,11 @@ class _Server:
             self._poll.register(fd, select.POLLIN)
 
     def serve(self) -> Callable[[], int] | None:
-        """Answer requests until the owner is gone. Returns a task in the processes that are forked, None here."""
+        """Answer requests until the owner has exited. Returns a task in each forked process, None in the server."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._owner:
-                    self._end_all()
+                    self._kill_all()
                     return None
                 if fd in self._started:
                     self._forget(fd)
@@ -288,16 +289,16 @@ class _Server:
             pid = _fork_and_report(theirs)
             if pid:
                 os._exit(0)
-            kept = [os.dup(fd) for fd in fds]  # `fds` themselves are closed while this returns
+            kept = [os.dup(fd) for fd in fds]  # `_answer` closes `fds`
             for sock in (ours, theirs, *self._clients.values()):
-                sock.detach()  # closed below; its finalizer must not close a later file of the same number
+                sock.detach()  # `_prepare_child` closes it; its finalizer must not close a later file of that number
             return _prepare_child(request, kept)
         theirs.close()
         os.waitpid(middle, 0)
         data, pidfds, _, _ = socket.recv_fds(ours, 64, 1)
         ours.close()
         reply: dict[str, Any] = json.loads(data) if data else {"error": "the intermediate process died"}
-        with contextlib.suppress(OSError):  # the client may be gone; what was started notices that itself
+        with contextlib.suppress(OSError):  # the client may have died; the started process notices that by itself
             socket.send_fds(client, [json.dumps(reply).encode()], pidfds)
         if pidfds:
             self._started[pidfds[0]] = request["group"] or reply["pid"]
@@ -309,20 +310,22 @@ class _Server:
         del self._started[pidfd]
         os.close(pidfd)
 
-    def _end_all(self) -> None:
+    def _kill_all(self) -> None:
+        """FORK-3."""
         for group in set(self._started.values()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
 
 
 def _fork_and_report(report: socket.socket) -> int:
-    """Fork in the intermediate process. Returns the pid there, once reported with its pidfd, and 0 in the child."""
+    """Fork in the intermediate process. Returns 0 in the child; in the parent the child's pid, after reporting it with
+    its pidfd, or -1 after reporting an error."""
     middle = os.getpid()
     try:
         pid = os.fork()
         if pid:
             socket.send_fds(report, [json.dumps({"pid": pid}).encode()], [os.pidfd_open(pid)])
-        while not pid and os.getppid() == middle:  # FORK-2: until its parent is the one that will stay so
+        while not pid and os.getppid() == middle:  # FORK-2: until the owner is its parent
             time.sleep(0.0002)
         return pid
     except OSError as exc:
@@ -331,11 +334,11 @@ def _fork_and_report(report: socket.socket) -> int:
 
 
 def _prepare_child(request: dict[str, Any], fds: list[int]) -> Callable[[], int]:
-    """Cut every tie to the server; what remains is a process as fresh as one that was executed."""
+    """Detach the child from the server: process group, name, signals, descriptors, environment and random seeds."""
     try:
         os.setpgid(0, request["group"])
     except PermissionError:
-        os._exit(1)  # the group, and with it who asked for this process, is gone
+        os._exit(1)  # the group has exited, and with it the process that requested this one
     _set_name(request["name"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     num_stdio = request["stdio"]

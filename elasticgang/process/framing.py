@@ -1,6 +1,6 @@
 """Messages between an agent and its ranks, and between agents: a length, then JSON, over a stream socket.
 
-Refuses whatever is not one whole message of ours with a `WireError`; the reader then closes that connection.
+Invalid bytes and incomplete messages raise `WireError`; the reader then closes the connection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def pack(kind: str, **fields: Any) -> bytes:
 
 
 def body_size(header: bytes, limit: int = MAX_BYTES) -> int:
-    """Bytes that follow `header`. Raises WireError when it is not ours, or they are more than `limit`."""
+    """The number of bytes that follow `header`. Raises WireError: the header is invalid, or the size exceeds
+    `limit`."""
     magic, size = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise WireError(f"not an elasticgang message: it starts with {header[:4]!r}")
@@ -36,7 +37,7 @@ def body_size(header: bytes, limit: int = MAX_BYTES) -> int:
 
 
 def unpack(body: bytes) -> dict[str, Any]:
-    """Raises WireError when `body` is not the JSON of a message."""
+    """Raises WireError: `body` is not the JSON of a message."""
     try:
         message = json.loads(body, parse_constant=_refuse)
     except (ValueError, RecursionError) as exc:
@@ -47,11 +48,11 @@ def unpack(body: bytes) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of ours")
+    raise ValueError(f"{constant} is not a valid number")
 
 
 def receive(sock: socket.socket) -> dict[str, Any] | None:
-    """The next message, blocking; None when the peer has closed between two messages."""
+    """Block until the next message; None if the peer has closed the connection between two messages."""
     header = _read(sock, HEADER_BYTES, at_start=True)
     return None if header is None else unpack(_read(sock, body_size(header)) or b"")
 

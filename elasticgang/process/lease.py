@@ -1,9 +1,10 @@
-"""Until when the ranks of a host may take part without word from the coordinator.
+"""The lease of a host: until when its ranks may take part without an answer from the coordinator.
 
-A cut-off host must end its members before others may hold them to be dead. Its agent renews the lease; a rank looks at
-it in shared memory, so that an agent that is stopped cannot keep it from ending.
+A host that is cut off must kill its members before other agents may declare them dead. Its agent renews the lease; the
+ranks read it in shared memory, so that they exit even if the agent is stopped.
 
-LEASE-1  It runs from the moment at which an answered message was sent; `protocol/agent_session.py` decides which do.
+LEASE-1  The lease counts from the moment at which an answered message was sent; `protocol/agent_session.py` decides
+    which messages count.
 LEASE-2  Its end kills the ranks before the coordinator may declare their agent lost (`Timeouts`).
 LEASE-3  No reader acts on a torn value: the value is one aligned 8-byte word, and each access copies the whole word. A
     memoryview of format "d" compiles to one 8-byte load or store on x86-64 and aarch64, where such an access is atomic;
@@ -20,7 +21,7 @@ _NUM_BYTES = 8
 
 
 class Lease:
-    """Eight bytes of memory, of CLOCK_MONOTONIC, which all processes of a host share."""
+    """Eight bytes of shared memory: a time of CLOCK_MONOTONIC, which all processes of a host share (LEASE-3)."""
 
     def __init__(self, fd: int) -> None:
         self._words = memoryview(mmap.mmap(fd, _NUM_BYTES)).cast("d")  # a mapping begins at a page: aligned
@@ -28,7 +29,7 @@ class Lease:
 
     @staticmethod
     def create() -> Lease:
-        """A lease without end, until it is renewed for the first time."""
+        """A lease that does not expire before its first renewal."""
         fd = os.memfd_create("eg-lease")
         os.ftruncate(fd, _NUM_BYTES)
         lease = Lease(fd)

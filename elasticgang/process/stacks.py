@@ -1,9 +1,9 @@
-"""The Python stacks of rank processes, for reports: read without the rank's help, as far as that is possible.
+"""Reads the Python stacks of rank processes, for reports, without the rank's help where possible.
 
-STACK-1  Nobody is harmed by being looked at: `STACK_SIGNAL` goes only to a process that handles it, by a pidfd, so
-    never to another that has the pid by then.
-STACK-2  Every read ends: py-spy within `_PY_SPY_S`, faulthandler within `_ANSWER_S`. A process that is stopped cannot
-    answer, and is not asked.
+STACK-1  Reading a stack never harms a process: `STACK_SIGNAL` goes only to a process that handles it, and by a pidfd,
+    so never to a process that has reused the pid.
+STACK-2  Every read has a deadline: `_PY_SPY_S` for py-spy, `_ANSWER_S` for faulthandler. A stopped process cannot
+    answer and gets no signal.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-STACK_SIGNAL = signal.SIGRTMAX - 2  # of the ranks; a script has SIGUSR1 and SIGUSR2 for itself
+STACK_SIGNAL = signal.SIGRTMAX - 2  # leaves SIGUSR1 and SIGUSR2 to the script
 
 _PY_SPY_S = 5.0
 _ANSWER_S = 5.0
 _POLL_S = 0.01
-_QUIET_S = 0.5  # a dump that does not show its end is taken as whole once nothing has come for so long
-OUTERMOST = "in _run_module_as_main\n"  # of the fork server, and so of its children's main threads, which come last
+_QUIET_S = 0.5  # a dump without a recognisable end counts as complete when it has not grown for so long
+OUTERMOST = "in _run_module_as_main\n"  # the outermost frame of a main thread, which faulthandler writes last
 _MAX_BYTES = 1 << 18
 _STOPPED = "Tt"
 _HEADER = re.compile(r"(Current thread|Thread) 0x")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
-_STARTERS = ("/threading.py", "/concurrent/futures/thread.py")  # of threads that run something else
+_STARTERS = ("/threading.py", "/concurrent/futures/thread.py")  # they start threads that run other code
 PACKAGE = str(Path(__file__).resolve().parents[1])
 _FORK_SERVER = str(Path(__file__).resolve().with_name("forkserver.py"))
 
@@ -53,7 +53,7 @@ Thread = tuple[Frame, ...]  # the innermost frame first
 
 @dataclass(frozen=True)
 class StackSource:
-    """A process to look at. The descriptors are the reader's: its pidfd, and the file of `serve`."""
+    """A process to read: its pid, its pidfd, and the file of `serve`. The reader owns both descriptors."""
 
     pid: int
     pidfd: int
@@ -65,13 +65,13 @@ class StackSource:
 
 
 def create_file() -> int:
-    """A descriptor for `serve` in the process, and for `StackSource` outside it; the caller closes it."""
+    """A descriptor for `serve` in the process, and for `StackSource` in the reader. The caller closes it."""
     return os.memfd_create("elasticgang-stack", os.MFD_CLOEXEC)
 
 
 def serve(file: int) -> None:
-    """From here on this process writes the stacks of its threads to `file` by `STACK_SIGNAL`, also while it holds the
-    GIL. Forked children do not."""
+    """Write the stacks of all threads to `file` on each `STACK_SIGNAL`, even while a thread holds the GIL. Forked
+    children do not."""
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
     def forget() -> None:
@@ -83,10 +83,10 @@ def serve(file: int) -> None:
 
 
 def read(source: StackSource) -> str:
-    """The script's part of the stacks, or why there is none. Blocks for some seconds at most, and closes `source`."""
+    """The script's frames, or why they cannot be read. Blocks for at most `_PY_SPY_S + _ANSWER_S`; closes `source`."""
     try:
         state = _state(source.pid)
-        if state in _STOPPED:
+        if state in _STOPPED:  # STACK-2
             return f"stopped (state {state})"
         threads = by_py_spy(source.pid) or by_faulthandler(source)
         return describe(threads) if threads else f"its stack cannot be read (state {state})"
@@ -109,7 +109,7 @@ def handles_signal(pid: int, number: int) -> bool:
 
 
 def by_py_spy(pid: int) -> list[Thread]:
-    """Nothing where it is not installed, or may not look."""
+    """Empty if py-spy is not installed or not permitted."""
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     program = shutil.which("py-spy") or shutil.which(beside)
     if program is None:
@@ -125,10 +125,10 @@ def by_py_spy(pid: int) -> list[Thread]:
 
 
 def by_faulthandler(source: StackSource) -> list[Thread]:
-    if not handles_signal(source.pid, STACK_SIGNAL):
+    if not handles_signal(source.pid, STACK_SIGNAL):  # STACK-1
         return []
     os.ftruncate(source.file, 0)
-    os.lseek(source.file, 0, os.SEEK_SET)  # of the process too: they share the open file
+    os.lseek(source.file, 0, os.SEEK_SET)  # also for the process, which shares the file offset
     signal.pidfd_send_signal(source.pidfd, STACK_SIGNAL)
     now = time.monotonic()
     dump, deadline, grown_at = "", now + _ANSWER_S, now
@@ -144,7 +144,7 @@ def by_faulthandler(source: StackSource) -> list[Thread]:
 
 
 def parse(dump: str) -> list[Thread]:
-    """What faulthandler has written, by thread."""
+    """The threads of a faulthandler dump."""
     threads: list[list[Frame]] = []
     for line in dump.splitlines():
         if _HEADER.match(line):
@@ -155,7 +155,7 @@ def parse(dump: str) -> list[Thread]:
 
 
 def describe(threads: Iterable[Thread]) -> str:
-    """The script's frames, the innermost first: neither the runtime's threads nor what has started the script."""
+    """The script's frames, innermost first, without the runtime's threads and the frames that start the script."""
     own = [frames for thread in threads if (frames := _own_frames(thread))]
     return "\n\n".join("\n".join(f"  {frame}" for frame in frames) for frames in own) or "  no frame of the script"
 
@@ -163,7 +163,7 @@ def describe(threads: Iterable[Thread]) -> str:
 def _own_frames(thread: Thread) -> Thread:
     files = [frame.file for frame in thread]
     is_main = not files[-1].endswith(_STARTERS)
-    if is_main and _FORK_SERVER in files:  # the fork server has called the runtime, and the runtime the script
+    if is_main and _FORK_SERVER in files:  # the fork server calls the runtime, which calls the script
         frames = list(thread[: files.index(_FORK_SERVER)])
         while frames and frames[-1].file.startswith(PACKAGE):
             frames.pop()
@@ -171,12 +171,12 @@ def _own_frames(thread: Thread) -> Thread:
             frames.pop()
         return tuple(frames)
     started = [file for file in files if not file.endswith(_STARTERS)]
-    is_idle = not started or files[0].endswith(_STARTERS[1])  # a worker of a pool that has nothing to do
+    is_idle = not started or files[0].endswith(_STARTERS[1])  # an idle worker of a thread pool
     return () if is_idle or started[-1].startswith(PACKAGE) else thread
 
 
 def merge(stacks: Sequence[tuple[int, int, str]]) -> str:
-    """(local rank, pid, stack) of each rank as text; the ranks of one stack together."""
+    """(local rank, pid, stack) of each rank as text; ranks with equal stacks are grouped."""
     by_stack: dict[str, list[tuple[int, int]]] = {}
     for local_rank, pid, stack in sorted(stacks):
         by_stack.setdefault(stack, []).append((local_rank, pid))

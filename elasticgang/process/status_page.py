@@ -1,14 +1,14 @@
-"""How far a rank has come, on a page of shared memory that its agent reads without the rank's help.
+"""The status page: a rank's progress in shared memory, which its agent reads without the rank's help.
 
-A rank that is stopped, or whose threads all wait for the GIL, can tell nobody anything; what it has stamped stays.
+A rank that is stopped, or whose threads all wait for the GIL, cannot send a message; its page stays readable.
 
-STATUS-1  Every word has one writer at a time: the rank's training thread, whoever holds the block's lock, the pulse
+STATUS-1  Every word has one writer at a time: the rank's training thread, the holder of the block's lock, the pulse
     thread, the agent, or the comm process of that block. A word is read and written whole: a memoryview of format "Q"
-    compiles to one aligned 8-byte load or store. What belongs together is in one word (`commit`), or is checked
+    compiles to one aligned 8-byte load or store. Values that belong together are in one word (`commit`) or are checked
     (`groups`).
-STATUS-2  `submitted` is stamped before a collective is sent, `completed` before its end is told: what is under way is
-    never missed.
-STATUS-3  A block is given back only once its comm process is dead, so that no earlier one stamps what a later one owns.
+STATUS-2  `submitted` is incremented before a collective is sent, `completed` before its end is reported: a collective
+    under way is never missed.
+STATUS-3  A block is given back only after its comm process has died, so that no earlier process writes to it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _FIRST_BLOCK = 16
 
 
 class ThreadState(enum.IntEnum):
-    """Where the training thread is. OWN: in the script. WAITING: in a wait of the runtime. ASKING: on its way to the
-    next generation. SPARE: without a place in this one."""
+    """Where the training thread is.
+
+    USER_CODE: in the script. WAITING: in a wait of the runtime. REQUESTING: on its way to the next generation. SPARE:
+    without coordinates in the present one.
+    """
 
     STARTING = 0
     USER_CODE = 1
@@ -64,8 +67,8 @@ _STEP_BITS = 40  # of the word that names a committed attempt; the rest is the g
 
 @dataclass(frozen=True)
 class GroupStamps:
-    """A process group, by a number that is the same on all its ranks. Collectives come in one order on all of them;
-    `messages` (sends and receives) do not."""
+    """Counters of the process group with the key `group`, which is equal on all its ranks. Collectives have the same
+    order on all ranks; messages (sends and receives) do not."""
 
     group: int
     submitted: int
@@ -75,7 +78,7 @@ class GroupStamps:
 
 
 class CommBlock:
-    """The part of a page that belongs to one comm process and to its rank's client."""
+    """The part of a page that one comm process and its rank share."""
 
     def __init__(self, words: memoryview, index: int) -> None:
         first = _FIRST_BLOCK + index * _BLOCK
@@ -87,18 +90,18 @@ class CommBlock:
     # -- the rank
 
     def reset(self) -> None:
-        """Nothing of an earlier process."""
+        """Erase the values of an earlier process."""
         for index in range(_BLOCK):
             self._words[index] = 0
 
     def configure(self, names: Sequence[str]) -> None:
-        """These groups and no others; nothing of the former ones is under way."""
+        """Count these groups and no others. No collective of the former ones is under way."""
         self.clear()
         for name in names:
             self.add(name)
 
     def add(self, name: str) -> None:
-        """One more group. Those beyond what there is room for are not seen."""
+        """Count one more group. Groups beyond `_NUM_GROUPS` are not counted."""
         with self._lock:
             row = len(self._rows)
             if name in self._rows or row >= _NUM_GROUPS:
@@ -110,14 +113,14 @@ class CommBlock:
             self._rows[name] = row
 
     def clear(self) -> None:
-        """Nothing is under way: the process is dead, or its groups are closed."""
+        """No collective is under way: the process is dead, or its groups are closed."""
         with self._lock:
             for row in range(len(self._rows)):
                 self._words[_BLOCK_HEAD + row * _ROW] = 0
             self._rows = {}
 
     def submitted(self, name: str, is_message: bool) -> None:
-        with self._lock:  # else a count of before `clear` could go to the group that has the row next
+        with self._lock:  # otherwise a count from before `clear` could go to the next group in the row
             self._count(name, 3 if is_message else 1)
 
     # -- the comm process
@@ -130,7 +133,7 @@ class CommBlock:
         self._words[1] += 1
 
     def set_groups(self, names: Sequence[str]) -> None:
-        """The groups, in the order in which the rank has named them."""
+        """The groups, in the rank's order."""
         self._rows = {name: row for row, name in enumerate(names[:_NUM_GROUPS])}
 
     def append_group(self, name: str) -> None:
@@ -173,13 +176,13 @@ class CommBlock:
 
 
 class StatusPage:
-    """One rank's page. Made by its agent, mapped by the rank and its comm processes."""
+    """One rank's page. Its agent creates it; the rank and its comm processes map it."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """Map the page of `fd`, which the caller keeps; None makes a new one, for this process alone."""
+        """Map the page of `fd`, which the caller keeps open; None creates a page for this process alone."""
         memory = mmap.mmap(-1, SIZE) if fd is None else mmap.mmap(fd, SIZE)
         self.fd = fd
-        self._words = memoryview(memory).cast("Q")
+        self._words = memoryview(memory).cast("Q")  # STATUS-1
         self._free = list(range(_NUM_BLOCKS))
         self._lock = threading.Lock()
 
@@ -193,7 +196,7 @@ class StatusPage:
     # -- the training thread
 
     def beat(self) -> None:
-        """It is alive and gets on."""
+        """The training thread makes progress."""
         self._words[_BEATS] += 1
 
     def begin_step(self, index: int) -> None:
@@ -217,8 +220,8 @@ class StatusPage:
 
     @contextlib.contextmanager
     def in_thread_state(self, doing: ThreadState) -> Iterator[None]:
-        """WAITING, ASKING: around a wait of the runtime, whose time does not count. OWN: around code of the script in
-        the midst of one."""
+        """WAITING, REQUESTING: around a wait of the runtime, whose time does not count (HANG-3). USER_CODE: around code
+        of the script within such a wait."""
         before = self.thread_state
         self.set_thread_state(doing)
         try:
@@ -227,7 +230,7 @@ class StatusPage:
             self.set_thread_state(before)
 
     def forget_steps(self) -> None:
-        """The next ones may take long again: what is trained is built anew."""
+        """The next steps may take long again: the training state is rebuilt."""
         self._words[_STEPS] = 0
 
     @contextlib.contextmanager
@@ -242,15 +245,15 @@ class StatusPage:
     # -- any thread of the rank
 
     def pulse(self) -> None:
-        """The process runs, and its threads get the GIL."""
+        """The process runs, and its threads get the GIL (see HANG-3)."""
         self._words[_PULSE] += 1
 
     def mark_draining(self) -> None:
-        """It is to leave, and not to be started again."""
+        """The rank drains: the agent does not restart it (DRAIN-1)."""
         self._words[_DRAINING] = 1
 
     def take_block(self) -> CommBlock | None:
-        """A block for a comm process about to be started; None when there is no room."""
+        """A block for a comm process about to start; None if all are in use."""
         with self._lock:
             if not self._free:
                 return None
@@ -275,16 +278,16 @@ class StatusPage:
     # -- the agent
 
     def mark_job_ending(self) -> None:
-        """The job is being ended: a signal that comes now is for that."""
+        """The job is ending: a SIGTERM from now on stops the rank at once."""
         self._words[_ENDING] = 1
 
     def set_successors(self, num: int) -> None:
-        """So many others of this job have no seat yet, and may get the state: they start, or wait."""
+        """How many other ranks of the job have no seat yet and could copy the state: they start, or wait."""
         self._words[_SUCCESSORS] = num
 
     @property
     def successors(self) -> int:
-        """What the agent has stamped last."""
+        """The number that the agent wrote last."""
         return self._words[_SUCCESSORS]
 
     @property
@@ -305,18 +308,18 @@ class StatusPage:
 
     @property
     def steps(self) -> int:
-        """Steps that the rank has computed its share of, committed or not."""
+        """Steps whose share this rank has computed, committed or not."""
         return self._words[_STEPS]
 
     @property
     def step(self) -> int | None:
-        """The index of the step that was begun last; None before the first."""
+        """The index of the last step that the rank began; None before the first."""
         word = self._words[_STEP]
         return word - 1 if word else None
 
     @property
     def committed(self) -> tuple[int, int]:
-        """(steps, generation of the last), as `commit` was told; (0, 0) before."""
+        """The arguments of the last `commit`: (steps, generation of the last step); (0, 0) before the first."""
         word = self._words[_COMMITTED]
         return word & (1 << _STEP_BITS) - 1, word >> _STEP_BITS
 
@@ -340,5 +343,5 @@ class StatusPage:
 
 
 def key_of(name: str) -> int:
-    """The number of a group by its name; never 0."""
+    """The key of a group name; never 0."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") or 1

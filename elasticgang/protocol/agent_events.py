@@ -1,5 +1,8 @@
-"""Events and instructions of an agent's state machine: `agent_lifecycle.py` and `agent_state.py` decide, `agent.py`
-translates sockets, processes and timers to events and executes instructions."""
+"""Events and instructions of an agent's state machine.
+
+`agent_lifecycle.py` and `agent_state.py` decide; `agent.py` translates sockets, processes and timers to events, and
+executes the instructions.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ class Started:
 
 @dataclass(frozen=True)
 class RecordRequested:
-    """`broken`: because a collective failed, not because the generation ended in order; `timed_out`: it took too long,
-    and nobody is known to be gone."""
+    """`broken`: a collective failed; otherwise the generation ended in order. `timed_out`: the collective timed out,
+    and no peer is known to be lost."""
 
     member: str
     report: MemberReport
@@ -36,9 +39,9 @@ class Committed:
 
 @dataclass(frozen=True)
 class MemberLeft:
-    """The member takes part no more. `finished`: it has done all steps. `in_order`: it has taken part in a vote
-    by which the others of its generation know, and are on their way to the next one. `by_script`: by `manager.leave()`,
-    in a job of `num_steps`."""
+    """The member takes part no longer. `finished`: it has done all steps. `in_order`: a vote has announced it, so that
+    all members of its generation go on to the next one. `by_script`: it called `manager.leave()`. `num_steps`: steps of
+    the job; 0 if unknown."""
 
     member: str
     finished: bool
@@ -49,10 +52,12 @@ class MemberLeft:
 
 @dataclass(frozen=True)
 class Exited:
-    """The process is gone. `status`: as of `subprocess`, negative for a signal. `blameless`: it ended with an error
-    that a lost peer caused. `draining`: it was asked to leave for good; `joined`: it has called `elasticgang.join`.
-    `raised`: its script has ended by an exception, whatever the status says. `step`: the one it began last. `at_s`: of
-    CLOCK_MONOTONIC."""
+    """The process has exited.
+
+    `status`: as `Popen.returncode`, negative for a signal. `blameless`: its script raised an error that a lost peer
+    caused. `draining`: it was asked to leave for good. `joined`: it has called `elasticgang.join`. `raised`: its script
+    raised an exception, whatever the status says. `step`: the last one it began. `at_s`: CLOCK_MONOTONIC seconds.
+    """
 
     member: str
     status: int
@@ -66,7 +71,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class NotStarted:
-    """No process could be started for the rank: `reason`."""
+    """No process could be started for the rank, because of `reason`."""
 
     local_rank: int
     reason: str
@@ -79,7 +84,7 @@ class StartExpired:
 
 @dataclass(frozen=True)
 class PeerNotice:
-    """Another agent says that `generation` is over, or (`over` false) that somebody waits to join it."""
+    """A notice of another agent: `generation` is over, or (`over` false) a rank waits to join it."""
 
     generation: int
     over: bool
@@ -95,7 +100,7 @@ class HostLost:
 
 @dataclass(frozen=True)
 class QuorumAnswered:
-    """The outcome of an `RequestQuorum`. `is_newest`: no other was made since."""
+    """The outcome of a `RequestQuorum`. `is_newest`: there was no later one."""
 
     answer: Record | Undecided | Unrecoverable
     is_newest: bool = True
@@ -103,7 +108,8 @@ class QuorumAnswered:
 
 @dataclass(frozen=True)
 class PeerFailed:
-    """The script of `member`, a process of that rank of another agent, has failed in `step`. It may come twice."""
+    """The script of `member` has failed in `step`; it was a process of the rank `local_rank` of `agent`. The event may
+    be repeated."""
 
     agent: str
     member: str
@@ -157,7 +163,8 @@ class RankEntered:
 
 @dataclass(frozen=True)
 class ScriptRaised:
-    """The script of `member` has ended by an exception. The process may run on: a thread of the script may hold it."""
+    """The script of `member` has raised an exception. The process may still run: a thread of the script can keep it
+    alive."""
 
     member: str
 
@@ -179,14 +186,14 @@ class LeaseExpired:
 
 @dataclass(frozen=True)
 class CoordinatorTimedOut:
-    """The coordinator was needed, and away for longer than `--coordinator-timeout`."""
+    """The coordinator was needed, and unreachable for longer than `--coordinator-timeout`."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class InternalError:
-    """An exception in the driver that nothing handled."""
+    """An unhandled exception in the driver."""
 
     reason: str
 
@@ -211,7 +218,7 @@ AgentEvent = (
 
 @dataclass(frozen=True)
 class Abort:
-    """End `generation` for `members`, and tell the other agents."""
+    """End `generation` for `members`, and notify the other agents."""
 
     members: tuple[str, ...]
     generation: int
@@ -220,7 +227,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class AnnounceJoin:
-    """Tell `members` of `generation`, and the other agents, that somebody waits to join."""
+    """Notify `members` of `generation`, and the other agents, that a rank waits to join."""
 
     members: tuple[str, ...]
     generation: int
@@ -228,8 +235,8 @@ class AnnounceJoin:
 
 @dataclass(frozen=True)
 class RequestQuorum:
-    """Request the next record with the `report()` of then, after `delay_s`, unless another `RequestQuorum` has come or
-    it must not be any more (`may_request`)."""
+    """After `delay_s`, send `report()` to the coordinator, unless a later `RequestQuorum` has replaced this one or
+    `may_request()` is false by then."""
 
     delay_s: float = 0.0
 
@@ -242,7 +249,8 @@ class DeliverRecord:
 
 @dataclass(frozen=True)
 class Restart:
-    """From the agent state to the lifecycle: start the rank again, `delay_s` after the survivors are on their way."""
+    """From the agent state to the lifecycle: restart the rank, `delay_s` after a survivor has entered the next
+    generation."""
 
     local_rank: int
     delay_s: float
@@ -250,7 +258,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class BroadcastFailure:
-    """Tell the other agents that the script of `member` has failed in `step`."""
+    """Notify the other agents that the script of `member` has failed in `step`."""
 
     member: str
     local_rank: int
@@ -259,7 +267,7 @@ class BroadcastFailure:
 
 @dataclass(frozen=True)
 class RetireMembers:
-    """The job is over for `members`, which hold no state: tell them, so that they end."""
+    """Tell `members`, which do not hold the final state, that the job is over, so that they exit."""
 
     members: tuple[str, ...]
     reason: str
@@ -275,14 +283,14 @@ class Fail:
 
 @dataclass(frozen=True)
 class Warn:
-    """Of what ends nothing, and may not be meant."""
+    """Warn the user. The job goes on."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class End:
-    """The job is over here as was asked for: `reason`. `Exit` follows."""
+    """The job is over on this host as requested, because of `reason`. `Exit` follows."""
 
     reason: str
 
@@ -324,7 +332,7 @@ class KillRanks:
 
 @dataclass(frozen=True)
 class SignalRanks:
-    """Pass on the signal `number`. `drains`: the members leave at a step boundary; else it ends them."""
+    """Forward the signal `number`. `drains`: the members leave at a step boundary; otherwise they exit."""
 
     members: tuple[str, ...]
     number: int
@@ -338,12 +346,12 @@ class NotifyFinished:
 
 @dataclass(frozen=True)
 class StopHelpers:
-    """The agent ends: restart neither the fork server nor the coordinator."""
+    """The agent is about to exit: restart neither the fork server nor the coordinator."""
 
 
 @dataclass(frozen=True)
 class Fence:
-    """Kill `members`, which are all that run: the agent's lease is over."""
+    """Kill `members`, which are all running ones: the agent's lease has expired."""
 
     members: tuple[str, ...]
     reason: str = ""
@@ -360,7 +368,7 @@ class Rejoin:
 
 @dataclass(frozen=True)
 class Exit:
-    """Kill what still runs, and exit with `code`. Nothing follows."""
+    """Kill all remaining processes, and exit with `code`. No instruction follows."""
 
     code: int
 

@@ -4,15 +4,15 @@ Pure: events in, instructions out, the time an argument. `agent_state.py` decide
 agent; this module decides when a rank is started or killed, and when the agent changes its id or exits. The driver
 executes every instruction, and hands in `TimePassed` at `deadline_s`.
 
-LIFE-1  Forks come one at a time. None begins once the job has finished here, or a signal has come.
-LIFE-2  A failed fork of the first start ends the agent. Later ones are tried again, within the agent state's budget.
+LIFE-1  Ranks are forked one at a time. No fork begins after the job has finished on this host or a signal has arrived.
+LIFE-2  If a fork of the first start fails, the agent exits. It repeats later ones, within the agent state's budget.
 LIFE-3  A restart waits until a survivor has entered the next generation, `ENTER_TIMEOUT_S` at most: a start takes the
         cores that the survivors need. Then it waits for the delay of the agent state.
-LIFE-4  The agent kills a retired member that has not exited after `RETIRE_TIMEOUT_S`, at once if it never asked;
-        and a member whose script has raised and that has not exited after `EXIT_TIMEOUT_S`.
-LIFE-5  The first SIGTERM drains, if other agents go on. Another signal, or a second one, ends the ranks. The agent
+LIFE-4  The agent kills a retired member that has not exited after `RETIRE_TIMEOUT_S`, at once if it never requested a
+        record; and a member whose script has raised and that has not exited after `EXIT_TIMEOUT_S`.
+LIFE-5  The first SIGTERM drains, if other agents go on. Another signal, or a second one, stops the ranks. The agent
         exits `grace_period_s` after the first signal at the latest.
-LIFE-6  When the lease is over, the agent kills all ranks and decides nothing else until every one has exited and no
+LIFE-6  When the lease expires, the agent kills all ranks and decides nothing else until every one has exited and no
         fork is under way. Then it rejoins under a new id, and declares the old one lost.
 LIFE-7  The agent exits once no rank runs, starts or waits for its restart. The code is 128 + N after signal N, else
         the failure's, else 0. It exits once.
@@ -72,7 +72,7 @@ EXIT_TIMEOUT_S = 10.0  # after an exception
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """`num_spares`: processes beside those of `num_ranks`. `max_agents`: 0 for any number."""
+    """`num_spares`: processes beyond `num_ranks`. `max_agents`: 0 for no limit."""
 
     job: str
     num_ranks: int
@@ -85,15 +85,15 @@ class AgentOptions:
 
 class _Phase(enum.Enum):
     CONNECTING = "connecting"
-    SERVING = "serving"  # drains too
-    ENDING = "ending"  # a signal has ended the ranks
-    FENCED = "fenced"  # the ranks are killed, and have not all exited
+    SERVING = "serving"  # also while it drains
+    ENDING = "ending"  # the ranks have been signalled to exit
+    FENCED = "fenced"  # the ranks are killed, but some have not exited yet
     EXITED = "exited"
 
 
 @dataclass
 class _Delayed:
-    """A restart: at `at_s`, or, once a survivor has entered, `delay_s` after that if it is sooner."""
+    """A restart at `at_s`; once a survivor has entered, at most `delay_s` after that."""
 
     at_s: float
     delay_s: float
@@ -101,7 +101,8 @@ class _Delayed:
 
 
 class AgentLifecycle:
-    """`handle` is the only way in. `state`: of the present id; read it, but let it handle nothing."""
+    """`handle` is the only method that changes state. `state`: the agent state under the present id, for reading
+    only."""
 
     def __init__(self, agent: str, options: AgentOptions) -> None:
         self._options = options
@@ -109,17 +110,17 @@ class AgentLifecycle:
         self._incarnation = 1
         self._restarts = Restarts(options.max_restarts)
         self.state = self._new_state(agent)
-        self._lost_id = ""  # of this agent, before it was fenced
+        self._lost_id = ""  # this agent's id before it was fenced
         self._phase = _Phase.CONNECTING
-        self._is_fenced = False  # until it is connected under the next id
+        self._is_fenced = False  # stays True until the agent has connected under the next id
         self._now_s = 0.0
-        self._members: dict[str, bool] = {}  # those that run, and whether they have asked
+        self._members: dict[str, bool] = {}  # running members, and whether each has requested a record
         self._retired: set[str] = set()
         self._forking: int | None = None
         self._to_start: deque[int] = deque()
         self._delayed: dict[int, _Delayed] = {}
-        self._has_entered = False  # a survivor, since a generation was last ended
-        self._has_started_all = False  # all ranks, for the first time
+        self._has_entered = False  # whether a survivor has entered since the last abort
+        self._has_started_all = False  # whether the first start of all ranks is complete
         self._start_expires_s: float | None = None
         self._kill_at_s: dict[str, float] = {}
         self._grace_ends_s: float | None = None
@@ -148,11 +149,11 @@ class AgentLifecycle:
 
     @property
     def deadline_s(self) -> float | None:
-        """When to hand in `TimePassed`. None: there is nothing to wait for."""
+        """When to pass `TimePassed` to `handle`. None: no timer runs."""
         return min(self.timers().values(), default=None)
 
     def timers(self) -> dict[str, float]:
-        """When each ends, by what it is for."""
+        """By name: when each timer expires."""
         if self._phase is _Phase.EXITED:
             return {}
         timers = {f"restart {local_rank}": delayed.at_s for local_rank, delayed in self._delayed.items()}
@@ -165,14 +166,14 @@ class AgentLifecycle:
 
     @property
     def num_coming(self) -> int:
-        """Ranks that are being started, or wait for that."""
+        """Ranks that are starting or scheduled to start."""
         return (self._forking is not None) + len(self._to_start) + len(self._delayed)
 
     def is_retired(self, member: str) -> bool:
         return member in self._retired
 
     def last_report(self) -> Report | None:
-        """What to report on the way out. None: nobody waits for this agent."""
+        """The report to send when the agent exits. None: no other agent waits for it."""
         return None if self._is_fenced else self.state.last_report()
 
     # -- events
@@ -180,7 +181,7 @@ class AgentLifecycle:
     def handle(self, event: AgentEvent, now_s: float) -> list[AgentInstruction]:
         self._now_s = now_s
         if isinstance(event, Committed) and not self._is_fenced:
-            return list(self.state.handle(event))  # after the end too: `last_report` has it
+            return list(self.state.handle(event))  # also after the exit: `last_report` contains it
         if self._has_exited:
             return []
         done = self._on(event)
@@ -199,7 +200,7 @@ class AgentLifecycle:
 
     @property
     def _is_over(self) -> bool:
-        """No rank is started any more."""
+        """Whether no further rank may start."""
         return self._signal != 0 or self.state.finished
 
     def _on(self, event: AgentEvent) -> list[AgentInstruction]:
@@ -232,7 +233,7 @@ class AgentLifecycle:
         return self._decide(event)
 
     def _decide(self, event: Event) -> list[AgentInstruction]:
-        """The agent state decides, while the agent serves."""
+        """Let the agent state decide, while the agent is serving."""
         if self._phase is not _Phase.SERVING:
             return []
         done: list[AgentInstruction] = []
@@ -342,17 +343,17 @@ class AgentLifecycle:
         """LIFE-5."""
         is_serving = self._phase is _Phase.SERVING
         drains = number == signal.SIGTERM and not self._signal and is_serving and self.state.is_awaited()
-        how = f"is ended by {signal.Signals(number).name}"
-        told: list[AgentInstruction] = [] if drains else [*self._notify_over(how), StopHelpers()]
+        how = f"exits on {signal.Signals(number).name}"
+        done: list[AgentInstruction] = [] if drains else [*self._notify_over(how), StopHelpers()]
         if is_serving and not drains:
             self._phase = _Phase.ENDING
         self._signal = number
         if self._grace_ends_s is None:
             self._grace_ends_s = self._now_s + self._options.grace_period_s
-        return [*told, SignalRanks(tuple(self._members), number, drains)]
+        return [*done, SignalRanks(tuple(self._members), number, drains)]
 
     def _notify_over(self, how: str) -> list[AgentInstruction]:
-        """Before the other agents' connections to the ranks here break."""
+        """Notify the other agents before their ranks' connections to the ranks here break."""
         generation = None if self._is_fenced else self.state.ended_generation()
         return [] if generation is None else [NotifyOver(generation, f"agent {self.agent} {how}")]
 
@@ -364,7 +365,7 @@ class AgentLifecycle:
 
     @property
     def _code(self) -> int:
-        """Of an exit without a failure."""
+        """The exit code without a failure."""
         return 128 + self._signal if self._signal else 0
 
     def _fail(self, code: int, reason: str) -> list[AgentInstruction]:
@@ -372,10 +373,10 @@ class AgentLifecycle:
 
     def _exit(self, code: int) -> list[AgentInstruction]:
         """LIFE-7."""
-        how = f"is ended by {signal.Signals(self._signal).name}" if self._signal else "ends"
-        told = self._notify_over(how)
+        how = f"exits on {signal.Signals(self._signal).name}" if self._signal else "exits"
+        notices = self._notify_over(how)
         self._phase = _Phase.EXITED
-        return [*told, StopHelpers(), Exit(code)]
+        return [*notices, StopHelpers(), Exit(code)]
 
     def _when_empty(self) -> list[AgentInstruction]:
         if self._members or self.num_coming:

@@ -227,7 +227,7 @@ class AgentSession:
         return out
 
     def _renew(self, sent_s: float, now_s: float) -> Instructions:
-        until_s = sent_s + self.timeouts.lease_s
+        until_s = sent_s + self.timeouts.lease_s  # LEASE-1
         if until_s <= now_s:
             return []
         self._lease_address = self._address

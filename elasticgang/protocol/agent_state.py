@@ -1,6 +1,6 @@
-"""What an agent does about its ranks under one id: events in, instructions out.
+"""The ranks of an agent under one id, as a state machine: events in, instructions out.
 
-Pure. `agent_lifecycle.py` hands in the events. It passes the instructions on, or turns them into its own.
+Pure. `agent_lifecycle.py` passes the events in, and executes the instructions or passes them on.
 
 AGENT-1  The agent requests a quorum only after every live member of the present generation has requested one. The
     proposal is therefore a barrier: nothing of that generation runs behind it (RULE-3). A newer request replaces an
@@ -8,8 +8,8 @@ AGENT-1  The agent requests a quorum only after every live member of the present
 AGENT-2  A member that dies, or that requests because of an error, ends its generation for all others at once.
 AGENT-3  A newcomer ends no generation. The agent notifies the others, which regroup at their next step boundary.
 AGENT-4  Before the first generation, the agent waits for ranks that are still starting, until `StartExpired`.
-AGENT-5  Once a member has finished its steps, no rank is restarted. An agent that cannot agree on the last step gives
-    up after a while.
+AGENT-5  Once a member has finished its steps, no rank is restarted. An agent that cannot agree on the last step fails
+    after `_MAX_UNDECIDED_AT_END` undecided answers.
 AGENT-6  A participating agent with no running rank still keeps a request open: the next record waits for every agent
     of the present one.
 AGENT-7  A peer's notice that generation N is over ends every generation up to N if N is the present one or the next. A
@@ -76,7 +76,7 @@ _KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 class _Phase(enum.Enum):
     STARTING = "starting"
-    REQUESTING = "asking"
+    REQUESTING = "requesting"
     SEATED = "seated"
     LEFT = "left"
 
@@ -93,7 +93,7 @@ class _Rank:
 
 @dataclass
 class AgentState:
-    """The ranks of one agent. `handle` is the only way in."""
+    """The ranks of one agent. `handle` is the only method that changes state."""
 
     agent: str
     host: str
@@ -112,10 +112,9 @@ class AgentState:
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     _num_undecided: int = 0
     _dead_agents: set[str] = field(default_factory=set)
-    _over: int = 0  # the newest generation whose end the other agents have told, or been told
-    _announced_over: deque[int] = field(
-        default_factory=lambda: deque(maxlen=_MAX_ANNOUNCED)
-    )  # far beyond the present one
+    _over: int = 0  # the newest generation of whose end this agent has sent or received a notice
+    # Notices about generations far beyond the present one.
+    _announced_over: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_ANNOUNCED))
     _notified: NotifyOver | None = None  # AGENT-8: the newest end that this agent notified the others of
     _num_started: int = 0
     _num_restarts: int = 0
@@ -123,7 +122,7 @@ class AgentState:
     _early_deaths: dict[int, int] = field(default_factory=dict)
     _num_not_started: int = 0  # in a row
     _num_steps: int = 0
-    _all_by_script: bool = True  # of those that have gone
+    _all_by_script: bool = True  # whether every rank that has left called `manager.leave()`
     _has_warned_unjoined: bool = False
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -168,7 +167,7 @@ class AgentState:
                 return self._quorum_answered(event)
 
     def report(self) -> Report:
-        """What to report now."""
+        """The report to send with a request now."""
         assert self._layout is not None
         own = () if self.record is None else self.record.seats_of(self.agent)
         live = self._live()
@@ -191,31 +190,30 @@ class AgentState:
         )
 
     def last_report(self) -> Report | None:
-        """What an agent brings that has ended all of its members in the midst of the job (AGENT-6). None: nobody waits
-        for it."""
+        """The report of an agent that has killed all of its members while the job goes on (AGENT-6). None: no other
+        agent waits for it."""
         if self.finished or self._layout is None or self.record is None or not self.is_awaited():
             return None
         own = tuple(seat.member for seat in self.record.seats_of(self.agent))
         return replace(self.report(), members=(), exited=own) if own else None
 
     def ended_generation(self) -> int | None:
-        """The generation that ends for the other agents when all members here are ended now; None: none does."""
+        """The generation that ends for the other agents if all members here exit now; None: none does."""
         record = self.record
         if self.finished or record is None or not self.is_awaited() or not self._in(_Phase.SEATED):
             return None
         return None if self._is_over(record.generation) else record.generation
 
-    def num_successors(self, going: Collection[str]) -> int:
-        """Who has no seat and may come to one: ranks that are started, or started again, and those that wait. Not
-        those of `going`, which were told to go."""
+    def num_successors(self, draining: Collection[str]) -> int:
+        """How many ranks without a seat could get one: those that start, restart or wait, except `draining`."""
         if self.finished:
             return 0
         waiting = self._in(_Phase.STARTING).keys() | self._in(_Phase.REQUESTING).keys()
-        return self._num_to_start + len(waiting.difference(going))
+        return self._num_to_start + len(waiting.difference(draining))
 
     @property
     def _num_to_start(self) -> int:
-        """For the first time, or again."""
+        """Starts and restarts still to come."""
         return max(0, self.num_ranks + self.num_spares + self._num_restarts - self._num_started)
 
     def live(self) -> tuple[str, ...]:
@@ -235,7 +233,7 @@ class AgentState:
         rank = self._ranks.get(event.member)
         if rank is None:
             return []
-        is_alone = self.max_agents == 1  # else other hosts may have as many ranks as it takes
+        is_alone = self.max_agents == 1  # otherwise other hosts may have the ranks that are missing
         if is_alone and (lack := infeasible(event.layout, self.num_ranks)) is not None:
             return [Fail(2, lack)]
         if self._layout is not None and event.layout != self._layout:
@@ -276,7 +274,7 @@ class AgentState:
         return [AnnounceJoin(seated, self.record.generation)] if seated and self.record is not None else []
 
     def _abort(self, reason: str) -> list[Instruction]:
-        """The generation has ended: for the members here, and, once, for the other agents."""
+        """AGENT-2: end the generation for the members here, and once for the other agents."""
         record = self.record
         if record is None or self._is_over(record.generation) or not self.is_awaited():
             return self._abort_seated(reason)
@@ -298,7 +296,7 @@ class AgentState:
         return [RequestQuorum(delay_s)] if self.may_request() else []
 
     def may_request(self) -> bool:
-        """AGENT-1. To be looked at again when an `RequestQuorum` is carried out: an answer may have come in between."""
+        """AGENT-1. Check it again when a `RequestQuorum` is carried out: an answer may have arrived in between."""
         asking = self._in(_Phase.REQUESTING)
         if self._in(_Phase.SEATED) or not (asking or self.is_awaited()):
             return False
@@ -307,7 +305,7 @@ class AgentState:
         return not self.finished or any(map(self._can_finish, asking.values()))
 
     def is_awaited(self) -> bool:
-        """Other agents take part, which cannot go on before this one asks."""
+        """Whether other agents take part, which cannot go on before this one sends a request."""
         return self.record is not None and len(self.record.agents) > 1
 
     @property
@@ -322,7 +320,7 @@ class AgentState:
         rank = self._ranks.get(member)
         if rank is None:
             return []
-        is_missed = rank.phase is _Phase.SEATED and not in_order  # one that asks, or is a spare, is in no generation
+        is_missed = rank.phase is _Phase.SEATED and not in_order  # a requesting rank or a spare is in no generation
         rank.phase, rank.finished = _Phase.LEFT, finished
         self.finished = self.finished or finished
         instructions = (
@@ -333,7 +331,7 @@ class AgentState:
         return instructions + self._request_if_ready()
 
     def _retire_the_rest(self) -> list[Instruction]:
-        """Those that have no part in what is finished: they are without state, or, as spares, with that of before."""
+        """Retire members that do not hold the final state: ranks without state, and spares with an older one."""
         rest = tuple(
             member
             for member, rank in {**self._in(_Phase.REQUESTING), **self._in(_Phase.STARTING)}.items()
@@ -342,7 +340,7 @@ class AgentState:
         return [RetireMembers(rest, "the job has finished")] if rest else []
 
     def _can_finish(self, rank: _Rank) -> bool:
-        """It has done the last step, or is in doubt about it."""
+        """Whether the rank has applied or prepared the last step."""
         report = rank.report
         held = [] if report is None else [attempt for attempt in (report.tip, report.pending) if attempt is not None]
         return bool(held) and (self.newest_commit is None or max(held) >= self.newest_commit)
@@ -363,11 +361,11 @@ class AgentState:
             return instructions + self._end_if_too_few()
         if event.status == 0:
             return instructions + self._warn_if_early(rank, event.joined)
-        if self.finished and by_kill:
+        if self.finished and by_kill:  # AGENT-5
             return instructions
         if not by_kill:
             failed = self._failed(rank, event)
-            if self.finished or isinstance(failed[-1], Fail):  # it took longer to exit than the others to finish
+            if self.finished or isinstance(failed[-1], Fail):  # the others finished before it had exited
                 return failed if isinstance(failed[-1], Fail) else instructions
             instructions = [*failed, *instructions]
         if event.draining:
@@ -383,37 +381,37 @@ class AgentState:
         if rank.finished:
             return [Fail(code, what)]
         reason = self.restarts.failed(Failure(event.member, rank.local_rank, event.step, event.at_s))
-        told: list[Instruction] = []
+        notices: list[Instruction] = []
         if event.step is not None and self.is_awaited():
-            told = [BroadcastFailure(event.member, rank.local_rank, event.step)]
+            notices = [BroadcastFailure(event.member, rank.local_rank, event.step)]
         if reason is not None:
-            return [*told, Fail(code, what + reason)]
+            return [*notices, Fail(code, what + reason)]
         where = "before it began a step" if event.step is None else f"in step {event.step}"
         number, allowed = self.restarts.num_recent(rank.local_rank), self.restarts.max_restarts
-        rest = "" if self.finished or event.draining else f": restart {number} of {allowed} that it has in an hour"
-        return [*told, Warn(f"{what} {where}{rest}")]
+        rest = "" if self.finished or event.draining else f": restart {number} of {allowed} within an hour"
+        return [*notices, Warn(f"{what} {where}{rest}")]
 
     def _warn_if_early(self, rank: _Rank, joined: bool) -> list[Instruction]:
-        """Its script has ended well, as if the job were done."""
+        """The script has ended with exit code 0."""
         has_seat = rank.phase is not _Phase.STARTING
         if not (joined or has_seat):
             return self._warn_unjoined(rank)
         if rank.finished or self.finished:
             return []
         others = has_seat and (self._live() or self.is_awaited())
-        cost = ", and those that go on lose the step under way (`manager.leave()` costs them none)" if others else ""
-        return [Warn(f"rank {rank.local_rank} {describe_exit(0, is_early=True)}: it is not started again{cost}")]
+        cost = "; the other ranks lose the step under way (`manager.leave()` costs them none)" if others else ""
+        return [Warn(f"rank {rank.local_rank} {describe_exit(0, is_early=True)}: not restarting it{cost}")]
 
     def _warn_unjoined(self, rank: _Rank) -> list[Instruction]:
-        """Once: the others run the same script."""
+        """Warn once: the other ranks run the same script."""
         if self._has_warned_unjoined or self.finished:
             return []
         self._has_warned_unjoined = True
         return [
             Warn(
                 f"rank {rank.local_rank} exited with code 0 and never called `elasticgang.join`: it took no part in "
-                "this job, and is not started again. A script for `elasticgang run` calls `manager = "
-                "elasticgang.join()`, loops over `manager.steps(...)`, and uses `manager.gangs`"
+                "this job; not restarting it. A script for `elasticgang run` calls `manager = elasticgang.join()`, "
+                "loops over `manager.steps(...)`, and uses `manager.gangs`"
             )
         ]
 
@@ -422,11 +420,11 @@ class AgentState:
         if not self._ranks and self._num_not_started > _MAX_NOT_STARTED:
             return [Fail(1, f"rank {local_rank} cannot be started: {reason}")]
         delay_s = float(min(2 ** (self._num_not_started - 1), _MAX_BACKOFF_S))
-        warning = f"rank {local_rank} could not be started, and is tried again in {delay_s:g} s: {reason}"
+        warning = f"rank {local_rank} could not be started; trying again in {delay_s:g} s: {reason}"
         return [Warn(warning), Restart(local_rank, delay_s)]
 
     def _end_if_too_few(self) -> list[Instruction]:
-        """Ranks have left before the job was done, and those that stay cannot go on; nor do other agents."""
+        """End the job if ranks have left early, the remaining ones cannot go on, and no other agent takes part."""
         num_staying = len(self._live()) + self._num_to_start
         if self.finished or (num_staying == 0 and self._ranks):
             return []
@@ -443,7 +441,7 @@ class AgentState:
         return [] if lack is None else [Fail(1, f"{lack}: the others have left; the last committed step is {step}")]
 
     def _backoff(self, rank: _Rank) -> float:
-        """Seconds before a restart: none, but for a rank that dies again and again before it takes part."""
+        """Seconds before a restart: 0, unless the rank has died repeatedly before it took part."""
         deaths = 0 if rank.entered_any else self._early_deaths.get(rank.local_rank, 0) + 1
         self._early_deaths[rank.local_rank] = deaths
         return 0.0 if deaths <= _FREE_DEATHS else float(min(2 ** (deaths - _FREE_DEATHS - 1), _MAX_BACKOFF_S))
@@ -453,9 +451,9 @@ class AgentState:
         if isinstance(answer, Record):
             self._num_undecided = 0
             if self.record is not None and answer.generation <= self.record.generation:
-                return []  # the answer to another question brought it
+                return []  # the answer to another request delivered it
             self.record = answer
-            self.newest_commit = None  # what was heard before is in the record, or was given up with it
+            self.newest_commit = None  # earlier commits are in the record, or it has rolled them back
             self._note_commit(answer.committed)
             return self._deliver(answer)
         if not event.is_newest:
@@ -479,7 +477,7 @@ class AgentState:
         seated = []
         for member, rank in self._in(_Phase.REQUESTING).items():
             if (seat := own.get(member)) is not None:
-                # A spare runs nothing: it goes on asking, in the name of its last report.
+                # A spare runs nothing: its last report stays an open request.
                 rank.phase = _Phase.REQUESTING if seat.status == SPARE else _Phase.SEATED
                 rank.entered_any = True
                 seated.append(member)
@@ -490,13 +488,13 @@ class AgentState:
             instructions += self._abort(f"rank {', '.join(dead)} died before the generation began")
         elif self._is_over(record.generation):
             instructions += self._abort_seated("it was over before it began")
-        elif any(member not in own for member in self._in(_Phase.REQUESTING)):
+        elif any(member not in own for member in self._in(_Phase.REQUESTING)):  # AGENT-3
             instructions += self._notice_join()
         return instructions + self._request_if_ready()
 
 
 def describe_exit(status: int, *, is_early: bool = False) -> str:
-    """In words: "was killed by SIGKILL", "exited with code 3". `is_early`: before its loop had ended."""
+    """For messages: "was killed by SIGKILL", "exited with code 3". `is_early`: before its loop had ended."""
     if status >= 0:
         return f"exited with code {status}" + (" before its loop had ended" if is_early else "")
     try:

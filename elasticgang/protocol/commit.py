@@ -1,22 +1,22 @@
 """Which attempt at a step is committed, decided at a generation change.
 
-Pure: no clock, no socket, no torch. `next_record.py` asks; the members act on the answer through `action`.
+Pure: no clock, no socket, no torch. `recovery.py` calls `resolve`; the members act on its result through `action`.
 
 A step number alone does not name a gradient: the same step may be tried in several generations, each time with other
 ranks and another order of summation. An `Attempt` does.
 
 COMMIT-1  If any member, dead or alive, committed an attempt, and a member that holds or has prepared it is present,
     then that attempt is the committed one.
-COMMIT-2  All members that hold state after acting on one answer hold the same attempt.
+COMMIT-2  All members that hold state after they acted on one record hold the same attempt.
 COMMIT-3  The decision to roll forward is part of the record, so that it is agreed before anybody applies.
-COMMIT-4  What was given up for good (a record that rolls back) does not come back, although it is higher than what
-    followed: after the recorded attempt, only those of the recorded generation count.
+COMMIT-4  An attempt that a record rolled back is never committed again, although it is higher than what followed:
+    beyond the recorded attempt, only attempts of the recorded generation count.
 
 Why COMMIT-1 holds: an attempt is committed only by a vote in which every active member took part, and a member votes
-only once it is prepared. So when somebody may have committed `(s, g)`, every active member of `g` had it prepared, and
-those whose state is whole still have; when one of them that is present has not, nobody can have committed it. To roll
-forward what nobody committed does no harm, so members that cannot know are ignored: a torn member, which dropped the
-attempt while it applied it, and a learner, unless only learners are left.
+only once it is prepared. So if any member may have committed `(s, g)`, every active member of `g` had prepared it, and
+those whose state is whole still have it prepared. If one that is present has not, no member can have committed it.
+Rolling forward an attempt that no member committed does no harm, so members that cannot know are ignored: a torn
+member, which dropped the attempt while it applied it, and a learner, unless only learners are left.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Attempt(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What one present member says of itself.
+    """The state that one present member reports.
 
-    `tip`: the committed attempt that its state holds; None when it holds none (new, torn, or still healing).
-    `pending`: the attempt it has prepared and whose vote it does not know.
-    `active`: it was to vote in the recorded generation.
+    `tip`: the committed attempt in its state; None without a whole state (new, torn, or healing).
+    `pending`: the attempt that it has prepared and whose vote has failed or is not counted yet.
+    `active`: whether it votes in the recorded generation.
     """
 
     tip: Attempt | None
@@ -53,14 +53,14 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Fate:
-    """`committed` is the truth from now on; `rolled_forward` says that it was pending until this decision."""
+    """`committed`: the committed attempt from now on. `rolled_forward`: it was in doubt until this decision."""
 
     committed: Attempt
     rolled_forward: bool
 
 
 class Action(enum.Enum):
-    """What a member does with its own state to reach the committed attempt."""
+    """How a member brings its own state to the committed attempt."""
 
     KEEP = "keep"
     APPLY = "apply"
@@ -68,26 +68,26 @@ class Action(enum.Enum):
 
 
 def resolve(recorded: Attempt, generation: int, present: Collection[Standing], known: Iterable[Attempt] = ()) -> Fate:
-    """Decide the fate of the attempt that the recorded `generation` may have left in doubt.
+    """Decide the fate of the attempt that the recorded `generation` may have left in doubt (COMMIT-1).
 
-    `recorded` is the committed attempt of the record, `known` what agents have heard committed, from members that may
-    have died since. Rules 1 and 3 of the design need no branch here: they are `action`.
+    `recorded`: the committed attempt of the record. `known`: attempts that agents know to be committed, from members
+    that may have died since. Rules 1 and 3 of the design need no branch here: `action` implements them.
 
-    The caller sees to it that an active member of `generation` is among `present` while one lives, other than torn.
+    The caller ensures that an active member of `generation` that is not torn is among `present`, while one lives.
     """
-    heard = [*(standing.tip for standing in present if standing.tip is not None), *known]
-    highest = max((recorded, *(attempt for attempt in heard if attempt.generation == generation)))
+    reported = [*(standing.tip for standing in present if standing.tip is not None), *known]
+    highest = max((recorded, *(attempt for attempt in reported if attempt.generation == generation)))  # COMMIT-4
     next_attempt = Attempt(highest.step + 1, generation)
     whole = [standing for standing in present if standing.tip is not None]
     prepared = [standing for standing in whole if standing.pending == next_attempt]
     if prepared and all(standing.pending == next_attempt for standing in whole if standing.active):
-        return Fate(next_attempt, rolled_forward=True)
+        return Fate(next_attempt, rolled_forward=True)  # COMMIT-3: the record contains it
     return Fate(highest, rolled_forward=False)
 
 
 def action(tip: Attempt | None, pending: Attempt | None, committed: Attempt) -> Action:
-    """What a member with `tip` and `pending` does when `committed` is the truth. A pending attempt that is not
-    applied is dropped, and its step tried again with the same samples. It is applied only to the state before it."""
+    """How a member with `tip` and `pending` reaches `committed` (COMMIT-2). A pending attempt is applied only to the
+    state right before it. Otherwise it is dropped, and its step is tried again with the same samples."""
     if tip == committed:
         return Action.KEEP
     if pending == committed and tip is not None and tip.step + 1 == committed.step:

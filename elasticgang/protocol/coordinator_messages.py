@@ -82,7 +82,7 @@ class Timeouts:
         """Raises ValueError when a coordinator could declare an agent lost, or dead, before that agent has fenced
         itself, or killed its ranks."""
         slow, fast = 1 + self.drift, 1 - self.drift
-        if self.lost_after_s * fast <= (self.lease_s + self.grace_s) * slow:
+        if self.lost_after_s * fast <= (self.lease_s + self.grace_s) * slow:  # LEASE-2
             raise ValueError(
                 f"`lost_after_s` must exceed `lease_s + grace_s` and drift, but is {self.lost_after_s} beside "
                 f"{self.lease_s} + {self.grace_s}"

@@ -1,17 +1,17 @@
-"""Which rank hangs: perhaps alive, but without progress while other ranks are blocked on it (RULE-8).
+"""Hang detector: finds a rank that may be alive but makes no progress while other ranks are blocked on it (RULE-8).
 
-Pure: `hang_monitor.py` reads the ranks' status pages and carries out what is decided here.
+Pure: `hang_monitor.py` reads the ranks' status pages, and the agent executes the decisions.
 
-HANG-1  Only a rank that others are blocked on hangs, and no rank that is blocked itself does: never all of them, and
-    none while all are equally slow. Once the job has finished, the agent itself waits for ranks that still take part.
+HANG-1  A rank hangs only if others are blocked on it and it is not blocked itself. So never all ranks hang, and none
+    does while all are equally slow. Once the job has finished, the agent itself waits for ranks that still take part.
 HANG-2  In a collective that not all ranks have submitted, those that have are blocked on those that have not. A rank
     with a collective under way is blocked, however it waits.
-HANG-3  Not counted are: time in the runtime's own waits while the process lives (its pulse), paused time, and time in
-    which the agent itself did not run.
-HANG-4  A comm process without progress, whose rank lives and needs it, is killed alone. If the rank does not live,
-    the rank is killed.
-HANG-5  When no member makes progress and HANG-1 finds none that hangs, the agent reports the standstill and kills none:
-    at the limit, and again whenever it has lasted twice as long.
+HANG-3  Three times do not count: time in the runtime's own waits while the process is alive (its pulse grows), paused
+    time, and time in which the agent itself did not run.
+HANG-4  If a comm process makes no progress, and its rank is alive and needs it, it is killed alone. If the rank is not
+    alive, the rank is killed.
+HANG-5  If no member makes progress and none hangs by HANG-1, the agent reports the standstill and kills no rank: at the
+    limit, and again whenever the standstill has lasted twice as long.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_LOOKS = 4
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a member has come in one group's collectives, and in its sends and receives."""
+    """How many collectives, and how many sends and receives, a member has submitted and completed in one group."""
 
     submitted: int
     completed: int
@@ -46,7 +46,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Comm:
-    """The comm process in use. `beats` grow while it runs. `groups`: by a key that is the same on all members."""
+    """The comm process in use. `beats` grows while it runs. `groups`: by a key that is equal on all members."""
 
     pid: int
     beats: int
@@ -59,11 +59,12 @@ class Comm:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one member's page says. `beats` count what its training thread does, `pulses` grow while the process runs.
+    """The contents of one member's status page.
 
-    `steps`: those that it has computed. `is_waiting`: the training thread is in a wait of the runtime; `is_requesting`:
-    in that for the next generation. `takes_part`: it has asked before, and not left; `has_left`: it has. `generation`:
-    the one entered last, 0 before the first.
+    `beats`: counts the actions of the training thread. `pulses`: grows while the process runs. `steps`: computed steps.
+    `is_waiting`: the training thread is in a wait of the runtime; `is_requesting`: in the wait for the next generation.
+    `takes_part`: it has requested a record and has not left; `has_left`: it has left. `generation`: the last one it
+    entered, 0 before the first.
     """
 
     member: str
@@ -81,10 +82,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class BlockedOn:
-    """`member` waits for those that have not come as far: agents can tell each other.
+    """A wait-for edge, which agents send to each other: `member` waits for all members that are less far.
 
-    `group` None: it has asked for what follows `generation`. Otherwise it has submitted `reached` collectives there;
-    `reached` None: it waits for a message, from whomever.
+    `group` None: it has requested the generation after `generation`. Otherwise it has submitted `reached` collectives
+    to the group; `reached` None: it waits for a message from any member.
     """
 
     member: str
@@ -95,7 +96,7 @@ class BlockedOn:
 
 @dataclass(frozen=True)
 class Hung:
-    """`member` holds the others up, and has stood still for `stalled_ms`."""
+    """Others are blocked on `member`, which has made no progress for `stalled_ms`."""
 
     member: str
     stalled_ms: int
@@ -103,7 +104,7 @@ class Hung:
 
 @dataclass(frozen=True)
 class CommHung:
-    """The comm process `pid` of `member` has stood still for `stalled_ms`, while its rank waits for it."""
+    """The comm process `pid` of `member` has made no progress for `stalled_ms`, while its rank waits for it."""
 
     member: str
     pid: int
@@ -123,8 +124,8 @@ class Standstill:
 
 @dataclass
 class _Tracked:
-    """One member over time. `*_ms`: when that last changed. `moved_ms` moves on with time that does not count (HANG-3);
-    `progressed_ms` does not."""
+    """One member over time. `*_ms`: the time of the last change. Time that does not count (HANG-3) advances `moved_ms`
+    but not `progressed_ms`."""
 
     reading: Reading
     progressed_ms: int
@@ -138,10 +139,10 @@ class _Tracked:
 
 
 class HangDetector:
-    """Of the members of one agent. `detect` is the only way in.
+    """Watches the members of one agent. `detect` is the only method that changes state, besides `standstill`.
 
-    `limit_ms` None: adaptive. It is then the largest of a floor, ten times the usual step, and twice the longest time
-    that a rank has stood still and got on by itself.
+    `limit_ms`: None for an adaptive limit: the largest of `_FLOOR_MS`, ten times the median step, and twice the longest
+    time after which a rank has made progress again by itself.
     """
 
     def __init__(self, limit_ms: int | None = None) -> None:
@@ -152,11 +153,11 @@ class HangDetector:
         self._detected_ms: int | None = None
         self._step_times_ms: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
         self._longest_ms = 0
-        self._reported_ms = 0  # of the present standstill
+        self._reported_ms = 0  # the duration of the present standstill at its last report
 
     @property
     def interval_ms(self) -> int:
-        """How often to look."""
+        """How often to call `detect`."""
         return min(250, max(20, (self._given_ms or _FLOOR_MS) // 40))
 
     @property
@@ -169,8 +170,8 @@ class HangDetector:
     def detect(
         self, now_ms: int, readings: Sequence[Reading], peer_edges: Sequence[BlockedOn] = (), *, finished: bool = False
     ) -> list[HangReport]:
-        """Who is hung, by the pages as they are now and what other agents have told. Each member is judged once, but
-        for its comm processes, each of which is. `finished`: a member has done all steps."""
+        """The members and comm processes that hang, by the pages and the edges of other agents. Each is reported once.
+        `finished`: a member has done all steps."""
         self._advance(now_ms)
         self._finished = finished
         self._tracked = {reading.member: self._track(reading) for reading in readings}
@@ -182,14 +183,14 @@ class HangDetector:
         return reports
 
     def standstill(self) -> Standstill | None:
-        """HANG-5, after a `detect`. Members that have left do not count. One member at least is stopped, or in the
-        script's own code: waits of the runtime alone have deadlines of their own."""
+        """HANG-5, after `detect`. Members that have left do not count. At least one member must be stopped or in the
+        script's own code: waits of the runtime have their own deadlines."""
         members = [tracked for tracked in self._tracked.values() if not tracked.reading.has_left]
         if not members:
             return None
         stalled_ms = self._clock_ms - max(tracked.progressed_ms for tracked in members)
         if stalled_ms < self._reported_ms:
-            self._reported_ms = 0  # somebody got on meanwhile
+            self._reported_ms = 0  # a member has made progress meanwhile
         limits = [self._limit_of(tracked) for tracked in members if not self._is_excused(tracked)]
         if not limits or any(tracked.reading.paused for tracked in members):
             return None
@@ -199,7 +200,7 @@ class HangDetector:
         return Standstill(tuple(tracked.reading.member for tracked in members), stalled_ms)
 
     def blocked_on(self) -> list[BlockedOn]:
-        """Whom the members here that are alive wait for."""
+        """The wait-for edges of the live members here (HANG-2)."""
         return [
             edge
             for tracked in self._tracked.values()
@@ -208,7 +209,7 @@ class HangDetector:
         ]
 
     def _advance(self, now_ms: int) -> None:
-        """HANG-3: an agent that did not run itself has not seen anybody stand still."""
+        """HANG-3: time in which the agent did not run does not count."""
         if self._detected_ms is not None:
             self._clock_ms += min(now_ms - self._detected_ms, _MAX_LOOKS * self.interval_ms)
         self._detected_ms = now_ms
@@ -233,7 +234,7 @@ class HangDetector:
         return tracked
 
     def _learn(self, tracked: _Tracked, before: Reading, reading: Reading) -> None:
-        """What a step takes here, and for how long a rank may stand still that is not hung."""
+        """Learn the step time, and how long a rank can be without progress and still not hang."""
         now = self._clock_ms
         is_usual = before.steps >= _NUM_STEPS_UNARMED
         if is_usual and not before.paused:
@@ -250,7 +251,7 @@ class HangDetector:
         return self._clock_ms - tracked.comm_ms < self.limit_ms // 2
 
     def _is_excused(self, tracked: _Tracked) -> bool:
-        """HANG-2, HANG-3: it waits, for others, and lives."""
+        """HANG-2, HANG-3: it is alive, and waits for others."""
         comm = tracked.reading.comm
         under_way = comm is not None and comm.is_under_way and self._is_comm_alive(tracked)
         return self._is_alive(tracked) and (tracked.reading.is_waiting or under_way)
@@ -266,12 +267,12 @@ class HangDetector:
         if tracked.awaited_ms is None or reading.paused:
             return None
         stalled_ms = now - tracked.moved_ms
-        # That others have waited too, and not just come, tells one that hangs from all being slow.
+        # Others have waited for as long: this separates a hung rank from ranks that are all slow.
         is_over = self._is_over(stalled_ms, now - tracked.awaited_ms, self._limit_of(tracked))
         return Hung(reading.member, stalled_ms) if is_over else None
 
     def _limit_of(self, tracked: _Tracked) -> int:
-        """For how long this member may stand still."""
+        """How long this member may be without progress."""
         if tracked.reading.is_waiting or tracked.reading.steps >= _NUM_STEPS_UNARMED:
             return self.limit_ms
         return max(self.limit_ms, _FIRST_STEPS_MS if self._is_alive(tracked) else _FLOOR_MS)
@@ -288,20 +289,20 @@ class HangDetector:
         if not (self._is_alive(tracked) and self._is_over(stalled_ms, now - tracked.needs_comm_ms, limit_ms)):
             return None
         tracked.reported_comm = comm.pid
-        tracked.moved_ms = now  # what it does when that process is gone is another matter
+        tracked.moved_ms = now  # once that process is killed, the rank's own time starts again
         return CommHung(reading.member, comm.pid, stalled_ms)
 
     def _is_over(self, stalled_ms: int, awaited_ms: int, limit_ms: int) -> bool:
-        """At the next look it would be too late; and what is seen at one look came before it."""
+        """Whether the next `detect` would be too late. Changes are up to one interval older than their detection."""
         return min(stalled_ms, 2 * awaited_ms) + 2 * self.interval_ms > limit_ms
 
     def _blocks(self, tracked: _Tracked, edge: BlockedOn) -> bool:
-        """Whether `edge` is for this member."""
+        """Whether the member of `edge` waits for this one (HANG-1)."""
         mine = tracked.reading
         if edge.member == mine.member:
             return False
         if edge.group is None:
-            return True  # who asks waits for all, newcomers too: they are to come along
+            return True  # a requesting member waits for all others, newcomers too
         reached = mine.comm.groups.get(edge.group) if mine.comm is not None else None
         if reached is None or mine.generation != edge.generation:
             return False
@@ -310,7 +311,7 @@ class HangDetector:
 
 def _blocked_on(reading: Reading) -> list[BlockedOn]:
     if not reading.takes_part or reading.generation == 0:
-        return []  # a newcomer comes when the others have time
+        return []  # a newcomer waits until the others reach a step boundary
     if reading.is_requesting:
         return [BlockedOn(reading.member, reading.generation)]
     edges = []

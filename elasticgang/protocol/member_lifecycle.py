@@ -193,7 +193,7 @@ class MemberLifecycle:
             if state.pending is not None:  # MANAGER-2
                 yield from self._resolve_in_step()
         else:
-            if passed:
+            if passed:  # MANAGER-1
                 yield from self._committed(step.attempt)
         step.is_committed = state.tip == step.attempt
         return step.is_committed
@@ -212,7 +212,7 @@ class MemberLifecycle:
         is_lost = was_over or isinstance(error, GangError) or state.entered != step.attempt.generation
         is_ordinary = isinstance(error, Exception) and not isinstance(error, _NEVER_DROPPED)
         drops_error = is_ordinary and is_lost and not step.is_committed
-        restores = not step.is_committed and (error is None or drops_error)
+        restores = not step.is_committed and (error is None or drops_error)  # MANAGER-4
         yield do.EndStep(not step.is_committed, error is not None, restores, step.has_slots and error is None)
         if state.pending is not None:  # MANAGER-5
             state.begin_apply()

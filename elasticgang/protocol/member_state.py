@@ -1,10 +1,10 @@
-"""What one rank knows and holds of what is committed: the rank's side of `commit.py`.
+"""The committed and prepared attempts of one rank: the member's side of `commit.py`.
 
 Pure: `member_lifecycle.py` decides what the rank does with it.
 
-MEMBER-1  `tip` names the state that is held; while an apply runs there is none (RULE-10).
-MEMBER-2  A prepared attempt is kept until its fate is known: a vote that was counted, or a record (RULE-4).
-MEMBER-3  A gradient of a state that is not whole is not used (RULE-5).
+MEMBER-1  `tip` names the attempt in this rank's state; while an apply runs it is None (RULE-10).
+MEMBER-2  A prepared attempt is kept until a counted vote or a record decides its fate (RULE-4).
+MEMBER-3  A gradient that was computed on a torn state is never used (RULE-5).
 MEMBER-4  All members that count the same round of votes have the same active members afterwards.
 MEMBER-5  A step in which no member has slots commits nothing: learners heal in it, and it is tried again (RULE-5).
 MEMBER-6  The last holder of a shard leaves only after another rank has copied it: a draining member stays while all
@@ -107,7 +107,7 @@ class MemberState:
 
     @property
     def fails(self) -> bool:
-        """Whether this rank's gradients must not be used: its share of the step was computed on a torn state."""
+        """MEMBER-3: whether this rank's gradients must not be used: it computed its share on a torn state."""
         return self.is_active and not self.was_whole
 
     def healed(self) -> None:
@@ -131,8 +131,8 @@ class MemberState:
         return [failed, float(join_noticed), float(num_successors), *named, learners_going, *active_going, *whole]
 
     def count(self, attempt: Attempt, sums: Sequence[float], draining: bool) -> VoteOutcome:
-        """The outcome of the vote on `attempt`. One that failed drops what was prepared. `draining`: as in this rank's
-        ballot.
+        """The outcome of the vote on `attempt`. A failed vote drops the prepared attempt (MEMBER-2). All members get
+        the same `sums`, so that they agree on the active ones (MEMBER-4). `draining`: as in this rank's ballot.
 
         Raises:
             InternalError: the ranks voted on different attempts. Nothing has changed.
@@ -199,7 +199,7 @@ class MemberState:
         return self.pending is not None
 
     def begin_apply(self) -> Attempt:
-        """What is applied now. Until `end_apply` there is no state."""
+        """The attempt to apply now (MEMBER-1). Until `end_apply` the state is torn."""
         assert self.pending is not None
         attempt, self.pending = self.pending, None
         self.torn, self.tip = True, None

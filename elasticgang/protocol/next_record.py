@@ -1,7 +1,7 @@
 """The next record: which members are in the next generation, in which seat, and which step is committed.
 
-Pure: equal inputs give equal records on every host, and the agents act on them. `recovery.py` decides about the state;
-`record.py` has the formats.
+Pure: equal inputs give equal records on every host. `recovery.py` determines the committed state; `record.py` defines
+the formats.
 
 NEXT-1  A record is derived from its parent and one proposal; generations are numbered by this chain alone (RULE-2).
 NEXT-2  A proposal that may lack a member that knows more is undecided, and every agent requests again.
@@ -29,16 +29,16 @@ from elasticgang.protocol.recovery import CommittedState, absent_agents, recover
 
 
 def follow(present: Record | None, mine: Report, proposal: Sequence[Report]) -> Record | Undecided | Unrecoverable:
-    """What the agent that asked with `mine` makes of `proposal` when the store holds `present`: `present` itself, if
-    that was agreed with this agent, or what is to be written in its place."""
+    """The answer to the request `mine` when the store contains `present`: `present` itself, if it was agreed with this
+    agent, otherwise the record to write in its place."""
     if present is not None and is_for(present, mine):
         return present
     return next_record(present, proposal)
 
 
 def is_for(record: Record, mine: Report) -> bool:
-    """Whether `record` was agreed with this agent in it and is news to it. It need not be by way of `mine`: when a call
-    times out, its report stays, and may come to count."""
+    """Whether `record` includes this agent and is new to it. An earlier request may have led to it: the report of a
+    call that timed out may still count."""
     return mine.newest_record.generation < record.generation and mine.agent in record.agents
 
 
@@ -50,7 +50,7 @@ def next_record(record: Record | None, proposal: Sequence[Report]) -> Record | U
     undecided = undecided or _too_few(record, reports)
     if undecided is not None:
         return undecided
-    known = {report.newest_commit for report in proposal}  # the lost ones did not lie
+    known = {report.newest_commit for report in proposal}  # lost agents included: their reports are true
     known.update(member.tip for report in proposal if report.agent in lost for member in report.members)
     state = recover(record, reports, [attempt for attempt in known if attempt is not None])
     holds = state.holds(reports) if isinstance(state, CommittedState) else {}
@@ -87,7 +87,7 @@ def next_record(record: Record | None, proposal: Sequence[Report]) -> Record | U
     )
     return Record(
         job=reports[0].job,
-        generation=1 if record is None else record.generation + 1,
+        generation=1 if record is None else record.generation + 1,  # NEXT-1
         parent="" if record is None else record.digest,
         layout=reports[0].layout,
         plan=planned,
@@ -109,8 +109,8 @@ def _draining_members(reports: Sequence[Report]) -> tuple[str, ...]:
 
 
 def _max_replicas(record: Record | None, reports: Sequence[Report]) -> int:
-    """As many as the agents ask seats for, and no fewer than there were: spares take the place of a lost host's. Those
-    with somebody who goes do not count (NEXT-3)."""
+    """As many replica groups as the agents request seats for, and no fewer than before, so that spares replace a lost
+    host. Groups with a draining member do not count (NEXT-3)."""
     asked = sum(len(report.members) if report.num_seats is None else report.num_seats for report in reports)
     if record is None:
         return asked // reports[0].layout.unit
@@ -119,7 +119,8 @@ def _max_replicas(record: Record | None, reports: Sequence[Report]) -> int:
 
 
 def _mismatched(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
-    """NEXT-2: agents of another job, layout, protocol or coordinator are refused; the record says which is right."""
+    """NEXT-2: agents with another job, layout, protocol or coordinator are refused. The record's values apply, and
+    before the first record the most common ones."""
     if not reports:
         return Undecided("nobody asked")
     if len({report.agent for report in reports}) != len(reports):
@@ -148,8 +149,8 @@ def _differences(report: Report, wanted: Mapping[str, object]) -> Iterator[str]:
 
 
 def _unreachable(record: Record | None, reports: Sequence[Report]) -> tuple[tuple[str, str], ...]:
-    """Agents of one machine that are known by its loopback address cannot be reached by those of others. Who takes part
-    stays; else those others do."""
+    """Refuse either the agents with a loopback address or those of other machines, which cannot reach them. The agents
+    that take part already stay; in a new job those with a reachable address do."""
     local = {report.agent for report in reports if report.host.startswith("127.") or report.host == "::1"}
     if not local or len(local) == len(reports):
         return ()
@@ -169,8 +170,8 @@ def _most_common(values: Iterable[Any]) -> Any:
 
 
 def _outdated(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
-    """NEXT-2: a report older than the record it is part of is the ghost of a call that timed out. One from another
-    chain of records means other things by the same names: its agent is refused."""
+    """NEXT-2: a report that is older than the record is left over from a call that timed out. An agent on another chain
+    of records is refused: its attempts mean something else."""
     generation = record.generation if record is not None else 0
     known = frozenset() if record is None else frozenset(record.agents)
     for report in reports:
@@ -191,8 +192,8 @@ def _outdated(record: Record | None, reports: Sequence[Report]) -> Undecided | N
 
 
 def _too_few(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
-    """The first generation waits for as many agents as were asked for; later ones go on with whom there is. When all
-    that may come are here, they must be able to fill the layout."""
+    """The first generation waits for `min_agents`; later ones go on with the present agents. If `max_agents` are
+    present, their ranks must fill the layout."""
     if record is not None:
         return None
     needed = max(report.min_agents for report in reports)
@@ -210,8 +211,8 @@ def _too_few(record: Record | None, reports: Sequence[Report]) -> Undecided | No
 def _surplus_agents(
     record: Record | None, reports: Sequence[Report], holds: Mapping[str, ModelCoordinates]
 ) -> list[Report]:
-    """Agents that are one too many: their members wait as spares. Who has seats keeps them, who alone holds a part of
-    the state is never one too many, and those whose members all go do not count (NEXT-3)."""
+    """Agents beyond `max_agents`, whose members wait as spares. Agents with seats keep them; the only holder of a part
+    of the state is never surplus; agents whose members all drain do not count (NEXT-3)."""
     most = max(report.max_agents for report in reports)
     if not most:
         return []

@@ -1,9 +1,10 @@
-"""What is said and agreed about a generation: reports, records, and the other answers to a question.
+"""Data about a generation: reports, records, and the other answers to a request.
 
-Pure, and only data: `next_record.py` says which record follows.
+Pure data: `next_record.py` decides which record follows.
 
-RECORD-1  Equal records have equal digests, on every host and in every Python version; the digest covers all but itself.
-RECORD-2  An agent reads of a record only what it needs: of the seats, those of its own members.
+RECORD-1  Equal records have equal digests, on every host and in every Python version. The digest covers every field but
+    itself.
+RECORD-2  An agent parses only the part of a record that it needs: among the seats, those of its own members.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Model: TypeAlias = "tuple[int, int, int]"  # coordinates along pp, sdp and tp
 
 
 class RecordRef(NamedTuple):
-    """A record, by name. A generation's number alone does not tell two chains apart."""
+    """Names a record. A generation's number alone does not distinguish two chains of records."""
 
     generation: int
     digest: str
@@ -44,10 +45,9 @@ NO_RECORD = RecordRef(0, "")
 class MemberReport:
     """One live member, as its agent reports it.
 
-    `holds`: the model coordinates (pp, sdp, tp) of the state in `tip` and `pending`; None when it holds none.
-    `entered`: the last generation it acted on; 0 before the first. `active`: it votes in that generation.
-    `address`: where its peers fetch state, "host:port". `draining`: it was told to go, and stays only as long as it
-    must.
+    `holds`: the model coordinates (pp, sdp, tp) of the state in `tip` and `pending`; None without state.
+    `entered`: the last generation it entered; 0 before the first. `active`: it votes in that generation.
+    `address`: where its peers fetch state, "host:port". `draining`: it leaves as soon as the rules allow.
     """
 
     id: str
@@ -63,15 +63,15 @@ class MemberReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What one agent brings to the decision about the next record.
+    """One agent's request for the next generation.
 
-    `newest_record`: the newest record it knows; `newest_commit`: the highest attempt it has heard committed; `exited`:
-    its own members of the recorded generation that have died or left; `dead_agents`: agents that it has found dead with
-    all of their members, for good (see `HostLost`); `checkpoint`: the newest durable checkpoint that its members can
-    load; `num_seats`: for how many of its members it asks a seat, all if None; those beyond are spares;
-    `num_ranks`: how many it is to have, spares apart, 0 if unknown.
-    `address`: where the other agents reach it, "host:port". `min_agents`: how many the first generation waits for;
-    `max_agents`: how many may have active or learning seats, 0 for any number.
+    `newest_record`: the newest record it knows. `newest_commit`: the highest attempt it knows to be committed.
+    `exited`: its own members of the recorded generation that have died or left. `dead_agents`: agents that it has
+    declared dead with all of their members, for good (see `HostLost`). `checkpoint`: the newest durable checkpoint that
+    its members can load. `num_seats`: how many seats it requests for its members; None for all; the others are spares.
+    `num_ranks`: how many ranks it runs, without spares; 0 if unknown. `address`: where the other agents reach it,
+    "host:port". `min_agents`: how many agents the first generation waits for. `max_agents`: how many agents may have
+    active or learning seats; 0 for no limit.
     """
 
     agent: str
@@ -106,16 +106,14 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """One agreed generation. `parent` is the digest of the record before, "" for the first; `ancestors` are those of
-    some before that, newest first.
+    """One agreed generation.
 
-    `seats`: grouped by agent, in the order of `agents`. Whoever is in `plan` has one.
-
-    `addresses`: of `agents`, in their order.
-    `dead_agents`: agents of the generation before that are held to be dead, each with the agent by whose word;
-    `absent_agents`: those that have taken part, are not here, and may live. `draining_members`: members that are to go.
-    `rolled_forward`: `committed` was in doubt until this record. `rolled_back`: something after it was committed, or
-    may have been, of which no whole copy is left.
+    `parent`: the digest of the record before it, "" for the first. `ancestors`: digests of some records before that,
+    newest first. `seats`: grouped by agent, in the order of `agents`; every member in `plan` has one. `addresses`:
+    those of `agents`, in their order. `dead_agents`: agents of the generation before that were declared dead, each with
+    the agent that declared it. `absent_agents`: agents that took part once, are not present, and may be alive.
+    `draining_members`: members that leave. `rolled_forward`: `committed` was in doubt until this record. `rolled_back`:
+    a later attempt was or may have been committed, but no whole copy of it is left.
     """
 
     job: str
@@ -142,7 +140,7 @@ class Record:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """RECORD-2. The seats and the plan of a record that was read."""
+            """RECORD-2: parse the seats and the plan of a received record on first use."""
             if name not in ("seats", "plan") or "_lines" not in vars(self):
                 raise AttributeError(name)
             vars(self).update(_seats_and_plan(self))
@@ -150,8 +148,8 @@ class Record:
 
     @cached_property
     def text(self) -> str:
-        """Its one spelling: a line of JSON with all but the seats, and one for each agent, with its host and its
-        members' seats."""
+        """The canonical text (RECORD-1): one line of JSON with every field but the seats, then one line for each agent,
+        with its host and its members' seats."""
         places = {member: place for place, member in enumerate((*self.plan.ranks, *self.plan.spares))}
         lines: dict[str, list[Any]] = {agent: [""] for agent in self.agents}
         for seat in self.seats:
@@ -169,7 +167,7 @@ class Record:
         return {seat.member: seat for seat in self.seats}
 
     def seats_of(self, agent: str) -> tuple[Seat, ...]:
-        """Those of its members (RECORD-2)."""
+        """The seats of its members (RECORD-2)."""
         if "seats" in vars(self):
             return tuple([seat for seat in self.seats if seat.agent == agent])
         line = vars(self)["_lines"].get(agent)
@@ -179,11 +177,11 @@ class Record:
     def ref(self) -> RecordRef:
         return RecordRef(self.generation, self.digest)
 
-    def builds_on(self, seen: RecordRef) -> bool:
-        """Whether `seen` is this record or one of the last before it."""
-        line = (self.digest, *self.ancestor_digests())
-        back = self.generation - seen.generation
-        return seen == NO_RECORD or (0 <= back < len(line) and line[back] == seen.digest)
+    def builds_on(self, ref: RecordRef) -> bool:
+        """Whether `ref` is this record or one of its recent ancestors."""
+        chain = (self.digest, *self.ancestor_digests())
+        back = self.generation - ref.generation
+        return ref == NO_RECORD or (0 <= back < len(chain) and chain[back] == ref.digest)
 
     def ancestor_digests(self) -> tuple[str, ...]:
         """The digests of some records before this one, newest first."""
@@ -191,7 +189,7 @@ class Record:
 
     @property
     def loads_checkpoint(self) -> bool:
-        """Whether `committed` is a checkpoint that all load, for want of members that hold all of it."""
+        """Whether `committed` is a checkpoint that all members load because no whole copy of it is in memory."""
         held = {self.model_coordinates(member) for member in self.members(ACTIVE)} if self.rolled_back else set()
         return self.rolled_back and len(held) < self.layout.unit
 
@@ -199,7 +197,7 @@ class Record:
         return tuple(seat.member for seat in self.seats if seat.status == status)
 
     def groups_of(self, members: Collection[str]) -> int:
-        """How many replica groups have one of `members`."""
+        """How many replica groups contain one of `members`."""
         return len({self.plan.coordinates(member)["rdp"] for member in members if member in self.plan.ranks})
 
     def model_coordinates(self, member: str) -> Model:
@@ -225,8 +223,7 @@ class Record:
 
     @staticmethod
     def from_text(text: str) -> Record:
-        """Raises KeyError, TypeError or ValueError when `text` is none of a record; for what is wrong with the seats,
-        when they are first asked for."""
+        """Raises KeyError, TypeError or ValueError: `text` is not a record. Invalid seats raise on first use."""
         head, *lines = text.split("\n")
         data = json.loads(head)
         agents = tuple(map(str, data["agents"]))
@@ -255,7 +252,7 @@ class Record:
 
 
 def _seats_and_plan(record: Record) -> dict[str, Any]:
-    """Raises KeyError, TypeError or ValueError when they are not those of a record."""
+    """Raises KeyError, TypeError or ValueError: they are invalid."""
     read = vars(record)
     seats: list[Seat] = []
     placed: dict[int, Seat] = {}
@@ -275,8 +272,8 @@ def _seats_and_plan(record: Record) -> dict[str, Any]:
 
 
 def _seats(agent: str, line: str) -> tuple[tuple[Seat, ...], tuple[int | None, ...]]:
-    """The seats of an agent's line, and their places: their ranks, and beyond those the turns of the spares; None for
-    who is not in the plan."""
+    """The seats of an agent's line, and their places: ranks first, then the positions of the spares; None for a member
+    that is not in the plan."""
     host, *rows = json.loads(line)
     seats = [
         Seat(member, agent, host, local_rank, address, _STATUS_OF[status])
@@ -287,8 +284,8 @@ def _seats(agent: str, line: str) -> tuple[tuple[Seat, ...], tuple[int | None, .
 
 @dataclass(frozen=True)
 class Undecided:
-    """The proposal decides nothing; everyone asks again, but for `refused` (agent id -> why), who must not.
-    `absent_agents`: agents that must come, or be found lost."""
+    """No record may follow from the proposal: every agent requests again, except the `refused` (agent id, reason).
+    `absent_agents`: agents that must request too, or be declared dead, before a record can follow."""
 
     reason: str
     refused: tuple[tuple[str, str], ...] = ()
@@ -297,25 +294,25 @@ class Undecided:
 
 @dataclass(frozen=True)
 class Unrecoverable:
-    """The committed state is gone for good and there is no checkpoint: the job stops."""
+    """The committed state is lost for good and there is no checkpoint: the job stops."""
 
     reason: str
 
 
 def model_coordinates(planned: Plan, member: str) -> Model:
-    """Which part of the model sits in `member`'s seat: its (pp, sdp, tp)."""
+    """The part of the model in `member`'s seat: its (pp, sdp, tp)."""
     rank = planned.ranks[member]
     _, rdp, sdp, tp = planned.shape
     return rank // (rdp * sdp * tp), rank // tp % sdp, rank % tp
 
 
 def digest_of(text: str) -> str:
-    """Of a record's canonical JSON."""
+    """The digest of a record's canonical text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def canonical_json(data: Any) -> str:
-    """JSON with one spelling for equal data."""
+    """JSON that is identical for equal data."""
     return _ENCODER.encode(data)
 
 
@@ -332,7 +329,7 @@ def layout_from_json(data: dict[str, Any]) -> ParallelLayout:
 
 
 def report_to_json(report: Report) -> dict[str, Any]:
-    """Members are alike in most: that is told once."""
+    """Most members are in the same state, so each state is written once."""
     states = list(dict.fromkeys(map(_state, report.members)))
     members = [(m.id, m.local_rank, m.address, m.holds, states.index(_state(m))) for m in report.members]
     return {**vars(report), "layout": layout_to_json(report.layout), "members": members, "states": states}

@@ -1,16 +1,16 @@
 """Determines the committed attempt at a generation change: from the reports of present members, and from what absent
 ones may hold.
 
-Pure. `commit.py` decides the fate of the attempt in doubt; this module decides whether its state can be had.
+Pure. `commit.py` decides the fate of the attempt in doubt; this module decides whether a whole copy of it exists.
 
-RECOVERY-1  The proposal is undecided while an absent agent may know more, or may hold missing state: until it comes, or
-    is known to have ended.
+RECOVERY-1  The proposal is undecided while an absent agent may know more, or may hold missing state: until it requests
+    too, or is known to have ended.
 RECOVERY-2  A seat is active only if its member holds, or can apply, the committed attempt for the seat's model
     coordinates.
 RECOVERY-3  State from before the first committed step carries no samples. Without a holder it is designated anew, under
     a new attempt, so that a holder of the former one does not match and heals.
-RECOVERY-4  A committed attempt is dropped only if no whole copy of it is left, and by a record that says so
-    (`rolled_back`); an exception is one step at most, which no live agent knows of.
+RECOVERY-4  A committed attempt is dropped only if no whole copy of it is left, and the record says so (`rolled_back`).
+    The exception is one step at most that no live agent knows of.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from elasticgang.protocol.record import (
 
 @dataclass(frozen=True)
 class CommittedState:
-    """`designated`: nobody holds the state yet; the `rdp = 0` seats of the new plan become its holders."""
+    """`designated`: no member holds the state yet; the `rdp = 0` seats of the new plan become its holders
+    (RECOVERY-3)."""
 
     committed: Attempt
     rolled_forward: bool = False
@@ -45,7 +46,7 @@ class CommittedState:
     designated: bool = False
 
     def statuses(self, planned: Plan, holds: Mapping[str, ModelCoordinates]) -> dict[str, str]:
-        """Of the members with a seat in `planned`. `holds`: as from the method of that name."""
+        """RECOVERY-2: of the members with a seat in `planned`. `holds`: as from the method of that name."""
         coordinates = itertools.product(*map(range, planned.shape))  # in rank order
         return {
             member.id: ACTIVE if (rdp == 0 if self.designated else holds.get(member.id) == (pp, sdp, tp)) else LEARNER
@@ -53,7 +54,7 @@ class CommittedState:
         }
 
     def holds(self, reports: Sequence[Report]) -> dict[str, ModelCoordinates]:
-        """Who has, or can have, the committed state, and which part of it."""
+        """The part of the committed state that each member holds, or can apply."""
         if self.designated:
             return {}
         parts: dict[Model, ModelCoordinates] = {}  # few, of many members
@@ -69,14 +70,14 @@ class CommittedState:
 
 @dataclass(frozen=True)
 class _Absent:
-    """A member, or a whole agent, that is neither here nor known to have ended."""
+    """A member, or a whole agent, that is neither present nor known to have ended."""
 
     name: str
     agent: str
 
 
 def absent_agents(record: Record | None, reports: Sequence[Report]) -> tuple[str, ...]:
-    """Agents that took part once, are not here, and have not been found lost since."""
+    """Agents that took part once, are not present, and have not been declared dead since."""
     if record is None:
         return ()
     accounted = {report.agent for report in reports}.union(*(report.dead_agents for report in reports))
@@ -94,7 +95,8 @@ def without_witness(record: Record | None, reports: Sequence[Report]) -> Undecid
 
 
 def _is_witness(record: Record, member: MemberReport) -> bool:
-    """It knows what its vote led to: an active member that is torn does not, unless it never entered the generation."""
+    """Whether the member knows how its last vote ended: an active member that is not torn, or that never entered the
+    generation."""
     return _is_active(record, member) and (member.tip is not None or member.entered < record.generation)
 
 
@@ -109,7 +111,8 @@ def _is_active(record: Record, member: MemberReport) -> bool:
 def recover(
     record: Record | None, reports: Sequence[Report], known: Sequence[Attempt]
 ) -> CommittedState | Undecided | Unrecoverable:
-    """What is committed when the agents of `reports` go on together; `known` is what was told as committed."""
+    """The committed state when the agents of `reports` go on together. `known`: attempts that agents report as
+    committed."""
     if record is None:
         return CommittedState(Attempt(0, 1), designated=True)
     return _recover(record, reports, [member for report in reports for member in report.members], known)
@@ -130,7 +133,7 @@ def _recover(
         return CommittedState(fate.committed, fate.rolled_forward, rolled_back=is_blind)
     if living := _may_hold_all(record, reports, fate.committed, missing):
         return _wait_for(f"nobody here holds {_name(fate.committed)}", living)
-    if fate.rolled_forward:  # nobody is left who has the rest of what was in doubt, and nobody here has applied it
+    if fate.rolled_forward:  # no present member has applied it, and no whole copy of it is left
         dropped = [replace(m, pending=None) if m.pending == fate.committed else m for m in members]
         return _recover(record, reports, dropped, known)
     if fate.committed.step == 0 and not is_blind:
@@ -139,8 +142,8 @@ def _recover(
 
 
 def _is_blind(record: Record, reports: Sequence[Report]) -> bool:
-    """Whether nobody here has heard how far the recorded generation came. Who did not take part in its votes has not;
-    of those who did, everyone knows of all steps but the last."""
+    """Whether no present agent knows how far the recorded generation came. An agent whose members voted in it knows of
+    all its steps but the last; the others know of none."""
     voted = {seat.agent for seat in record.seats if seat.status != SPARE}
     return not any(report.agent in voted for report in reports)
 
@@ -148,8 +151,8 @@ def _is_blind(record: Record, reports: Sequence[Report]) -> bool:
 def _roll_back(
     record: Record, reports: Sequence[Report], members: Sequence[MemberReport], committed: Attempt
 ) -> CommittedState | Undecided | Unrecoverable:
-    """A part of `committed` is gone: back to what is whole. That is an attempt before it, of those known to have been
-    committed: of the recorded generation, or the recorded one; or else the checkpoint."""
+    """RECOVERY-4: a part of `committed` is lost, so go back to an earlier attempt that is whole. The candidates are the
+    attempts known to be committed in the recorded generation, the recorded attempt, and then the checkpoint."""
     checkpoint = max((report.checkpoint for report in reports if report.checkpoint is not None), default=None)
     tips = {member.tip for member in members if member.tip is not None and member.tip.generation == record.generation}
     for attempt in sorted({record.committed, *tips}, reverse=True):
@@ -170,7 +173,7 @@ def _roll_back(
 
 
 def _missing(record: Record, members: Sequence[MemberReport], committed: Attempt) -> list[Model]:
-    """The model coordinates that nobody here holds of `committed`, or can apply."""
+    """The model coordinates of `committed` that no present member holds or can apply."""
     layout = record.layout
     return [
         model
@@ -188,14 +191,14 @@ def _holds(member: MemberReport, committed: Attempt, model: Model) -> bool:
 def _may_hold_all(
     record: Record, reports: Sequence[Report], attempt: Attempt, missing: Sequence[Model]
 ) -> list[_Absent]:
-    """Who may hold some of `missing`; nobody if there is one among them that is gone for good."""
+    """The absent members that may hold some of `missing`; none if one part cannot have a holder."""
     holders = [_may_hold(record, reports, attempt, model) for model in missing]
     return list(dict.fromkeys(itertools.chain(*holders))) if all(holders) else []
 
 
 def _may_hold(record: Record, reports: Sequence[Report], attempt: Attempt, model: Model) -> list[_Absent]:
-    """Who may hold the model coordinates `model` of `attempt`. Learners and spares may hold any, from before; so may
-    agents that were left behind, if it is that old."""
+    """The absent members that may hold the model coordinates `model` of `attempt`. Learners and spares may hold any
+    part from an earlier seat, and so may agents that were left behind, if `attempt` is that old."""
     seats = [
         _Absent(seat.member, seat.agent)
         for seat in _absent(record, reports)
@@ -209,7 +212,7 @@ def _may_hold(record: Record, reports: Sequence[Report], attempt: Attempt, model
 
 
 def _absent(record: Record, reports: Sequence[Report]) -> list[Seat]:
-    """Seats of those that are neither here nor known to have ended."""
+    """Seats of members that are neither present nor known to have ended."""
     accounted = {member.id for report in reports for member in report.members}
     accounted.update(gone for report in reports for gone in report.exited)
     lost = {agent for report in reports for agent in report.dead_agents}
@@ -217,7 +220,7 @@ def _absent(record: Record, reports: Sequence[Report]) -> list[Seat]:
 
 
 def _wait_for(what: str, living: Sequence[_Absent]) -> Undecided:
-    """`what` is missing, and may be with `living`."""
+    """RECOVERY-1: undecided because of `what`, which `living` may hold."""
     names = ", ".join(absent.name for absent in living)
     return Undecided(f"{what}, but {names} may live", absent_agents=tuple(sorted({absent.agent for absent in living})))
 

@@ -1,14 +1,14 @@
-"""Whether a rank whose script has failed is restarted, or the job ends.
+"""Decides whether a rank whose script has failed is restarted, or the job ends.
 
 Pure: the time is an argument. A failure is an exception, a non-zero exit code or a crash of the script. A kill from
-outside is none, and neither is an error that a lost peer caused.
+outside is not a failure, and neither is an error that a lost peer caused.
 
-RESTART-1  A rank that has never committed a step ends the job: its script does not work.
-RESTART-2  A step that fails a second time, on any rank of any host, ends the job: the fault is not one machine's.
-RESTART-3  A restarted rank that fails before it begins a step, and has failed so since it last committed one, ends the
-           job too.
-RESTART-4  Otherwise a rank is restarted, `max_restarts` times in `WINDOW_S`; the next failure ends the job. 0: the
-           first one.
+RESTART-1  A failure ends the job if the rank has never committed a step: its script does not work.
+RESTART-2  A step that fails a second time, on any rank of any host, ends the job: no single machine is at fault.
+RESTART-3  A failure before the first step of a restarted rank ends the job if the rank has failed in this way before,
+           since its last committed step.
+RESTART-4  Otherwise a rank is restarted, `max_restarts` times in `WINDOW_S`; the next failure ends the job. With 0, the
+           first failure does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WINDOW_S = 3600.0
 
 @dataclass(frozen=True)
 class Failure:
-    """Of `member`, a process of the rank `local_rank`. `step`: the one it began last; None: it began none."""
+    """A failure of `member`, a process of the rank `local_rank`. `step`: the last one it began; None: it began none."""
 
     member: str
     local_rank: int
@@ -30,13 +30,13 @@ class Failure:
 
 @dataclass
 class Restarts:
-    """Of the ranks of one host."""
+    """The failures of the ranks of one host."""
 
     max_restarts: int
     _have_committed: set[int] = field(default_factory=set)
     _failed_early: set[int] = field(default_factory=set)
     _failed_at_s: dict[int, list[float]] = field(default_factory=dict)
-    _failed_in: dict[int, dict[str, str]] = field(default_factory=dict)  # by step and member: which rank it was
+    _failed_in: dict[int, dict[str, str]] = field(default_factory=dict)  # step -> member -> its rank, for messages
 
     def committed(self, local_rank: int) -> None:
         """A process of this rank has committed a step."""
@@ -44,7 +44,7 @@ class Restarts:
         self._failed_early.discard(local_rank)
 
     def failed(self, failure: Failure) -> str | None:
-        """Why the job ends, to follow "rank 1 exited with code 1". None: restart the rank."""
+        """Why the job ends, as the continuation of "rank 1 exited with code 1". None: restart the rank."""
         rank, step = failure.local_rank, failure.step
         since_s = failure.at_s - WINDOW_S
         recent = self._failed_at_s[rank] = [at_s for at_s in self._failed_at_s.get(rank, ()) if at_s > since_s]
@@ -55,27 +55,28 @@ class Restarts:
         before = None if step is None else self._add(step, failure.member, f"rank {rank}")
         if self.max_restarts == 0:
             return "; --max-restarts is 0"
-        if rank not in self._have_committed:
+        if rank not in self._have_committed:  # RESTART-1
             return " before its first committed step"
-        if before is not None:
+        if before is not None:  # RESTART-2
             return f" in step {step}, in which {before} had failed too"
-        if step is None and was_early:
+        if step is None and was_early:  # RESTART-3
             return " before it began a step, again"
-        if len(recent) > self.max_restarts:
+        if len(recent) > self.max_restarts:  # RESTART-4
             return f"; --max-restarts is {self.max_restarts} for each rank in an hour"
         return None
 
     def failed_elsewhere(self, member: str, rank: str, step: int) -> str | None:
-        """`rank` names the rank of another host of which `member` is a process. Why the job ends; None: it goes on."""
+        """Why the job ends after a failure of `member` on another host; None: it goes on. `rank`: its rank, for
+        messages."""
         before = self._add(step, member, rank)
         return None if before is None else f"{rank} failed in step {step}, in which {before} had failed too"
 
     def num_recent(self, local_rank: int) -> int:
-        """Failures that count, as of the last one."""
+        """Failures of the rank in the last `WINDOW_S`, as of its last failure."""
         return len(self._failed_at_s.get(local_rank, ()))
 
     def _add(self, step: int, member: str, rank: str) -> str | None:
-        """The rank of another process that has failed in `step`. What is told twice counts once."""
+        """The rank of another process that has failed in `step`. A repeated notice counts once."""
         failed = self._failed_in.setdefault(step, {})
         others = [failed[other] for other in failed if other != member]
         failed[member] = rank

@@ -1,8 +1,8 @@
-"""A job in one thread: ranks, agents, the lighthouse and the store, and what may happen to them.
+"""A simulated job in one thread: ranks, agents, the lighthouse, the store, and their faults.
 
-What happens is a sequence of moves, each a line of text such as `a0 votes`; which ones are possible follows from the
-moves before. So a sequence of moves replays exactly, and time is nowhere: whatever is under way may take arbitrarily
-long. `invariants.py` checks the promises after every move.
+A run is a sequence of moves, each a line of text such as `a0 votes`. The moves so far determine which ones are possible
+next, so that a sequence replays exactly. There is no time: an action may take arbitrarily long. `invariants.py` checks
+the rules after every move.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RARE_MOVES = ranks.RARE_MOVES | hosts.RARE_MOVES | lighthouses.RARE_MOVES
 _HOST_FAULTS = frozenset({"dies", "is cut off", "is back"})
 _JOINS = re.compile(r"joins (slowly )?with (\d+)(?: of another (\w+))?")
 
-Move = tuple[str, str]  # who, and what it does
+Move = tuple[str, str]  # the actor and its action
 Actor: TypeAlias = Rank | Host | Lighthouse
 
 
@@ -90,14 +90,14 @@ class Cluster:
         self.agents: dict[str, Host] = {}  # by the id: a host has a new one after it was fenced
         self.ranks: dict[str, Rank] = {}
         self.actors: list[Actor] = [self.lighthouse]
-        self.given_up = ""  # why the job was
-        self.finished = False  # somebody has told so
+        self.given_up = ""  # why the job was given up
+        self.finished = False  # a notice says so
         self.log: list[str] = []
         self._followed: tuple[Record | None, list[Report], bool, Record | Undecided | Unrecoverable] | None = None
         self.num_void = 0  # answers in a row
         self.num_lost_agents = 0
         self.seen: set[str] = set()  # what agents have done
-        self.num_only_healed = 0  # votes on steps of which nobody has a share
+        self.num_only_healed = 0  # votes on steps in which no rank has a share
         layout = setting.layout
         self.invariants = Invariants(
             [(pp, sdp, tp) for pp in range(layout.pp) for sdp in range(layout.sdp) for tp in range(layout.tp)]
@@ -117,7 +117,7 @@ class Cluster:
         return moves
 
     def is_possible(self, move: Move) -> bool:
-        """Whether `move` can be made now, as what happens by itself or as a fault."""
+        """Whether `move` is possible now, as a regular move or as a fault."""
         name, verb = move
         if name in ("host", "store"):
             return True
@@ -134,7 +134,7 @@ class Cluster:
         return verb in rank.moves(self) or (rank.alive and verb in rank.faults())
 
     def perform(self, move: Move) -> None:
-        """Raises Violation when it breaks a promise."""
+        """Raises Violation: the move violates a rule."""
         name, verb = move
         if name == "lighthouse":
             if verb == "restarts":
@@ -189,7 +189,7 @@ class Cluster:
         host.connect(self)
 
     def end_host(self, host: Host, reason: str) -> None:
-        """It dies, or its agent exits, for `reason` if it has failed."""
+        """The host dies, or its agent exits; `reason`: why the agent has failed, "" otherwise."""
         if "state is lost" in reason:
             assert self.record is not None
             self.invariants.lose(self.record, self.ranks.values())
@@ -203,7 +203,7 @@ class Cluster:
             self.actors.remove(rank)
 
     def restart_lighthouse(self) -> None:
-        """The coordinator's process: the record comes back from its file, nothing else does."""
+        """Restart the coordinator's process, which keeps only the record, in its file."""
         self.incarnation += 1
         self.notices.clear()
         fresh = Lighthouse()
@@ -214,27 +214,27 @@ class Cluster:
                 generation.sever()
 
     def forget(self) -> None:
-        """The store has lost the record, which its file is there to prevent: what was committed is given up."""
+        """The store loses the record, as if its file were lost: all committed steps are given up."""
         self.record = None
         self.chain.clear()
         self.invariants.give_up_all()
 
-    # -- what the parts ask of it
+    # -- queries and shared operations of the actors
 
     def reaches(self, one: str, other: str) -> bool:
         return one == other or (self.hosts[one].is_connected and self.hosts[other].is_connected)
 
     def is_lost(self, agent: str) -> bool:
-        """Whether others may find it lost: it is dead, or its lease is over."""
+        """Whether other agents may declare it lost: it is dead, or its lease has expired."""
         host = self.agents[agent]
         return not host.alive or host.id != agent or host.is_fenced
 
     def hears_of(self, agent: str) -> bool:
-        """Whether the coordinator does."""
+        """Whether the coordinator gets heartbeats of `agent`."""
         return self.agents[agent].is_connected and not self.is_lost(agent)
 
     def num_heirs(self, at: str) -> int:
-        """Those that the host `at` has heard of."""
+        """The number of successors that the host `at` knows."""
         return sum(host.num_successors for host in self.hosts.values() if host.alive and self.reaches(at, host.name))
 
     def generation(self, record: Record) -> SimulatedGeneration:
@@ -248,7 +248,7 @@ class Cluster:
         return self.generations[record.digest]
 
     def follow(self, mine: Report, proposal: list[Report]) -> Record | Undecided | Unrecoverable:
-        """What its agent makes of `proposal`. All that have the same one come to the same, which is worked out once."""
+        """The agent's answer to `proposal`. Equal proposals give equal answers, so each is computed once."""
         is_mine = self.record is not None and next_record.is_for(self.record, mine)
         known = self._followed
         if known is None or known[0] is not self.record or known[1] is not proposal or known[2] != is_mine:
@@ -256,7 +256,7 @@ class Cluster:
         return known[3]
 
     def write(self, record: Record, proposal: Sequence[Report]) -> None:
-        """The record, which follows from `proposal`, is set."""
+        """Set the record, which follows from `proposal`, in the store."""
         present = self.record
         expected = (1, "") if present is None else (present.generation + 1, present.digest)
         if (record.generation, record.parent) != expected:
@@ -269,8 +269,8 @@ class Cluster:
         self.written.add(record.digest)
 
     def _check_size(self, record: Record, proposal: Sequence[Report]) -> None:
-        """PLAN-2: as many replica groups as can be, but no more than seats are asked for, or than there were; those
-        with somebody who goes do not count."""
+        """PLAN-2: as many replica groups as possible, but no more than seats are requested or than before, not counting
+        groups with a draining member."""
         layout, setting = self.layout, self.setting
         lost = {agent for report in proposal for agent in report.dead_agents}
         num_members = {report.agent: len(report.members) for report in proposal if report.agent not in lost}
@@ -294,12 +294,11 @@ class Cluster:
         if num_groups > most or (num_groups < min(most, possible) and not setting.max_hosts):
             raise Violation(
                 f"PLAN-2: generation {record.generation} has {num_groups} replica groups of {possible}; {num_asked} "
-                "seats "
-                f"are asked for, and there were {before}"
+                f"seats are requested, and there were {before}"
             )
 
     def answered(self, answer: Record | Undecided | Unrecoverable) -> None:
-        """An agent has its answer."""
+        """Count and log the answer to an agent's request."""
         if isinstance(answer, Undecided):
             self.num_void += 1
             if answer.reason and self.log[-1:] != [f"undecided  {answer.reason}"]:
@@ -308,12 +307,12 @@ class Cluster:
             self.num_void = 0
 
     def holdings(self) -> str:
-        """Who holds what, in words."""
+        """The state of each live rank, for the log."""
         living = (rank for rank in self.ranks.values() if rank.alive)
         return "; ".join(f"{rank.name} holds {rank.state or 'nothing'}" for rank in living) or "nobody is left"
 
     def check_step(self, generation: SimulatedGeneration, parts: Sequence[Part]) -> None:
-        """RULE-4 and RULE-5: what the ranks add up is one step of one state, and its slots are each there once."""
+        """RULE-4 and RULE-5: the ranks reduce one step of one state, and each slot once."""
         first = parts[0]
         covered: Counter[int] = Counter()
         for part in parts:

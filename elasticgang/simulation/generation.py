@@ -1,4 +1,4 @@
-"""One generation as its members live it: who has come to the rendezvous, and the rounds of its collectives."""
+"""One simulated generation: the members at its rendezvous, and the rounds of its collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank adds to the reduction of a step. `share`: index and count of its slots; None for a learner."""
+    """A rank's contribution to the reduction of a step. `share`: index and count of its part of the slots; None for a
+    learner."""
 
     attempt: Attempt
     state: State | None
@@ -24,8 +25,8 @@ class Part:
 
 
 class Round(Generic[T]):
-    """One collective over all seats: `parts` by member. It completes when all have added theirs while all were
-    connected; each member then learns the outcome by itself, or fails."""
+    """One collective over all seats: `parts` by member. It completes when all connected members have added theirs. Each
+    member then reads the outcome in its own move, or fails."""
 
     __slots__ = ("parts", "size")
 
@@ -44,7 +45,8 @@ class Sum(Round[tuple[float, ...]]):
 
 
 class SimulatedGeneration:
-    """`broken`: a connection of it is, so that whoever waits may fail. `severed`: what is not complete never is."""
+    """`broken`: one of its connections is broken, so that waiting members may fail. `severed`: incomplete rounds never
+    complete."""
 
     def __init__(self, record: Record, hosts: Mapping[str, str]) -> None:
         self.record = record
@@ -78,7 +80,7 @@ class SimulatedGeneration:
         return self.sums[of, number]
 
     def sever(self) -> None:
-        """The network has parted its members: what they wait for does not come."""
+        """The network separates its members: incomplete rounds never complete."""
         self.broken = self.severed = True
         rounds: list[Round[Any]] = [*self.reductions.values(), *self.sums.values()]
         for round_ in rounds:

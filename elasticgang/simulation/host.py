@@ -1,13 +1,12 @@
-"""A host of the simulation: what `agent.py` and `control_plane.py` execute for the real `AgentLifecycle`, one move at a
-time.
+"""A simulated host: drives the real `AgentLifecycle` like `agent.py` and `control_plane.py`, one move at a time.
 
-It dies with its agent, or is cut off. Only an agent that is dead, or whose lease is over, can be found lost. The clock
-of a host stands still but for its agent's timers: each may end whenever nothing that ends before it is left.
+A host dies with its agent, or is cut off. An agent can be declared lost only if it is dead or its lease has expired.
+Only the agent's timers advance a host's clock: a timer may expire once all earlier ones have.
 
-SIMHOST-1  An agent exits once, when no rank of it runs, starts or waits for its restart, or when it has failed, or a
-    signal's grace period is over. The code is 128 + N after signal N, another than 0 after a failure, and 0 only if the
-    job has finished or each rank has ended well or was told to go.
-SIMHOST-2  It gives up when its ranks cannot be started, no later than after the budget of one id.
+SIMHOST-1  An agent exits once: when none of its ranks runs, starts or waits for a restart, when it has failed, or when
+    a signal's grace period is over. The code is 128 + N after signal N, and not 0 after a failure. It is 0 only if the
+    job has finished, or every rank has exited with code 0 or was asked to leave.
+SIMHOST-2  An agent whose ranks cannot be started fails after the budget of one id at the latest.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ _SIGNALS = {"gets SIGTERM": signal.SIGTERM, "gets SIGINT": signal.SIGINT}
 
 
 class Call:
-    """One question to the lighthouse, and what becomes of it. `seen` is the record it found, `wanted` what it writes in
-    its place. Closed, it is a ghost: nobody waits for the answer."""
+    """One request to the lighthouse. `seen`: the record in the store when the answer was read. `wanted`: the record to
+    write in its place. A closed call is a ghost: its report may still count, but no agent waits for the answer."""
 
     __slots__ = ("agent", "host", "phase", "proposal", "report", "seen", "wanted")
 
@@ -98,11 +97,11 @@ class Host(BaseHost):
         self.now_s = 0.0
         self.forks_late = forks_late
         self.is_exhausted = self.is_fenced = self.rejoins = False
-        self.forking: tuple[int, str] | None = None  # the rank, and the agent's id of then
+        self.forking: tuple[int, str] | None = None  # the rank, and the agent's id when the fork began
         self.num_not_started = 0  # in a row
         self.signal = 0
         self.reason = ""  # why it failed
-        self.ended: dict[int, bool] = {}  # each rank's last process: whether it may stay away
+        self.ended: dict[int, bool] = {}  # by rank: whether its last process needs no restart
         self.wants_to_request = False
         self.has_requested = False
         self.calls: list[Call] = []  # oldest first
@@ -121,10 +120,10 @@ class Host(BaseHost):
         self.found_lost: set[str] = set()
 
     def connect(self, cluster: Cluster) -> None:
-        """It has reached the coordinator, for the first time or under a new id."""
+        """Connect to the coordinator, for the first time or under a new id."""
         if self.rejoins:
             cluster.seen.add("rejoined")
-            self.num_not_started = 0  # the budget is one id's
+            self.num_not_started = 0  # each id has its own budget
         self.found_lost.clear()
         self.noticed.clear()
         self.is_fenced = self.rejoins = False
@@ -152,7 +151,7 @@ class Host(BaseHost):
             else self.agent_state.num_successors([rank.name for rank in self.ranks if rank.draining])
         )
 
-    # -- what it can do
+    # -- possible moves
 
     def moves(self, cluster: Cluster) -> list[str]:
         timers = self.agent.timers()
@@ -163,7 +162,7 @@ class Host(BaseHost):
         return moves + [f"times out: {name}" for name in timers if _split(name)[0] != "restart"]
 
     def _moves_by_word(self, cluster: Cluster) -> list[str]:
-        """What comes from the coordinator and the other agents."""
+        """Moves that involve the coordinator or the other agents."""
         if self.is_fenced:
             return ["rejoins"] if self.rejoins and not self.is_cut else []
         moves = ["fences itself"] if self.is_cut else []
@@ -204,20 +203,20 @@ class Host(BaseHost):
         return ("writes" + late, "writes unheard" + late)
 
     def _has_joiner(self, cluster: Cluster) -> bool:
-        """Whether it brings somebody who waits to join the present generation, and nobody has said so."""
+        """Whether a member here waits to join the present generation, and no notice about it was posted."""
         record = cluster.record
         if record is None or (record.generation, False) in cluster.notices:
             return False
         return any(record.seat(member.id) is None for call in self.calls for member in call.report.members)
 
     def _absent(self, cluster: Cluster) -> Iterator[str]:
-        """Agents of the record whose lease is over, and that it has not found lost."""
+        """Agents of the record that are lost, and that this one has not declared lost yet."""
         if cluster.record is not None:
             for name in (*cluster.record.agents, *cluster.record.absent_agents):
                 if cluster.is_lost(name) and name not in self.found_lost:
                     yield name
 
-    # -- doing it
+    # -- performing moves
 
     def perform(self, cluster: Cluster, verb: str) -> None:
         what, *about = verb.split()
@@ -261,7 +260,7 @@ class Host(BaseHost):
                     self._answer(cluster, call, Undecided("no answer"))
 
     def inject(self, cluster: Cluster, verb: str) -> None:
-        """A fault of `faults`."""
+        """Perform one of `faults`."""
         match verb:
             case "is exhausted":
                 self.is_exhausted = self.forks_late = True
@@ -281,7 +280,7 @@ class Host(BaseHost):
         ]
 
     def _wait(self, cluster: Cluster, name: str) -> None:
-        """Until the timer `name` ends, and those that end before."""
+        """Let the timer `name` expire, and all earlier ones."""
         cluster.seen.add(f"timed out: {_split(name)[0]}")
         self.now_s = max(self.now_s, self.agent.timers()[name])
         self.handle(cluster, TimePassed())
@@ -409,7 +408,7 @@ class Host(BaseHost):
         self._report_last(cluster)
 
     def _report_last(self, cluster: Cluster) -> None:
-        """What the agent stamped on the way out: its ranks' commits are on their pages, and all of them end."""
+        """Send the agent's last report, after reading the commits on its ranks' pages."""
         for rank in self.ranks:
             for kind, what in rank.sent:
                 if kind == "committed":
@@ -436,7 +435,7 @@ class Host(BaseHost):
         call = Call(self, report if self.protocol == PROTOCOL else replace(report, protocol=self.protocol))
         self.calls.append(call)
         if cluster.record is not None and next_record.is_for(cluster.record, call.report):
-            self._answer(cluster, call, cluster.record)  # it was agreed by a call that was given up
+            self._answer(cluster, call, cluster.record)  # an earlier call, which timed out, led to this record
         else:
             cluster.lighthouse.pending.append(call)
 

@@ -1,24 +1,24 @@
-"""What really happened, next to what the members say: the promises of the design, checked event by event.
+"""Invariants of a simulated job: the rules of the design, checked at every event against the real history.
 
-A `State` is the whole history of a training state. Members name states by attempts; here it is seen whether a name
-means the same state to everybody.
+A `State` is the whole history of a training state. Members name states by attempts; the invariants check that a name
+means the same state to all of them.
 
-RULE-1: records form one chain, and only who holds the same record runs together
-RULE-2: generations only rise
-RULE-3: while an agent asks, none of its ranks runs
-RULE-4: no two survivors apply different steps, and what is reduced together is one step of one state
-RULE-5: the ranks of a step agree on who is active, so that their shares cover it once, each computed on a whole state;
-     when nobody has one, nothing is committed
-RULE-6: a state that is healed, and one that is said to be held, is the record's, for the rank's own part of the model
-RULE-7: once faults end, the job goes on
-RULE-9: who has asked adds nothing to an older generation
-RULE-10: what is torn is no state
-COMMIT-1: what was committed, and is held whole, stays committed; what was told is dropped only in so many words
-COMMIT-4: what was given up does not come back
-RECOVERY-2: who is seated as active holds the state, and there is such a one for each part of the model
-SIMHOST-1: an agent exits once, with the code that its members' ends imply
-SIMHOST-2: it gives up when its ranks cannot be started
-PLAN-2: spares wait only while there are as many replica groups as seats are asked for
+RULE-1: records form one chain, and only members with the same record run together
+RULE-2: generations only increase
+RULE-3: while an agent's request is open, none of its ranks runs
+RULE-4: no two survivors apply different steps, and ranks reduce together only one step of one state
+RULE-5: the ranks of a step agree on the active members, so that their shares cover it once, each computed on a whole
+     state; a step in which no rank has a share commits nothing
+RULE-6: a healed state, and a state that a rank reports, is the record's, for the rank's own part of the model
+RULE-7: after the last fault the job goes on
+RULE-9: a rank that has requested a record adds nothing to an older generation
+RULE-10: a torn state does not count as state
+COMMIT-1: a committed attempt with a whole copy stays committed; a record that drops a reported one says `rolled_back`
+COMMIT-4: an attempt that was rolled back is never committed again
+RECOVERY-2: every active member holds the state, and each part of the model has one
+SIMHOST-1: an agent exits once, with the code that its members' exits imply
+SIMHOST-2: an agent whose ranks cannot be started fails
+PLAN-2: spares wait only while there are as many replica groups as seats are requested
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def format_attempt(attempt: Attempt) -> str:
 
 
 class Violation(Exception):
-    """A promise is broken. The text begins with the number of the rule."""
+    """A rule is violated. The text begins with the rule's label."""
 
 
-def is_broken(told: str) -> bool:
-    """Whether `told` is the text of a violation."""
-    return re.match(r"[A-Z]+-\d+: ", told) is not None
+def is_broken(text: str) -> bool:
+    """Whether `text` is that of a violation."""
+    return re.match(r"[A-Z]+-\d+: ", text) is not None
 
 
 class State:
-    """A training state: `parent` with `gradient` applied. There is one object to a state."""
+    """A training state: `parent` with `gradient` applied. Each state has one object."""
 
     __slots__ = ("_children", "attempt", "depth", "gradient", "parent")
 
@@ -69,7 +69,7 @@ class State:
         return self._children[key]
 
     def at(self, depth: int) -> State | None:
-        """Its ancestor, or itself, after `depth` steps."""
+        """The state after `depth` steps: an ancestor, or this one."""
         state: State | None = self
         while state is not None and state.depth > depth:
             state = state.parent
@@ -87,14 +87,14 @@ class Invariants:
 
     def __init__(self, models: Sequence[Model]) -> None:
         self.of: dict[str, State] = {}
-        self.reduced: dict[str, dict[Attempt, State]] = {}  # by the record: what a gradient makes of the state
+        self.reduced: dict[str, dict[Attempt, State]] = {}  # by record digest: the state after each reduced attempt
         self.given_up: set[State] = set()
         self._models = frozenset(models)
         self._applied: dict[int, dict[State, dict[Rank, None]]] = {}
-        self._newest: dict[State, None] = {}  # committed, and nothing that was committed builds on it
+        self._newest: dict[State, None] = {}  # committed states without a committed successor
 
     def reduce(self, record: Record, base: State, attempt: Attempt, number: int) -> None:
-        """The gradient of `attempt` is whole. A step that was dropped by all is tried again under the same name."""
+        """The reduction of `attempt` is complete. A dropped step is tried again under the same name."""
         self.reduced.setdefault(record.digest, {})[attempt] = base.after(attempt, (record.digest, number))
 
     def apply(self, rank: Rank, state: State) -> None:
@@ -111,7 +111,7 @@ class Invariants:
         self._newest[state] = None
 
     def write(self, record: Record, parent: Record | None, proposal: Sequence[Report], ranks: Collection[Rank]) -> None:
-        """`record` is the truth from now on; `proposal` led to it."""
+        """`record`, which follows from `proposal`, is agreed."""
         state = self._state_of(record, parent)
         seated = {record.model_coordinates(member) for member in record.members(ACTIVE)}
         if (lacking := sorted(self._models - seated)) and not record.loads_checkpoint:
@@ -143,7 +143,7 @@ class Invariants:
         return reduced[record.committed]
 
     def _give_up(self, lost: State, record: Record, ranks: Iterable[Rank]) -> None:
-        """COMMIT-1: that is right only if no whole copy is left."""
+        """COMMIT-1: a state may be given up only if no whole copy of it is left."""
         for state, holders in self._whole(ranks):
             if state.holds(lost):
                 names = ", ".join(holders)
@@ -154,19 +154,19 @@ class Invariants:
         self._newest.pop(lost, None)
 
     def give_up_all(self) -> None:
-        """The store has forgotten its record."""
+        """The store has lost its record."""
         for state in self._newest:
             self.given_up.update(self._past(state))
         self._newest.clear()
 
     def lose(self, record: Record, ranks: Iterable[Rank]) -> None:
-        """An agent gives the job up, for want of the state of `record` and of what followed."""
+        """An agent ends the job because the state of `record` and of later steps is lost."""
         for state, holders in self._whole(ranks):
             if state.holds(self.of[record.digest]):
                 raise Violation(f"COMMIT-1: the job is given up, but {', '.join(holders)} hold {state}")
 
     def _whole(self, ranks: Iterable[Rank]) -> Iterator[tuple[State, list[str]]]:
-        """The states of which there is a whole copy, and with whom. Also one that is yet to be applied."""
+        """Every state with a whole copy, applied or prepared, and the names of its holders."""
         holders: dict[State, dict[Model, str]] = {}
         for rank in ranks:
             for state in (rank.state, rank.prepared):
@@ -178,7 +178,7 @@ class Invariants:
 
     @staticmethod
     def _past(state: State) -> Iterator[State]:
-        """With all steps it builds on, newest first; without the state before the first step."""
+        """The state and all its ancestors, newest first, without the state before the first step."""
         at: State | None = state
         while at is not None and at.depth:
             yield at

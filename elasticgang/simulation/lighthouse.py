@@ -1,10 +1,11 @@
-"""The lighthouse of the simulation: torchft's quorum rule, with its caprices.
+"""The simulated lighthouse: torchft's quorum rule, with its weaknesses.
 
-- A question stays when its asker has given it up or died, until a quorum has it: a ghost.
-- Who asks is healthy; who is dead or cut off stays so for a while.
-- A quorum is handed out when all of the last one have asked; else when more than half of the healthy and either all of
-  them have asked or the join timeout has passed (`decides early`). So it may consist of joiners alone.
-- After a restart it knows nobody: the first to ask is alone.
+- A request stays after its sender has timed out or died, until a quorum contains it: a ghost.
+- A sender of a request is healthy. A dead or cut-off agent stays healthy for a while.
+- The lighthouse answers a quorum when all agents of the last one have sent a request; otherwise when more than half of
+  the healthy agents have, and either all of them have or the join timeout has passed (`decides early`). So a quorum may
+  consist of joiners alone.
+- After a restart it knows no agents: the first request forms a quorum alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Lighthouse:
         self.previous: frozenset[str] | None = None
 
     def has(self, call: Call) -> bool:
-        """Whether an answer may still come."""
+        """Whether the call can still be answered."""
         return call in self.pending or call in self.participants.values()
 
     def moves(self, cluster: Cluster) -> list[str]:
@@ -73,7 +74,7 @@ class Lighthouse:
                 call.proposal, call.phase = proposal, ANSWERED
 
     def _answered(self, present: Mapping[str, Call]) -> Iterator[Call]:
-        """Also the older questions of those in the quorum."""
+        """The calls that a quorum answers: also older ones of its agents."""
         for call in present.values():
             mine = (other for other in call.host.calls if other.agent == call.agent)
             yield from (other for other in mine if other is call or not self.has(other))

@@ -1,7 +1,7 @@
-"""Many random schedules, over processes.
+"""Runs many random schedules in several processes.
 
-BATCH-1  What is found depends on the seeds alone, not on the number of processes.
-BATCH-2  When the caller stops, the processes end with the few dozen schedules they are at; when it dies, at once.
+BATCH-1  The results depend on the seeds alone, not on the number of processes.
+BATCH-2  If the caller stops early, each process exits after its present batch; if the caller dies, at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHUNK = 50
 
 @dataclass
 class Tally:
-    """What `num_schedules` schedules have come to. `seen`: how many of them saw something happen at all, by name."""
+    """The result of `num_schedules` schedules. `seen`: by the name of an event, in how many schedules it occurred."""
 
     num_schedules: int = 0
     num_moves: int = 0
@@ -53,12 +53,12 @@ class Tally:
 
 
 def run(seeds: Iterable[int]) -> Tally:
-    """The schedules of `seeds`, in this process. A schedule that raises has failed too."""
+    """Run the schedules of `seeds` in this process. A schedule that raises counts as failed."""
     return run_schedules(seeds, Schedule, _happened)
 
 
 def run_schedules(seeds: Iterable[int], make: Callable[[int], _S], happened: Callable[[_S], set[str]]) -> Tally:
-    """`run`, of what `make` gives for a seed. `happened`: what a schedule saw, beside what every kind may see."""
+    """Like `run`, for the schedules that `make` returns. `happened`: further events of a schedule, for `Tally.seen`."""
     tally = Tally()
     for seed in seeds:
         schedule = make(seed)
@@ -114,8 +114,8 @@ def _happened(schedule: Schedule) -> set[str]:
 def run_over(
     seeds: range, num_processes: int, run: Callable[[Iterable[int]], Tally] = run
 ) -> Generator[Tally, None, None]:
-    """The schedules of `seeds`, a part at a time, as they are done. To stop early, close it. `run`: of a part; it must
-    be a module's function."""
+    """Run `seeds` in batches, and yield each batch's tally in the order of the seeds (BATCH-1). Close the generator to
+    stop early (BATCH-2). `run`: runs one batch; a module-level function."""
     chunks = (seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK))
     if num_processes == 1:
         yield from map(run, chunks)
@@ -136,7 +136,7 @@ def run_over(
 
 
 def _begin_process() -> None:
-    """It ends with its parent, and leaves Ctrl-C to it."""
+    """BATCH-2: exit with the parent, and ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

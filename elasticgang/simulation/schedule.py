@@ -1,7 +1,7 @@
-"""Random schedules: a phase of faults, then quiet, in which the job must go on (RULE-7).
+"""Random schedules: a phase of faults, then a quiet phase in which the job must go on (RULE-7).
 
-Each schedule has likings of its own, drawn at its start: some faults happen often in it and others never, and one host
-at a time may be slow. So each kind of trouble comes in company with few others, and deep.
+Each schedule draws its own weights at its start: some faults occur often and others never, and one host at a time may
+be slow. So each schedule combines few kinds of faults, but repeats them.
 
 Equal seeds give equal schedules, in every process and Python version.
 """
@@ -47,7 +47,7 @@ _FIRST_QUIET_MOVES = 200
 _LAST_FAULT_MOVES = 150
 _SLOW_MOVES = 150
 _QUIET_MOVES = 6000
-_TIMEOUT_MOVES = 400  # a question is open no longer
+_TIMEOUT_MOVES = 400  # an open request times out
 _FAULT_RATES = (0.007, 0.02, 0.06)
 _BURST_MOVES, _BURST_RATE = 40, 0.1
 _MOVE_WEIGHTS = (0.0, 1.0, 1.0, 4.0)
@@ -77,7 +77,7 @@ _RARE_FAULTS = (
     "recovers",
     "forks late",
 )
-_TIMER = "times out: "  # of an agent: mostly, much happens before it ends
+_TIMER = "times out: "  # an agent's timer, which expires rarely, so that much happens before it
 _OF_HOSTS = frozenset({"is cut off", "host dies", "gets SIGTERM", "gets SIGINT"})
 _INCOMPATIBLE = ("job", "layout", "protocol")
 _INCOMPATIBLE_RATE = 0.1
@@ -91,8 +91,8 @@ _MAX_WAITS = 5
 
 @dataclass(frozen=True)
 class Failure:
-    """`moves` lead from `setting` to the violation; those that end in a standstill (RULE-7), to where it goes on
-    from."""
+    """`moves` lead from `setting` to the violation. For a standstill (RULE-7) they lead to the beginning of the quiet
+    phase."""
 
     seed: int
     setting: Setting
@@ -143,7 +143,7 @@ class Schedule:
         chance, cluster = self._chance.random, self.cluster
         rate = self._chance.choice(_FAULT_RATES)
         has_slow_hosts = chance() < 0.5
-        calm = _FIRST_QUIET_MOVES if chance() < 0.7 else 0  # let the job begin before anything happens to it
+        calm = _FIRST_QUIET_MOVES if chance() < 0.7 else 0  # mostly let the job start before the first fault
         burst = 0
         for number in range(self._chance.randint(*_FAULT_PHASE_MOVES)):
             if cluster.given_up:
@@ -220,7 +220,7 @@ class Schedule:
             self._inject(kind)
 
     def _inject(self, kind: str) -> None:
-        """Something happens to a rank or to its host, by preference in the middle of a vote or where it hurts."""
+        """Inject a fault into a rank or its host, preferably during a vote or into a holder of scarce state."""
         cluster, chance = self.cluster, self._chance
         ranks = [rank for rank in cluster.ranks.values() if rank.alive]
         if not ranks:
@@ -247,7 +247,7 @@ class Schedule:
 
     @staticmethod
     def _scarce(ranks: Sequence[Rank]) -> list[tuple[Rank, Rank]]:
-        """Those that alone vote for their part of the state, each with another that holds it too."""
+        """Ranks that are the only voter for their part of the state, each with another holder of the part."""
         voters: dict[Model, list[Rank]] = {}
         others: dict[Model, Rank] = {}
         for rank in ranks:
@@ -259,7 +259,7 @@ class Schedule:
         return [(alone[0], others[model]) for model, alone in voters.items() if len(alone) == 1 and model in others]
 
     def _may_inject(self, victims: Iterable[Rank]) -> bool:
-        """Mostly, the state must outlive `victims`: else there is not much left to see."""
+        """Whether the state survives without `victims`; rarely True although it does not, since that ends the job."""
         rest = (rank for rank in self.cluster.ranks.values() if rank.alive and rank not in victims)
         models = {rank.model for rank in rest if rank.state and not self.cluster.hosts[rank.host].is_cut}
         return len(models) == self.setting.layout.unit or self._chance.random() < _RUTHLESS_RATE
@@ -267,7 +267,7 @@ class Schedule:
     # -- quiet
 
     def _quiet_phase(self) -> None:
-        """All is repaired, nobody is late for ever, and there are enough ranks: the job must go on."""
+        """After repairs, with enough ranks and without endless delays, the job must go on."""
         cluster, chance = self.cluster, self._chance.random
         if self._is_over():
             return
@@ -314,7 +314,7 @@ class Schedule:
 
     @staticmethod
     def _num_remaining(host: Host) -> int:
-        """Ranks that take part, or will."""
+        """Ranks that take part or are going to."""
         if host.signal:
             return 0
         if host.is_fenced:
@@ -323,15 +323,15 @@ class Schedule:
         return ready + host.agent.num_coming
 
     def _num_whole(self) -> int:
-        """Ranks of a host that makes up a replica group, and its spares."""
+        """The number of ranks of a host with one replica group and its spares."""
         return self.setting.layout.unit + self.setting.num_spares
 
     def _is_over(self) -> bool:
         return bool(self.cluster.given_up) or not any(host.alive for host in self.cluster.hosts.values())
 
     def _wait(self) -> None:
-        """Nothing happens until a question to the lighthouse times out, or its join timeout ends: it hears of an agent
-        that has asked once, and whose ranks hang as they start."""
+        """Let the join timeout pass or an open request time out: the lighthouse may wait for an agent that sends
+        heartbeats but whose ranks hang while they start."""
         self.num_waits += 1
         early = "decides early" in self.cluster.lighthouse.moves(self.cluster)
         if early:
@@ -340,7 +340,7 @@ class Schedule:
             raise Violation(f"RULE-7: nothing happens any more; {self._standstill()}")
 
     def _time_out(self) -> bool:
-        """Whether a question was open for too long."""
+        """Time out the open requests. Returns whether there were any."""
         calling = [host for host in self.cluster.hosts.values() if host.alive and host.calls]
         for host in calling:
             if "gives up" in host.moves(self.cluster):
@@ -352,7 +352,7 @@ class Schedule:
             yield from (verb for verb in actor.moves(self.cluster) if verb not in RARE_MOVES)
 
     def _is_whole(self) -> bool:
-        """Everybody who lives is in the present generation."""
+        """Whether every live rank that does not hang is in the present generation."""
         record = self.cluster.record
         return record is not None and all(
             rank.member_state.entered == record.generation
@@ -363,7 +363,7 @@ class Schedule:
         )
 
     def _standstill(self) -> str:
-        """Where everybody is, in words."""
+        """The phase of every live rank, for messages."""
         cluster = self.cluster
         generation = 0 if cluster.record is None else cluster.record.generation
         return f"generation {generation}; " + "; ".join(

@@ -1,4 +1,4 @@
-"""Training state: kept aside, served to peers, and healed from them."""
+"""Training state: snapshots of it, the server for peers, and healing from peers."""
 
 from elasticgang.state.snapshot_server import SnapshotServer
 

@@ -1,4 +1,4 @@
-"""The part of a tensor that is on this rank: of a DTensor its shard, of any other the tensor itself."""
+"""Local parts of tensors: the shard of a DTensor on this rank; for any other tensor the tensor itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from elasticgang.torch_private import like_dtensor, shard, stored_values
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The same memory, detached."""
+    """The local part: the same memory, detached."""
     part = shard(tensor) if isinstance(tensor, DTensor) else tensor
     return part.detach()
 
 
 def locally(tree: Any) -> Any:
-    """`tree` with the local part of each DTensor in its place."""
+    """`tree` with each DTensor replaced by its local part."""
     if isinstance(tree, DTensor):
         return local(tree)
     if isinstance(tree, dict):
@@ -28,7 +28,7 @@ def locally(tree: Any) -> Any:
 
 
 def like(part: Any, parameter: Tensor) -> Any:
-    """`part` as something of `parameter`: sharded as it is, if it is of the same local shape."""
+    """`part` as a DTensor that is sharded like `parameter`, if both have the same local shape; otherwise `part`."""
     if not (isinstance(parameter, DTensor) and isinstance(part, Tensor)):
         return part
     if part.shape != shard(parameter).shape:
@@ -37,8 +37,8 @@ def like(part: Any, parameter: Tensor) -> Any:
 
 
 def stored(tensor: Tensor, *, summed: bool = False) -> Tensor:
-    """The local part, of which a sparse tensor stores only some elements. `summed`: each of them once, which is a copy
-    where the tensor has parts of one that are yet to be added."""
+    """The stored elements of the local part: all of them, or the values of a sparse tensor. `summed`: with duplicates
+    of a sparse tensor added up, which copies if there are any."""
     part = local(tensor)
     if not part.is_sparse:
         return part
@@ -46,7 +46,7 @@ def stored(tensor: Tensor, *, summed: bool = False) -> Tensor:
 
 
 def replicating_dims(tensor: Tensor | None) -> list[tuple[str, int]]:
-    """The dimensions of a DTensor's mesh along which all ranks have the same elements: their names and sizes."""
+    """The name and size of each mesh dimension along which a DTensor is replicated."""
     if not isinstance(tensor, DTensor):
         return []
     mesh = tensor.device_mesh

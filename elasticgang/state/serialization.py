@@ -1,7 +1,7 @@
-"""State as JSON and tensors: no pickle, so that what a peer sends can only be data.
+"""State as JSON and tensors, without pickle, so that a peer can send only data.
 
-SERIAL-1  `unflatten(*flatten(tree))` equals `tree`, with tuples, integer keys, NaN and infinities kept.
-SERIAL-2  A value of any other kind is refused when it is flattened, by its path.
+SERIAL-1  `unflatten(*flatten(tree))` equals `tree`, including tuples, integer keys, NaN and infinities.
+SERIAL-2  `flatten` refuses a value of any other type, and names its path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def flatten(tree: object) -> tuple[Any, list[Tensor]]:
-    """`tree` as JSON-able data in which `{"tensor": i}` stands for the i-th of the tensors.
+    """`tree` as JSON-serializable data in which `{"tensor": i}` stands for the i-th of the tensors (SERIAL-1).
 
     Raises:
         TypeError: a value is neither a tensor, a plain value, nor a list, tuple or dict of such.
@@ -39,13 +39,13 @@ def _flatten(tree: object, tensors: list[Tensor], path: str) -> Any:
             if type(key) not in _PLAIN:
                 raise TypeError(f"{path} has the key {key!r} of {type(key).__name__}; keys must be plain values")
         return {"dict": [[key, _flatten(value, tensors, f"{path}[{key!r}]")] for key, value in tree.items()]}
-    raise TypeError(
+    raise TypeError(  # SERIAL-2
         f"{path} is of {type(tree).__name__}; state must be made of tensors, numbers, strings, lists, tuples and dicts"
     )
 
 
 def unflatten(data: Any, tensors: Sequence[Tensor]) -> Any:
-    """Raises KeyError, IndexError or TypeError when `data` is not of `flatten`."""
+    """Raises KeyError, IndexError or TypeError: `data` is not a result of `flatten`."""
     if isinstance(data, list):
         return [unflatten(item, tensors) for item in data]
     if not isinstance(data, dict):
@@ -58,6 +58,6 @@ def unflatten(data: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, without a copy where it is contiguous."""
+    """The bytes of a tensor, without a copy if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

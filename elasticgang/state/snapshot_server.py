@@ -1,12 +1,14 @@
-"""The training state of one rank: named, kept aside, served to healers, and taken from peers.
+"""The registered training state of one rank: its snapshot, the server for healing peers, and the healer.
 
-SNAPSHOT-1  What is served is the state of exactly one attempt: live parameters and optimizer state between two applies,
-    and what forward changes as it was when the step began (RULE-6). A learner, which runs no forward, gets besides what
-    the step's forward made of it, to load together with the step's apply.
-SNAPSHOT-2  An apply waits for those who read, up to `EXCLUSIVE_TIMEOUT_S`, then closes their connections; it never
+"Small" state is what forward changes (buffers and registered objects); "large" state is parameters and optimizer state.
+
+SNAPSHOT-1  The served state belongs to exactly one attempt: live large state between two applies, and a copy of the
+    small state from the beginning of the step (RULE-6). A learner runs no forward. It therefore also fetches the small
+    state after the step's forward, and loads it together with the step's apply.
+SNAPSHOT-2  An apply waits for the readers, up to `EXCLUSIVE_TIMEOUT_S`, then closes their connections. It never
     overlaps a read.
-SNAPSHOT-3  A healer changes nothing of its own before everything has arrived and every chunk's digest is right.
-SNAPSHOT-4  Nothing received is unpickled.
+SNAPSHOT-3  A healer changes its own state only after all of it has arrived and every chunk's digest is right.
+SNAPSHOT-4  Received data is never unpickled.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ log = logging.getLogger("elasticgang")
 EXCLUSIVE_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 10.0
 _ACCEPT_RETRY_S = 0.1
-BY_RANGE_FROM_BYTES = 16 << 20  # below that, to ask several takes longer than to take all from one
+BY_RANGE_FROM_BYTES = 16 << 20  # a smaller state comes faster from one source than from several
 
 _T = TypeVar("_T")
 
@@ -50,7 +52,7 @@ class Stateful(Protocol):
 
 
 def _placed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state with DTensors where its parameters are such."""
+    """An optimizer's state, with DTensors for parameters that are DTensors."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     placed = {
         index: {key: like(value, parameters[index]) for key, value in of_parameter.items()}
@@ -66,7 +68,7 @@ class _Reader:
 
 
 class SnapshotServer:
-    """The state of one rank, and the server by which its peers heal from it."""
+    """The state of one rank, and the server from which its peers heal."""
 
     def __init__(self, host: str | None = None) -> None:
         """`host`: the address to serve on; None serves nobody."""
@@ -80,7 +82,7 @@ class SnapshotServer:
         self._forward_done = False
         self._readers: set[_Reader] = set()
         self._digests = striped_fetch.Digests()
-        self._received: striped_fetch.ReceivedChunks | None = None  # of a heal that has not ended
+        self._received: striped_fetch.ReceivedChunks | None = None  # of an unfinished heal
         self._listener: socket.socket | None = None
         self._closed = threading.Event()
         self.address = ""
@@ -101,11 +103,11 @@ class SnapshotServer:
             elif hasattr(item, "param_groups"):
                 self._optimizers[name] = item
             else:
-                flatten(item.state_dict())  # refused now, not when a peer needs it
+                flatten(item.state_dict())  # raises now and not when a peer heals
                 self._others[name] = item
 
     def unregister(self, names: Sequence[str]) -> None:
-        """Forget the objects of these names. Nobody reads meanwhile (`exclusive`)."""
+        """Forget the objects of these names. Call it inside `exclusive`."""
         for name in names:
             for objects in (self._modules, self._parameters, self._optimizers, self._others):
                 objects.pop(name, None)
@@ -116,10 +118,10 @@ class SnapshotServer:
     def begin(self, attempt: Attempt | None) -> None:
         if attempt is not None:
             self._forget_received()
-        self._snapshot = self._small(cloned=True)  # also without a state: this rank's may be designated as the first
+        self._snapshot = self._small(cloned=True)  # also without state: this rank's may be designated (RECOVERY-3)
         for name, module in self._modules.items():
             if not any(isinstance(parameter, DTensor) for parameter in self._parameters[name].values()):
-                self._parameters[name] = dict(module.named_parameters())  # FSDP's has others while it is gathered
+                self._parameters[name] = dict(module.named_parameters())  # FSDP replaces them while it is gathered
         with self._changed:
             self._serving, self._forward_done = attempt, False
             self._changed.notify_all()
@@ -134,7 +136,8 @@ class SnapshotServer:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Raises OperationalError: a reader that was dropped does not end. The state must not be changed."""
+        """SNAPSHOT-2: no peer reads inside this context. Raises OperationalError: a reader does not end after its
+        connection was closed. The state must not be changed."""
         deadline = time.monotonic() + EXCLUSIVE_TIMEOUT_S
         with self._changed:
             self._serving = None
@@ -143,9 +146,11 @@ class SnapshotServer:
                 self._changed.wait(left)
             for reader in self._readers:
                 transport.shut(reader.sock)
-            # A reader whose connection is shut leaves at its next byte.
+            # A reader whose connection is closed ends at its next byte.
             if not self._changed.wait_for(lambda: not self._readers, EXCLUSIVE_TIMEOUT_S):
-                raise OperationalError(f"a healer still reads the state {EXCLUSIVE_TIMEOUT_S:g} s after it was dropped")
+                raise OperationalError(
+                    f"a healer still reads the state {EXCLUSIVE_TIMEOUT_S:g} s after its connection was closed"
+                )
         self._digests.forget()
         yield
 
@@ -165,7 +170,7 @@ class SnapshotServer:
             self._received = None
 
     def _small(self, *, cloned: bool) -> dict[str, Any]:
-        """What forward, or plain code around it, changes: buffers and registered objects."""
+        """The small state: buffers and registered objects, which forward and the code around it change."""
         buffers = {
             name: {key: buffer.detach().clone() if cloned else buffer for key, buffer in module.named_buffers()}
             for name, module in self._modules.items()
@@ -212,8 +217,8 @@ class SnapshotServer:
                     transport.at_once(sock)
                     threading.Thread(target=self._serve, args=(sock,), name="state-reader", daemon=True).start()
                     failed.pop_all()
-                except (OSError, RuntimeError) as exc:  # it has gone already; no descriptor or thread is left
-                    log.debug("a healer could not be served: %r", exc)
+                except (OSError, RuntimeError) as exc:  # the healer has gone, or no descriptor or thread is left
+                    log.debug("could not serve a healer: %r", exc)
                     self._closed.wait(_ACCEPT_RETRY_S)
 
     def _serve(self, sock: socket.socket) -> None:
@@ -233,15 +238,15 @@ class SnapshotServer:
                 else:
                     self._send_state(sock, request["after"])
             except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
-                log.debug("a healer was dropped: %r", exc)
+                log.debug("dropped a healer: %r", exc)
             finally:
                 with self._changed:
                     self._readers.discard(reader)
                     self._changed.notify_all()
 
     def _admit(self, reader: _Reader, attempt: Attempt, after: bool) -> str | None:
-        """Wait until this rank's step on `attempt` has begun and, with `after`, until its forward is done, however long
-        that takes; from then on no apply happens while it reads. Otherwise why it may not read."""
+        """Wait until this rank's step on `attempt` has begun and, with `after`, until its forward is done. From then on
+        no apply runs while `reader` reads (SNAPSHOT-1, SNAPSHOT-2). Returns why it may not read, or None."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._serving == attempt, READY_TIMEOUT_S):
                 return f"it serves {_in_words(self._serving)}, not {_in_words(attempt)}"
@@ -272,7 +277,7 @@ class SnapshotServer:
     # -- healing
 
     def heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        def load(state: dict[str, Any]) -> bool:
+        def load(state: dict[str, Any]) -> bool:  # SNAPSHOT-3: called with the complete state
             self._load_small(state["small"])
             self._load_large(state["large"])
             self._digests.forget()
@@ -291,11 +296,11 @@ class SnapshotServer:
 
     @property
     def num_received(self) -> int:
-        """Chunks that a heal which has not ended has so far."""
-        return 0 if self._received is None else self._received.num_came
+        """Chunks that an unfinished heal has received."""
+        return 0 if self._received is None else self._received.num_received
 
     def _num_bytes(self) -> int:
-        """Of the parameters."""
+        """The size of the local parameters."""
         return sum(local(each).nbytes for of_module in self._parameters.values() for each in of_module.values())
 
     @staticmethod
@@ -345,7 +350,7 @@ def _fetch(source: str, attempt: Attempt, after: bool, cancelled: Callable[[], b
         if "refused" in manifest:
             raise WireError(manifest["refused"])
         tensors = [_receive_tensor(sock, shape, dtype) for shape, dtype in manifest["tensors"]]
-    state: dict[str, Any] = unflatten(manifest["spec"], tensors)
+    state: dict[str, Any] = unflatten(manifest["spec"], tensors)  # SNAPSHOT-4
     return state
 
 

@@ -1,11 +1,12 @@
-"""The state from all that hold it at once, each giving a part of it.
+"""Striped fetch: downloads the state from all its holders at once, a part of it from each.
 
-FETCH-1  A chunk counts once its digest is the one on which the holders agree; who disagrees with the first is left out.
-FETCH-2  What forward changes may differ between holders: it comes from one of them, whole.
-FETCH-3  What a holder that dies, or sends what is wrong, has not given is given by the others.
-FETCH-4  Nothing of the caller's is written to. What is returned is all there, and nobody writes to it any more.
-FETCH-5  A chunk that came is asked for no more, in this pull or the next, while its digest is the one agreed on: a
-    state that takes longer than a generation lives comes over several.
+FETCH-1  A chunk counts only with the digest on which the holders agree. A holder that disagrees with the first one is
+    not used.
+FETCH-2  The small state (what forward changes) may differ between holders, so all of it comes from one of them.
+FETCH-3  If a holder dies or sends wrong data, the other holders send the chunks that it has not delivered.
+FETCH-4  The fetch writes to no memory of the caller. The returned state is complete, and no thread writes to it later.
+FETCH-5  A received chunk is not requested again, in this fetch or the next, while its digest stays the agreed one. So a
+    state that takes longer than one generation arrives over several.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
 
-RUN = 4  # chunks asked for at once
+RUN = 4  # chunks in one request
 _MAX_REQUEST_BYTES = 1 << 16
 _POLL_S = 0.02
 _FAILURES = (OSError, WireError, ValueError, KeyError, TypeError, IndexError, RuntimeError)
 
 
-# -- the holder's side
+# -- the holder
 
 
 class Digests:
-    """Those of the chunks of one attempt, so that who comes again does not wait for them again."""
+    """The chunk digests of one attempt, kept for further healers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,13 +52,13 @@ class Digests:
             return self._known[1]
 
     def forget(self) -> None:
-        """The state changes. Nobody reads it any more."""
+        """The state is about to change, and has no readers."""
         with self._lock:
             self._known = None
 
 
 def serve(sock: socket.socket, attempt: Attempt, small: Any, large: Any, digests: Digests) -> None:
-    """Answer a `StripedFetch`, until it closes."""
+    """Answer a `StripedFetch` until it closes the connection."""
     small_spec, small_tensors = flatten(small)
     large_spec, large_tensors = flatten(large)
     parts = list(itertools.chain(*map(transport.chunks, large_tensors)))
@@ -78,25 +79,25 @@ def serve(sock: socket.socket, attempt: Attempt, small: Any, large: Any, digests
                 sock.sendall(parts[index])
 
 
-# -- the healer's side
+# -- the healer
 
 
 class ReceivedChunks:
-    """The chunks that have come: FETCH-5. All of it under `changed`."""
+    """The chunks received so far (FETCH-5). `changed` guards all fields."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.tensors: list[Tensor] = []
         self.missing: set[int] = set()
-        self.asked: set[int] = set()  # of a holder that may yet give it, for this pull or an earlier one
-        self.num_came = 0
+        self.requested: set[int] = set()  # from a holder that may still send it, in this fetch or an earlier one
+        self.num_received = 0
         self._shapes: list[Any] | None = None
         self._views: list[memoryview] = []
         self._digests: list[str] = []
         self._is_closed = False
 
     def expect(self, shapes: list[Any], digests: list[str]) -> None:
-        """From now on those of `digests` are wanted. What came before and is among them stays."""
+        """Expect the chunks with these `digests`. Received chunks that are among them are kept."""
         if shapes != self._shapes:
             tensors = [transport.empty(*shape) for shape in shapes]
             views = list(itertools.chain(*map(transport.chunks, tensors)))
@@ -109,54 +110,53 @@ class ReceivedChunks:
                 if index in self.missing or old != new
             }
         if len(views) != len(digests):
-            raise WireError("there are not as many digests as chunks")
+            raise WireError(f"{len(digests)} digests do not match {len(views)} chunks")
         self.tensors, self.missing, self._shapes, self._views, self._digests = tensors, missing, shapes, views, digests
 
-    def to_ask(self) -> list[int]:
-        """What is missing; last what an earlier pull has asked for."""
-        return sorted(self.missing, key=lambda index: (index in self.asked, index))
+    def to_request(self) -> list[int]:
+        """The missing chunks; those that an earlier fetch has requested come last."""
+        return sorted(self.missing, key=lambda index: (index in self.requested, index))
 
     def num_bytes(self, index: int) -> int:
         return len(self._views[index])
 
     def put(self, index: int, digest: str, data: memoryview) -> bool:
-        """Keep a chunk that has this digest. False: it is not wanted, or here already."""
+        """Keep a chunk with this digest. False: it is not expected, or received already."""
         with self.changed:
             if self._is_closed or index not in self.missing or self._digests[index] != digest:
                 return False
             self._views[index][:] = data
             self.missing.discard(index)
-            self.num_came += 1
+            self.num_received += 1
             self.changed.notify_all()
             return True
 
     def close(self) -> None:
-        """Nothing is kept any more."""
+        """Accept no further chunk (FETCH-4)."""
         with self.changed:
             self._is_closed = True
 
 
 class StripedFetch:
-    """One pull of the state of `attempt`. `run` is called once.
-
-    Once it is cancelled, what holders have been asked for still goes into `arrived`."""
+    """One fetch of the state of `attempt`. Call `run` once. Chunks that arrive after it was cancelled still go into
+    `received`."""
 
     def __init__(
-        self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool], arrived: ReceivedChunks
+        self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool], received: ReceivedChunks
     ) -> None:
-        self._sources, self._attempt, self._cancelled, self._received = sources, attempt, cancelled, arrived
-        self._changed = arrived.changed
+        self._sources, self._attempt, self._cancelled, self._received = sources, attempt, cancelled, received
+        self._changed = received.changed
         self._agreed: list[Any] | None = None  # the large state's spec, shapes and digests
-        self._open: list[int] = []  # of what is missing, what nobody has been asked for
+        self._open: list[int] = []  # missing chunks that no holder has been asked for
         self._small: dict[str, Any] | None = None
-        self._small_asked = False
+        self._small_requested = False
         self._sockets: list[socket.socket] = []
         self._num_live = len(sources)
         self._is_over = False
-        self.given: dict[str, int] = {}  # chunks by source
+        self.num_from: dict[str, int] = {}  # received chunks by source
 
     def run(self) -> dict[str, Any] | None:
-        """The state, or None when it cannot be had from these sources."""
+        """The state, or None if these sources cannot deliver it."""
         threads = [threading.Thread(target=self._pull, args=(source,), daemon=True) for source in self._sources]
         for thread in threads:
             thread.start()
@@ -177,7 +177,7 @@ class StripedFetch:
 
     def _pull(self, source: str) -> None:
         mine: list[int] = []
-        asks_small = False
+        requests_small = False
         try:
             with transport.connect(source) as sock:
                 with self._changed:
@@ -187,12 +187,12 @@ class StripedFetch:
                 small_manifest = self._agree(sock, source)
                 reached("source_agreed")
                 while True:
-                    asks_small, mine = self._take()
-                    if not asks_small and not mine:
+                    requests_small, mine = self._take()
+                    if not requests_small and not mine:
                         return
-                    if asks_small:
+                    if requests_small:
                         self._receive_small(sock, *small_manifest)
-                        asks_small = False
+                        requests_small = False
                     self._receive_chunks(sock, mine, source)
                     self._returned(mine)
                     mine = []
@@ -202,13 +202,13 @@ class StripedFetch:
         finally:
             self._returned(mine)
             with self._changed:
-                self._open += mine
-                self._small_asked = self._small_asked and not asks_small
+                self._open += mine  # FETCH-3
+                self._small_requested = self._small_requested and not requests_small
                 self._num_live -= 1
                 self._changed.notify_all()
 
     def _agree(self, sock: socket.socket, source: str) -> list[Any]:
-        """FETCH-1. What the small state is made of at this source."""
+        """FETCH-1. Returns the manifest of the small state at this source."""
         request = {"attempt": list(self._attempt), "after": False, "by_range": True}
         transport.send(sock, json.dumps(request).encode())
         transport.await_answer(sock, lambda: self._is_over or self._cancelled())
@@ -220,30 +220,31 @@ class StripedFetch:
                 if self._is_over:
                     raise WireError("the generation ended")
                 self._received.expect(*manifest["large"][1:])
-                self._open = self._received.to_ask()
+                self._open = self._received.to_request()
                 self._agreed = manifest["large"]
             elif manifest["large"] != self._agreed:
-                raise WireError("its state is not what another one holds of the same step")
+                raise WireError("its state differs from another holder's state of the same step")
             self._changed.notify_all()
         small: list[Any] = manifest["small"]
         return small
 
     def _take(self) -> tuple[bool, list[int]]:
-        """What to ask for next; nothing once all is there. Waits while others may yet leave something."""
+        """What to request next: the small state (FETCH-2), and chunks; nothing once all have arrived. Waits while other
+        holders have open requests."""
         with self._changed:
             while not (self._is_done() or self._is_over):
                 self._open = [index for index in self._open if index in self._received.missing]
-                if not self._small_asked or self._open:
-                    asks_small, self._small_asked = not self._small_asked, True
+                if not self._small_requested or self._open:
+                    requests_small, self._small_requested = not self._small_requested, True
                     mine, self._open = self._open[:RUN], self._open[RUN:]
-                    self._received.asked.update(mine)
-                    return asks_small, mine
+                    self._received.requested.update(mine)
+                    return requests_small, mine
                 self._changed.wait(_POLL_S)
         return False, []
 
     def _returned(self, indices: Sequence[int]) -> None:
         with self._changed:
-            self._received.asked.difference_update(indices)
+            self._received.requested.difference_update(indices)
 
     def _receive_small(self, sock: socket.socket, spec: Any, shapes: list[Any]) -> None:
         transport.send(sock, b'"small"')
@@ -271,4 +272,4 @@ class StripedFetch:
             if transport.digest(part).hex() != digest:
                 raise WireError(f"the digest of chunk {index} is wrong")
             if self._received.put(index, digest, part):
-                self.given[source] = self.given.get(source, 0) + 1
+                self.num_from[source] = self.num_from.get(source, 0) + 1

@@ -1,4 +1,4 @@
-"""Messages and tensors' bytes between healers and those they heal from: a length and JSON, or chunks with a digest."""
+"""The wire format of healing: messages are a length and JSON; tensors are chunks with a digest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elasticgang.errors import WireError
 from elasticgang.state.serialization import as_bytes
 
 HEAL_TIMEOUT_S = 30.0
-FORWARD_TIMEOUT_S = 600.0  # a guard: a forward that hangs is ended by the hang detector, its generation by a timeout
+FORWARD_TIMEOUT_S = 600.0  # only a guard: the hang detector or a collective's timeout ends a forward that hangs
 CHUNK_BYTES = 4 << 20
 DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 64 << 20
@@ -61,13 +61,13 @@ def connect(source: str) -> socket.socket:
 
 
 def at_once(sock: socket.socket) -> None:
-    """Do not let the last piece of a message wait for the acknowledgement of the one before (40 ms on Linux)."""
+    """Send the last segment of a message without waiting for the acknowledgement of the one before (40 ms on Linux)."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def await_answer(sock: socket.socket, cancelled: Callable[[], bool], timeout_s: float = HEAL_TIMEOUT_S) -> None:
-    """Until the source begins its step, and no longer than the generation lives: the source may have left it, and wait
-    for this rank to do the same."""
+    """Wait until the source begins its step, but no longer than the generation lasts: the source may have left it and
+    wait for this rank to leave too."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""The training loop's parts: the optimizer that votes, data-parallel gradients, the global batch."""
+"""Parts of the training loop: the voting optimizer, data-parallel gradients, the global batch, and `join`."""
 
 from elasticgang.train.data import GlobalBatch, Slot, Slots
 from elasticgang.train.ddp import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""The global batch: constant in size, made of slots of one size, divided over whoever is there."""
+"""The global batch: its size is constant, it consists of slots of one size, and the active ranks divide the slots."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from elasticgang.train.partition import pass_ranges, slots_of
 class Slot:
     """One microbatch.
 
-    `index`: the samples, int64 `[slot]`. `seed`: of this slot alone, whoever computes it. `last`: whether it is the
-    last one of this rank's share.
+    `index`: the samples, int64 `[slot]`. `seed`: unique to this slot and independent of the rank that computes it.
+    `last`: whether it is the last slot of this rank's share.
     """
 
     number: int
@@ -35,8 +35,8 @@ class Slot:
 
 
 class Slots(Sequence[Slot]):
-    """One rank's share of a step's slots; empty for a learner. Iterating seeds torch's generators for each slot, and
-    leaves a step that is lost before its next slot."""
+    """One rank's share of a step's slots; empty for a learner. The iteration seeds torch's generators for each slot.
+    When the step is lost, it raises StepAborted before the next slot."""
 
     def __init__(self, slots: Sequence[Slot], step: Step | None = None) -> None:
         self._slots = tuple(slots)
@@ -44,7 +44,7 @@ class Slots(Sequence[Slot]):
 
     @property
     def num_samples(self) -> int:
-        """Samples in this share, which is the `weight` of a loss that is summed over samples."""
+        """Samples in this share: the `weight` of a loss that is summed over samples."""
         return sum(slot.num_samples for slot in self._slots)
 
     def __len__(self) -> int:
@@ -74,17 +74,17 @@ class Slots(Sequence[Slot]):
 
 
 class GlobalBatch:
-    """The samples of every step, in an order that `seed` alone decides.
+    """The samples of every step, in an order that depends on `seed` alone (RULE-5).
 
-    A pass over the data has an order of its own; where `size` does not divide `num_samples`, a batch holds the tail of
-    one pass and the head of the next, so that each pass takes each sample exactly once.
+    Each pass over the data has its own order and contains each sample exactly once. If `size` does not divide
+    `num_samples`, a batch can contain the tail of one pass and the head of the next.
     """
 
     def __init__(self, num_samples: int, *, size: int, slot: int, seed: int = 0) -> None:
-        """`size`: samples in a global batch. `slot`: samples in a slot, which `size` must be a multiple of.
+        """`size`: samples in a global batch, a multiple of `slot`. `slot`: samples in a slot.
 
         Raises:
-            ValueError: a number is below 1, or `size` is no multiple of `slot`.
+            ValueError: a number is below 1, or `size` is not a multiple of `slot`.
         """
         for name, value in (("num_samples", num_samples), ("size", size), ("slot", slot)):
             if value < 1:
@@ -100,11 +100,11 @@ class GlobalBatch:
         return self.size // self.slot
 
     def slots(self, step: Step) -> Slots:
-        """This rank's share of `step`: a function of the seed, the step's index and the rank's coordinates alone."""
+        """This rank's share of `step`. It depends only on the seed, the step's index and the rank's share."""
         return Slots(self.share(step.index, step.share), step)
 
     def share(self, step_index: int, share: Share | None) -> Slots:
-        """Part `share` of the slots of step `step_index`; none for None.
+        """The slots of the part `share` of step `step_index`; empty for None.
 
         Raises:
             ValueError: the ranks of an sdp gang would have different numbers of slots.
@@ -114,14 +114,13 @@ class GlobalBatch:
         if self.num_slots % share.group_size:
             raise ValueError(
                 f"`size` must be a multiple of `slot` x `sdp` ({self.slot} x {share.group_size}), so that the ranks of "
-                "an "
-                f"sdp gang have as many slots, but is {self.size} instead."
+                f"an sdp gang have equally many slots, but is {self.size} instead."
             )
         numbers = slots_of(self.num_slots, share.index, share.count, share.group_size)
         return Slots([self._slot(step_index, number, number == numbers[-1]) for number in numbers])
 
     def samples(self, step_index: int) -> Tensor:
-        """All samples of a step in order, int64 `[size]`."""
+        """All samples of a step, in order: int64 `[size]`."""
         return self._samples(step_index * self.size, self.size)
 
     def _slot(self, step_index: int, number: int, last: bool) -> Slot:
@@ -139,14 +138,14 @@ class GlobalBatch:
 
 
 def _seed(seed: int) -> None:
-    """torch's generators, without what `torch.manual_seed` does where CUDA is not initialized: it keeps each seed, with
-    the traceback of its caller, for later; milliseconds and memory in every slot."""
+    """Seed torch's generators. While CUDA is not initialized, `torch.manual_seed` would also store each seed with its
+    caller's traceback for later, which takes milliseconds and memory for every slot."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
 
 
 def _mix(*numbers: int) -> int:
-    """A seed for torch from several numbers, the same in every process."""
+    """A seed for torch from several numbers, equal in every process."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,12 +1,12 @@
-"""Data-parallel gradients: torch's own DistributedDataParallel, reduced over the gang.
+"""Data-parallel gradients: torch's DistributedDataParallel, with its buckets reduced over the gang.
 
-DDP-1 Building communicates nothing, so that a newcomer builds while the others train.
-DDP-2 The buckets are fixed when built, in the order in which backward is likely to fill them: torch rebuilds them after
-    the first backward, so that a newcomer's would differ from a veteran's.
-DDP-3 The communication hook never raises and its future never fails: an exception inside backward breaks DDP's next
+DDP-1  Construction communicates nothing, so that a newcomer builds its model while the others train.
+DDP-2  Construction fixes the buckets, in the order in which backward is likely to fill them. Otherwise torch rebuilds
+    them after the first backward, and a newcomer's would differ from those of the other ranks.
+DDP-3  The communication hook never raises and its future never fails: an exception inside backward breaks DDP's next
     step.
-DDP-4 The hook waits for nothing: its future is done at once, with the bucket, and `finish` waits for what it has
-    started. Until then a gradient is this rank's, or on its way.
+DDP-4  The hook never waits: its future is complete at once, with the bucket, and `finish` waits for the reductions.
+    Until then a gradient is this rank's own or partly reduced.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -35,26 +35,26 @@ _Reduced = tuple[list[Tensor], list[Tensor]]
 
 
 class _FixedBuckets(nn.parallel.DistributedDataParallel):
-    """DDP-2. Torch cuts the buckets of where it looks for unused parameters when it is built; else with the first
-    backward, which is done here instead."""
+    """DDP-2. With `find_unused_parameters` torch cuts the buckets at construction. Without it, torch would cut them at
+    the first backward, so `fix` does it."""
 
     def _build_params_for_reducer(self) -> Any:
         parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
 
     def fix(self) -> int:
-        """The number of buckets."""
+        """Cut the buckets now. Returns their number."""
         rebuild_buckets(self.reducer)
         return len(zeroed_buckets(self.reducer))
 
 
 class DistributedDataParallel(nn.Module):
-    """`module`, with its gradients summed over `manager.gangs.dp`, or only over the replica groups (`over="rdp"`), for
-    a module of which each rank of an `sdp` gang holds a part.
+    """Wraps `module` and sums its gradients over `manager.gangs.dp`. With `over="rdp"` it sums over the replica groups
+    only, for a module of which each rank of an `sdp` gang holds a part.
 
     Gradients are sums, not means: `Optimizer.step(weight=)` divides them by the total weight. Backward must run inside
-    `accumulate`; the one with `last=True` starts to reduce, and `Optimizer.step` waits for it: between the two nobody
-    may read the gradients. Its `state_dict` is the module's.
+    `accumulate`. The one with `last=True` starts the reduction, and `Optimizer.step` waits for it: do not read the
+    gradients in between. `state_dict` is the module's.
     """
 
     def __init__(
@@ -66,11 +66,12 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
-        """`find_unused_parameters`: look, in each forward, for parameters that the last backward leaves out. Without
-        it, a step in which there are some takes longer instead: torch's wrapper is built anew.
+        """`find_unused_parameters`: in each forward, look for parameters that backward does not reach. Without it, a
+        step in which the last backward leaves out parameters takes longer: torch's wrapper is rebuilt.
 
         Raises:
-            ValueError: `over` is neither "dp" nor "rdp", or a parameter is a DTensor, which its reducer cannot take.
+            ValueError: `over` is neither "dp" nor "rdp", or a parameter is a DTensor, which torch's reducer does not
+                accept.
         """
         super().__init__()
         if over not in ("dp", "rdp"):
@@ -87,14 +88,14 @@ class DistributedDataParallel(nn.Module):
         self._bucket_cap_mb = bucket_cap_mb
         self._finds_unused = find_unused_parameters
         self._pending: list[Work] = []
-        self._reduced: list[_Reduced] = []  # bucket by bucket
-        self._is_under_way = False  # torch's wrapper counts on a backward that reaches all
+        self._reduced: list[_Reduced] = []  # one entry for each bucket
+        self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
         self._has_warned = False
         self._build()
         manager.add_reducer(self)
 
     def _build(self) -> None:
-        # DDP itself sees a group of one, which never changes; what crosses ranks goes through the hook.
+        # DDP itself uses a group of one rank, which never changes (DDP-1); the hook communicates with the other ranks.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ddp = _FixedBuckets(
@@ -108,7 +109,7 @@ class DistributedDataParallel(nn.Module):
             )
         ddp.register_comm_hook(None, self._hook)
         self._num_buckets = ddp.fix()
-        self._ddp = [ddp]  # in a list: not a submodule, whose parameters would be named twice
+        self._ddp = [ddp]  # in a list, so that it is not a submodule: its parameters would appear twice
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ddp = self._ddp[0]
@@ -117,12 +118,13 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of one slot; `last` is the rank's last slot, whose backward reduces."""
+        """Use it around forward and backward of one slot. `last`: the rank's last slot, whose backward reduces."""
         self._manager.step.check()
         with contextlib.nullcontext() if last else self._ddp[0].no_sync():
             yield
 
     def _hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
+        """DDP-3, DDP-4."""
         self._reduced.append((bucket.parameters(), bucket.gradients()))
         self._reduce(bucket.buffer())
         done: Future[Tensor] = Future()
@@ -153,7 +155,7 @@ class DistributedDataParallel(nn.Module):
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "the last backward of step %d has not reached all parameters of the module; if that is usual, "
+                "the last backward of step %d did not reach all parameters of the module; if that is usual, "
                 "`DistributedDataParallel(..., find_unused_parameters=True)` takes less time",
                 self._manager.step.index,
             )
@@ -184,7 +186,7 @@ class DistributedDataParallel(nn.Module):
 
     def close(self) -> None:
         self._forget()
-        self._ddp.clear()  # its hook is what keeps this object and the module alive
+        self._ddp.clear()  # its hook keeps this object and the module alive
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Where a rank's rooms are put together."""
+"""`join`: makes a rank's manager from its rendezvous and its snapshot server."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def join(
     device: torch.device | str | None = None,
     process_group: str | Callable[[], ProcessGroup] | None = None,
 ) -> QuorumManager:
-    """Become a member of the job that this process was started for by `elasticgang run`; in any other process, of a
-    job of one, with fake gangs and without coordinator or subprocess. Nothing is sent before the first step.
+    """Join the job for which `elasticgang run` started this process. In any other process, start a job of one rank,
+    with fake gangs and without coordinator or subprocess. Nothing is sent before the first step.
 
-    `process_group`: what carries the collectives of the gangs, the same on every rank: a name that `elasticgang run
-    --process-group` takes, whose choice is the default, or a function that makes a torchft `ProcessGroup`. It is
-    called once for each gang (gangs of the same ranks share a group); the runtime then calls the group's `configure`
-    in every generation, and its `abort`. Votes always use isolated Gloo.
+    `process_group`: the process groups of the gangs, the same on every rank. Either a name, as for `elasticgang run
+    --process-group`, which sets the default; or a function that makes a torchft `ProcessGroup`. The runtime calls it
+    once for each gang (gangs of the same ranks share a group), and then the group's `configure` in every generation,
+    and its `abort`. Votes always use isolated Gloo.
 
     Raises:
-        ValueError: `process_group` is no such name, or the group it names does not serve `device`.
-        NotSupportedError: the process group it names is not available here.
-        InvalidOperationError: called twice in one process; or WORLD_SIZE says that this is one of several processes,
-            but another launcher started them, so that each would train alone.
-        LayoutError: alone, and `layout` needs more than one rank.
+        ValueError: `process_group` is not a valid name, or the group does not support `device`.
+        NotSupportedError: the process group is not available on this machine.
+        InvalidOperationError: called twice in one process; or WORLD_SIZE is greater than 1 but another launcher started
+            the processes, so that each would train alone.
+        LayoutError: the process is alone, and `layout` needs more than one rank.
     """
     global _joined
     layout = layout or ParallelLayout()
@@ -54,7 +54,7 @@ def join(
         process_group = context.process_group
     _check_process_group(process_group, device)
     if context is not None and _joined:
-        raise InvalidOperationError("this process has joined already; there is one manager to a rank process")
+        raise InvalidOperationError("this process has joined already; a rank process has one manager")
     if context is None:
         _refuse_other_launchers()
     _joined = True

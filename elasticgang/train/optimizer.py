@@ -1,7 +1,7 @@
 """An optimizer whose `step` is a vote.
 
-A model's parameters may lie on several meshes, and plain ones beside them: torch has no operation over such a mixture,
-so that each gradient is divided and clipped in its local part.
+A model's parameters may be DTensors on several meshes, together with plain tensors. torch has no operation over such a
+mixture, so each gradient is divided and clipped in its local part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COMMUNICATING = frozenset({"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer"})
 
 
 class Optimizer:
-    """`optimizer`, applied to a step by all ranks or by none. One to a manager."""
+    """Wraps `optimizer`: all ranks apply a step, or none does. A manager has one."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class Optimizer:
         *,
         replicated: Mapping[str, Iterable[Tensor]] | None = None,
     ) -> None:
-        """`replicated`: the parameters that all ranks of the gang "tp", "sdp" or "pp" have alike, which the norm of
-        the whole model's gradient counts once. What a DTensor replicates is known.
+        """`replicated`: for the gangs "tp", "sdp" and "pp", the parameters that are equal on all ranks of the gang. The
+        gradient norm of the whole model counts them once. Do not list what a DTensor's own mesh replicates.
 
         Raises:
             ValueError: `replicated` names another gang.
             NotSupportedError: a step of `optimizer` communicates, so that a death could leave it applied on some ranks
-                only.
+                only (RULE-10).
         """
         _refuse_communicating(optimizer)
         self.optim = optimizer
@@ -61,14 +61,14 @@ class Optimizer:
         return groups
 
     def step(self, *, weight: float, max_norm: float | None = None) -> bool:
-        """Vote on the step and, when it is committed, apply it: gradients are divided by the sum of all ranks'
-        `weight`, clipped to `max_norm` (2-norm over all parameters of the model, on whatever ranks) if given, applied,
-        and set to None.
+        """Vote on the step and apply it if it is committed: divide the gradients by the sum of all ranks' `weight`,
+        clip them to `max_norm` if given (the 2-norm over all parameters of the model, on all ranks), apply them, and
+        set them to None.
 
-        `weight`: what this rank's losses were summed over, samples or tokens; 0 when it had no slots.
+        `weight`: the number of samples or tokens that this rank's losses were summed over; 0 without slots.
 
-        Returns True when the step is committed and this rank's state holds it, False when it is dropped; it is then
-        tried again with the same samples. Blocks until that is known, through a generation change if need be.
+        Returns True if the step is committed and in this rank's state. Returns False if it is dropped; it is then tried
+        again with the same samples. Blocks until that is decided, possibly through a generation change.
 
         Raises:
             ValueError: `weight` is negative or not finite. Nothing was sent.
@@ -88,7 +88,7 @@ class Optimizer:
         )
 
     def _make_ready(self, total: float, max_norm: float | None, norm: float | None = None) -> None:
-        """`norm`: of the whole model's gradient; None: of what is here."""
+        """Divide and clip the gradients. `norm`: the norm of the whole model's gradient; None: compute it here."""
         by_kind: dict[Any, list[Tensor]] = defaultdict(list)
         for gradient in self._gradients():
             part = stored(gradient)
@@ -103,7 +103,7 @@ class Optimizer:
             multiply_all(parts, coefficient.to(device))
 
     def _norm_here(self) -> Tensor:
-        """The norm of all gradients, none of which is divided among ranks by the layout."""
+        """The norm of all gradients, for a layout that does not divide the model among ranks."""
         by_mesh: dict[Any, list[Tensor]] = defaultdict(list)
         for gradient in self._gradients():
             if isinstance(gradient, DTensor) and gradient.device_mesh.size() > 1:
@@ -120,8 +120,8 @@ class Optimizer:
         self.optim.zero_grad(set_to_none=True)
 
     def _split_mixed_lists(self) -> None:
-        """Let torch's optimizers take the parameters of a group one by one where plain ones are beside DTensors: their
-        `foreach` and `fused` forms, which `None` may choose, raise for such a list, in the middle of an apply."""
+        """Turn off `foreach` and `fused` in parameter groups that mix plain tensors and DTensors: these forms, which
+        `None` may select, raise for such a list in the middle of an apply."""
         for index, group in enumerate(self.optim.param_groups):
             asked = [form for form in ("foreach", "fused") if group.get(form)]
             may_choose = "foreach" in group and group["foreach"] is None
@@ -133,7 +133,7 @@ class Optimizer:
                 log.warning("parameter group %d has plain tensors beside DTensors: %s is turned off", index, forms)
 
     def _square(self) -> float:
-        """This rank's part of the square of the gradient's norm: what several ranks have alike counts once."""
+        """This rank's part of the squared gradient norm. Elements that several ranks have count once in the sum."""
         square = 0.0
         for parameter in self._parameters():
             if parameter.grad is not None:
@@ -143,22 +143,22 @@ class Optimizer:
         return square
 
     def _num_alike(self, parameter: Tensor) -> int:
-        """The number of ranks that have each element of this rank's part of the gradient alike."""
+        """The number of ranks that have the same elements of the parameter's gradient."""
         known = replicating_dims(parameter.grad)
         named = self._axes_alike.get(parameter, set()) - {name for name, _ in known}
         sizes: list[int] = [size for _, size in known] + [getattr(self._manager.layout, axis) for axis in named]
         return math.prod(sizes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's. A committed `step` has done it."""
+        """Call the wrapped optimizer's. A committed `step` does this by itself."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
+        """Return the wrapped optimizer's."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped optimizer."""
+        """Load it into the wrapped optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def _parameters(self) -> list[Tensor]:
@@ -169,11 +169,11 @@ class Optimizer:
 
 
 def _refuse_communicating(optimizer: torch.optim.Optimizer) -> None:
-    """RULE-10: applying a step is atomic."""
+    """RULE-10: nothing inside an apply communicates."""
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _COMMUNICATING and kind.__module__.startswith("torch.distributed."):
             raise NotSupportedError(
                 f"`optimizer` must not communicate in its step, but {kind.__name__} does: a rank that dies there would "
-                "leave the step applied on some ranks only. Give an optimizer of torch.optim; to shard its state, "
+                "leave the step applied on some ranks only. Use an optimizer of torch.optim; to shard its state, "
                 "declare `ParallelLayout(sdp=...)` and use `fully_shard`."
             )

@@ -1,8 +1,8 @@
-"""Which samples a step takes, and which of its slots fall to whom.
+"""Partition of a batch: the samples of a step, and the slots of each rank.
 
 Pure. A position counts samples from the start of training: step `s` takes the positions `[s*size, (s+1)*size)`. Pass
-`p` over the data holds the positions `[p*n, (p+1)*n)`, in an order of its own. So no sample is left out at the end of
-a pass and none is repeated: the tail of a pass and the head of the next share a batch where `size` does not divide `n`.
+`p` over the data consists of the positions `[p*n, (p+1)*n)`, in its own order. So a pass omits and repeats no sample:
+where `size` does not divide `n`, the tail of a pass and the head of the next share a batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PassRange:
-    """Consecutive places `[start, stop)` in the order of one pass."""
+    """Consecutive indices `[start, stop)` into the order of one pass."""
 
     pass_index: int
     start: int
@@ -20,17 +20,17 @@ class PassRange:
 
 
 def slots_of(num_slots: int, index: int, count: int, group_size: int = 1) -> range:
-    """The slots of part `index` of `count`: consecutive, and as even as can be when each `group_size` consecutive parts
-    are of one size.
+    """The slots of part `index` of `count`. They are consecutive. Each `group_size` consecutive parts are equally
+    large, and otherwise the parts are as even as possible.
 
     Raises:
-        ValueError: `index` is no part, or `num_slots` or `count` no multiple of `group_size`.
+        ValueError: `index` is not below `count`, or `num_slots` or `count` is not a multiple of `group_size`.
     """
     if not 0 <= index < count:
         raise ValueError(f"`index` must be at least 0 and less than `count` ({count}), but is {index} instead.")
     if num_slots % group_size or count % group_size:
         raise ValueError(
-            f"{num_slots} slots in {count} parts cannot be divided so that each {group_size} parts are alike."
+            f"{num_slots} slots in {count} parts cannot be divided so that each {group_size} parts are equally large."
         )
     run, place = divmod(index, group_size)
     first, last = (at * (num_slots // group_size) // (count // group_size) for at in (run, run + 1))
@@ -39,7 +39,7 @@ def slots_of(num_slots: int, index: int, count: int, group_size: int = 1) -> ran
 
 
 def pass_ranges(first_position: int, num_positions: int, num_samples: int) -> list[PassRange]:
-    """The positions `[first_position, first_position + num_positions)` as runs within passes."""
+    """The positions `[first_position, first_position + num_positions)` as ranges within passes."""
     runs = []
     position, end = first_position, first_position + num_positions
     while position < end:

@@ -1,10 +1,9 @@
 """Gradients of a sharded module, summed over the replica groups.
 
-SHARDED-1  What the ranks of an sdp gang do to each other's gradients in backward is the module's own matter
-    (`fully_shard`); here each rank's part is summed over the ranks that hold the same part, when the last backward is
-    done.
-SHARDED-2  Every rank reduces as many bytes in the same order, a learner zeros, so that no rank waits for another's
-    backward.
+SHARDED-1  The module itself (`fully_shard`) reduces gradients within an sdp gang, during backward. After the last
+    backward, this class sums each rank's part over the ranks that hold the same part.
+SHARDED-2  Every rank reduces equally many bytes in the same order; a learner contributes zeros. So no rank waits for
+    another's backward.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from elasticgang.state.dtensor import like, local
 
 
 class ShardedDataParallel(nn.Module):
-    """`module`, of which each rank of an sdp gang holds a part, with its gradients summed over `manager.gangs.rdp`.
+    """Wraps `module`, of which each rank of an sdp gang holds a part, and sums its gradients over `manager.gangs.rdp`.
 
-    For modules of FSDP2, `fully_shard(module, mesh=manager.gangs.device_mesh("sdp"))`: what they reduce over `sdp`
-    becomes a sum, as everywhere here, and `Optimizer.step(weight=)` divides it. Its `state_dict` is the module's.
+    For FSDP2 modules, `fully_shard(module, mesh=manager.gangs.device_mesh("sdp"))`: they then reduce sums over `sdp`
+    instead of means, and `Optimizer.step(weight=)` divides them. `state_dict` is the module's.
     """
 
     def __init__(self, manager: QuorumManager, module: nn.Module) -> None:
@@ -46,11 +45,12 @@ class ShardedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of one slot; `last` is the rank's last slot."""
+        """Use it around forward and backward of one slot. `last`: the rank's last slot."""
         self._manager.step.check()
         yield
 
     def contribute(self) -> None:
+        """SHARDED-1, SHARDED-2."""
         if self._sums:
             return
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}

@@ -99,7 +99,7 @@ class Killer:
         ]
 
     def _is_rank(self, pid: int) -> bool:
-        """Whether `pid` runs and is a rank process: a child of the agent, and the leader of a process group."""
+        """KILL-1: whether `pid` runs and is a rank process: a child of the agent, and the leader of a process group."""
         try:
             with open(f"/proc/{pid}/stat") as file:
                 # pid (comm) state ppid pgrp ...; comm may hold anything

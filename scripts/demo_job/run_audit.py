@@ -44,11 +44,11 @@ class CommittedRun:
 
     @property
     def torn(self) -> list[int]:
-        """Steps that were committed in two different attempts."""
+        """Steps that were committed in two different attempts (AUDIT-1)."""
         return [step for step, attempts in self.attempts.items() if len(attempts) > 1]
 
     def samples(self, step: int) -> Counter[int]:
-        """What the committed attempts of `step` are made of; with two attempts, both."""
+        """The samples in the committed attempts of `step` (AUDIT-2); with two attempts, those of both."""
         attempts = self.attempts.get(step, ())
         return Counter(
             sample for attempt in attempts for share in self.shares[attempt].values() for sample in share.samples
@@ -122,8 +122,8 @@ class Phases:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What followed a kill. None: it cannot be measured, because the run ended before, or because the victim had no
-    seat yet, so that the others had nothing to recover from (`seated`)."""
+    """What followed a kill. None: it cannot be measured (AUDIT-3), because the run ended before, or because the victim
+    had no seat yet, so that the others had nothing to recover from (`seated`)."""
 
     kill: Kill
     seated: bool

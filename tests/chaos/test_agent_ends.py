@@ -68,7 +68,7 @@ def test_the_others_do_not_wait_for_an_agent_that_ends_in_the_midst_of_a_step(
         cluster.release(12)
         cluster.check(alone, [first])
         change = change_to(first, 2)
-        assert change["cause"] == f"agent {id_of(second)} is ended by {number.name}"
+        assert change["cause"] == f"agent {id_of(second)} exits on {number.name}"
         assert change["phases_ms"]["quorum"] < SOON_MS
 
 

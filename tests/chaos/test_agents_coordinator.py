@@ -61,6 +61,7 @@ def newest(job: Job) -> int:
     return max(int(event["generation"]) for event in job.events() if event["event"] == "generation")
 
 
+# CONTROL-1
 @pytest.mark.parametrize("state", [True, False])
 def test_a_rank_that_dies_while_it_is_away_is_noticed_and_waited_with(tmp_path: Path, alone: str, state: bool) -> None:
     """The record is in the coordinator's file, or only with the agents."""

@@ -199,6 +199,7 @@ def test_the_end_of_a_generation_reaches_the_other_agent() -> None:
     play(story)
 
 
+# CONTROL-1
 def test_what_ends_while_the_coordinator_is_away_is_told_on_its_return() -> None:
     async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
         await coordinator.stop()
@@ -239,6 +240,7 @@ def test_agents_tell_each_other_in_which_step_a_script_has_failed() -> None:
     play(story, max_restarts=3)
 
 
+# CONTROL-2
 def test_successors_of_another_agent_count_while_there_is_a_session() -> None:
     async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
         one.control_plane.broadcast_successors(2, again=False)
@@ -263,6 +265,7 @@ def test_waits_reach_the_other_agent_and_what_is_none_is_dropped() -> None:
     play(story)
 
 
+# CONTROL-3
 def test_an_agent_whose_process_is_gone_is_lost_long_before_its_lease_is_over() -> None:
     async def story(_: Coordinator, one: Host, other: Host) -> None:
         other.control_plane._listener.close()  # type: ignore[union-attr]

@@ -93,6 +93,7 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pool.shutdown(cancel_futures=True)
 
 
+# MANAGER-10
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_who_goes_takes_nothing_along(name: str, jobs: dict[str, Future[Job]], alone: str) -> None:
     job = jobs[name].result()
@@ -120,7 +121,7 @@ def test_when_all_go_the_job_ends_and_says_so(tmp_path: Path) -> None:
     assert "elasticgang: error: all ranks have left; the last committed step is" in job.stderr
 
 
-def test_when_all_leave_of_themselves_the_job_has_ended_well(tmp_path: Path) -> None:
+def test_the_job_succeeds_if_all_ranks_called_leave(tmp_path: Path) -> None:
     job = run(tmp_path, [soon("body", rank, "leave", free=True, step=4) for rank in range(3)])
     assert job.process.returncode == 0, job.stderr
     assert f"elasticgang: all ranks have left: 5 of {NUM_STEPS} steps are committed\n" in job.stderr
@@ -136,7 +137,7 @@ def test_one_whose_script_ends_early_is_named(tmp_path: Path) -> None:
     with Job(tmp_path, training(tmp_path, steps=40, body=body), ranks=3) as job:
         assert job.wait() == 0, job.stderr
     early = "rank 1 exited with code 0 before its loop had ended"
-    assert job.stderr.count(f"elasticgang: {early}: it is not started again") == 1
+    assert job.stderr.count(f"elasticgang: {early}: not restarting it") == 1
     (cause,) = [event["cause"] for event in job.events() if event.get("cause") and event["generation"] == 2]
     assert cause in (early, "rank 1 left before the last step")  # the others agree before it is gone, or after
 
@@ -145,7 +146,7 @@ def test_one_that_joins_and_never_comes_to_its_loop_is_named(tmp_path: Path) -> 
     path = training(tmp_path, setup="sys.exit(0) if rank == 1 else None")
     with Job(tmp_path, path, ranks=2) as job:
         assert job.wait() == 0, job.stderr
-    named = "elasticgang: rank 1 exited with code 0 before its loop had ended: it is not started again\n"
+    named = "elasticgang: rank 1 exited with code 0 before its loop had ended: not restarting it\n"
     assert job.stderr.count(named) == 1
 
 
@@ -161,7 +162,7 @@ def test_when_all_break_out_of_the_loop_nobody_is_said_to_have_lost_a_step(tmp_p
     """
     with Job(tmp_path, training(tmp_path, steps=40, body=body, after=after), ranks=3) as job:
         assert job.wait() == 0, job.stderr
-    assert job.stderr.count("before its loop had ended: it is not started again\n") == 3
+    assert job.stderr.count("before its loop had ended: not restarting it\n") == 3
 
 
 def test_the_only_one_with_state_goes_once_another_has_it(tmp_path: Path, alone: str) -> None:
@@ -229,7 +230,7 @@ def test_a_spare_follows_the_only_one_with_state(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         assert job.wait() == 0, job.stderr
         assert (tmp_path / f"after-{spare}").read_text() == "2000\n"
-        assert f"rank {1 - spare} is to go, and a spare may follow" in job.stderr
+        assert f"rank {1 - spare} drains, and a spare may replace it" in job.stderr
         assert not [event for event in job.events() if event["event"] == "warned"]
 
 

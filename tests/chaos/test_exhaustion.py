@@ -30,7 +30,7 @@ def test_a_rank_that_cannot_be_started_comes_back_once_it_can(tmp_path: Path) ->
         allow_descriptors(job.process.pid, former)
         job.expect("entered", local_rank=1, count=2)
         told = [line for line in job.stderr.splitlines() if "rank 1 could not be started" in line]
-        assert told[0].endswith("and is tried again in 1 s: [Errno 24] Too many open files")
+        assert told[0].endswith("trying again in 1 s: [Errno 24] Too many open files")
         assert len(told) == len([event for event in job.events() if event["event"] == "warned"])
         assert "Traceback" not in job.stderr
         job.process.terminate()
@@ -43,7 +43,7 @@ def test_the_coordinator_is_started_again_once_it_can_be(tmp_path: Path) -> None
         former = allow_descriptors(job.process.pid, 8)
         (coordinator,) = [process for process in job.processes() if process.name() == "eg-coordinator"]
         kill(coordinator.pid)
-        job.expect_line("elasticgang: the coordinator could not be started, and is tried again: [Errno 24]")
+        job.expect_line("elasticgang: the coordinator could not be started; trying again: [Errno 24]")
         allow_descriptors(job.process.pid, former)
         job.expect("coordinator reachable")
         kill(job.rank_pid(1))

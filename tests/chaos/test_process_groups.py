@@ -80,7 +80,7 @@ def test_the_help_teaches_the_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--help"])
     told = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # where a line is broken
-    assert "--process-group NAME what carries the collectives of the gangs: isolated-gloo" in told
+    assert "--process-group NAME the process groups of the gangs: isolated-gloo" in told
     assert "(default: isolated-gloo)" in told
 
 

@@ -104,6 +104,7 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pool.shutdown(cancel_futures=True)
 
 
+# SHARDED-1, SHARDED-2
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_kill_leaves_no_trace_in_the_result(name: str, jobs: dict[str, Future[Job]], reference: Reference) -> None:
     check(jobs[name].result(), *SCENARIOS[name], reference)
@@ -217,7 +218,7 @@ batches = eg.GlobalBatch(64, size=6, slot=2)
 inner = striped_fetch.StripedFetch.run
 def run(self):
     state = inner(self)
-    print("pulled from", len(self.given), flush=True)
+    print("pulled from", len(self.num_from), flush=True)
     return state
 striped_fetch.StripedFetch.run = run
 met = threading.Barrier(2)

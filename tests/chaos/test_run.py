@@ -63,20 +63,20 @@ THIS = str(Path(__file__))
         (["--max-restarts", "-1", THIS], "--max-restarts must be at least 0, but is -1 instead"),
         (
             ["--nnodes", "1:2", THIS],
-            "--nnodes of more than one host needs --coordinator, at an address that all of them reach, and a --job-id",
+            "--nnodes of more than one host needs --coordinator, at an address that all hosts reach, and a --job-id",
         ),
         (
             ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1", THIS],
-            "--nnodes of more than one host needs a --job-id, the same on all of them",
+            "--nnodes of more than one host needs a --job-id, the same on all hosts",
         ),
         (["--coordinator", "nowhere", THIS], "--coordinator must be HOST:PORT, but is 'nowhere' instead"),
-        (["--coordinator", "a..b:1", THIS], "--coordinator: 'a..b' is no name of a host"),
+        (["--coordinator", "a..b:1", THIS], "--coordinator: 'a..b' is not a valid host name"),
         (["--coordinator", "h:\u00b2", THIS], "--coordinator must be HOST:PORT, but is 'h:\u00b2' instead"),
         (["--job-id", "", THIS], "--job-id must be 1 to 100 bytes long, but is '' instead"),
         (["--coordinator", "a:99999", THIS], "--coordinator must be HOST:PORT, but is 'a:99999' instead"),
         (
             ["--standalone", "--coordinator", "127.0.0.1:1", THIS],
-            "--standalone starts a coordinator of its own; leave out --coordinator, or --standalone",
+            "--standalone starts an embedded coordinator; leave out --coordinator or --standalone",
         ),
     ],
 )
@@ -248,6 +248,7 @@ def wait_for_moment(job: Job, moment: str) -> None:
         job.expect("spawned")
 
 
+# LINK-2
 @pytest.mark.parametrize("make", [loading, ignoring])
 def test_nothing_is_left_of_a_killed_agent(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     with Job(tmp_path, make(tmp_path)) as job:

@@ -16,6 +16,7 @@ from tests.support import Job
 # -- how it fails
 
 
+# RANK-2
 def test_an_exception_on_every_rank_is_shown_once_and_whole(tmp_path: Path) -> None:
     path = training(tmp_path, body="deep(20)", setup="def deep(n): return deep(n - 1) if n else 1 / 0")
     with Job(tmp_path, path, ranks=3) as job:
@@ -61,7 +62,7 @@ def test_a_rank_whose_script_fails_once_is_restarted_by_default(tmp_path: Path) 
         assert job.wait() == 0, job.stderr
         assert job.stdout.count("finished 9") >= 2  # and the restarted one, if it came back in time
         assert job.stderr.count("OSError: of this machine") == 1
-        assert "rank 1 exited with code 1 in step 5: restart 1 of 3 that it has in an hour" in job.stderr
+        assert "rank 1 exited with code 1 in step 5: restart 1 of 3 within an hour" in job.stderr
 
 
 def test_a_step_in_which_the_script_fails_again_ends_the_job(tmp_path: Path) -> None:
@@ -222,6 +223,7 @@ def test_a_script_that_never_joins_may_end(tmp_path: Path) -> None:
         assert "exited with code 0 and never called `elasticgang.join`" in line
 
 
+# LINK-1
 def test_an_abort_does_not_keep_a_rank_from_hearing_its_agent(tmp_path: Path) -> None:
     """Rank 1 dies, then rank 2 leaves: two notices. Meanwhile a callback holds up the reader of the comm process, whose
     end the first notice would wait for."""

@@ -110,6 +110,7 @@ def follows(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
     return {local_rank: found(directory, local_rank) for local_rank in range(4)}
 
 
+# TORCHGROUP-2, TORCHENV-1
 def test_torch_distributed_has_the_rank_and_size_of_the_root_gang_in_every_generation(
     follows: dict[int, list[dict[str, Any]]],
 ) -> None:
@@ -245,6 +246,7 @@ def test_a_script_that_never_joins_is_named_once(tmp_path: Path) -> None:
     assert "exited with code 0 and never called `elasticgang.join`" in line
 
 
+# REGISTRY-1, TORCHENV-2
 def test_a_default_group_of_the_script_stays_and_one_line_says_that_it_does_not_follow(tmp_path: Path) -> None:
     text = """
         manager = eg.join()

@@ -45,6 +45,7 @@ def seen_while_hammered(load: Callable[[], object], store: Callable[[int], None]
     return seen
 
 
+# LEASE-3
 def test_a_lease_is_never_read_torn() -> None:
     lease = Lease.create()
     theirs = Lease(lease.fd)
@@ -63,6 +64,7 @@ def pages() -> Iterator[tuple[StatusPage, StatusPage]]:
     os.close(fd)
 
 
+# STATUS-1
 def test_a_committed_attempt_is_never_read_torn(pages: tuple[StatusPage, StatusPage]) -> None:
     rank, agent = pages
     assert seen_while_hammered(lambda: agent.committed, lambda number: rank.commit(*ATTEMPTS[number])) == set(ATTEMPTS)

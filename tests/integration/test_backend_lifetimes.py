@@ -33,6 +33,7 @@ def ranks(directory: Path, case: str, store: str) -> Iterator[list[Command]]:
         ]
 
 
+# STATIC-1, WORKER-4
 @pytest.mark.timeout(300)  # eight processes import torch, on whatever the machine has left
 @pytest.mark.parametrize("case", ["destroy", "exit", "same store"])
 def test_backend_groups_can_be_left_as_soon_as_they_are_made(case: str, tmp_path: Path, store: str) -> None:

@@ -27,6 +27,7 @@ def test_nested_waits_of_an_elastic_job_end_when_a_rank_dies_inside(tmp_path: Pa
     assert all(int(lost) >= 1 for _, lost in found)
 
 
+# STATIC-2
 def test_nested_waits_over_the_backend_end_when_a_rank_dies_inside(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -116,6 +116,7 @@ def test_a_callback_waits_for_a_future_that_was_made_before(kind: str, rings: Ri
     assert ring.begin(outer.wait).result(PROMPT_S)[0].tolist() == [7.0, 7.0]
 
 
+# COMM-5
 @kinds
 def test_blocked_callbacks_keep_no_other_from_running_and_their_threads_end(kind: str, rings: Rings) -> None:
     ring = ring_of(rings, kind, size=2)
@@ -141,6 +142,7 @@ def test_blocked_callbacks_keep_no_other_from_running_and_their_threads_end(kind
     wait_until(lambda: num_threads(ring[0]) <= 2, "the threads of blocked callbacks end")
 
 
+# REPLY-5
 def test_callbacks_of_a_chain_run_in_their_order(rings: Rings) -> None:
     ring = ring_of(rings, "isolated", size=2)
     for _ in range(20):
@@ -228,6 +230,7 @@ def test_a_configuration_begins_only_when_callbacks_of_the_one_before_have_retur
     assert ring.begin(configure).result(PROMPT_S)
 
 
+# REPLY-4
 def test_a_death_is_noticed_while_all_threads_run_callbacks(rings: Rings) -> None:
     ring = ring_of(rings, "isolated", size=2)
     inside, go_on = threading.Event(), threading.Event()

@@ -141,6 +141,7 @@ def test_many_works_are_under_way_at_once(trio: World) -> None:
     assert trio.each(reduce) == [[3.0 * number for number in range(200)]] * 3
 
 
+# COMM-4
 def test_the_future_has_the_outputs_and_the_waiter_comes_after_them(trio: World) -> None:
     tensors = [torch.ones(3) for _ in range(3)]
     works = [start_sum(comm, tensor) for comm, tensor in zip(trio.comms, tensors, strict=True)]
@@ -152,6 +153,7 @@ def test_the_future_has_the_outputs_and_the_waiter_comes_after_them(trio: World)
         assert work.error is None
 
 
+# ARENA-1
 def test_the_memory_between_the_processes_is_used_again(trio: World) -> None:
     all_reduce(trio, [torch.ones(5000) for _ in range(3)])
     taken = trio.arena._next_id

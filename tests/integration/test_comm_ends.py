@@ -29,6 +29,7 @@ from tests.support import wait_dead, wait_until
 # -- aborts, deaths and errors
 
 
+# COMM-3
 def test_an_abort_releases_all_waiters_with_its_error(worlds: Worlds) -> None:
     world = worlds(2, timeout=60.0)
     comm = world.comms[0]
@@ -49,6 +50,7 @@ def test_an_abort_releases_all_waiters_with_its_error(worlds: Worlds) -> None:
     assert all(tensor.tolist() == [7.0] * 5 for tensor in tensors)
 
 
+# ARENA-2
 def test_no_tensor_is_touched_after_an_abort(worlds: Worlds) -> None:
     """COMM-2: even when the peer comes at that very moment."""
     for _ in range(3):
@@ -163,6 +165,7 @@ def test_the_death_of_a_peer_is_seen_at_once(worlds: Worlds) -> None:
         start_sum(world.comms[0], torch.ones(100)).wait(AT_ONCE_S)
 
 
+# REPLY-3
 def test_the_death_of_the_own_process_fails_its_works_and_is_told_once(worlds: Worlds) -> None:
     world = worlds(2, timeout=60.0)
     works = [start_sum(world.comms[0], torch.ones(100)) for _ in range(5)]
@@ -405,6 +408,7 @@ class _Interrupt(Exception):
     pass
 
 
+# REPLY-2
 def test_a_wait_that_a_signal_interrupts_leaves_nobody_waiting_for_it(worlds: Worlds) -> None:
     """Its place would be kept for a thread that has gone, and a callback that waits would find nobody who reads."""
     world = worlds(2, names=("never", "all"))

@@ -50,6 +50,7 @@ def ranked(part: Tensor) -> Tensor:
     return part * dist.get_rank() + dist.get_world_size()
 
 
+# COMPILED-1
 def test_code_that_has_read_a_rank_or_size_is_dropped_when_one_changes(gang: ElasticGang) -> None:
     traced, part = Traced(ranked), torch.ones(1)
     for binding, num in [
@@ -67,6 +68,7 @@ def test_code_that_has_read_a_rank_or_size_is_dropped_when_one_changes(gang: Ela
         assert traced.num == num
 
 
+# COMPILED-2
 def test_code_that_has_read_neither_stays(gang: ElasticGang) -> None:
     traced = Traced(lambda part: part * 2)
     assert traced(torch.ones(1)).item() == 2.0

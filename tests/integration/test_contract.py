@@ -69,6 +69,7 @@ def test_without_a_root_there_is_no_grid(monkeypatch: pytest.MonkeyPatch) -> Non
         GangGrid([1], ["a"])
 
 
+# PGGANG-1
 def test_static_gangs_keep_the_contract() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

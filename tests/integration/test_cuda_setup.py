@@ -158,6 +158,7 @@ def test_what_cannot_be_initialized(nccl: Torch, monkeypatch: pytest.MonkeyPatch
 # -- gangs out of it
 
 
+# GRID-1
 def test_gangs_along_axes_are_split_in_one_call_each(nccl: Torch) -> None:
     root = begun(nccl, 5, 8, timeout=timedelta(seconds=9))
     gangs = create_parallel_gangs(root, tp_size=2, pp_size=2)

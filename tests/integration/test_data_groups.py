@@ -111,6 +111,7 @@ def test_gangs_over_groups_of_torchft_keep_the_contract(trio: Trio, check: Calla
     trio.each(lambda rank: gangs[rank].barrier())
 
 
+# DATA-1
 def test_a_group_is_made_once_and_configured_in_every_generation(store: str) -> None:
     trio = Trio(store, KINDS["torchft's"])
     for _ in range(3):
@@ -140,6 +141,7 @@ def test_a_collective_that_no_group_of_torchft_has_is_refused_before_anything_is
     assert [tensor.item() for tensor in tensors] == [3.0] * 3
 
 
+# DATA-2
 def test_a_rank_that_ends_the_configuration_ends_it_for_its_peers_too(trio: Trio) -> None:
     """They wait for it in a collective, and learn of the end by the loss of its connections."""
     gangs = trio.configure()

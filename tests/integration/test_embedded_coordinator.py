@@ -63,7 +63,7 @@ def test_a_job_goes_on_while_its_coordinator_cannot_be_started_again(tmp_path: P
             return None
 
         with wait_until(takes_its_port, "a port that is free"):
-            job.expect_line("the coordinator could not be started, and is tried again: cannot listen on")
+            job.expect_line("the coordinator could not be started; trying again: cannot listen on")
         job.expect("coordinator reachable")
         job.process.terminate()
         assert job.wait() == 143, job.stderr

@@ -86,6 +86,7 @@ def test_fake_gangs_that_have_nothing_to_do_with_each_other_are_none() -> None:
 # -- the default group
 
 
+# REGISTRY-1
 def test_a_fake_default_gives_way_to_torchs_own(store: None) -> None:
     gangs = eg.create_parallel_gangs(eg.FakeGang(CPU, size=4), tp_size=2)
     gangs.device_mesh("rdp", "tp")

@@ -59,7 +59,7 @@ def description(server: ForkServerClient, args: dict[str, Any] | None = None, **
     return described
 
 
-def test_a_child_has_what_it_was_given_and_nothing_else(quick: ForkServer) -> None:
+def test_a_child_has_only_the_given_descriptors_and_environment(quick: ForkServer) -> None:
     with open(os.devnull) as given:
         found = description(quick, {"x": [1, None, "é"]}, fds=[given.fileno()], env={"MINE": "1"}, name="a-name")
     assert found["args"] == {"x": [1, None, "é"]}
@@ -72,6 +72,7 @@ def test_a_child_has_what_it_was_given_and_nothing_else(quick: ForkServer) -> No
     assert not found["ignores_sigint"]
 
 
+# FORK-2
 def test_a_child_belongs_to_the_owner_and_leads_a_group(quick: ForkServer) -> None:
     found = description(quick)
     assert found["parent"] == os.getpid()
@@ -128,19 +129,19 @@ def test_a_second_connection_works_by_itself(quick: ForkServer) -> None:
     assert description(quick)["parent"] == os.getpid()
 
 
-def test_what_runs_goes_on_without_the_server_and_nothing_more_starts(quick: ForkServer) -> None:
+def test_processes_go_on_without_the_server_and_none_starts(quick: ForkServer) -> None:
     spawned = quick.spawn(f"{CHILDREN}:sleep", {})
     quick.process.kill()
     quick.process.wait()
     with pytest.raises(OperationalError, match="fork server"):
         quick.spawn(f"{CHILDREN}:sleep", {})
-    with pytest.raises(OperationalError, match="fork server is gone"):
+    with pytest.raises(OperationalError, match="fork server has died"):
         quick.connect()
     assert wait_dead([spawned.pidfd], 0.0) == [spawned.pidfd]
     kill(spawned)
 
 
-def test_the_server_forgets_those_that_have_ended(quick: ForkServer) -> None:
+def test_the_server_forgets_exited_processes(quick: ForkServer) -> None:
     server = psutil.Process(quick.process.pid)
     before = server.num_fds()
     for _ in range(30):
@@ -149,6 +150,7 @@ def test_the_server_forgets_those_that_have_ended(quick: ForkServer) -> None:
     assert not server.children()
 
 
+# FORK-1
 def test_a_server_that_has_threads_refuses_to_fork() -> None:
     server = ForkServer(preload=("tests.integration.has_a_thread",), env={"PYTHONPATH": str(REPOSITORY)})
     with pytest.raises(OperationalError, match="2 threads are alive after the imports"):
@@ -173,7 +175,7 @@ def test_a_server_that_cannot_import_says_what() -> None:
 def test_a_server_that_dies_while_it_starts_is_noticed() -> None:
     server = ForkServer(preload=("tests.integration.imports_for_ever",), env={"PYTHONPATH": str(REPOSITORY)})
     server.process.kill()
-    with pytest.raises(OperationalError, match="ended while it was starting"):
+    with pytest.raises(OperationalError, match="exited while it was starting"):
         server.wait_ready()
     server.close()
 
@@ -199,7 +201,7 @@ def owner(function: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_everything_ends_with_its_owner(number: signal.Signals) -> None:
+def test_all_processes_end_with_the_owner(number: signal.Signals) -> None:
     """FORK-3: processes that ignore signals, and their busy children that hold every descriptor."""
     with owner("own") as (process, pids):
         assert len(pids) == 1 + 2 * 3

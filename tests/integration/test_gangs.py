@@ -135,6 +135,7 @@ def test_a_gang_of_one_keeps_the_contract_without_any_process() -> None:
     contract.refusals(gang)
 
 
+# STAGING-2
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint64, torch.complex64], ids=lambda dtype: str(dtype))
 def test_a_dtype_that_cannot_be_reduced_is_refused_before_anything_is_sent(trio: World, dtype: torch.dtype) -> None:
     """Sent, it would fail in the comm process, and with it the generation of all ranks."""
@@ -223,6 +224,7 @@ def test_lists_of_objects_of_another_length_are_refused_and_unchanged(trio: Worl
     trio.each(broadcast)
 
 
+# ELASTIC-1
 def test_a_gang_in_no_generation_and_a_closed_one_refuse(trio: World) -> None:
     gang = ElasticGang("dp", CPU)
     places: list[Callable[[], object]] = [lambda: gang.rank, lambda: gang.size, lambda: gang.ranks]
@@ -299,6 +301,7 @@ def test_scalar_helpers_of_a_poisoned_gang_raise(worlds: Worlds, end: Callable[[
     assert of_group.is_poisoned
 
 
+# GANG-3
 @pytest.mark.parametrize("end", [end_sound, end_dead, end_peer])
 def test_a_poisoned_gang_gives_what_was_there_or_zeros_and_never_raises(
     worlds: Worlds, end: Callable[[World], None]
@@ -350,6 +353,7 @@ def test_what_has_no_true_answer_raises(worlds: Worlds) -> None:
         assert objects == ["mine"]
 
 
+# GANG-1
 def test_what_is_wrong_is_refused_by_a_poisoned_gang_too(worlds: Worlds) -> None:
     """Whether a script is right does not depend on who has died."""
     world = worlds(2)
@@ -374,6 +378,7 @@ def test_a_work_that_was_under_way_ends_the_same_way(worlds: Worlds) -> None:
     assert not any(output.any() for output in junk)
 
 
+# ELASTIC-2
 def test_the_first_error_poisons_all_gangs_of_the_rank(worlds: Worlds) -> None:
     world = worlds(2)
     dp, root = bound(world, "dp")[0], bound(world, "root")[0]
@@ -398,6 +403,7 @@ def test_a_work_whose_peer_ends_is_over_and_says_so(worlds: Worlds) -> None:
     assert not late.wait()
 
 
+# ELASTIC-1
 def test_a_gang_bound_to_the_next_generation_is_sound_again(worlds: Worlds) -> None:
     first, second = worlds(2), worlds(3)
     gangs = bound(first)
@@ -434,10 +440,10 @@ def test_the_innermost_gangs_are_current() -> None:
 
 def test_what_was_not_entered_last_is_not_left() -> None:
     outer, inner = gangs_of(), gangs_of()
-    with pytest.raises(InvalidOperationError, match="not those that were entered last"):
+    with pytest.raises(InvalidOperationError, match="other gangs were entered last"):
         outer.__exit__(None, None, None)
     with outer:
-        with pytest.raises(InvalidOperationError, match="not those that were entered last"):
+        with pytest.raises(InvalidOperationError, match="other gangs were entered last"):
             inner.__exit__(None, None, None)
         assert maybe_get_current_gangs() is outer
 

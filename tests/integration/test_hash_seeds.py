@@ -25,6 +25,7 @@ for _ in range(6):
 """
 
 
+# MATCHING-2, PLAN-1, SEAT-1
 def test_the_digest_is_the_same_in_every_process_and_python_version() -> None:
     """Hash seeds differ from process to process; the last digest is pinned, for other versions of Python."""
     runs = {

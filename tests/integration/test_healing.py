@@ -55,7 +55,7 @@ def test_a_learner_gets_what_forward_changed_to_load_when_it_applies(ranks: Rank
     assert same(learner.large(), before[0])
 
 
-def test_what_forward_changed_is_waited_for(ranks: Ranks) -> None:
+def test_a_learner_waits_for_the_state_after_forward(ranks: Ranks) -> None:
     source, learner = ranks(3), ranks(1)
     source.server.begin(Attempt(2, 2))
     source.server.forward_done()  # of another step
@@ -120,7 +120,7 @@ def test_a_wait_for_a_forward_ends_with_the_step(ranks: Ranks, caplog: pytest.Lo
     assert "ended, and it serves the state after step 4 of generation 2 now" in caplog.text
 
 
-def test_what_forward_changed_comes_from_nobody_who_is_gone(ranks: Ranks) -> None:
+def test_the_state_after_forward_is_not_fetched_from_a_dead_source(ranks: Ranks) -> None:
     source, learner = ranks(3), ranks(1)
     source.server.begin(AT)
     source.server.forward_done()
@@ -138,7 +138,7 @@ def test_a_healer_gets_copies(ranks: Ranks) -> None:
     assert same((healer.large(), healer.small()), expected)
 
 
-def test_what_is_served_is_what_was_there_when_the_step_began(ranks: Ranks) -> None:
+def test_the_served_small_state_is_from_the_beginning_of_the_step(ranks: Ranks) -> None:
     """SNAPSHOT-1: forward has changed the buffers and the object since."""
     source, healer = ranks(3), ranks(1)
     source.server.begin(AT)
@@ -211,7 +211,7 @@ def test_a_wait_for_the_source_ends_with_the_generation(ranks: Ranks) -> None:
     assert healing.result() is False
 
 
-def test_nothing_is_asked_of_further_sources_once_cancelled(ranks: Ranks) -> None:
+def test_no_source_is_asked_after_a_cancel(ranks: Ranks) -> None:
     healer = ranks(1)
     with FakeSource(lambda sock: None) as source:
         assert not healer.server.heal([source.address], AT, lambda: True)
@@ -229,7 +229,7 @@ def record_of(rank: Rank) -> bytes:
         return b"".join(iter(lambda: sock.recv(1 << 16), b""))
 
 
-def test_a_dead_source_is_passed_over(ranks: Ranks) -> None:
+def test_a_dead_source_is_skipped(ranks: Ranks) -> None:
     source, healer, dead = ranks(3), ranks(1), ranks(2)
     dead.server.close()
     source.server.begin(AT)
@@ -249,7 +249,7 @@ def test_a_source_that_dies_in_the_middle_is_followed_by_the_next(ranks: Ranks, 
     assert same(healer.small(), source.small())
 
 
-def test_with_no_source_that_answers_nothing_changes(ranks: Ranks) -> None:
+def test_nothing_changes_if_no_source_answers(ranks: Ranks) -> None:
     healer = ranks(1)
     before = healer.large(), healer.small()
     whole = record_of(ranks(2))
@@ -260,7 +260,7 @@ def test_with_no_source_that_answers_nothing_changes(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("place", [-1, -200, -20])
-def test_a_changed_bit_is_found_and_the_next_source_used(ranks: Ranks, place: int) -> None:
+def test_a_corrupt_chunk_is_found_and_the_next_source_is_used(ranks: Ranks, place: int) -> None:
     """SNAPSHOT-3: in the last chunk, so that all others have arrived whole. The last 16 bytes before it are its
     digest."""
     source, healer = ranks(3), ranks(1)
@@ -306,7 +306,7 @@ class Evil:
         pytest.param(struct.pack("!Q", 200_000) + b"[" * 200_000, id="deep nesting"),
     ],
 )
-def test_what_is_not_a_state_changes_nothing_and_the_next_source_is_used(ranks: Ranks, sent: bytes) -> None:
+def test_an_invalid_state_changes_nothing_and_the_next_source_is_used(ranks: Ranks, sent: bytes) -> None:
     source, healer = ranks(3), ranks(1)
     before = healer.large(), healer.small()
     with FakeSource(lambda sock: sock.sendall(sent)) as liar:

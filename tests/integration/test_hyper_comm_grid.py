@@ -56,6 +56,7 @@ def test_the_enumeration_is_that_of_the_process_groups(dims: Any, groups: list[l
         made.destroy()
 
 
+# GRID-2
 def test_a_group_is_created_once_until_the_grid_is_destroyed() -> None:
     made = grid([2, 2], ["tp", "dp"])
     with pytest.raises(KeyError, match="Process group for dp-tp hasn't been created"):
@@ -211,6 +212,7 @@ def test_what_is_no_integer_is_none(bad: Any) -> None:
 # -- in processes
 
 
+# GRID-3
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
 def test_four_ranks_use_the_grid_as_megatron_does(launcher: str) -> None:
     command = [*LAUNCHERS[launcher], "-m", "tests.integration.test_hyper_comm_grid", launcher]

@@ -45,6 +45,7 @@ def await_work(pg: Any) -> None:
 # -- configurations
 
 
+# GROUPS-1
 def test_one_process_serves_one_configuration_after_another(rings: Rings) -> None:
     ring = rings(3)
     before = [pid(pg) for pg in ring.groups]
@@ -62,6 +63,7 @@ def test_a_group_that_does_not_reuse_has_another_process_each_time(rings: Rings)
     assert not set(before) & {pid(pg) for pg in ring.groups}
 
 
+# COMM-1
 def test_after_an_abort_the_standby_takes_over_and_another_stands_by(rings: Rings) -> None:
     ring = rings(2)
     standby = ring[0].wait_standby(GUARD_S).pid
@@ -173,6 +175,7 @@ def test_a_peer_that_does_not_come_is_an_error_at_the_timeout_and_the_next_confi
 # -- works, kept and dropped
 
 
+# GROUPS-1
 @pytest.mark.parametrize("ending", ["configure", "abort", "shutdown"])
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "pending"])
 def test_a_work_that_is_kept_or_dropped_never_reaches_the_next_process(
@@ -220,6 +223,7 @@ def test_works_are_dropped_while_they_are_under_way(rings: Rings) -> None:
     assert ring.sums() == [2.0, 2.0]
 
 
+# REPLY-1
 def test_works_of_two_groups_are_waited_for_in_opposite_order(rings: Rings) -> None:
     one, other = rings(2), rings(2)
 
@@ -271,6 +275,7 @@ def test_eight_threads_use_different_groups(rings: Rings) -> None:
     assert not failed
 
 
+# GROUPS-3
 def test_eight_threads_use_one_group(rings: Rings) -> None:
     """By the pair, so that whichever thread comes first on one rank does on the other."""
     ring = rings(2)
@@ -418,6 +423,7 @@ def test_an_own_deadline_is_an_error_that_ends_the_configuration(rings: Rings) -
     assert ring.sums() == [2.0, 2.0]
 
 
+# GROUPS-2
 def test_after_an_error_calls_fail_at_once_until_the_next_configure(rings: Rings) -> None:
     ring = rings(2, timeout=60.0)
     ring[0].abort()

@@ -43,6 +43,7 @@ def test_nothing_grows_over_a_thousand_configurations(capsys: pytest.CaptureFixt
         assert found["after"][name] <= found["before"][name] + allowed, name
 
 
+# ARENA-3
 def test_few_descriptors_are_enough_and_none_is_an_error_that_passes() -> None:
     done = subprocess.run([*RANKS, "with_few_descriptors"], cwd=REPOSITORY, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -83,6 +84,7 @@ def test_a_group_that_is_dropped_ends_though_a_future_waits(operation: Any, swal
     os.close(pidfd)
 
 
+# STANDBY-2
 def test_a_program_that_ends_without_shutdown_ends(tmp_path: Path) -> None:
     """And with it what it has started: its interpreter's end finds groups that nobody has let go of."""
     with Command(tmp_path / "rank", [*RANKS, "leave"]) as rank:

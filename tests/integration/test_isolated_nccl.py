@@ -173,6 +173,7 @@ def test_without_cuda_it_is_refused_when_it_is_made(has_nccl: bool, why: str, mo
 # -- memory
 
 
+# NCCL-1
 def test_a_storage_is_opened_once_while_it_lives(pair: Ring) -> None:
     tensors = [torch.ones(1000) for _ in range(2)]
     for _ in range(3):
@@ -223,6 +224,7 @@ def test_a_death_is_noticed_though_a_sender_stands(pair: Ring) -> None:
     assert pair.sums() == [2.0, 2.0]
 
 
+# NCCLWORKER-2
 def test_a_collective_begins_after_its_callers_stream(pair: Ring) -> None:
     pair.sums()
     wait_until(lambda: pair[0].num_active_work() == 0, "its end", GUARD_S)
@@ -237,6 +239,7 @@ def test_a_collective_begins_after_its_callers_stream(pair: Ring) -> None:
         assert tensor[0].item() == 2.0
 
 
+# NCCL-2
 def test_wait_orders_the_current_stream_and_blocks_nobody(rings: Rings) -> None:
     ring = rings(1, make=lambda: IsolatedFake(30.0))
     pg = ring[0]
@@ -276,6 +279,7 @@ def test_a_barrier_blocks_until_it_has_passed(rings: Rings) -> None:
     assert waiting.result(GUARD_S)
 
 
+# NCCL-3
 def test_tensors_are_held_until_their_work_has_passed(rings: Rings) -> None:
     ring = rings(1, make=lambda: IsolatedFake(30.0))
     tensor, work = stuck(ring[0])
@@ -318,6 +322,7 @@ def test_an_abort_fails_what_has_not_passed_and_holds_its_memory_until_streams_a
     wait_until(lambda: gc.collect() >= 0 and weak.expired(), "its end", GUARD_S)
 
 
+# NCCL-5
 def test_a_work_that_never_passes_is_an_error_at_the_timeout(rings: Rings) -> None:
     """Nobody waits for it: `wait` has returned."""
     ring = rings(1, make=lambda: IsolatedFake(30.0))

@@ -152,6 +152,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+# CALL-1
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_what_does_not_fit_is_refused_before_anything_is_sent(case: str, ring: Ring) -> None:
     call, message = REFUSED[case]
@@ -164,6 +165,7 @@ def test_a_reduction_that_there_is_not_is_refused(ring: Ring) -> None:
         ring[0].allreduce([ones(3)], reducing(AllreduceOptions, _make_nccl_premul_sum(2.0)))
 
 
+# GANG-4
 @pytest.mark.parametrize(
     ("shape", "strides"), [((3, 2), (4, 2)), ((2, 5), (1, 2)), ((4, 1), (2, 1)), ((3, 2), (2, 3)), ((2, 0), (0, 1))]
 )

@@ -305,6 +305,7 @@ def test_an_output_that_is_an_input(name: str, elements: int, ours: Ring) -> Non
         assert ours.each(lambda rank: perform(rank, in_place=True)) == wanted
 
 
+# CALL-2
 @pytest.mark.parametrize("elements", [6, BIG])
 def test_outputs_that_share_memory_are_refused(elements: int, ours: Ring) -> None:
     tensor = torch.ones(elements)

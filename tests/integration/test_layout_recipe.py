@@ -42,7 +42,7 @@ def test_a_model_on_two_meshes_is_clipped_and_applied_as_one_rank_does(optimizer
 
 
 def test_a_kill_does_not_show_in_what_is_clipped_on_two_meshes(tmp_path: Path) -> None:
-    """Two replica groups of two. The other takes the step; who has lost its peer, and the peer's successor, heal."""
+    """Two replica groups of two. One takes the step; in the other, the survivor and the peer's successor heal."""
     (alone,) = run(tmp_path / "alone", "sgd", [])
     ranks = run(tmp_path / "ranks", "sgd", LAUNCHER, "--tp", "2", "--kill", "2")
     assert (tmp_path / "ranks.killed").exists()

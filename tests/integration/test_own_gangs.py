@@ -98,6 +98,7 @@ def ring(rings: Rings) -> Ring:
     return rings(4, make=lambda: ProcessGroupGloo(30.0))
 
 
+# GANG-2
 def test_what_is_abstract_is_what_fairseq2_has() -> None:
     assert eg.Gang.__abstractmethods__ == ABSTRACT
     assert set(vars(OwnGang)) >= ABSTRACT
@@ -126,6 +127,7 @@ def test_gangs_are_made_of_it(ring: Ring) -> None:
     assert ring.each(use) == [[6, 1, True, 0, 0], [6, 1, True, 0, 1], [6, 5, True, 1, 0], [6, 5, True, 1, 1]]
 
 
+# COMPOSED-1, COMPOSED-2
 def test_what_fairseq2_lacks_is_built_on_what_it_has(ring: Ring) -> None:
     gangs = [OwnGang(ring, rank) for rank in range(4)]
 

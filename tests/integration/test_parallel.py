@@ -69,6 +69,7 @@ def test_a_gang_of_all_ranks_is_the_root_and_one_of_a_single_rank_is_fake(
         assert name == families or places(gangs)[name] == (0, 1)
 
 
+# GANGS-2
 def test_gangs_are_made_in_one_order_on_every_rank() -> None:
     """Otherwise real ones wait for each other for ever. By axis, then by the lowest rank."""
     roots = [Recording(rank, 8) for rank in range(8)]

@@ -18,14 +18,16 @@ def outcome(directory: Path, *case: str) -> dict[str, Any]:
         return found
 
 
-def test_one_that_stands_still_is_replaced(tmp_path: Path) -> None:
+# SUPERVISOR-1, FORK-4
+def test_an_unresponsive_fork_server_is_replaced(tmp_path: Path) -> None:
     assert outcome(tmp_path, "stopped") == {"tries": 2, "servers": 2, "runs": True}
 
 
-def test_of_a_try_whose_answer_was_lost_no_rank_stays(tmp_path: Path) -> None:
+# LAUNCH-1
+def test_a_launch_whose_answer_was_lost_leaves_no_rank(tmp_path: Path) -> None:
     found = outcome(tmp_path, "twin", str(tmp_path / "script.py"))
     assert found == {"tries": 2, "twin lives": False, "runs": True}
 
 
-def test_none_is_started_after_the_end(tmp_path: Path) -> None:
+def test_no_fork_server_starts_after_the_end(tmp_path: Path) -> None:
     assert outcome(tmp_path, "after the end") == {}

@@ -158,6 +158,7 @@ def root() -> Iterator[eg.FakeGang]:
     gang.close()
 
 
+# REGISTRY-2
 @by_ranks
 def test_functional_collectives_find_the_default_gang_by_its_ranks(root: eg.FakeGang) -> None:
     found = distributed_c10d._find_pg_by_ranks_and_tag("", [0])

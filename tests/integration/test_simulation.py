@@ -61,6 +61,7 @@ def format_failure(part: Tally) -> str:
     return write(shrink(failure)) if is_broken(failure.violation) else f"seed {failure.seed}: {failure.violation}"
 
 
+# BATCH-1
 def test_equal_seeds_give_equal_schedules() -> None:
     one, other = (list(run_over(range(60), num_processes)) for num_processes in (1, 2))
     assert one == other

@@ -51,7 +51,8 @@ class SlowReader:
 LARGE = 400_000  # 3 floats each: more than the buffers of a socket hold
 
 
-def test_an_apply_waits_for_those_who_read(ranks: Ranks) -> None:
+# SNAPSHOT-2
+def test_an_apply_waits_for_readers(ranks: Ranks) -> None:
     source = ranks(0, size=LARGE)
     source.server.begin(AT)
     reader = SlowReader(source)
@@ -84,7 +85,9 @@ def test_an_apply_waits_no_longer_than_its_limit_and_drops_the_slow(
     assert reader.rest() < LARGE * 12  # what it read is not whole, and it knows
 
 
-def test_nobody_is_let_in_between_an_apply_and_the_next_step(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_reader_is_admitted_between_an_apply_and_the_next_step(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(keeper_module, "READY_TIMEOUT_S", 0.05)
     source, healer = ranks(3), ranks(1)
     source.server.begin(AT)
@@ -139,7 +142,7 @@ def test_a_source_out_of_descriptors_serves_again_once_there_are_some(
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
         try:
             early.connect((host, int(port)))
-            wait_until(lambda: "could not be served" in caplog.text, "an accept that fails", DEADLINE_S)
+            wait_until(lambda: "could not serve" in caplog.text, "an accept that fails", DEADLINE_S)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert healer.server.heal([source.server.address], AT)
@@ -157,6 +160,7 @@ def test_after_close_nobody_is_served(ranks: Ranks) -> None:
 # -- putting back
 
 
+# MANAGER-4
 def test_a_dropped_step_puts_back_what_forward_changed(ranks: Ranks) -> None:
     rank = ranks(2)
     rank.server.begin(AT)
@@ -172,7 +176,7 @@ def test_a_dropped_step_puts_back_what_forward_changed(ranks: Ranks) -> None:
     assert rank.counter.state["seen"] == [1, 2]
 
 
-def test_what_is_kept_is_of_the_step_that_began_last(ranks: Ranks) -> None:
+def test_the_snapshot_is_from_the_last_step_that_began(ranks: Ranks) -> None:
     rank = ranks(2)
     rank.server.begin(AT)
     rank.counter.state["count"] = 5
@@ -192,7 +196,7 @@ def test_without_state_it_is_put_back_too(ranks: Ranks) -> None:
     assert same(rank.small(), before)
 
 
-def test_what_was_healed_in_a_dropped_step_stays(ranks: Ranks) -> None:
+def test_state_healed_in_a_dropped_step_stays(ranks: Ranks) -> None:
     source, healer = ranks(1), ranks(2)
     source.server.begin(AT)
     healer.server.begin(None)
@@ -203,7 +207,7 @@ def test_what_was_healed_in_a_dropped_step_stays(ranks: Ranks) -> None:
     assert same(healer.small(), source.small())
 
 
-def test_a_keeper_without_a_host_listens_nowhere(ranks: Ranks) -> None:
+def test_a_server_without_a_host_does_not_listen(ranks: Ranks) -> None:
     alone = ranks(1, host=None)
     assert alone.server.address == ""
     alone.server.begin(AT)

@@ -85,7 +85,7 @@ def test_threads_of_the_runtime_are_left_out() -> None:
     assert describe([*threads, (Frame("/home/me/a.py", 1, "f"),)]) == '  File "/home/me/a.py", line 1 in f'
 
 
-def test_ranks_with_the_same_stack_are_told_together() -> None:
+def test_ranks_with_equal_stacks_are_reported_together() -> None:
     found = [(2, 12, "  f"), (0, 10, "  f"), (1, 11, "stopped (state T)"), (3, 13, "  g")]
     assert merge(found) == "ranks 0, 2 (pids 10, 12):\n  f\nrank 1 (pid 11): stopped (state T)\nrank 3 (pid 13):\n  g"
 
@@ -193,18 +193,20 @@ def test_a_dump_that_comes_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyP
     assert [frame.name for frame in thread] == ["f0", "f1", "f2", "f3", "f4"]
 
 
-def test_a_process_that_is_stopped_is_told_by_its_state(children: Children) -> None:
+def test_a_stopped_process_is_reported_by_its_state(children: Children) -> None:
     child = children(sleeps)
     child.send(signal.SIGSTOP)
     wait_until(lambda: child.read() == "stopped (state T)", "its stop", GUARD_S)
 
 
+# STACK-1
 def test_a_process_that_does_not_handle_the_signal_is_not_sent_it(children: Children) -> None:
     child = children(sleeps, serves=False)
     assert child.read().startswith("its stack cannot be read (state ")
     assert child.runs
 
 
+# STACK-2
 def test_a_process_that_blocks_the_signal_is_given_up(children: Children) -> None:
     def body() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {stacks.STACK_SIGNAL})
@@ -215,7 +217,7 @@ def test_a_process_that_blocks_the_signal_is_given_up(children: Children) -> Non
     assert child.runs
 
 
-def test_a_process_that_has_ended_is_told(children: Children) -> None:
+def test_a_process_that_has_exited_is_reported(children: Children) -> None:
     child = children(lambda: None)
     wait_until(lambda: not child.runs, "its end", GUARD_S)
     assert child.read() in ("it has ended", "its stack cannot be read (state Z)")

@@ -83,6 +83,7 @@ def test_a_view_of_a_shared_storage_is_shared_too(storages: StorageMappings) -> 
     assert torch.equal(in_block(span, half), half)
 
 
+# MAPPING-1, MAPPING-2
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -98,6 +99,7 @@ def test_whatever_else_is_copied(storages: StorageMappings, tensor: Tensor) -> N
     assert storages.find(tensor) is None
 
 
+# MAPPING-3
 def test_memory_that_was_made_anew_at_the_same_address_is_noticed(storages: StorageMappings) -> None:
     """FSDP does this: the storage object lives on, its memory does not."""
     tensor = fresh()
@@ -192,6 +194,7 @@ def test_memory_is_given_back() -> None:
     assert process.memory_info().rss - before < 1200 << 20
 
 
+# MAPPING-4
 def test_a_forked_child_has_the_memory_for_itself(storages: StorageMappings) -> None:
     tensor = fresh()
     span = storages.find(tensor)
@@ -208,6 +211,7 @@ def test_a_forked_child_has_the_memory_for_itself(storages: StorageMappings) -> 
     assert torch.equal(tensor, torch.arange(float(tensor.numel())))
 
 
+# STAGING-1
 def test_gradients_and_versions_are_untouched(storages: StorageMappings) -> None:
     tensor = torch.zeros(9 << 20, requires_grad=True)
     version = tensor._version

@@ -105,28 +105,27 @@ def assert_healed(healer: Rank, sources: list[Rank]) -> None:
     assert same(healer.small(), sources[count].small())  # FETCH-2: all of it from one
 
 
-def test_each_holder_gives_a_part(pulls: list[striped_fetch.StripedFetch]) -> None:
+def test_each_holder_sends_a_part(pulls: list[striped_fetch.StripedFetch]) -> None:
     sources, healer = holders(3), Rank(1, size=SIZE)
     assert healer.server.heal(addresses(sources), AT)
     assert_healed(healer, sources)
     (only,) = pulls
-    assert set(only.given) == set(addresses(sources))
-    assert sum(only.given.values()) > 150
+    assert set(only.num_from) == set(addresses(sources))
+    assert sum(only.num_from.values()) > 150
 
 
+# FETCH-3
 @pytest.mark.parametrize("cut", [0, 6_000])
-def test_what_a_holder_that_dies_has_not_given_comes_from_the_others(
-    pulls: list[striped_fetch.StripedFetch], cut: int
-) -> None:
+def test_chunks_of_a_dead_holder_come_from_the_others(pulls: list[striped_fetch.StripedFetch], cut: int) -> None:
     sources, healer = holders(3), Rank(1, size=SIZE)
     wire = Wire(sources[0], cut=cut)
     assert healer.server.heal([wire.address, *addresses(sources[1:])], AT)
     assert wire.done.wait(20)
     assert_healed(healer, sources)
-    assert sum(pulls[0].given.values()) - pulls[0].given.get(wire.address, 0) > 50
+    assert sum(pulls[0].num_from.values()) - pulls[0].num_from.get(wire.address, 0) > 50
 
 
-def test_what_comes_wrong_is_taken_from_another(
+def test_a_wrong_chunk_is_fetched_from_another_holder(
     pulls: list[striped_fetch.StripedFetch], caplog: pytest.LogCaptureFixture
 ) -> None:
     sources, healer = holders(2), Rank(1, size=SIZE)
@@ -137,7 +136,8 @@ def test_what_comes_wrong_is_taken_from_another(
     assert f"could not heal from {wire.address}: the digest of " in caplog.text
 
 
-def test_who_holds_something_else_is_left_out(
+# FETCH-1
+def test_a_holder_of_another_state_is_not_used(
     pulls: list[striped_fetch.StripedFetch], caplog: pytest.LogCaptureFixture
 ) -> None:
     sources, healer = holders(3), Rank(1, size=SIZE)
@@ -145,15 +145,16 @@ def test_who_holds_something_else_is_left_out(
         sources[1].model[0].weight[5] += 1  # type: ignore[index, operator]
     with caplog.at_level(logging.WARNING, "elasticgang"):
         assert healer.server.heal(addresses(sources), AT)
-    assert "its state is not what another one holds of the same step" in caplog.text
-    given = set(pulls[0].given)
+    assert "its state differs from another holder's state of the same step" in caplog.text
+    given = set(pulls[0].num_from)
     weight = healer.model[0].weight
     assert any(same(weight, sources[index].model[0].weight) for index in (0, 1))
     assert (sources[1].server.address in given) == same(weight, sources[1].model[0].weight)
     assert given != set(addresses(sources))
 
 
-def test_when_all_die_nothing_has_changed(pulls: list[striped_fetch.StripedFetch]) -> None:
+# FETCH-4
+def test_nothing_changes_if_all_holders_die(pulls: list[striped_fetch.StripedFetch]) -> None:
     sources, healer = holders(2), Rank(1, size=SIZE)
     before = healer.large(), healer.small()
     wires = [Wire(source, cut=6_000) for source in sources]
@@ -161,14 +162,14 @@ def test_when_all_die_nothing_has_changed(pulls: list[striped_fetch.StripedFetch
     assert same((healer.large(), healer.small()), before)
 
 
-def test_it_ends_with_the_generation(pulls: list[striped_fetch.StripedFetch]) -> None:
+def test_a_fetch_ends_with_the_generation(pulls: list[striped_fetch.StripedFetch]) -> None:
     sources, healer = [Rank(2, size=SIZE), Rank(2, size=SIZE)], Rank(1, size=SIZE)  # in no step: they do not answer
     cancelled = threading.Event()
     threading.Timer(0.1, cancelled.set).start()
     assert not healer.server.heal(addresses(sources), AT, cancelled.is_set)
 
 
-def test_an_apply_waits_for_a_pull_and_no_longer(pulls: list[striped_fetch.StripedFetch]) -> None:
+def test_an_apply_waits_for_a_fetch_within_its_limit(pulls: list[striped_fetch.StripedFetch]) -> None:
     sources, healer = holders(2), Rank(1, size=SIZE)
     assert healer.server.heal(addresses(sources), AT)
     for source in sources:
@@ -181,7 +182,8 @@ def num_chunks(rank: Rank) -> int:
     return sum(len(transport.chunks(tensor)) for tensor in flatten(rank.large())[1])
 
 
-def test_what_came_before_it_was_cancelled_is_not_asked_for_again(
+# FETCH-5
+def test_chunks_received_before_a_cancel_are_not_requested_again(
     pulls: list[striped_fetch.StripedFetch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources, healer = holders(2), Rank(1, size=SIZE)
@@ -202,7 +204,7 @@ def test_what_came_before_it_was_cancelled_is_not_asked_for_again(
     assert len(came) <= num_chunks(sources[0]) + 2 * 2 * striped_fetch.RUN  # what was under way comes twice
 
 
-def test_of_another_attempt_what_has_not_changed_stays(pulls: list[striped_fetch.StripedFetch]) -> None:
+def test_unchanged_chunks_of_another_attempt_are_kept(pulls: list[striped_fetch.StripedFetch]) -> None:
     sources, healer = holders(2), Rank(1, size=SIZE)
     wires = [Wire(source, cut=600_000) for source in sources]
     assert not healer.server.heal([wire.address for wire in wires], AT)
@@ -215,15 +217,15 @@ def test_of_another_attempt_what_has_not_changed_stays(pulls: list[striped_fetch
         source.server.begin(later)
     assert healer.server.heal(addresses(sources), later)
     assert_healed(healer, sources)
-    assert sum(pulls[1].given.values()) <= num_chunks(sources[0]) - num_kept + 1
+    assert sum(pulls[1].num_from.values()) <= num_chunks(sources[0]) - num_kept + 1
     assert healer.server.num_received == 0
 
 
-def test_one_holder_alone_goes_on_where_it_was(pulls: list[striped_fetch.StripedFetch]) -> None:
+def test_a_fetch_from_one_holder_resumes(pulls: list[striped_fetch.StripedFetch]) -> None:
     sources, healer = holders(1), Rank(1, size=SIZE)
     assert not healer.server.heal([Wire(sources[0], cut=600_000).address], AT)
     num_kept = healer.server.num_received
     assert num_kept > 40
     assert healer.server.heal(addresses(sources), AT)
     assert_healed(healer, sources)
-    assert sum(pulls[1].given.values()) == num_chunks(sources[0]) - num_kept
+    assert sum(pulls[1].num_from.values()) == num_chunks(sources[0]) - num_kept

@@ -233,6 +233,7 @@ def test_there_are_forms() -> None:
     assert len(overloads("allreduce")) == 3
 
 
+# TORCHGROUP-1
 @pytest.mark.parametrize(("method", "index"), FORMS)
 def test_every_form_of_torchs_is_taken(method: str, index: int, ours: Ring, gloo: Ring) -> None:
     form = overloads(method)[index]
@@ -273,6 +274,7 @@ TWICE: dict[str, Callable[[Any], object]] = {
 }
 
 
+# CALL-1
 @pytest.mark.parametrize("case", list(TWICE))
 def test_what_no_overload_takes_is_a_type_error(case: str, ours: Ring) -> None:
     with pytest.raises(TypeError):

@@ -247,7 +247,7 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "all that is lost begins anew": ((recovery, "_is_blind", _always(False)),),
     "any part will do": ((recovery, "_holds", _holds_any_part),),
     "who is silent is lost": ((host.Host, "_absent", _absent_if_silent),),
-    "a torn state has a share": ((member_state.MemberState, "fails", False),),
+    "a torn state has a share": ((member_state.MemberState, "fails", False),),  # MEMBER-3
     "what is pending stays so": ((member_state.MemberState, "enter", _enter_and_keep_pending),),
     "a spare forgets its part": ((member_state.MemberState, "enter", _enter_and_forget_part),),
     "a record is for whose members it seats": ((next_record, "is_for", _is_for_all_its_members),),
@@ -255,7 +255,7 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "an agent asks while its ranks run": ((agent_state.AgentState, "may_request", _may_always_ask),),
     "an agent without ranks is silent": ((agent_state.AgentState, "is_awaited", _always(False)),),
     "whoever holds the state sits anywhere": ((next_record, "plan", _plan_whoever_holds),),
-    "a step without shares counts": ((member_state.MemberState, "only_heals", False),),
+    "a step without shares counts": ((member_state.MemberState, "only_heals", False),),  # MEMBER-5
     "a seat is asked for each member": ((agent_state.AgentState, "report", _report_without_spares),),
     "nobody is ever lost": ((agent_state.AgentState, "_host_lost", _always([])),),
     "a fenced agent's ranks run on": ((AgentLifecycle, "_fence", _fence_without_kill),),

@@ -298,11 +298,11 @@ def test_a_signal_ends_the_ranks_when_no_other_agent_goes_on(number: int) -> Non
 
 def test_sigint_and_a_second_sigterm_end_the_ranks_and_notify_the_others() -> None:
     host = running("b0")
-    assert host.gets(signal.SIGINT)[0] == NotifyOver(1, "agent a is ended by SIGINT")
+    assert host.gets(signal.SIGINT)[0] == NotifyOver(1, "agent a exits on SIGINT")
     host = running("b0")
     host.gets(signal.SIGTERM)
     assert host.gets(signal.SIGTERM) == [
-        NotifyOver(1, "agent a is ended by SIGTERM"),
+        NotifyOver(1, "agent a exits on SIGTERM"),
         StopHelpers(),
         SignalRanks(("a0", "a1"), signal.SIGTERM, drains=False),
     ]

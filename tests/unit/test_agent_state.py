@@ -30,7 +30,7 @@ from tests.unit.agent_hosts import KILLED, Host, record_of, running
 # -- AGENT-1: a record is requested when every live member of the present generation has asked
 
 
-def test_the_last_one_to_ask_makes_the_agent_ask() -> None:
+def test_the_agent_requests_a_quorum_after_its_last_rank_has_requested() -> None:
     host = running()
     assert host.asks("a1") == []
     assert host.asks("a0") == []
@@ -38,7 +38,7 @@ def test_the_last_one_to_ask_makes_the_agent_ask() -> None:
     assert {member.id for member in host.state.report().members} == {"a0", "a1", "a2"}
 
 
-def test_who_comes_or_dies_while_a_question_is_open_is_told_by_a_newer_one() -> None:
+def test_a_join_or_death_during_an_open_request_starts_a_newer_one() -> None:
     host = running()
     for member in ("a0", "a1", "a2"):
         last = host.asks(member)
@@ -49,7 +49,7 @@ def test_who_comes_or_dies_while_a_question_is_open_is_told_by_a_newer_one() -> 
     assert {member.id for member in host.state.report().members} == {"a0", "a1", "a3"}
 
 
-def test_the_answer_to_an_older_question_counts_if_it_is_a_record() -> None:
+def test_the_answer_to_an_older_request_counts_if_it_is_a_record() -> None:
     host = running(2)
     host.asks("a0")
     host.asks("a1")
@@ -65,7 +65,7 @@ def test_the_answer_to_an_older_question_counts_if_it_is_a_record() -> None:
     assert host.is_answered(Undecided("it came too late")) == []
 
 
-def test_a_newcomer_during_the_question_is_announced_with_the_answer() -> None:
+def test_a_newcomer_during_a_request_is_announced_with_the_answer() -> None:
     host = running(2)
     host.asks("a0")
     assert host.asks("a1") == [RequestQuorum()]
@@ -75,14 +75,14 @@ def test_a_newcomer_during_the_question_is_announced_with_the_answer() -> None:
     assert host.is_answered(record) == [DeliverRecord(("a0", "a1"), record), AnnounceJoin(("a0", "a1"), 2)]
 
 
-def test_a_death_is_the_last_that_was_waited_for() -> None:
+def test_the_agent_requests_when_the_last_awaited_rank_dies() -> None:
     host = running()
     host.asks("a0", broken=True)
     host.asks("a1", broken=True)
     assert host.exits("a2") == [RequestQuorum(), Restart(2, 0.0)]
 
 
-def test_a_death_during_the_question_ends_the_generation_that_it_makes() -> None:
+def test_a_death_during_a_request_ends_the_new_generation() -> None:
     host = running()
     for member in ("a0", "a1", "a2"):
         host.asks(member)
@@ -94,7 +94,7 @@ def test_a_death_during_the_question_ends_the_generation_that_it_makes() -> None
     ]
 
 
-def test_all_die_during_the_question() -> None:
+def test_all_ranks_die_during_a_request() -> None:
     host = running(1)
     assert host.asks("a0", broken=True) == [RequestQuorum()]
     assert host.exits("a0") == [Restart(0, 0.0)]
@@ -105,7 +105,7 @@ def test_all_die_during_the_question() -> None:
     assert host.state.report().exited == ("a0",)
 
 
-def test_a_void_answer_is_asked_again_a_little_later() -> None:
+def test_an_undecided_answer_is_requested_again_after_a_delay() -> None:
     host = running(1)
     host.asks("a0")
     (again,) = host.is_answered(Undecided("only joiners are here"))
@@ -117,7 +117,7 @@ def test_a_void_answer_is_asked_again_a_little_later() -> None:
     assert host.asks("a0'") == [RequestQuorum()]
 
 
-def test_a_refusal_of_this_host_ends_the_job_and_one_of_another_does_not() -> None:
+def test_refusal_of_this_host_ends_the_job_and_refusal_of_another_does_not() -> None:
     host = running(1)
     host.asks("a0")
     (again,) = host.is_answered(Undecided("refused", refused=(("b", "its layout is other"),)))
@@ -127,7 +127,7 @@ def test_a_refusal_of_this_host_ends_the_job_and_one_of_another_does_not() -> No
     ]
 
 
-def test_when_another_agent_has_finished_newcomers_are_dismissed_and_who_is_in_doubt_asks() -> None:
+def test_when_another_agent_has_finished_newcomers_retire_and_ranks_in_doubt_request() -> None:
     newcomer = Host(1)
     newcomer.start("a0")
     assert newcomer.asks("a0") == [RequestQuorum()]
@@ -174,12 +174,12 @@ def test_an_error_of_one_ends_the_generation_for_the_others() -> None:
     assert host.asks("a2", broken=True) == [RequestQuorum()]
 
 
-def test_of_one_that_waited_too_long_nobody_is_said_to_be_lost() -> None:
+def test_a_collective_timeout_is_not_reported_as_a_lost_peer() -> None:
     host = running()
     assert host.asks("a1", broken=True, timed_out=True) == [Abort(("a0", "a2"), 1, "rank 1 timed out in a collective")]
 
 
-def test_one_that_leaves_unfinished_ends_the_generation_for_the_others() -> None:
+def test_a_rank_that_leaves_before_the_last_step_ends_the_generation() -> None:
     host = running()
     assert host.leaves("a1", finished=False) == [Abort(("a0", "a2"), 1, "rank 1 left before the last step")]
     assert "a1" in host.state.report().exited
@@ -187,12 +187,12 @@ def test_one_that_leaves_unfinished_ends_the_generation_for_the_others() -> None
     assert host.asks("a2", broken=True) == [RequestQuorum()]
 
 
-def test_an_exit_in_order_restarts_nobody_and_the_others_go_on() -> None:
+def test_an_orderly_exit_restarts_no_rank_and_the_others_go_on() -> None:
     host = running()
     host.leaves("a1", finished=False)
     (warning,) = host.exits("a1", 0)
     assert isinstance(warning, Warn)
-    assert warning.text.startswith("rank 1 exited with code 0 before its loop had ended: it is not started again")
+    assert warning.text.startswith("rank 1 exited with code 0 before its loop had ended: not restarting it")
 
 
 def test_one_warning_names_join_when_scripts_never_call_it() -> None:
@@ -210,14 +210,14 @@ def test_a_failed_script_that_never_joined_is_named_by_its_failure_alone() -> No
     assert [type(done) for done in host.exits("a0", 3)] == [Fail]
 
 
-def test_nobody_is_warned_once_the_job_is_done() -> None:
+def test_no_warning_after_the_job_has_finished() -> None:
     host = running(2)
     host.leaves("a0", finished=True)
     assert host.exits("a0", 0) == []
     assert host.exits("a1", 0) == []
 
 
-def test_who_never_comes_to_its_loop_while_the_others_train_is_named() -> None:
+def test_a_rank_that_never_joins_while_others_train_is_named() -> None:
     host = running(1)
     host.start("a1")
     (warning,) = host.exits("a1", 0)
@@ -225,14 +225,14 @@ def test_who_never_comes_to_its_loop_while_the_others_train_is_named() -> None:
     assert "never called `elasticgang.join`" in warning.text
 
 
-def test_one_that_has_joined_and_never_asks_is_named_and_nobody_has_lost_a_step() -> None:
+def test_a_rank_that_joins_and_never_requests_is_named_and_costs_no_step() -> None:
     host = Host(2)
     host.start("a0", "a1")
     (warning,) = host.state.handle(Exited("a1", 0, joined=True))
-    assert warning == Warn("rank 1 exited with code 0 before its loop had ended: it is not started again")
+    assert warning == Warn("rank 1 exited with code 0 before its loop had ended: not restarting it")
 
 
-def test_what_an_early_exit_costs_is_said_only_while_somebody_goes_on() -> None:
+def test_the_warning_names_the_lost_step_only_if_other_ranks_go_on() -> None:
     host = running(2)
     host.leaves("a0", finished=False)
     (first,) = host.exits("a0", 0)
@@ -240,11 +240,11 @@ def test_what_an_early_exit_costs_is_said_only_while_somebody_goes_on() -> None:
     (second,) = host.exits("a1", 0)
     assert isinstance(first, Warn)
     assert isinstance(second, Warn)
-    assert first.text.endswith(", and those that go on lose the step under way (`manager.leave()` costs them none)")
-    assert second.text.endswith("it is not started again")
+    assert first.text.endswith("; the other ranks lose the step under way (`manager.leave()` costs them none)")
+    assert second.text.endswith("not restarting it")
 
 
-def test_one_that_leaves_in_order_ends_no_generation_and_is_waited_for_no_more() -> None:
+def test_a_rank_that_leaves_in_order_ends_no_generation_and_is_not_awaited() -> None:
     host = running()
     host.asks("a0")
     assert host.leaves("a1", finished=False, in_order=True) == []
@@ -253,14 +253,14 @@ def test_one_that_leaves_in_order_ends_no_generation_and_is_waited_for_no_more()
     assert host.exits("a1", 0, goes=True) == []
 
 
-def test_the_others_may_have_asked_before_it_leaves() -> None:
+def test_the_others_may_request_before_a_rank_leaves() -> None:
     host = running()
     host.asks("a0")
     host.asks("a2")
     assert host.leaves("a1", finished=False, in_order=True) == [RequestQuorum()]
 
 
-def test_who_cannot_agree_on_the_last_step_gives_up_after_a_while() -> None:
+def test_an_agent_that_cannot_agree_on_the_last_step_fails() -> None:
     """In a sharded job, those that have heard the vote have finished, and too few are left for a replica group."""
     host = running(1)
     host.asks("a0", tip=Attempt(2, 1), pending=Attempt(3, 1), broken=True)
@@ -270,7 +270,7 @@ def test_who_cannot_agree_on_the_last_step_gives_up_after_a_while() -> None:
     assert answers[40] == [Fail(1, "others have finished, but here the last step is in doubt: too few")]
 
 
-def test_one_that_goes_as_it_is_seated_ends_the_generation_that_waits_for_it() -> None:
+def test_a_rank_that_leaves_when_it_is_seated_ends_the_new_generation() -> None:
     host = running(1)
     host.start("a1")
     host.asks("a1")
@@ -279,7 +279,7 @@ def test_one_that_goes_as_it_is_seated_ends_the_generation_that_waits_for_it() -
     assert host.leaves("a1", finished=False) == [Abort(("a0",), 2, "rank 1 left before the last step")]
 
 
-def test_a_spare_that_goes_ends_no_generation() -> None:
+def test_a_spare_that_leaves_ends_no_generation() -> None:
     host = running(1)
     host.start("a1")
     host.asks("a1")
@@ -288,15 +288,16 @@ def test_a_spare_that_goes_ends_no_generation() -> None:
     assert host.leaves("a1", finished=False) == []
 
 
+# DRAIN-1
 @pytest.mark.parametrize("status", [0, KILLED, -signal.SIGTERM])
-def test_one_that_is_to_go_is_not_started_again_however_it_ends(status: int) -> None:
+def test_a_draining_rank_is_not_restarted_however_it_exits(status: int) -> None:
     host = running()
     assert host.exits("a1", status, goes=True) == [
         Abort(("a0", "a2"), 1, f"rank 1 {describe_exit(status)}"),
     ]
 
 
-def test_one_that_is_to_go_and_fails_has_failed() -> None:
+def test_a_draining_rank_whose_script_fails_counts_as_failed() -> None:
     host = running()
     assert host.exits("a1", 3, goes=True)[-1] == Fail(3, "rank 1 exited with code 3; --max-restarts is 0")
     host = running(max_restarts=1)
@@ -307,7 +308,7 @@ def test_one_that_is_to_go_and_fails_has_failed() -> None:
     ]
 
 
-def test_the_last_one_to_go_ends_the_job() -> None:
+def test_the_job_ends_when_the_last_rank_leaves() -> None:
     host = running(2)
     host.state.handle(Committed("a0", Attempt(7, 1)))
     for member in ("a0", "a1"):
@@ -316,7 +317,7 @@ def test_the_last_one_to_go_ends_the_job() -> None:
     assert host.exits("a1", 0, goes=True) == [Fail(1, "all ranks have left; the last committed step is 7")]
 
 
-def test_when_all_leave_of_themselves_the_job_has_ended_well() -> None:
+def test_the_job_succeeds_if_all_ranks_called_leave() -> None:
     host = running(2)
     host.state.handle(Committed("a0", Attempt(7, 1)))
     for member in ("a0", "a1"):
@@ -325,7 +326,7 @@ def test_when_all_leave_of_themselves_the_job_has_ended_well() -> None:
     assert host.exits("a1", 0, goes=True) == [End("all ranks have left: 7 of 9 steps are committed")]
 
 
-def test_when_one_of_those_that_left_was_told_to_by_a_signal_it_has_not() -> None:
+def test_the_job_fails_if_one_rank_left_because_of_a_signal() -> None:
     host = running(2)
     host.leaves("a0", finished=False, in_order=True)
     host.leaves("a1", finished=False, in_order=True, num_steps=9)
@@ -341,7 +342,7 @@ def test_when_all_ranks_of_one_host_leave_the_others_go_on() -> None:
     assert host.exits("a0", 0, goes=True)[-1] == End("all ranks of this host have left: 0 steps are committed")
 
 
-def test_a_rank_that_cannot_be_started_is_tried_again_ever_later() -> None:
+def test_a_failed_start_is_retried_with_growing_delays() -> None:
     host = running(2)
     assert host.exits("a1")[-1] == Restart(1, 0.0)
     tries = [host.state.handle(NotStarted(1, "no memory")) for _ in range(20)]
@@ -352,7 +353,7 @@ def test_a_rank_that_cannot_be_started_is_tried_again_ever_later() -> None:
     assert host.state.handle(NotStarted(1, "no memory"))[-1] == Restart(1, 1.0)
 
 
-def test_when_none_can_be_started_and_none_is_left_the_job_ends() -> None:
+def test_the_job_ends_if_no_rank_runs_or_can_be_started() -> None:
     host = running(1)
     host.exits("a0")
     tries = [host.state.handle(NotStarted(0, "no memory"))[-1] for _ in range(13)]
@@ -360,7 +361,7 @@ def test_when_none_can_be_started_and_none_is_left_the_job_ends() -> None:
     assert tries[-1] == Fail(1, "rank 0 cannot be started: no memory")
 
 
-def test_when_those_that_stay_cannot_fill_the_layout_the_job_ends() -> None:
+def test_the_job_ends_if_the_remaining_ranks_cannot_fill_the_layout() -> None:
     pairs = ParallelLayout(tp=2)
     host = Host(3)
     host.state.max_agents = 1
@@ -374,7 +375,7 @@ def test_when_those_that_stay_cannot_fill_the_layout_the_job_ends() -> None:
     assert "but the job has 1: the others have left" in failed.reason
 
 
-def test_it_is_not_the_last_one_while_another_comes_back() -> None:
+def test_a_rank_is_not_the_last_one_while_another_restarts() -> None:
     host = running(2)
     assert host.exits("a0")[-1] == Restart(0, 0.0)
     assert host.exits("a1", 0, goes=True) == []
@@ -390,7 +391,7 @@ def test_two_deaths_at_once() -> None:
     assert host.state.report().exited == ("a0", "a1")
 
 
-def test_the_death_of_one_that_was_not_seated_ends_nothing() -> None:
+def test_the_death_of_an_unseated_rank_ends_no_generation() -> None:
     host = running()
     host.start("a1'")
     assert host.exits("a1'") == [Restart(1, 0.0)]

@@ -52,7 +52,7 @@ def test_an_orderly_end() -> None:
     assert host.state.live() == ()
 
 
-def test_those_without_state_are_dismissed_at_the_end_and_those_with_state_are_not() -> None:
+def test_ranks_without_state_retire_at_the_end_and_ranks_with_state_do_not() -> None:
     host = running(4)
     host.exits("a1")
     host.start("a1'")
@@ -63,7 +63,7 @@ def test_those_without_state_are_dismissed_at_the_end_and_those_with_state_are_n
     assert retired == RetireMembers(("a1'",), "the job has finished")
 
 
-def test_a_spare_with_state_of_before_is_dismissed_at_the_end() -> None:
+def test_a_spare_with_an_older_state_retires_at_the_end() -> None:
     """It would ask for ever: there may be too few for a generation, and nobody is left who has what is committed."""
     host = running(4)
     host.exits("a1")
@@ -77,7 +77,7 @@ def test_a_spare_with_state_of_before_is_dismissed_at_the_end() -> None:
     assert host.leaves("a3", finished=True) == []
 
 
-def test_one_that_is_still_starting_at_the_end_is_dismissed() -> None:
+def test_a_rank_that_is_starting_retires_at_the_end() -> None:
     host = running(2)
     host.exits("a1")
     host.start("a1'")
@@ -85,13 +85,13 @@ def test_one_that_is_still_starting_at_the_end_is_dismissed() -> None:
     assert host.exits("a1'") == []
 
 
-def test_one_that_asks_without_state_after_the_end_is_dismissed() -> None:
+def test_a_rank_that_requests_without_state_after_the_end_retires() -> None:
     host = running(2)
     host.leaves("a0", finished=True)
     assert host.asks("a1", broken=True) == [RetireMembers(("a1",), "the job has finished")]
 
 
-def test_a_survivor_in_doubt_after_the_end_still_learns_its_fate() -> None:
+def test_a_survivor_in_doubt_after_the_end_still_gets_a_record() -> None:
     """Rank 0 saw the last vote pass and has finished; rank 1 did not see it, since rank 2 died."""
     host = running()
     host.state.handle(Committed("a0", Attempt(9, 1)))
@@ -136,7 +136,7 @@ def test_a_failure_too_many_fails_the_job_although_another_has_finished() -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_kill_from_outside_is_nobodys_fault(number: signal.Signals) -> None:
+def test_a_kill_from_outside_is_not_a_failure(number: signal.Signals) -> None:
     host = running(1)
     for generation in range(2, 22):
         assert host.exits("a0", -number) == [Restart(0, 0.0)]
@@ -158,7 +158,7 @@ def test_a_rank_whose_script_fails_is_restarted_as_after_a_kill() -> None:
     host = running(3, max_restarts=2)
     host.commits("a1")
     assert host.raises("a1", 5) == [
-        Warn("rank 1 exited with code 1 in step 5: restart 1 of 2 that it has in an hour"),
+        Warn("rank 1 exited with code 1 in step 5: restart 1 of 2 within an hour"),
         Abort(("a0", "a2"), 1, "rank 1 exited with code 1"),
         Restart(1, 0.0),
     ]
@@ -188,12 +188,12 @@ def test_a_step_that_fails_on_two_ranks_ends_the_job() -> None:
     assert host.raises("a1", 5) == [failed]
 
 
-def test_one_that_is_killed_while_it_exits_by_an_exception_has_failed() -> None:
+def test_a_rank_killed_while_it_exits_after_an_exception_has_failed() -> None:
     host = running(3, max_restarts=2)
     assert host.raises("a1", 5, KILLED) == [Fail(1, "rank 1 exited with code 1 before its first committed step")]
 
 
-def test_failures_are_told_to_the_other_agents() -> None:
+def test_failures_are_broadcast_to_the_other_agents() -> None:
     host = Host(1, max_restarts=2)
     host.start("a0")
     host.asks("a0")
@@ -208,13 +208,13 @@ def test_failures_are_told_to_the_other_agents() -> None:
     assert host.state.handle(PeerFailed("b", "b0'", 0, 5)) == [failed]
 
 
-def test_an_error_that_a_lost_peer_caused_counts_for_nothing() -> None:
+def test_an_error_caused_by_a_lost_peer_is_not_a_failure() -> None:
     host = running(2)
     assert host.exits("a1", 1, blameless=True)[-1] == Restart(1, 0.0)
     assert host.state.restarts.num_recent(1) == 0
 
 
-def test_a_rank_that_dies_again_and_again_before_it_takes_part_is_slowed_down() -> None:
+def test_repeated_early_deaths_delay_the_restart() -> None:
     host = running(2)
     delays = []
     for number in range(14):
@@ -228,7 +228,7 @@ def test_a_rank_that_dies_again_and_again_before_it_takes_part_is_slowed_down() 
     assert host.exits("a0'") == [Restart(0, 0.0)]  # of another rank
 
 
-def test_taking_part_once_makes_a_rank_fast_again() -> None:
+def test_taking_part_once_resets_the_restart_delay() -> None:
     host = running(1)
     host.exits("a0")
     for number in range(7):
@@ -255,7 +255,7 @@ def test_ranks_that_declare_different_layouts_end_the_job_with_both_named() -> N
     assert "min_replicas=1" in failed.reason
 
 
-def test_the_report_brings_what_is_known() -> None:
+def test_the_report_contains_the_newest_commit_and_dead_agents() -> None:
     host = running()
     host.state.handle(Committed("a0", Attempt(4, 1)))
     host.state.handle(Committed("a1", Attempt(3, 1)))  # late
@@ -270,7 +270,7 @@ def test_the_report_brings_what_is_known() -> None:
     assert report.layout == LAYOUT
 
 
-def test_what_is_known_is_heard_from_tips_and_records_too() -> None:
+def test_the_newest_commit_is_taken_from_tips_and_records_too() -> None:
     host = running(2)
     host.asks("a0", tip=Attempt(5, 1))
     assert host.state.newest_commit == Attempt(5, 1)
@@ -280,7 +280,7 @@ def test_what_is_known_is_heard_from_tips_and_records_too() -> None:
     assert host.state.newest_commit == Attempt(6, 1)
 
 
-def test_what_was_given_up_is_known_no_more_so_that_what_follows_can_be() -> None:
+def test_a_rolled_back_commit_is_forgotten() -> None:
     host = running(1)
     host.state.handle(Committed("a0", Attempt(8, 1)))
     host.asks("a0", tip=Attempt(5, 1))
@@ -290,13 +290,13 @@ def test_what_was_given_up_is_known_no_more_so_that_what_follows_can_be() -> Non
     assert host.state.newest_commit == Attempt(6, 2)
 
 
-def test_the_state_before_the_first_step_is_no_knowledge() -> None:
+def test_the_initial_state_is_not_a_commit() -> None:
     host = running(1)
     host.asks("a0", tip=Attempt(0, 1))
     assert host.state.newest_commit is None
 
 
-def test_members_of_other_hosts_are_not_this_ones_to_call_gone() -> None:
+def test_an_agent_reports_only_its_own_members_as_exited() -> None:
     host = running(1)
     host.asks("a0")
     record = record_of(["a0", "b0"], 2)
@@ -304,7 +304,7 @@ def test_members_of_other_hosts_are_not_this_ones_to_call_gone() -> None:
     assert host.state.report().exited == ()
 
 
-def test_a_member_without_a_seat_in_the_answer_goes_on_waiting() -> None:
+def test_a_member_without_a_seat_keeps_waiting() -> None:
     host = Host(2)
     host.start("a0", "a1")
     host.asks("a0")
@@ -338,7 +338,7 @@ def test_a_second_exit_of_the_same_process_does_nothing() -> None:
         (-250, "was killed by signal 250"),
     ],
 )
-def test_an_exit_in_words(status: int, words: str) -> None:
+def test_exits_are_described(status: int, words: str) -> None:
     assert describe_exit(status) == words
 
 
@@ -370,7 +370,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(CHOICES), st.integers(0, 2)))
 
 
 @given(EVENTS)
-def test_in_any_order_a_question_is_open_and_nobody_is_left_seated_behind_it(
+def test_in_any_event_order_a_request_is_open_only_without_seated_ranks(
     events: list[tuple[str, int]],
 ) -> None:
     """AGENT-1, with ranks that do what ranks can do: one process to a rank, which asks, sits or dies. A new question
@@ -421,7 +421,7 @@ def test_in_any_order_a_question_is_open_and_nobody_is_left_seated_behind_it(
         assert is_open
 
 
-def test_heirs_are_those_that_start_or_wait_and_were_not_told_to_go() -> None:
+def test_successors_are_ranks_that_start_or_wait_and_do_not_drain() -> None:
     host = Host(2)
     assert host.state.num_successors(()) == 2  # nobody is started yet
     host.start("a0", "a1")
@@ -439,7 +439,7 @@ def test_heirs_are_those_that_start_or_wait_and_were_not_told_to_go() -> None:
     assert host.state.num_successors(()) == 0
 
 
-def test_once_the_job_has_finished_there_are_no_heirs() -> None:
+def test_a_finished_job_has_no_successors() -> None:
     host = running(2)
     host.exits("a1")
     assert host.state.num_successors(()) == 1

@@ -24,7 +24,7 @@ from tests.unit.agent_hosts import Host, record_of, running
 # -- AGENT-3: a newcomer ends no generation
 
 
-def test_a_newcomer_is_announced_and_comes_with_the_others() -> None:
+def test_a_newcomer_is_announced_and_joins_with_the_next_generation() -> None:
     host = running()
     host.exits("a1")
     host.asks("a0", broken=True)
@@ -38,13 +38,13 @@ def test_a_newcomer_is_announced_and_comes_with_the_others() -> None:
     assert {member.id for member in host.state.report().members} == {"a0", "a1'", "a2"}
 
 
-def test_a_newcomer_that_asks_because_of_an_error_is_a_newcomer() -> None:
+def test_a_newcomer_that_requests_after_an_error_ends_no_generation() -> None:
     host = running(2)
     host.start("a2")
     assert host.asks("a2", broken=True) == [AnnounceJoin(("a0", "a1"), 1)]
 
 
-def test_a_spare_goes_on_asking_and_holds_up_nobody() -> None:
+def test_a_spare_keeps_its_request_open_and_delays_no_rank() -> None:
     host = Host(3)
     host.start("a0", "a1", "a2")
     for member in ("a0", "a1", "a2"):
@@ -56,7 +56,7 @@ def test_a_spare_goes_on_asking_and_holds_up_nobody() -> None:
     assert {member.id for member in host.state.report().members} == {"a1", "a2"}
 
 
-def test_the_death_of_a_spare_ends_nothing() -> None:
+def test_the_death_of_a_spare_ends_no_generation() -> None:
     host = Host(2)
     host.start("a0", "a1")
     host.asks("a0")
@@ -79,7 +79,7 @@ def beside(*members: str, spares: Iterable[str] = (), num_ranks: int = 2) -> Hos
     return host
 
 
-def test_the_other_agents_are_told_of_the_end_once_though_nobody_here_is_left_to_tell() -> None:
+def test_the_end_is_broadcast_once_even_without_seated_ranks_here() -> None:
     host = beside("b0")
     assert host.exits("a0") == [Abort(("a1",), 1, "rank 0 was killed by SIGKILL"), Restart(0, 0.0)]
     assert host.asks("a1", broken=True) == [RequestQuorum()]
@@ -87,12 +87,12 @@ def test_the_other_agents_are_told_of_the_end_once_though_nobody_here_is_left_to
     assert host.asks("a0", broken=True) == [Abort((), 1, "rank 0 lost a peer"), RequestQuorum()]
 
 
-def test_who_asks_in_order_ends_the_generation_for_nobody() -> None:
+def test_an_orderly_request_ends_no_generation() -> None:
     host = beside("b0", num_ranks=1)
     assert host.asks("a0") == [RequestQuorum()]
 
 
-def test_an_end_that_is_noticed_ends_the_generation_here_and_is_told_no_further() -> None:
+def test_a_received_end_notice_ends_the_generation_and_is_not_forwarded() -> None:
     host = beside("b0")
     assert host.state.handle(PeerNotice(1, over=True, reason="rank 0 of b died")) == [
         Abort(("a0", "a1"), 1, "rank 0 of b died")
@@ -102,7 +102,7 @@ def test_an_end_that_is_noticed_ends_the_generation_here_and_is_told_no_further(
     assert host.asks("a1", broken=True) == [RequestQuorum()]
 
 
-def test_an_end_that_is_noticed_before_its_generation_is_known() -> None:
+def test_an_end_notice_may_come_before_its_record() -> None:
     host = beside("b0")
     host.asks("a0")
     host.asks("a1")
@@ -114,7 +114,8 @@ def test_an_end_that_is_noticed_before_its_generation_is_known() -> None:
     ]
 
 
-def test_an_end_that_is_noticed_far_ahead_is_of_that_generation_alone() -> None:
+# AGENT-7
+def test_an_end_notice_about_a_later_generation_ends_only_that_one() -> None:
     host = beside("b0")
     assert host.state.handle(PeerNotice(1 << 60, over=True)) == []
     assert host.state.handle(PeerNotice(3, over=True)) == []
@@ -130,7 +131,7 @@ def test_an_end_that_is_noticed_far_ahead_is_of_that_generation_alone() -> None:
     ]
 
 
-def test_an_agent_whose_first_rank_leaves_waits_for_those_that_are_not_started_yet() -> None:
+def test_an_agent_whose_first_rank_leaves_waits_for_ranks_not_yet_started() -> None:
     host = Host(2)
     host.start("a0")
     host.asks("a0")
@@ -161,13 +162,14 @@ def test_the_agent_does_not_repeat_an_end_that_another_agent_has_notified() -> N
     assert host.state.handle(CoordinatorReturned("c2")) == []
 
 
-def test_a_joiner_that_is_noticed_is_announced_in_the_generation_that_it_is_for() -> None:
+def test_a_join_notice_is_announced_only_in_its_generation() -> None:
     host = beside("b0")
     assert host.state.handle(PeerNotice(1, over=False)) == [AnnounceJoin(("a0", "a1"), 1)]
     assert host.state.handle(PeerNotice(2, over=False)) == []
 
 
-def test_an_agent_whose_ranks_are_all_dead_asks_for_nobody_so_that_the_others_can_go_on() -> None:
+# AGENT-6
+def test_an_agent_without_live_ranks_requests_so_that_the_others_can_go_on() -> None:
     host = beside("b0", num_ranks=1)
     assert host.exits("a0") == [Abort((), 1, "rank 0 was killed by SIGKILL"), RequestQuorum(), Restart(0, 0.0)]
     report = host.state.report()
@@ -178,12 +180,12 @@ def test_an_agent_whose_ranks_are_all_dead_asks_for_nobody_so_that_the_others_ca
     assert host.asks("a0'") == [RequestQuorum()]  # instead of the one that is open
 
 
-def test_alone_there_is_nobody_to_ask_for() -> None:
+def test_a_lone_agent_without_live_ranks_does_not_request() -> None:
     host = running(1)
     assert host.exits("a0") == [Restart(0, 0.0)]
 
 
-def test_an_agent_of_spares_has_a_question_open() -> None:
+def test_an_agent_of_spares_keeps_a_request_open() -> None:
     host = beside("b0", "b1", spares=["a0", "a1"])
     assert host.state.may_request()
     record = record_of(["b0"], 2, spares=["a0", "a1"])
@@ -206,7 +208,7 @@ def test_a_record_that_seats_only_dead_ranks_of_this_agent() -> None:
     ]
 
 
-def test_a_rank_that_left_while_it_asked_is_not_waited_for_by_the_others() -> None:
+def test_a_rank_that_left_during_a_request_is_not_awaited() -> None:
     host = beside("b0")
     host.asks("a0")
     host.asks("a1")
@@ -228,7 +230,7 @@ def test_a_lost_host_ends_its_generation_and_is_reported_for_good() -> None:
     assert host.state.handle(HostLost("c")) == [RequestQuorum()]  # a question that is open does not say so
 
 
-def test_void_answers_are_asked_again_less_and_less_often() -> None:
+def test_undecided_answers_are_requested_again_less_and_less_often() -> None:
     host = running(1)
     host.asks("a0")
     delays = [
@@ -271,14 +273,14 @@ def test_the_first_generation_does_not_wait_for_ever() -> None:
     assert host.asks("a1") == [RequestQuorum()]
 
 
-def test_later_generations_do_not_wait_for_those_that_start() -> None:
+def test_later_generations_do_not_wait_for_starting_ranks() -> None:
     host = running(2)
     host.exits("a1")
     host.start("a1'")
     assert host.asks("a0", broken=True) == [RequestQuorum()]
 
 
-def test_a_script_that_ends_without_joining_is_not_waited_for() -> None:
+def test_a_script_that_ends_without_joining_is_not_awaited() -> None:
     host = Host(2)
     host.start("a0", "a1")
     host.asks("a0")

@@ -25,7 +25,8 @@ def started() -> ChangeReporter:
     return changes
 
 
-def test_a_death_is_told_with_its_cause_and_its_phases() -> None:
+# CHANGE-2
+def test_a_death_is_reported_with_its_cause_and_phases() -> None:
     changes = started()
     changes.caused("rank 1 lost a peer", 10.01)
     changes.caused("rank 2 was killed by SIGKILL", 10.02, is_root=True)
@@ -83,7 +84,8 @@ def test_a_spare_that_takes_a_seat_has_moved() -> None:
     assert change["left"] == ["a1"]
 
 
-def test_a_change_that_the_next_one_overtakes_is_told_as_far_as_it_came() -> None:
+# CHANGE-1
+def test_a_change_overtaken_by_the_next_one_is_reported_as_far_as_it_came() -> None:
     changes = started()
     changes.requested("a0", Attempt(2, 1))
     list(changes.agreed(record_of(["a0", "a1"], 2, committed=Attempt(1, 1)), "a"))
@@ -98,7 +100,7 @@ def test_a_change_that_the_next_one_overtakes_is_told_as_far_as_it_came() -> Non
     assert list(changes.ended()) == []
 
 
-def test_what_is_told_of_another_generation_counts_for_none() -> None:
+def test_events_of_another_generation_do_not_count() -> None:
     changes = started()
     list(changes.agreed(record_of(["a0"], 2), "a"))
     enter(changes, "a0", 1, 10.0)
@@ -109,7 +111,7 @@ def test_what_is_told_of_another_generation_counts_for_none() -> None:
     assert change["phases_ms"] == none
 
 
-def test_an_agent_that_is_lost_is_the_root_of_what_its_peers_see() -> None:
+def test_a_lost_agent_is_the_root_cause() -> None:
     changes = started()
     changes.caused("rank 1 lost a peer", 10.01)
     changes.agent_lost("b", 10.02)  # it has no seats
@@ -117,8 +119,8 @@ def test_an_agent_that_is_lost_is_the_root_of_what_its_peers_see() -> None:
     list(changes.agreed(record_of(["a0"], 2), "a"))
     (change,) = changes.ended()
     assert change["cause"] == "agent a is lost"
-    changes.caused("agent a is ended by SIGTERM", 11.0)
+    changes.caused("agent a exits on SIGTERM", 11.0)
     changes.agent_lost("a", 11.01)
     list(changes.agreed(record_of(["a0"], 3), "a"))
     (change,) = changes.ended()
-    assert change["cause"] == "agent a is ended by SIGTERM"
+    assert change["cause"] == "agent a exits on SIGTERM"

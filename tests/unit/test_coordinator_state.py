@@ -209,6 +209,7 @@ def test_a_second_process_with_an_id_is_refused_and_the_first_may_come_back() ->
     assert not any(isinstance(i.message, m.Refused) for i in out if isinstance(i, m.Send))
 
 
+# LEASE-2
 def test_timeouts_that_would_lose_a_living_agent_are_refused() -> None:
     with pytest.raises(ValueError, match="`lost_after_s` must exceed"):
         m.Timeouts(lost_after_s=11.0)
@@ -224,6 +225,7 @@ def welcome(session: AgentSession, now_s: float, number: int = 1) -> list[Any]:
     return [*session.handle(m.Answer(m.Welcome(m.Term(number, "c"), True)), now_s + 1)]
 
 
+# LEASE-1
 def test_a_lease_runs_from_when_the_question_was_sent() -> None:
     session = AgentSession("a", "i")
     assert m.SetLease(108.0) in welcome(session, 100.0)

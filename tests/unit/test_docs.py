@@ -10,6 +10,7 @@ import ast
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,7 +134,9 @@ def prose(source: str) -> Iterator[str]:
 def defined_labels() -> dict[str, list[Path]]:
     """Where each rule is stated: in the header of a module, at the start of a line, or in the design's table."""
     found: dict[str, list[Path]] = {}
-    for path in (path for folder in ("elasticgang", "tests") for path in (REPOSITORY / folder).rglob("*.py")):
+    for path in (
+        path for folder in ("elasticgang", "scripts", "tests") for path in (REPOSITORY / folder).rglob("*.py")
+    ):
         for label in DEFINED_LABEL.findall(path.read_text()):
             found.setdefault(label, []).append(path)
     for label in re.findall(r"^\| ((?:R|[A-Z]+-)\d+) ", DESIGN, re.MULTILINE):
@@ -178,6 +181,55 @@ def test_every_rule_of_the_design_that_the_code_names_is_in_its_table() -> None:
     assert rules == {f"RULE-{number}" for number in range(1, 11)}
     sources = [path.read_text() for path in (REPOSITORY / "elasticgang").rglob("*.py")]
     assert {rule for text in sources for rule in re.findall(r"\b(RULE-\d+)\b(?!')", text)} <= rules
+
+
+# Labels of rules without a test that would fail without them.
+UNTESTED = frozenset(
+    re.findall(
+        r"\S+",
+        """
+        BATCH-2 CONTROL-4 DATA-4 DDP-1 DDP-3 DDP-4 FAULT-1 FAULT-2 FAULT-3 KILL-1 KILL-3 MEMBER-1 MEMBER-2 NCCL-4
+        NCCLWORKER-1 RANK-1 RENDEZVOUS-1 SUPERVISOR-2 WORKER-3
+        """,
+    )
+)
+# Labels without a mention at the line that enforces them.
+UNENFORCED = frozenset({"DATA-1"})
+
+
+def mentioned(*folders: str) -> Counter[str]:
+    """How often the sources in `folders` name each label, by itself or in a range such as "AXES-1 to AXES-3"."""
+    found: Counter[str] = Counter()
+    paths = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")]
+    for source in (path.read_text() for path in paths if path != Path(__file__).resolve()):
+        found.update(re.findall(r"(?<![\w-])[A-Z]+-\d{1,2}(?!\d)", source))
+        for name, first, last in re.findall(r"\b([A-Z]+)-(\d+) to \1-(\d+)\b", source):
+            found.update(f"{name}-{number}" for number in range(int(first) + 1, int(last)))
+    return found
+
+
+def test_each_rule_is_named_where_it_is_enforced_and_in_a_test() -> None:
+    """A rule of the code: where it is stated, at least once more in the code, and in a test."""
+    defined = {label: paths[0] for label, paths in defined_labels().items()}
+    rules = {label: path for label, path in defined.items() if REPOSITORY / "tests" not in path.parents}
+    assert len(rules) > 100
+    in_code, in_tests = mentioned("elasticgang", "scripts"), mentioned("tests")
+    unenforced = {label for label, path in rules.items() if in_code[label] <= (path.suffix == ".py")}
+    untested = {label for label in rules if not in_tests[label]}
+    assert unenforced - UNENFORCED == set(), "name the label at the line that enforces the rule"
+    assert untested - UNTESTED == set(), "name the label at the test that fails without the rule"
+    assert (UNENFORCED - unenforced) & set(rules) == set(), "named now: take it off the list"
+    assert (UNTESTED - untested) & set(rules) == set(), "tested now: take it off the list"
+
+
+def test_files_that_the_documents_name_have_the_names_beside_them() -> None:
+    """`file` (`name`, `name`)."""
+    wrong = []
+    for document in DOCUMENTS:
+        for file, names in re.findall(r"`([\w./-]+\.py)` \(((?:`\w+`(?:, )?)+)\)", document.read_text()):
+            source = (REPOSITORY / file).read_text()
+            wrong += [f"{file}: {name}" for name in re.findall(r"\w+", names) if not re.search(rf"\b{name}\b", source)]
+    assert wrong == []
 
 
 # -- the README

@@ -62,6 +62,7 @@ def test_groups_over_needs_a_size_for_each_axis() -> None:
         groups_over((2, 2), ("tp",))
 
 
+# AXES-2
 @pytest.mark.parametrize("dims", [["a", "b"], ["b", "a"], ("b", "a")])
 def test_the_order_of_dims_does_not_count(dims: Sequence[str]) -> None:
     assert ABC.rank_groups(dims) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -85,6 +86,7 @@ def test_the_offset_shifts_all() -> None:
     assert shifted.rank_groups(["a", "b"], ordered_as_given=True) == [[8, 10, 9, 11], [12, 14, 13, 15]]
 
 
+# AXES-1
 @settings(max_examples=100, deadline=None)
 @given(axes_and_dims())
 def test_groups_of_any_grid(case: tuple[Axes, list[str]]) -> None:
@@ -112,6 +114,7 @@ def test_axes_travel(case: tuple[Axes, list[str]]) -> None:
             Axes.from_json({name: value for name, value in axes.to_json().items() if name != key})
 
 
+# AXES-3
 def test_the_key_is_in_reversed_order_of_the_names() -> None:
     axes = Axes((2, 3, 4, 5), ("tp", "cp", "pp", "dp"))
     assert axes.key("dp") == "dp"

@@ -113,7 +113,8 @@ def names(found: list[HangReport]) -> list[str]:
 # -- who is hung
 
 
-def test_one_that_is_stopped_in_its_own_code_is_found_within_the_limit(host: Host) -> None:
+# RULE-8
+def test_a_rank_stopped_in_user_code_hangs_within_the_limit(host: Host) -> None:
     host[2].stopped = True
     began_ms = host.now_ms
     host.all_reduce([host[0], host[1], host[3]])
@@ -123,13 +124,13 @@ def test_one_that_is_stopped_in_its_own_code_is_found_within_the_limit(host: Hos
     assert LIMIT_MS - 150 <= host.now_ms - began_ms <= LIMIT_MS
 
 
-def test_one_that_only_lives_is_hung_too(host: Host) -> None:
+def test_a_rank_with_a_pulse_but_no_progress_hangs(host: Host) -> None:
     """A lock that nobody releases: its other threads run."""
     host.all_reduce([host[0], host[1], host[3]])
     assert names(host.run(10_000)) == ["c"]
 
 
-def test_one_that_is_stopped_while_it_waits_is_found_once_it_has_nothing_to_wait_for(host: Host) -> None:
+def test_a_rank_stopped_while_waiting_hangs_once_its_wait_is_over(host: Host) -> None:
     host.all_reduce([host[0], host[2]])
     assert host.run(LIMIT_MS // 2) == []
     host[2].stopped = True
@@ -139,7 +140,7 @@ def test_one_that_is_stopped_while_it_waits_is_found_once_it_has_nothing_to_wait
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_one_that_is_stopped_in_a_wait_of_the_runtime_is_found(host: Host, asks: bool) -> None:
+def test_a_rank_stopped_in_a_runtime_wait_hangs(host: Host, asks: bool) -> None:
     for rank in host.ranks:
         rank.set(is_waiting=True, is_requesting=asks)
     assert host.run(3 * LIMIT_MS) == []  # all live
@@ -149,7 +150,7 @@ def test_one_that_is_stopped_in_a_wait_of_the_runtime_is_found(host: Host, asks:
     assert names(host.run(10_000)) == ["c"]
 
 
-def test_a_newcomer_that_is_stopped_on_its_way_in_is_found(host: Host) -> None:
+def test_a_newcomer_stopped_while_it_enters_hangs(host: Host) -> None:
     host[2].set(generation=0, steps=0, is_waiting=True, is_requesting=True)
     host[2].stopped = True
     for other in (host[0], host[1], host[3]):
@@ -157,13 +158,14 @@ def test_a_newcomer_that_is_stopped_on_its_way_in_is_found(host: Host) -> None:
     assert names(host.run(10_000)) == ["c"]
 
 
-def test_two_that_are_stopped_are_both_found_and_nobody_else(host: Host) -> None:
+def test_two_stopped_ranks_hang_and_no_other(host: Host) -> None:
     host[1].stopped = host[2].stopped = True
     host.all_reduce([host[0], host[3]])
     assert names(host.run(10_000)) == ["b", "c"]
 
 
-def test_of_a_row_of_waiting_ranks_the_one_that_waits_for_nobody_is_found(host: Host) -> None:
+# HANG-2
+def test_the_rank_at_the_end_of_a_chain_of_waits_hangs(host: Host) -> None:
     """a waits for b, in a tp gang; c and d for both, in dp."""
     host[0].groups[TP] = host[1].groups[TP] = Reached(4, 4)
     host[0].submit(TP)
@@ -171,26 +173,26 @@ def test_of_a_row_of_waiting_ranks_the_one_that_waits_for_nobody_is_found(host: 
     assert names(host.run(10_000)) == ["b"]
 
 
-def test_who_waits_for_a_message_waits_for_those_who_do_not(host: Host) -> None:
+def test_a_rank_that_waits_for_a_message_is_blocked_on_all_that_do_not(host: Host) -> None:
     host[0].groups = {DP: Reached(0, 0, messages_submitted=1)}
     for rank in (host[2], host[3]):
         del rank.groups[DP]
     assert names(host.run(10_000)) == ["b"]
 
 
-def test_a_wait_that_another_agent_tells_of_counts(host: Host) -> None:
+def test_an_edge_from_another_agent_counts(host: Host) -> None:
     host.told = (BlockedOn("z", 1, CONTROL, 1),)
     host.all_reduce([host[0], host[1], host[2]], CONTROL)
     assert names(host.run(10_000)) == ["d"]
     assert BlockedOn("a", 1, CONTROL, 1) in host.progress.blocked_on()
 
 
-def test_a_wait_of_another_generation_or_group_does_not(host: Host) -> None:
+def test_an_edge_of_another_generation_or_group_does_not_count(host: Host) -> None:
     host.told = (BlockedOn("z", 2, DP, 1), BlockedOn("z", 1, 99, 1))
     assert host.run(10_000) == []
 
 
-def test_one_whose_comm_process_is_gone_is_not_excused_by_what_was_under_way(host: Host) -> None:
+def test_works_of_a_dead_comm_process_do_not_excuse_a_rank(host: Host) -> None:
     """The generation is over, the others ask; it does not come, and has collectives that will never end."""
     host[2].submit(DP)
     host[2].comm_stopped, host[2].comm_pid = True, 0
@@ -202,7 +204,8 @@ def test_one_whose_comm_process_is_gone_is_not_excused_by_what_was_under_way(hos
 # -- comm processes
 
 
-def test_a_comm_process_that_stands_still_is_ended_by_itself(host: Host) -> None:
+# HANG-4
+def test_a_hung_comm_process_is_killed_alone(host: Host) -> None:
     host[2].comm_stopped = True
     for rank in host.ranks:
         rank.submit(DP)  # and none completes
@@ -217,7 +220,7 @@ def test_a_comm_process_that_stands_still_is_ended_by_itself(host: Host) -> None
     assert host.run(10_000) == []
 
 
-def test_when_its_rank_does_not_move_without_it_either_the_rank_is_ended(host: Host) -> None:
+def test_a_rank_that_hangs_after_its_comm_process_was_killed_is_killed(host: Host) -> None:
     host[2].comm_stopped = True
     host.all_reduce([host[0], host[1], host[3]])
     host[2].submit(DP)
@@ -226,7 +229,7 @@ def test_when_its_rank_does_not_move_without_it_either_the_rank_is_ended(host: H
     assert names(host.run(10_000)) == ["c"]
 
 
-def test_with_its_rank_the_rank_is_ended(host: Host) -> None:
+def test_a_rank_that_hangs_with_its_comm_process_is_killed(host: Host) -> None:
     """Stopped together, after the rank had submitted what the others wait in."""
     host[2].stopped = host[2].comm_stopped = True
     for rank in host.ranks:
@@ -236,7 +239,7 @@ def test_with_its_rank_the_rank_is_ended(host: Host) -> None:
     assert report.member == "c"
 
 
-def test_a_comm_process_that_nobody_needs_may_stand_still(host: Host) -> None:
+def test_an_unneeded_comm_process_may_make_no_progress(host: Host) -> None:
     host[2].comm_stopped = True
     assert host.run(10_000, host[2].beat) == []
 
@@ -244,7 +247,7 @@ def test_a_comm_process_that_nobody_needs_may_stand_still(host: Host) -> None:
 # -- who is not
 
 
-def test_all_slow_alike_is_not_hung(host: Host) -> None:
+def test_equally_slow_ranks_do_not_hang(host: Host) -> None:
     """A data loader: each comes a little later than the other, after much longer than the limit."""
     for _ in range(3):
         assert host.run(5 * LIMIT_MS) == []
@@ -253,13 +256,15 @@ def test_all_slow_alike_is_not_hung(host: Host) -> None:
             assert host.run(LIMIT_MS // 8) == []
 
 
-def test_who_waits_for_one_another_is_not_hung(host: Host) -> None:
+# HANG-1
+def test_ranks_blocked_on_each_other_do_not_hang(host: Host) -> None:
     """A deadlock of the script's own collectives: the collective timeout's to end."""
     host.all_reduce([host[0], host[1]], DP)
     host.all_reduce([host[2], host[3]], CONTROL)
     assert host.run(60_000) == []
 
 
+# HANG-3
 def test_paused_time_does_not_count(host: Host) -> None:
     host.all_reduce([host[0], host[1], host[3]])
     host[2].set(paused=True)
@@ -277,7 +282,7 @@ def test_a_long_compile_in_the_first_steps_is_no_hang() -> None:
     assert names(host.run(200_000)) == ["b"]  # and yet not for ever
 
 
-def test_one_that_is_stopped_in_its_first_steps_is_found_within_the_floor() -> None:
+def test_a_rank_stopped_in_its_first_steps_hangs_within_the_floor() -> None:
     host = Host("a", "b")
     host[1].set(steps=0)
     host[1].stopped = True
@@ -286,7 +291,7 @@ def test_one_that_is_stopped_in_its_first_steps_is_found_within_the_floor() -> N
     assert names(host.run(2_000)) == ["b"]
 
 
-def test_one_that_builds_or_has_left_holds_nobody_up(host: Host) -> None:
+def test_a_rank_that_builds_or_has_left_blocks_no_other(host: Host) -> None:
     host[2].set(takes_part=False)
     for other in (host[0], host[1], host[3]):
         other.set(is_waiting=True, is_requesting=True)
@@ -294,7 +299,7 @@ def test_one_that_builds_or_has_left_holds_nobody_up(host: Host) -> None:
 
 
 @pytest.mark.parametrize("how", ["stopped", "busy"])
-def test_once_the_job_has_finished_who_stands_still_is_found_though_nobody_waits(host: Host, how: str) -> None:
+def test_after_the_job_a_rank_without_progress_hangs(host: Host, how: str) -> None:
     host[2].stopped = how == "stopped"
     for other in (host[0], host[1], host[3]):
         other.set(takes_part=False)
@@ -303,7 +308,7 @@ def test_once_the_job_has_finished_who_stands_still_is_found_though_nobody_waits
     assert names(host.run(10_000)) == ["c"]
 
 
-def test_once_the_job_has_finished_what_is_paused_waits_or_has_left_is_let_be(host: Host) -> None:
+def test_after_the_job_paused_waiting_and_left_ranks_do_not_hang(host: Host) -> None:
     host[0].set(takes_part=False)
     host[1].set(paused=True)
     host[2].set(is_waiting=True)
@@ -318,14 +323,14 @@ def test_a_newcomer_waits_for_no_rank_in_its_step() -> None:
     assert host.run(60_000) == []
 
 
-def test_one_that_gets_on_slowly_is_not_hung(host: Host) -> None:
+def test_slow_progress_is_not_a_hang(host: Host) -> None:
     host.all_reduce([host[0], host[1], host[3]])
     for _ in range(10):
         assert host.run(LIMIT_MS - 200) == []
         host[2].beat()
 
 
-def test_time_in_which_the_agent_did_not_run_counts_for_nobody(host: Host) -> None:
+def test_time_in_which_the_agent_did_not_run_does_not_count(host: Host) -> None:
     host.all_reduce([host[0], host[1], host[3]])
     assert host.run(LIMIT_MS // 2) == []
     host.now_ms += 60_000  # it was stopped itself
@@ -353,7 +358,7 @@ def test_long_steps_raise_it() -> None:
     assert host.progress.limit_ms == pytest.approx(200_000, rel=0.01)
 
 
-def test_who_once_took_long_and_got_on_may_again() -> None:
+def test_a_long_pause_raises_the_adaptive_limit() -> None:
     host = Host("a", "b", limit_ms=None)
     host.steps(8, 250)
     assert host.run(40_000) == []  # both load data
@@ -393,6 +398,7 @@ def reports(host: Host, for_ms: int, each: Callable[[], None] = lambda: None) ->
     return found
 
 
+# HANG-5
 def test_a_standstill_of_all_in_their_own_code_is_reported_at_growing_intervals(host: Host) -> None:
     found = reports(host, 20 * LIMIT_MS)
     assert [round(at_ms / LIMIT_MS) for at_ms in found] == [1, 2, 4, 8, 16]
@@ -413,7 +419,7 @@ def test_a_new_standstill_is_reported_after_the_limit_again(host: Host) -> None:
     assert [round(at_ms / LIMIT_MS) for at_ms in reports(host, 3 * LIMIT_MS)] == [1, 2]
 
 
-def test_one_that_gets_on_is_no_standstill(host: Host) -> None:
+def test_progress_of_one_rank_is_no_standstill(host: Host) -> None:
     assert reports(host, 5 * LIMIT_MS, host[3].beat) == []
 
 
@@ -431,14 +437,14 @@ def test_waits_of_the_runtime_alone_are_no_standstill(host: Host) -> None:
     assert reports(host, 5 * LIMIT_MS) == []
 
 
-def test_one_that_the_others_wait_for_is_hung_and_no_standstill(host: Host) -> None:
+def test_a_hung_rank_is_no_standstill(host: Host) -> None:
     host.all_reduce(host.ranks[:3])
     reported = []
     assert names(host.run(10_000, lambda: reported.append(host.progress.standstill()))) == ["d"]
     assert set(reported) == {None}
 
 
-def test_those_that_have_left_do_not_stand_still(host: Host) -> None:
+def test_ranks_that_have_left_do_not_count_for_a_standstill(host: Host) -> None:
     for rank in host.ranks:
         rank.set(takes_part=False, has_left=True)
     assert reports(host, 5 * LIMIT_MS) == []

@@ -49,6 +49,7 @@ def test_the_next_rank_is_killed_where_the_drawn_one_is_down() -> None:
     assert chosen(run_log, 2, dead=(2,)) == 0
 
 
+# KILL-2
 def test_the_last_member_with_state_is_spared_and_those_without_may_die() -> None:
     run_log = journal_of({0: (5, 1)})
     assert [chosen(run_log, rank) for rank in range(3)] == [1, 1, 2]

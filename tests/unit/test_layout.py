@@ -24,15 +24,18 @@ def test_the_default_is_one_seat_to_a_replica_group() -> None:
     assert layout.further_axes == ()
 
 
+# LAYOUT-2
 def test_the_unit_is_the_product_of_the_model_axes() -> None:
     assert ParallelLayout(pp=2, sdp=3, tp=4, min_replicas=7).unit == 24
 
 
+# LAYOUT-1
 def test_a_layout_does_not_change() -> None:
     with pytest.raises(FrozenInstanceError):
         ParallelLayout().tp = 2  # type: ignore[misc]
 
 
+# LAYOUT-3
 @pytest.mark.parametrize("given", [("tp", "pp"), ("pp", "tp"), ["tp", "pp"]])
 def test_equal_declarations_are_equal(given: Any) -> None:
     layout = ParallelLayout(pp=2, tp=2, within_host=given)

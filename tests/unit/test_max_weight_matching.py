@@ -27,6 +27,7 @@ def most_weight(claims: Sequence[Claim], row_room: Mapping[str, int], column_roo
     return max(sum(claim.weight for claim in chosen) for chosen in fitting)
 
 
+# MATCHING-1
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.builds(Claim, st.sampled_from(ROWS), st.integers(0, 3), st.sampled_from(WEIGHTS)), max_size=9),

@@ -133,12 +133,14 @@ APPLIED = ["ReportCommitted", "APPLY"]
 REQUESTED = ["LEAVE_GENERATION", "SendRequest", "AWAIT_RECORD"]
 
 
+# MANAGER-9
 def test_a_member_requests_after_it_has_left_and_enters_what_the_record_says() -> None:
     driver = active()
     assert driver.names == [*REQUESTED, "Configure"]
     assert driver.lifecycle.state.tip == Attempt(0, 1)
 
 
+# MANAGER-8
 def test_a_step_reduces_then_votes_then_reports_then_applies() -> None:
     driver = active()
     assert driver.step()
@@ -169,6 +171,7 @@ def test_the_agent_is_sent_the_first_commit_of_each_generation() -> None:
     assert [report.announces for report in reports] == [True, False, True, False]
 
 
+# MANAGER-6
 @pytest.mark.parametrize("failed", [1.0, 2.0])
 def test_nobody_prepares_or_votes_when_a_rank_failed(failed: float) -> None:
     driver = active()
@@ -203,6 +206,7 @@ def test_a_step_lost_before_the_vote_is_dropped(lost_at: str, done: list[str]) -
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.REGROUP
 
 
+# MANAGER-7
 def test_a_learner_heals_and_gets_what_forward_changed_before_it_votes() -> None:
     driver = learner()
     assert driver.step({"AWAIT_SUMS root": [1.0, 0.0]})
@@ -220,6 +224,7 @@ def test_a_learner_without_what_forward_changed_prepares_nothing() -> None:
     assert driver.lifecycle.state.tip is None
 
 
+# MANAGER-2
 @pytest.mark.parametrize("lost_at", ["StartSum control", "AWAIT_SUMS control"])
 @pytest.mark.parametrize("rolls_forward", [True, False])
 def test_a_vote_that_fails_leaves_a_ready_attempt_to_the_next_record(lost_at: str, rolls_forward: bool) -> None:
@@ -359,6 +364,7 @@ def test_steps_in_which_a_heal_gets_on_are_not_counted_as_lost() -> None:
     assert driver.lifecycle.at_boundary(NUM_STEPS) is Next.GIVE_UP
 
 
+# MANAGER-10
 def test_it_leaves_after_a_vote_that_grants_it_and_tells_whether_its_script_asked() -> None:
     driver = active()
     driver.lifecycle.observed = Observed(draining=True)
@@ -403,6 +409,7 @@ def test_an_abort_ends_every_generation_up_to_its_own() -> None:
     assert [AbortNotice(3, "").ends(generation) for generation in (2, 3, 4)] == [True, True, False]
 
 
+# MANAGER-3
 def test_an_apply_that_raises_as_a_record_is_resolved_tears_the_state_and_the_rank_requests_again() -> None:
     driver = active()
     driver.begin()

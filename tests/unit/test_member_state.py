@@ -76,6 +76,7 @@ def test_the_only_one_with_state_stays_until_a_learner_has_it() -> None:
     assert leaving(vote(job, going=["a0"], healed=["a1"])) == {"a0"}
 
 
+# MANAGER-1, MEMBER-4
 def test_in_a_vote_that_fails_nobody_becomes_active_and_it_stays() -> None:
     job = ledgers({"a0": ACTIVE, "a1": LEARNER})
     assert not leaving(vote(job, going=["a0"], healed=["a1"], failing=["a0"]))

@@ -26,6 +26,7 @@ from tests.unit.proposals import PAIRS, WHOLE, agreed, first, member, report, tr
 # --- the first record
 
 
+# NEXT-1
 def test_first_record_designates_one_holder_per_model_coordinate() -> None:
     record = first("a", "b", "c")
     assert (record.generation, record.parent, record.committed) == (1, "", Attempt(0, 1))
@@ -44,7 +45,7 @@ def test_first_record_of_a_sharded_layout_designates_a_whole_replica_group() -> 
     assert len(record.members(LEARNER)) == 4
 
 
-def test_who_has_no_seat_is_a_spare() -> None:
+def test_a_member_without_a_seat_is_a_spare() -> None:
     record = agreed(None, report("a", member("a0"), member("a1"), member("a2"), layout=PAIRS))
     (spare,) = record.members(SPARE)
     assert spare not in record.plan.ranks
@@ -54,7 +55,7 @@ def test_who_has_no_seat_is_a_spare() -> None:
     assert record.seat("z9") is None
 
 
-def test_members_beyond_the_seats_that_are_asked_for_are_spares() -> None:
+def test_members_beyond_the_requested_seats_are_spares() -> None:
     members = [member(f"a{index}") for index in range(5)]
     record = agreed(None, report("a", *members, layout=PAIRS, num_seats=4))
     assert record.plan.shape[1] == 2
@@ -74,7 +75,8 @@ def test_spares_take_the_seats_of_a_lost_host() -> None:
     assert after.plan.shape[1] == 4
 
 
-def test_who_goes_takes_no_seat_from_a_spare_that_may_follow_it() -> None:
+# NEXT-3
+def test_a_draining_member_takes_no_seat_from_its_successor() -> None:
     a0, a1, a2 = (member(f"a{index}") for index in range(3))
     start = agreed(None, report("a", a0, a1, a2, num_seats=1))
     assert (start.members(ACTIVE), start.members(SPARE)) == (("a0",), ("a1", "a2"))
@@ -89,7 +91,7 @@ def test_who_goes_takes_no_seat_from_a_spare_that_may_follow_it() -> None:
     assert (after.members(ACTIVE), after.members(SPARE), after.draining_members) == (("a1",), ("a2",), ())
 
 
-def test_who_goes_takes_no_seat_from_a_whole_replica_group_of_spares() -> None:
+def test_a_draining_member_takes_no_seat_from_a_replica_group_of_spares() -> None:
     members = [member(f"a{index}") for index in range(4)]
     start = agreed(None, report("a", *members, layout=PAIRS, num_seats=2))
     tips = [
@@ -101,7 +103,7 @@ def test_who_goes_takes_no_seat_from_a_whole_replica_group_of_spares() -> None:
     assert (after.members(ACTIVE), after.members(LEARNER)) == (("a0", "a1"), ("a2", "a3"))
 
 
-def test_an_agent_whose_members_all_go_is_not_one_of_the_most() -> None:
+def test_an_agent_whose_members_all_drain_does_not_count_for_max_agents() -> None:
     start = agreed(None, *(report(agent, member(f"{agent}0"), max_agents=1) for agent in "ab"))
     assert start.members(SPARE) == ("b0",)
     goer = member("a0", Attempt(3, 1), entered=1, active=True, draining=True)
@@ -110,13 +112,13 @@ def test_an_agent_whose_members_all_go_is_not_one_of_the_most() -> None:
     assert (after.members(ACTIVE), after.members(LEARNER)) == (("a0",), ("b0",))
 
 
-def test_too_few_members_are_waited_for() -> None:
+def test_too_few_members_are_undecided() -> None:
     with pytest.raises(LayoutError) as error:
         plan([Member("a0", "a")], PAIRS)
     assert undecided(None, report("a", member("a0"), layout=PAIRS)).reason == str(error.value)
 
 
-def test_the_first_generation_waits_for_as_many_agents_as_any_asks_for() -> None:
+def test_the_first_generation_waits_for_the_largest_min_agents() -> None:
     a, b = report("a", member("a0"), min_agents=2), report("b", member("b0"))
     assert undecided(None, a).reason == "1 of at least 2 agents are here"
     start = agreed(None, a, b)
@@ -124,7 +126,7 @@ def test_the_first_generation_waits_for_as_many_agents_as_any_asks_for() -> None
     assert agreed(start, alone).agents == ("a",)
 
 
-def test_agents_beyond_the_most_wait_as_spares_until_a_seated_one_is_gone() -> None:
+def test_agents_beyond_max_agents_are_spares_until_a_seated_one_is_lost() -> None:
     start = agreed(None, *(report(agent, member(f"{agent}0"), max_agents=2) for agent in "bc"))
     tip = Attempt(3, 1)
     held = {agent: member(f"{agent}0", tip, entered=1, active=True) for agent in "bc"}
@@ -141,7 +143,7 @@ def test_agents_beyond_the_most_wait_as_spares_until_a_seated_one_is_gone() -> N
     assert third.members(ACTIVE) == ("b0",)
 
 
-def test_who_alone_holds_the_state_has_a_seat_though_its_agent_is_one_too_many() -> None:
+def test_the_last_holder_has_a_seat_even_beyond_max_agents() -> None:
     start = agreed(None, *(report(agent, member(f"{agent}0"), max_agents=2) for agent in "bc"))
     tip = Attempt(3, 1)
     held = {agent: member(f"{agent}0", tip, entered=1, active=True) for agent in "bc"}
@@ -159,7 +161,7 @@ def test_who_alone_holds_the_state_has_a_seat_though_its_agent_is_one_too_many()
     assert len(agreed(back, *whole).members(SPARE)) == 1
 
 
-def test_an_agent_without_members_is_not_one_of_the_most() -> None:
+def test_an_agent_without_members_does_not_count_for_max_agents() -> None:
     start = agreed(None, *(report(agent, member(f"{agent}0"), max_agents=2) for agent in "ab"))
     b0 = member("b0", Attempt(3, 1), entered=1, active=True)
     seated = report("b", b0, seen=start, max_agents=2)
@@ -167,14 +169,14 @@ def test_an_agent_without_members_is_not_one_of_the_most() -> None:
     assert after.members(LEARNER) == ("c0",)
 
 
-def test_nobody_decides_nothing() -> None:
+def test_an_empty_proposal_is_undecided() -> None:
     assert undecided(None).reason == "nobody asked"
 
 
 # --- undecided proposals (NEXT-2) and refused agents
 
 
-def test_an_agent_asks_once() -> None:
+def test_an_agent_twice_in_a_proposal_is_undecided() -> None:
     assert "twice" in undecided(None, report("a", member("a0")), report("a", member("a1"))).reason
 
 
@@ -182,7 +184,7 @@ def test_a_member_has_one_agent() -> None:
     assert "'a0'" in undecided(None, report("a", member("a0")), report("b", member("a0"))).reason
 
 
-def test_joiners_only_are_void_while_a_member_may_live() -> None:
+def test_joiners_alone_are_undecided_while_a_member_may_live() -> None:
     record, tip = trained("a", "b")
     joiner = report("j", member("j0"))
     assert undecided(record, joiner).reason == "no witness of generation 2 is here, but a0, b0 may live"
@@ -190,7 +192,7 @@ def test_joiners_only_are_void_while_a_member_may_live() -> None:
     assert agreed(record, joiner, report("b", member("b0", tip, entered=2), seen=record)).members(ACTIVE) == ("b0",)
 
 
-def test_after_a_restart_of_the_lighthouse_the_first_to_ask_is_alone() -> None:
+def test_a_lone_request_after_a_lighthouse_restart_is_undecided() -> None:
     record, tip = trained("a", "b", "c")
     assert isinstance(next_record(record, [report("j", member("j0"))]), Undecided)
     alone = agreed(record, report("b", member("b0", tip, entered=2), seen=record))  # harmless: the others come back
@@ -228,7 +230,7 @@ def test_a_torn_member_is_no_witness() -> None:
     assert agreed(joined, torn, learner, report("b", seen=joined, exited=("b0", "c0"))).committed == tip
 
 
-def test_a_member_that_has_not_entered_is_a_witness_without_state() -> None:
+def test_a_member_that_never_entered_is_a_witness_without_state() -> None:
     record = first("a", "b")
     (holder,) = record.members(ACTIVE)
     (learner,) = record.members(LEARNER)
@@ -237,7 +239,7 @@ def test_a_member_that_has_not_entered_is_a_witness_without_state() -> None:
     assert agreed(record, mine, report(learner[0], seen=record, exited=(learner,))).committed == Attempt(0, 2)
 
 
-def test_a_ghost_is_void() -> None:
+def test_a_report_left_over_from_an_earlier_call_is_undecided() -> None:
     """The call of an agent timed out, but the lighthouse hands out its old report."""
     record, tip = trained("a", "b")
     fresh, ghost = (
@@ -247,21 +249,21 @@ def test_a_ghost_is_void() -> None:
     assert undecided(record, fresh, ghost).reason == "the report of agent b is of generation 1, before 2"
 
 
-def test_who_was_away_is_no_ghost() -> None:
+def test_an_agent_that_was_left_behind_is_no_ghost() -> None:
     record, tip = trained("a", "b")
     shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=record))
     back = report("b", member("b0", tip, entered=2), seen=record)
     assert agreed(shrunk, report("a", member("a0", tip, entered=3), seen=shrunk), back).members(ACTIVE) == ("a0", "b0")
 
 
-def test_an_old_record_is_void() -> None:
+def test_a_report_newer_than_the_record_is_undecided() -> None:
     record, tip = trained("a", "b")
     asked = report("a", member("a0", tip), seen=RecordRef(3, ""))
     assert undecided(record, asked).reason == "agent a knows generation 3, but the record is of 2"
     assert undecided(None, asked).reason == "agent a knows generation 3, but the record is of 0"
 
 
-def test_two_incarnations_of_the_coordinator_are_void() -> None:
+def test_reports_of_two_coordinator_incarnations_are_undecided() -> None:
     answer = undecided(None, report("a", member("a0")), report("b", member("b0"), coordinator="c2"))
     assert "coordinator" in answer.reason
     assert not answer.refused
@@ -270,7 +272,7 @@ def test_two_incarnations_of_the_coordinator_are_void() -> None:
 @pytest.mark.parametrize(
     ("what", "other"), [("job", "other"), ("layout", ParallelLayout(min_replicas=2)), ("protocol", PROTOCOL + 1)]
 )
-def test_who_differs_from_the_record_is_refused(what: str, other: Any) -> None:
+def test_an_agent_that_differs_from_the_record_is_refused(what: str, other: Any) -> None:
     record, tip = trained("a", "b")
     mismatched_agents = [report(agent, member(f"{agent}0"), **{what: other}) for agent in "cd"]
     answer = undecided(record, report("a", member("a0", tip), seen=record), *mismatched_agents)
@@ -290,7 +292,7 @@ def test_an_agent_that_others_cannot_reach_is_refused() -> None:
     agreed(None, near, report("b", member("b0"), host="127.0.0.1"))
 
 
-def test_without_a_record_the_majority_is_right() -> None:
+def test_without_a_record_the_majority_decides() -> None:
     answer = undecided(
         None, report("a", member("a0"), layout=PAIRS), *(report(agent, member(f"{agent}0")) for agent in "bc")
     )

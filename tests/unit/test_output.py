@@ -71,11 +71,11 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
         log.write("third")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert said == [f"elasticgang: no more events are written to {file}: File too large"]
+    assert said == [f"elasticgang: stopped writing events to {file}: File too large"]
     assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["first"]
 
 
 def test_a_log_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OperationalError, match=r"no events can be written to --log-dir .*: Not a directory"):
+    with pytest.raises(OperationalError, match=r"cannot write events to --log-dir .*: Not a directory"):
         EventLog(str(tmp_path / "file" / "below"), print)

@@ -10,14 +10,14 @@ from elasticgang.train.partition import PassRange, pass_ranges, slots_of
 
 
 @given(num_slots=st.integers(0, 200), count=st.integers(1, 50))
-def test_the_parts_are_all_slots_in_order_once_and_as_even_as_can_be(num_slots: int, count: int) -> None:
+def test_the_parts_are_all_slots_once_in_order_and_as_even_as_possible(num_slots: int, count: int) -> None:
     parts = [slots_of(num_slots, index, count) for index in range(count)]
     assert [slot for part in parts for slot in part] == list(range(num_slots))
     assert {len(part) for part in parts} <= {num_slots // count, -(-num_slots // count)}
 
 
 @given(runs=st.integers(0, 40), num_groups=st.integers(1, 10), alike=st.integers(1, 5))
-def test_parts_that_are_to_be_alike_are_of_one_size(runs: int, num_groups: int, alike: int) -> None:
+def test_parts_of_a_group_have_equal_size(runs: int, num_groups: int, alike: int) -> None:
     parts = [slots_of(runs * alike, index, num_groups * alike, alike) for index in range(num_groups * alike)]
     assert [slot for part in parts for slot in part] == list(range(runs * alike))
     for group in range(num_groups):
@@ -26,7 +26,7 @@ def test_parts_that_are_to_be_alike_are_of_one_size(runs: int, num_groups: int, 
 
 
 @pytest.mark.parametrize(("num_slots", "count"), [(7, 4), (8, 3)])
-def test_what_cannot_be_divided_alike_is_refused(num_slots: int, count: int) -> None:
+def test_an_uneven_division_within_a_group_is_refused(num_slots: int, count: int) -> None:
     with pytest.raises(ValueError, match=f"{num_slots} slots in {count} parts cannot be divided so that each 2 parts"):
         slots_of(num_slots, 0, count, 2)
 

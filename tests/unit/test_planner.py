@@ -22,6 +22,7 @@ from tests.unit.planner_model import (
 # ---------------------------------------------------------------- the plan as a value
 
 
+# SEAT-2
 def test_coordinates_and_groups_of_a_plan() -> None:
     layout = ParallelLayout(pp=2, sdp=1, tp=2)
     planned = plan(crew(A="a b c d", B="e f g h"), layout)
@@ -59,6 +60,7 @@ def test_spares_have_no_coordinates() -> None:
         planned.coordinates("c")
 
 
+# SEAT-1
 def test_a_plan_does_not_change() -> None:
     planned = plan(crew(A="a b"), ParallelLayout())
     with pytest.raises(FrozenInstanceError):
@@ -88,6 +90,7 @@ def test_a_plan_carries_the_views_of_its_layout() -> None:
             Plan.from_json({**planned.to_json(), "views": views})
 
 
+# SEAT-3
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -153,6 +156,7 @@ def test_spares_beyond_the_most_groups_take_the_seats_of_the_lost_and_nobody_mov
     assert plan(crew(A="a b"), ParallelLayout(min_replicas=2), max_replicas=1).shape[1] == 2
 
 
+# PLAN-4
 def test_the_groups_with_the_fewest_holes_stay() -> None:
     layout = ParallelLayout(sdp=3, within_host=())
     first = plan(crew(A="a b c d e f g h i"), layout)
@@ -177,6 +181,7 @@ def test_a_dissolved_member_fills_a_hole_at_its_own_coordinates_without_state() 
     assert second.spares == ("0",)
 
 
+# PLAN-5
 def test_spares_fill_holes_before_groups_are_broken_up() -> None:
     layout = ParallelLayout(sdp=3, within_host=())
     first = plan(crew(A="a b c d e f g h"), layout)
@@ -208,7 +213,7 @@ def test_a_hole_elsewhere_does_not_take_the_spare_of_a_later_hole() -> None:
     assert ids(second) == "r b c q"
 
 
-def test_spares_wait_in_turn_and_who_lost_a_seat_comes_last() -> None:
+def test_spares_wait_in_turn_and_unseated_members_come_last() -> None:
     layout = ParallelLayout(sdp=4, within_host=())
     first = plan(crew(A="a b c d y z"), layout)
     assert first.spares == ("y", "z")
@@ -218,6 +223,7 @@ def test_spares_wait_in_turn_and_who_lost_a_seat_comes_last() -> None:
     assert (ids(third), third.spares) == ("a b z y", ())
 
 
+# PLAN-6
 def test_other_model_sizes_leave_nothing_to_keep() -> None:
     members = crew(A="d c b a")
     first = plan(members[:2], ParallelLayout())
@@ -339,7 +345,7 @@ def test_several_axes_within_a_host() -> None:
 # ---------------------------------------------------------------- who holds the state
 
 
-def test_who_alone_holds_a_part_sits_where_it_is() -> None:
+def test_the_only_holder_of_a_part_sits_at_its_coordinates() -> None:
     """b and c died: a and d hold what is left, and d, without its neighbour, would wait."""
     layout = ParallelLayout(tp=2)
     second = plan(crew(A="a x", B="d"), layout, None, holds=parts(a=(0, 0, 1), d=(0, 0, 0)))
@@ -358,7 +364,7 @@ def test_holders_from_elsewhere_break_up_one_block_not_two() -> None:
     assert (ids(planned), planned.spares) == ("f e c d", ("a", "b"))
 
 
-def test_what_several_hold_moves_nobody() -> None:
+def test_a_part_with_several_holders_moves_no_member() -> None:
     layout = ParallelLayout(tp=2)
     first = plan(crew(A="a b", B="c d"), layout)
     holds = parts(a=(0, 0, 0), b=(0, 0, 1), c=(0, 0, 1), d=(0, 0, 0))

@@ -55,6 +55,7 @@ def plan_or_none(
         return None
 
 
+# PLAN-2, PLAN-3
 @settings(max_examples=300, deadline=None)
 @given(generations(6, LAYOUTS), st.none() | st.integers(1, 4), st.none() | st.integers(1, 4))
 def test_no_seating_has_more_groups_or_takes_less_state(
@@ -74,6 +75,7 @@ def test_no_seating_has_more_groups_or_takes_less_state(
     assert plan(sorted(after, key=lambda member: member.id), layout, previous, max_replicas=most) == planned
 
 
+# PLAN-7
 @settings(max_examples=300, deadline=None)
 @given(generations(12, LAYOUTS), st.data())
 def test_each_part_that_is_held_has_a_holder_at_it(case: tuple[Any, ...], data: st.DataObject) -> None:
@@ -108,7 +110,7 @@ FREE = [ParallelLayout(pp=pp, sdp=sdp, tp=tp, within_host=()) for pp, sdp, tp in
 
 @settings(max_examples=200, deadline=None)
 @given(generations(24, FREE))
-def test_who_keeps_a_seat_where_hosts_do_not_bind(case: tuple[Any, ...]) -> None:
+def test_members_keep_their_seats_without_host_constraints(case: tuple[Any, ...]) -> None:
     layout, _, before, after = case
     previous = plan_or_none(before, layout, None)
     planned = plan_or_none(after, layout, previous)
@@ -133,7 +135,7 @@ def test_who_keeps_a_seat_where_hosts_do_not_bind(case: tuple[Any, ...]) -> None
 
 @settings(max_examples=150, deadline=None)
 @given(generations(24, FREE))
-def test_as_many_holes_as_can_are_filled_from_their_hosts_by_who_waits(case: tuple[Any, ...]) -> None:
+def test_holes_are_filled_from_their_hosts_by_waiting_members(case: tuple[Any, ...]) -> None:
     layout, _, before, after = case
     previous = plan_or_none(before, layout, None)
     planned = plan_or_none(after, layout, previous)

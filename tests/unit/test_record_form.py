@@ -67,6 +67,7 @@ def test_when_all_hosts_are_here_and_too_small_each_is_told_all_numbers() -> Non
     assert waiting.refused == ()
 
 
+# RECORD-1
 def test_digest_is_the_same_everywhere() -> None:
     """It is part of the rendezvous prefix: when this changes, so must PROTOCOL."""
     assert (PROTOCOL, FIXED.digest) == (9, "f909bef1cdb52f30")
@@ -159,6 +160,7 @@ def test_neither_is_a_part_of_one_or_more_than_one(text: str) -> None:
         Record.from_text(text)
 
 
+# RECORD-2
 @pytest.mark.parametrize(
     "line",
     [

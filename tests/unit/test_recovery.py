@@ -133,7 +133,7 @@ def test_a_spare_may_hold_the_missing_state() -> None:
     assert isinstance(next_record(record, [dataclasses.replace(asked, exited=(lost.id, "b0"))]), Unrecoverable)
 
 
-def test_lost_state_is_lowered_to_the_newest_checkpoint() -> None:
+def test_lost_state_is_rolled_back_to_the_newest_checkpoint() -> None:
     record, _ = trained("a", "b")
     newer, checkpoint = Attempt(4, 2), Attempt(2, 1)
     torn = member("a0", entered=2)
@@ -145,7 +145,8 @@ def test_lost_state_is_lowered_to_the_newest_checkpoint() -> None:
     assert not after.members(ACTIVE)
 
 
-def test_lost_state_is_lowered_to_the_newest_that_is_whole() -> None:
+# RECOVERY-4
+def test_lost_state_is_rolled_back_to_the_newest_whole_copy() -> None:
     """Step 5 was told, and is lost with b0; a0 holds step 4, of the same generation, or the one before, or neither."""
     record, tip = trained("a", "b")
 
@@ -166,7 +167,7 @@ def test_lost_state_is_lowered_to_the_newest_that_is_whole() -> None:
     assert isinstance(ask(Attempt(2, 1), None), Unrecoverable)  # it may be of a line that was given up
 
 
-def test_who_may_hold_what_is_whole_is_waited_for_before_it_is_lowered() -> None:
+def test_a_possible_holder_is_awaited_before_a_rollback() -> None:
     """Half of step 4 is lost with b0. Of step 3, c0 may hold that half."""
     across = ParallelLayout(tp=2, within_host=())
     start = first("a", "b", "c", layout=across)
@@ -182,7 +183,7 @@ def test_who_may_hold_what_is_whole_is_waited_for_before_it_is_lowered() -> None
 # --- agents that are lost
 
 
-def test_the_members_of_a_lost_agent_are_waited_for_no_more() -> None:
+def test_members_of_a_lost_agent_are_not_awaited() -> None:
     record, tip = trained("a", "b", "c")
     joiner = report("j", member("j0"))
     assert undecided(record, joiner).absent_agents == ("a", "b", "c")
@@ -196,7 +197,7 @@ def test_the_members_of_a_lost_agent_are_waited_for_no_more() -> None:
     assert after.absent_agents == ()
 
 
-def test_the_ghost_of_a_lost_agent_is_no_participant_but_what_it_knew_counts() -> None:
+def test_a_lost_agents_report_counts_but_it_takes_no_part() -> None:
     record, tip = trained("a", "b")
     ghost = report("b", member("b0", tip, entered=2), seen=record, newest_commit=Attempt(4, 2))
     alone = report("a", member("a0", tip, Attempt(4, 2), entered=2), seen=record, dead_agents=("b",))
@@ -204,7 +205,7 @@ def test_the_ghost_of_a_lost_agent_is_no_participant_but_what_it_knew_counts() -
     assert (after.agents, after.committed, after.members(ACTIVE)) == (("a",), Attempt(4, 2), ("a0",))
 
 
-def test_who_is_left_behind_is_waited_for_before_the_state_is_given_up() -> None:
+def test_an_agent_left_behind_is_awaited_before_the_state_is_given_up() -> None:
     """Agent b was slow, and is in no later generation; it alone holds the committed state now."""
     record, tip = trained("a", "b")
     shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=record))
@@ -232,7 +233,7 @@ def test_quorum_without_voters_does_not_restart_from_step_zero() -> None:
     assert (told.committed, told.rolled_back) == (Attempt(0, 2), False)
 
 
-def test_who_comes_back_to_a_generation_that_is_lost_goes_back_in_so_many_words() -> None:
+def test_a_return_to_a_lost_generation_is_recorded_as_a_rollback() -> None:
     record, tip = trained("a", "b")
     shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=record))
     back = report("b", member("b0", tip, entered=2), seen=record, dead_agents=("a",))
@@ -259,7 +260,7 @@ def test_another_chain_is_refused_whatever_its_numbers() -> None:
         assert "builds on" in answer.reason
 
 
-def test_who_was_away_for_long_is_of_the_chain_up_to_a_limit() -> None:
+def test_an_old_ancestor_is_known_up_to_a_limit() -> None:
     record, tip = trained("a", "b")
     chain = [record]
     for _ in range(30):
@@ -271,7 +272,7 @@ def test_who_was_away_for_long_is_of_the_chain_up_to_a_limit() -> None:
     assert all(len(record.ancestors) <= 16 for record in chain)
 
 
-def test_what_was_lowered_does_not_come_back() -> None:
+def test_a_rolled_back_attempt_does_not_return() -> None:
     """COMMIT-4: the agent still knows of step 4, and somebody who was long away even holds it."""
     record, tip = trained("a", "b")
     gone, checkpoint = Attempt(4, 2), Attempt(2, 1)

@@ -30,12 +30,14 @@ def test_restart_4_with_none_allowed_the_first_failure_ends_the_job(step: int | 
     assert restarts.failed(failure(0, step)) == "; --max-restarts is 0"
 
 
+# RESTART-1
 @pytest.mark.parametrize("step", [None, 0, 5])
 def test_restart_1_a_rank_that_has_committed_nothing_ends_the_job(step: int | None) -> None:
     restarts = after_commits(9, 1)
     assert restarts.failed(failure(0, step)) == " before its first committed step"
 
 
+# RESTART-2
 def test_restart_2_a_step_that_fails_again_on_the_same_rank_ends_the_job() -> None:
     restarts = after_commits(9)
     assert restarts.failed(failure(0, 5)) is None
@@ -59,6 +61,7 @@ def test_restart_2_counts_ranks_of_other_hosts() -> None:
     assert why == "rank 0 of agent b failed in step 6, in which rank 0 of agent b had failed too"
 
 
+# RESTART-3
 def test_restart_3_a_restarted_rank_that_cannot_begin_a_step_ends_the_job() -> None:
     restarts = after_commits(9)
     assert restarts.failed(failure(0, None)) is None
@@ -73,6 +76,7 @@ def test_restart_3_begins_anew_with_a_commit() -> None:
     assert restarts.failed(failure(0, None)) is None
 
 
+# RESTART-4
 @pytest.mark.parametrize("max_restarts", [1, 2, 3, 7])
 def test_restart_4_each_rank_has_restarts_of_its_own(max_restarts: int) -> None:
     restarts = after_commits(max_restarts)

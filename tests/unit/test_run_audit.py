@@ -129,6 +129,7 @@ def test_a_try_in_the_same_generation_replaces_the_one_before() -> None:
     assert audit(CommittedRun(writer.run_log), EXPECTED[:1]) == Audit(lost=0, duplicate=0)
 
 
+# AUDIT-2
 def test_a_dead_members_share_counts_where_the_survivors_committed_the_attempt() -> None:
     writer = Writer()
     writer.prepare(0, 1, {"a": [0, 1], "b": [2, 3]})
@@ -154,6 +155,7 @@ def test_a_sample_in_the_place_of_another_is_lost_and_seen_twice() -> None:
     assert audit(CommittedRun(writer.run_log), EXPECTED) == Audit(lost=1, duplicate=1)
 
 
+# AUDIT-1
 def test_a_share_of_another_attempt_does_not_fill_a_gap() -> None:
     writer = Writer()
     writer.prepare(0, 1, {"a": [0, 1], "b": [2, 3]})
@@ -236,6 +238,7 @@ def test_the_phases_add_up_to_the_recovery() -> None:
     assert total == pytest.approx(recovery.recovery_ms)
 
 
+# AUDIT-3
 def test_the_kill_of_a_rank_without_a_seat_has_no_recovery_but_a_rejoin() -> None:
     writer, _ = killed()
     writer.exit("c")

@@ -44,6 +44,7 @@ def train(manager: QuorumManager, state: Any, step: Any) -> None:
     assert state.optim.step(weight=slots.num_samples)
 
 
+# SEATSTATE-1
 def test_it_is_built_for_the_seat_before_the_first_step_and_stays_after_the_last() -> None:
     ours, built = manager(), list[eg.ModelCoordinates]()
     state = ours.build(trainer(ours, built))
@@ -59,6 +60,7 @@ def test_it_is_built_for_the_seat_before_the_first_step_and_stays_after_the_last
         _ = state.modle
 
 
+# SEATSTATE-2, SEATSTATE-3
 def test_at_other_model_coordinates_it_is_built_anew_and_the_former_objects_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

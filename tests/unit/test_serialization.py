@@ -51,6 +51,7 @@ def there_and_back(tree: object) -> Any:
     return unflatten(json.loads(json.dumps(spec)), tensors)
 
 
+# SERIAL-1
 @given(TREES)
 def test_any_state_comes_back_equal_through_json(tree: object) -> None:
     assert same(there_and_back(tree), tree)
@@ -106,6 +107,7 @@ class Evil:
         return print, ("unpickled",)
 
 
+# SERIAL-2
 @pytest.mark.parametrize(
     ("tree", "path"),
     [

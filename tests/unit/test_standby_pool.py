@@ -32,7 +32,8 @@ def starting() -> Future[CommProcess]:
     return future
 
 
-def test_one_that_does_not_come_up_in_time_is_waited_for_no_longer() -> None:
+# STANDBY-1
+def test_close_does_not_wait_for_a_standby_that_does_not_start() -> None:
     coming = starting()
     pool = StandbyPool(lambda: coming)
     with pytest.raises(CollectiveTimeoutError, match=r"timed out after 0.05 seconds"):
@@ -43,7 +44,7 @@ def test_one_that_does_not_come_up_in_time_is_waited_for_no_longer() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_one_that_comes_up_after_the_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_that_starts_after_close_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supply_module, "CLOSE_TIMEOUT_S", 0.05)
     coming = starting()
     StandbyPool(lambda: coming).close()

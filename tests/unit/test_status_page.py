@@ -34,7 +34,8 @@ def test_a_new_page_says_that_the_rank_starts(agents: StatusPage) -> None:
     assert read_status("a", agents) == Reading("a", 0, 0, 0, 0, takes_part=False)
 
 
-def test_what_a_rank_and_its_comm_process_have_stamped_is_read_as_one(page: StatusPage, agents: StatusPage) -> None:
+# STATUS-2
+def test_values_of_a_rank_and_its_comm_process_are_read_together(page: StatusPage, agents: StatusPage) -> None:
     block = take(page)
     theirs = agents.block(block.index)
     theirs.start()
@@ -65,7 +66,7 @@ def test_a_committed_attempt_is_read_whole(page: StatusPage, agents: StatusPage)
     assert agents.committed == (3_000_000_000, 70_000)
 
 
-def test_doing_is_put_back(page: StatusPage, agents: StatusPage) -> None:
+def test_the_thread_state_is_restored(page: StatusPage, agents: StatusPage) -> None:
     page.set_thread_state(ThreadState.USER_CODE)
     with page.in_thread_state(ThreadState.REQUESTING):
         assert read_status("a", agents).is_requesting
@@ -98,7 +99,7 @@ def test_a_group_that_comes_again_is_at_its_start(page: StatusPage, agents: Stat
     assert agents.block(block.index).groups() == []
 
 
-def test_groups_beyond_the_room_are_not_seen_and_harm_nobody(page: StatusPage) -> None:
+def test_groups_beyond_the_limit_are_not_counted(page: StatusPage) -> None:
     first, second = take(page), take(page)
     names = [str(number) for number in range(100)]
     first.configure(names)
@@ -110,6 +111,7 @@ def test_groups_beyond_the_room_are_not_seen_and_harm_nobody(page: StatusPage) -
     assert second.pid == 0
 
 
+# STATUS-3
 def test_blocks_are_given_back(page: StatusPage) -> None:
     blocks = []
     while (block := page.take_block()) is not None:

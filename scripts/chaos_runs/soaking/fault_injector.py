@@ -91,6 +91,7 @@ class FaultInjector:
         return dict(Counter(fault.kind for fault in self.done))
 
     def _let_go_on(self, now: float) -> None:
+        """FAULT-3."""
         for until, pid in self._stopped:
             if until <= now:
                 with contextlib.suppress(ProcessLookupError):
