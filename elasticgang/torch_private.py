@@ -49,6 +49,11 @@ def device_types(pg: Any) -> list[str]:
     return [device.type for device in pg._device_types]
 
 
+def source_rank(work: Any) -> int:
+    """Whose message a receive from any rank has got. torch's public name of it warns that it is to go."""
+    return int(work._source_rank())
+
+
 def all_gather_single(pg: Any, output: Tensor, input: Tensor, options: Any) -> Any:
     """Backends have it under its old name alone; groups have it under both."""
     return pg._allgather_base(output, input, options)

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import (
 from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation, writing
 from elasticgang.collectives.dtypes import check_gloo_dtype
 from elasticgang.collectives.work import Work
-from elasticgang.torch_private import AllgatherOptions, all_gather_single, reduce_scatter_single
+from elasticgang.torch_private import AllgatherOptions, all_gather_single, reduce_scatter_single, source_rank
 
 Step = Callable[[], None]
 Issued = tuple[Any, Step | None]  # torch's work, and what is left to do when it has completed
@@ -198,7 +198,7 @@ def _recv(pg: Any, c: Collective) -> Issued:
 def _recv_anysource(pg: Any, c: Collective) -> Issued:
     received, source = c.outputs
     work = pg.recv_anysource([received], c.tag)
-    return work, lambda: copy(torch.tensor([work.source_rank()]).view(source.dtype), source)
+    return work, lambda: copy(torch.tensor([source_rank(work)]).view(source.dtype), source)
 
 
 class _Barrier:

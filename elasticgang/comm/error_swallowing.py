@@ -28,7 +28,7 @@ from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods
 from elasticgang.collectives.work import Work
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
-from elasticgang.torch_private import device_types
+from elasticgang.torch_private import device_types, source_rank
 
 MISUSE = (ValueError, TypeError, InvalidOperationError, NotSupportedError)
 
@@ -96,7 +96,7 @@ class SwallowedWork(TorchWorkBase):
     def _source_rank(self) -> int:
         if self._work is None or self._outcome.has_failed:
             raise StepAborted("nothing was received: the process group failed before")
-        return int(self._work.source_rank())
+        return source_rank(self._work)
 
     source_rank = _source_rank
 

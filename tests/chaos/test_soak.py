@@ -1,4 +1,4 @@
-"""`scripts/chaos soak`: seconds of random faults on a job of two agents break no promise.
+"""`scripts/chaos soak`: a minute of random faults on a job of two agents break no promise.
 
 `scripts/chaos soak --minutes 60` does more of the same.
 """
@@ -27,12 +27,12 @@ def soak(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(420)
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
-    done = soak("--minutes", "0.4", "--seed", "7", "--output-dir", str(tmp_path), timeout_s=400)
+    done = soak("--minutes", "1", "--seed", "7", "--output-dir", str(tmp_path), timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] is True
-    assert summary["num_faults"] >= 3
-    assert len(summary["by_kind"]) >= 2
+    assert summary["num_faults"] >= 8
+    assert len(summary["by_kind"]) >= 4
     assert summary["generations"] >= summary["num_faults"] / 3
 
 

@@ -182,7 +182,8 @@ def test_a_comm_process_imports_little() -> None:
     assert {*found} <= {
         *(f"elasticgang.{room}" for room in ("collectives", "comm", "process")),
         *(f"elasticgang.comm.{name}" for name in ("arena", "torch_backend", "worker")),
-        "elasticgang.collectives.backend_name",
+        *(f"elasticgang.collectives.{name}" for name in ("backend_name", "collective", "dtypes", "table", "work")),
+        *(f"elasticgang.{name}" for name in ("errors", "integers", "torch_private")),
         "elasticgang.process.status_page",
     }
 

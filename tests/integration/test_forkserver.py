@@ -167,7 +167,7 @@ def test_a_server_that_has_cuda_refuses_to_fork() -> None:
 
 def test_a_server_that_cannot_import_says_what() -> None:
     server = ForkServer(preload=("tests.integration.no_such_module",))
-    with pytest.raises(OperationalError, match=r"No module named 'tests\.gang\.no_such_module'"):
+    with pytest.raises(OperationalError, match=r"No module named 'tests\.integration\.no_such_module'"):
         server.wait_ready()
     server.close()
 
