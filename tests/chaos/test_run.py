@@ -192,6 +192,7 @@ def started(job: Job, ranks: int = 2) -> None:
         job.expect_file(job.directory / f"ready-{rank}")
 
 
+@pytest.mark.alone  # it has a time bound
 @pytest.mark.parametrize("make", [loading, ignoring])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_in_time(tmp_path: Path, number: signal.Signals, make: Callable[[Path], Path]) -> None:
@@ -249,6 +250,7 @@ def wait_for_moment(job: Job, moment: str) -> None:
 
 
 # LINK-2
+@pytest.mark.alone  # it has a time bound
 @pytest.mark.parametrize("make", [loading, ignoring])
 def test_nothing_is_left_of_a_killed_agent(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     with Job(tmp_path, make(tmp_path)) as job:
