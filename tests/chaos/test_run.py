@@ -227,6 +227,7 @@ def test_a_rank_may_use_the_grace_period(tmp_path: Path) -> None:
         assert job.stdout.count("saved") == 2
 
 
+@pytest.mark.alone  # it has a time bound
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["the agent imports", "the fork server imports", "ranks are started"])
 def test_a_signal_while_it_starts_ends_everything_in_time(tmp_path: Path, number: signal.Signals, moment: str) -> None:
