@@ -116,7 +116,7 @@ class ControlPlane:
         self._requested_s = 0.0
         self._newest_over = self._newest_join = 0
         self._lost_agents: set[str] = set()
-        self._failures: list[PeerMessage] = []  # CONTROL-2
+        self._failures: list[tuple[str, int, int]] = []  # CONTROL-2
         self._blocked_on: list[list[Any]] = []
         self._successors: dict[str, int] = {}  # by agent
         self._sent_successors, self._sent_successors_s = 0, 0.0
@@ -231,12 +231,12 @@ class ControlPlane:
         self._client.notify(Notify(JobFinished()))
 
     def broadcast_failed(self, member: str, local_rank: int, step: int) -> None:
-        self._failures.append(PeerMessage("failed", json.dumps([member, local_rank, step])))
-        self._client.notify(Notify(self._failures[-1]))
+        self._failures.append((member, local_rank, step))
+        self._tell_peers("failed", self._failures[-1])
 
     def broadcast_blocked_on(self, waits: list[list[Any]]) -> None:
         self._blocked_on = waits
-        self._client.notify(Notify(PeerMessage("blocked_on", json.dumps(waits))))
+        self._tell_peers("blocked_on", waits)
 
     def broadcast_successors(self, num: int, *, again: bool) -> None:
         """How many are here, when that has changed; `again`: or, now and then, if there are any, for agents that are
@@ -245,7 +245,10 @@ class ControlPlane:
         is_due = again and num > 0 and now_s - self._sent_successors_s > _SUCCESSORS_S
         if num != self._sent_successors or is_due:
             self._sent_successors, self._sent_successors_s = num, now_s
-            self._client.notify(Notify(PeerMessage("successors", json.dumps(num))))
+            self._tell_peers("successors", num)
+
+    def _tell_peers(self, topic: str, data: Any) -> None:
+        self._client.notify(Notify(PeerMessage(topic, json.dumps(data))))
 
     def request(self) -> None:
         """The ranks may be ready."""
@@ -286,12 +289,12 @@ class ControlPlane:
                 self._callbacks.log("coordinator reachable", incarnation=welcome.term.name)
         if not self._welcome.done():
             self._welcome.set_result(None)
-        num = self._sent_successors
         # CONTROL-2
-        for message in (*self._failures, PeerMessage("successors", json.dumps(num))):
-            self._client.notify(Notify(message))
+        for failure in self._failures:
+            self._tell_peers("failed", failure)
+        self._tell_peers("successors", self._sent_successors)
         if self._blocked_on:
-            self._client.notify(Notify(PeerMessage("blocked_on", json.dumps(self._blocked_on))))
+            self._tell_peers("blocked_on", self._blocked_on)
 
     def disconnected(self, reason: str) -> None:
         self._reason = reason

@@ -91,16 +91,14 @@ def run_coordinator(args: argparse.Namespace, secret: Secret | None) -> int:
     options = CoordinatorOptions(args.host, args.port, secret, state_dir or None, args.insecure)
 
     async def run() -> None:
-        loop, serving = (
-            asyncio.get_running_loop(),
-            asyncio.ensure_future(
-                serve(options, log, lambda address: print(f"coordinator listening on {address}", flush=True))
-            ),
-        )
+        serving = asyncio.ensure_future(serve(options, log, listening))
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, serving.cancel)
+            asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await serving
+
+    def listening(address: str) -> None:
+        print(f"coordinator listening on {address}", flush=True)
 
     def log(line: str) -> None:
         print(f"coordinator: {line}", file=sys.stderr, flush=True)

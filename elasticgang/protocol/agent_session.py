@@ -110,11 +110,6 @@ class AgentSession:
         return self._term is not None
 
     @property
-    def is_led(self) -> bool:
-        """The coordinator of this session was in office when it last said so."""
-        return self._in_office
-
-    @property
     def is_fenced(self) -> bool:
         return self.fenced_since_s is not None
 

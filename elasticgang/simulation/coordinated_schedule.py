@@ -90,7 +90,6 @@ class CoordinatedSchedule(Schedule):
         self._repair_rate = chance.choice(_REPAIR_RATES)
         self._aim = ""  # at which point a coordinator is to crash
         self._restart_at = -1
-        self._num_added = 0
 
     def _make_cluster(self) -> CoordinatedCluster:
         return CoordinatedCluster(self.setting)

@@ -12,9 +12,8 @@ import pytest
 from elasticgang.simulation.coordinated_cluster import CoordinatedCluster
 from elasticgang.simulation.coordinated_runner import run, run_over
 from elasticgang.simulation.coordinated_schedule import CoordinatedSchedule
-from elasticgang.simulation.invariants import is_broken
-from elasticgang.simulation.runner import Tally
-from elasticgang.simulation.scenario import replay, shrink, write
+from elasticgang.simulation.scenario import replay
+from tests.integration.schedules import run_all
 from tests.unit.coordinator_mutants import mutated
 
 NUM_SCHEDULES = 500
@@ -58,20 +57,8 @@ PER_MILLE = {
 
 @pytest.mark.timeout(600)
 def test_random_schedules() -> None:
-    total = Tally()
-    for part in run_over(range(NUM_SCHEDULES), min(4, os.cpu_count() or 1)):
-        total.add(part)
-        assert not part.failures, format_failure(part)
-    assert total.num_schedules == NUM_SCHEDULES
-    assert total.num_records > NUM_SCHEDULES
-    assert {name: count for name, count in PER_MILLE.items() if total.seen[name] < count * NUM_SCHEDULES / 1000} == {}
-
-
-def format_failure(part: Tally) -> str:
-    failure = part.failures[0]
-    if not is_broken(failure.violation):
-        return f"seed {failure.seed}: {failure.violation}"
-    return write(shrink(failure, CoordinatedCluster), CoordinatedCluster)
+    parts = run_over(range(NUM_SCHEDULES), min(4, os.cpu_count() or 1))
+    assert run_all(parts, NUM_SCHEDULES, PER_MILLE, CoordinatedCluster).num_records > NUM_SCHEDULES
 
 
 def test_equal_seeds_give_equal_schedules() -> None:

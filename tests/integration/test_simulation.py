@@ -10,9 +10,10 @@ import os
 import pytest
 
 from elasticgang.simulation.invariants import is_broken
-from elasticgang.simulation.runner import Tally, run, run_over
-from elasticgang.simulation.scenario import replay, shrink, write
+from elasticgang.simulation.runner import run, run_over
+from elasticgang.simulation.scenario import replay
 from elasticgang.simulation.schedule import Schedule
+from tests.integration.schedules import run_all
 from tests.unit.mutants import mutated
 
 NUM_SCHEDULES = 10_000
@@ -47,18 +48,8 @@ PER_MILLE = {
 
 @pytest.mark.timeout(600)
 def test_random_schedules() -> None:
-    total = Tally()
-    for part in run_over(range(NUM_SCHEDULES), min(4, os.cpu_count() or 1)):
-        total.add(part)
-        assert not part.failures, format_failure(part)
-    assert total.num_schedules == NUM_SCHEDULES
-    assert total.num_steps > 3 * NUM_SCHEDULES
-    assert {name: count for name, count in PER_MILLE.items() if total.seen[name] < count * NUM_SCHEDULES / 1000} == {}
-
-
-def format_failure(part: Tally) -> str:
-    failure = part.failures[0]
-    return write(shrink(failure)) if is_broken(failure.violation) else f"seed {failure.seed}: {failure.violation}"
+    parts = run_over(range(NUM_SCHEDULES), min(4, os.cpu_count() or 1))
+    assert run_all(parts, NUM_SCHEDULES, PER_MILLE).num_steps > 3 * NUM_SCHEDULES
 
 
 # BATCH-1
