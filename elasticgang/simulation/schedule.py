@@ -44,7 +44,6 @@ SETTINGS = (
 
 _FAULT_PHASE_MOVES = (200, 900)
 _FIRST_QUIET_MOVES = 200
-_LAST_FAULT_MOVES = 150
 _SLOW_MOVES = 150
 _QUIET_MOVES = 6000
 _TIMEOUT_MOVES = 400  # an open request times out
@@ -155,7 +154,6 @@ class Schedule:
             if has_slow_hosts and number % _SLOW_MOVES == 0:
                 self._slow = self._chance.choice(["", *cluster.hosts])
             self._go_on()
-        self._last_fault()
 
     def _go_on(self) -> None:
         """Somebody does what comes by itself."""
@@ -169,31 +167,6 @@ class Schedule:
             kind = _TIMER if verb.startswith(_TIMER) else verb
             if kind not in self._rare_move_rates or chance() < self._rare_move_rates[kind]:
                 self._do((actor.name, verb))
-
-    def _last_fault(self) -> None:
-        """Of a rank that its peers wait for to enter a generation, if there comes one. It is the last, for the next one
-        would mostly end that generation, and hide what this one has left behind."""
-        for _ in range(_LAST_FAULT_MOVES):
-            if self.cluster.given_up:
-                return
-            awaited = self._awaited()
-            if awaited:
-                rank = self._chance.choice(awaited)
-                if self._may_inject([rank]):
-                    self._do((rank.name, self._chance.choice(rank.faults())))
-                return
-            self._go_on()
-
-    def _awaited(self) -> list[Rank]:
-        """Those with a seat in a generation that others have come to, and they have not."""
-        ranks = self.cluster.ranks
-        return [
-            ranks[member]
-            for generation in self.cluster.generations.values()
-            if generation.arrived and not generation.broken
-            for member in generation.seated
-            if member not in generation.arrived and ranks[member].alive
-        ]
 
     def _fault(self) -> None:
         cluster, chance = self.cluster, self._chance

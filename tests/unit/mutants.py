@@ -251,7 +251,6 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "what is pending stays so": ((member_state.MemberState, "enter", _enter_and_keep_pending),),
     "a spare forgets its part": ((member_state.MemberState, "enter", _enter_and_forget_part),),
     "a record is for whose members it seats": ((next_record, "is_for", _is_for_all_its_members),),
-    "all leave in order": ((agent_state.AgentState, "_member_left", _left_in_order),),
     "an agent asks while its ranks run": ((agent_state.AgentState, "may_request", _may_always_ask),),
     "an agent without ranks is silent": ((agent_state.AgentState, "is_awaited", _always(False)),),
     "whoever holds the state sits anywhere": ((next_record, "plan", _plan_whoever_holds),),
@@ -289,6 +288,7 @@ TOLD: dict[str, tuple[Patch, ...]] = {
     "a rank forked while its agent is fenced runs on": ((AgentLifecycle, "_started", _started_unkilled),),
     "an agent rejoins at once": ((AgentLifecycle, "_fence", _rejoins_at_once),),
     "failed starts never give up": ((agent_state, "_MAX_NOT_STARTED", 1_000),),
+    "all leave in order": ((agent_state.AgentState, "_member_left", _left_in_order),),
     "learners never decide": ((recovery, "resolve", _resolve_without_learners),),
 }
 

@@ -16,6 +16,7 @@ from tests.unit.mutants import TOLD, mutated
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 FILES = sorted(SCENARIOS.glob("*.txt"))
+STANDS_STILL = "all leave in order"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -59,9 +60,18 @@ def test_what_a_story_shows_depends_on_the_rule(name: str, rule: str, broken: st
     assert last.startswith(f"{broken}: ")
 
 
+def test_a_story_stands_still_without_its_rule() -> None:
+    """No violation ends it: the peers of the rank that left wait for it, and nobody commits another step."""
+    story, expected = read((SCENARIOS / "script_raises_as_it_is_seated.txt").read_text())
+    with mutated(STANDS_STILL):
+        *_, last = play(story)
+    assert last == "a0 holds 4@1; b1 holds nothing; b0.2 holds nothing"
+    assert expected[-1] == "a0 holds 5@3; b1 holds 5@3; b0.2 holds 5@3"
+
+
 def test_what_random_schedules_seldom_show_has_a_story() -> None:
     (cases,) = [mark.args[1] for mark in test_what_a_story_shows_depends_on_the_rule.pytestmark]  # type: ignore[attr-defined]
-    assert set(TOLD) <= {rule for _, rule, _ in cases}
+    assert set(TOLD) <= {STANDS_STILL, *(rule for _, rule, _ in cases)}
 
 
 def test_a_failure_is_a_scenario_that_replays_it() -> None:
