@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import (
 
 from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation, writing
 from elasticgang.collectives.dtypes import check_gloo_dtype
+from elasticgang.collectives.exchange import Exchange
 from elasticgang.collectives.work import Work
 from elasticgang.torch_private import AllgatherOptions, all_gather_single, reduce_scatter_single, source_rank
 
@@ -240,6 +241,11 @@ def _by_all_reduce(c: Collective, rank: int, size: int) -> Composed:
     return reduced, lambda: copy(total.view(size, -1)[rank], c.outputs[0])
 
 
+def _by_sum(c: Collective, rank: int, size: int) -> Composed:
+    total = c.inputs[0].clone()
+    return replace(c, call="all_reduce", outputs=(total,), inputs=(total,)), lambda: copy(total, c.outputs[0])
+
+
 def _by_broadcast(c: Collective, rank: int, size: int) -> Composed:
     """Every rank gets the parts of all."""
     parts = torch.stack(c.inputs or c.outputs * size)
@@ -252,6 +258,7 @@ TABLE = {
     "all_reduce": Kind(_all_reduce, is_basic=True, reduces=True, is_in_place=True),
     "all_to_all": Kind(_all_to_all, is_basic=True),
     "broadcast": Kind(_broadcast, is_basic=True, is_in_place=True),
+    "exchange_sum": Kind(lambda pg, c: (Exchange(pg, c), None), _by_sum, reduces=True),
     "gather": Kind(_gather, _by_all_gather),
     "monitored_barrier": Kind(lambda pg, c: (_Barrier(pg, c), None), grace_s=5.0),
     "recv": Kind(_recv, is_basic=True, is_message=True),

@@ -87,7 +87,7 @@ class MemberDriver:
                 self.contribute()
             case do.StartSum(gang, values, measures):
                 measured = [self._measure()] if measures and self._measure is not None else []
-                self._sums = rendezvous.start_sum(gang, [*values, *measured])
+                self._sums = rendezvous.start_sum([*values, *measured])
                 self._is_voting = gang == "control"
             case Do.AWAIT_SUMS:
                 sums = self._sums()

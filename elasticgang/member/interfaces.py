@@ -95,9 +95,9 @@ class Rendezvous(Protocol):
 
     def observe(self) -> Observed: ...
 
-    def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Sum over the gang ("control" for all seats, apart from the tensors' traffic). What is returned waits for the
-        sums, the same on all ranks, and raises GangError."""
+    def start_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Sum over all seats, apart from the tensors' traffic; one sum at a time. What is returned waits for the sums,
+        the same on all ranks, and raises GangError."""
 
     def forbid_collectives(self) -> AbstractContextManager[None]:
         """Until it ends, collectives of the gangs raise InvalidOperationError."""

@@ -60,7 +60,7 @@ class LocalRendezvous:
                 self._torch_environment.follow(self.gangs, "localhost")
         return None
 
-    def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
+    def start_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
         return lambda: list(values)
 
     def reduction(self, family: str) -> Gang:

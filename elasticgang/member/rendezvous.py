@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.exchange import DIRECT_SIZE
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.group_set import GroupSet
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
 
 FAMILIES = ("root", "dp", "rdp", "sdp", "tp", "pp")
 CONTROL, REDUCE, REDUCE_RDP = RUNTIME_GANGS  # for gradients alone; a user's collectives in a step keep their own order
-_VOTING = (CONTROL, "root")
 _RUNTIME_FAMILIES = {CONTROL: "root", REDUCE: "dp", REDUCE_RDP: "rdp"}
 
 log = logging.getLogger("elasticgang")
@@ -161,17 +161,19 @@ class ElasticRendezvous:
             for gang in self._elastic.values():
                 gang.collectives_forbidden = False
 
-    def start_sum(self, gang: str, values: Sequence[float]) -> Callable[[], list[float]]:
+    def start_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
         generation = self._generation
         assert generation is not None
-        ranks = self._ranks_of(generation, gang)
+        ranks = self._ranks_of(generation, CONTROL)
         if len(ranks) == 1:
             return lambda: list(values)
-        # All messages cross at once, where those of a ring wait for each other; and all sum in the same order.
-        mine = torch.tensor([values] * len(ranks), dtype=torch.float64)
-        of_all = torch.empty_like(mine)
-        name = self.group_name(ranks, gang)
-        work = generation.groups.start(name, Collective("all_to_all", (of_all,), (mine,)))
+        mine = torch.tensor(values, dtype=torch.float64)
+        is_direct = len(ranks) <= DIRECT_SIZE
+        if is_direct:  # all messages cross at once, and all sum in the same order
+            mine = mine.repeat(len(ranks), 1)
+        sums = torch.empty_like(mine)
+        call = "all_to_all" if is_direct else "exchange_sum"
+        work = generation.groups.start(self.group_name(ranks, CONTROL), Collective(call, (sums,), (mine,)))
 
         def wait() -> list[float]:
             try:
@@ -181,7 +183,7 @@ class ElasticRendezvous:
                 raise
             if self._lease.is_expired:  # others may hold this host to be lost: nothing may come of it any more
                 os.killpg(0, signal.SIGKILL)
-            return [sum(column) for column in zip(*of_all.tolist(), strict=True)]
+            return [sum(column) for column in zip(*sums.tolist(), strict=True)] if is_direct else sums.tolist()
 
         return wait
 
@@ -291,7 +293,7 @@ class ElasticRendezvous:
         if generation.data is None:
             groups.connect(generation.prefix, list(specs.values()), store=self._link.store)
         else:  # votes and totals alone
-            voting = [specs[group] for group in firsts if firsts[group] in _VOTING]
+            voting = [specs[group] for group, name in firsts.items() if name == CONTROL]
             groups.connect(generation.prefix, voting, store=self._link.store)
             for group, name in firsts.items():
                 if name != CONTROL:
