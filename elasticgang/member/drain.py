@@ -1,6 +1,6 @@
 """A rank that drains: after SIGTERM or `manager.leave()`, it leaves at a step boundary (MANAGER-10).
 
-DRAIN-1  Its agent reads on its status page that it drains, and does not restart it, however it exits.
+DRAIN-1  The agent reads on the status page that the rank drains, and does not restart it, however it exits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from elasticgang.process.status_page import StatusPage
 
 
 class Drain:
-    """`request` may be called from a signal handler and from any thread; the rest is the training thread's.
+    """Signal handlers and any thread may call `request`. All else is for the training thread.
 
-    `requested`: it is to go. `by_signal`: the process is to end too.
+    `requested`: the rank leaves at a step boundary. `by_signal`: its process then exits too.
     """
 
     def __init__(self, page: StatusPage) -> None:
@@ -33,7 +33,7 @@ class Drain:
     # -- SIGTERM
 
     def install(self) -> None:
-        """Heed SIGTERM in this process, which is the rank itself; forked children do not."""
+        """Handle SIGTERM in this process, which is the rank itself, and not in its forked children."""
         signal.signal(signal.SIGTERM, self._on_signal)
         os.register_at_fork(after_in_child=self._forget)
 
@@ -42,7 +42,8 @@ class Drain:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.page.job_ending or self.by_signal:  # the agent passes on the end of the job, or somebody asks once more
+        # The agent forwards the end of the job, or this is the second SIGTERM.
+        if self.page.job_ending or self.by_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return

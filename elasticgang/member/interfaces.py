@@ -1,4 +1,4 @@
-"""What the driver of a member (`driver.py`) needs of the other rooms."""
+"""The interfaces between the driver of a member (`driver.py`) and other packages."""
 
 from __future__ import annotations
 
@@ -16,61 +16,64 @@ from elasticgang.protocol.record import Record
 
 
 class StateServer(Protocol):
-    """The state room, as the manager needs it."""
+    """Serves this rank's state to learners, and heals it from peers."""
 
     address: str
 
     def register(self, **objects: object) -> None: ...
 
     def unregister(self, names: Sequence[str]) -> None:
-        """Forget the objects of these names."""
+        """Drop the objects of these names."""
 
     def begin(self, attempt: Attempt | None) -> None:
-        """A step begins on the state of `attempt` (None: on none): keep aside what forward changes, serve healers."""
+        """Begin a step on the state of `attempt` (None: on no state): snapshot what forward changes, and serve
+        learners."""
 
     def forward_done(self) -> None:
-        """The step's forward has changed what it changes: serve that to learners too."""
+        """The step's forward has ended: serve what it changed to learners too."""
 
     def restore(self) -> None:
-        """The step is dropped: put back what forward changed."""
+        """Drop the step: restore what forward changed."""
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """While the state is changed: no healer reads; those that do are waited for, up to a limit, then dropped."""
+        """A context for changes of the state, in which no learner reads. It waits for reading learners up to a limit,
+        then drops them."""
 
     def heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = ...) -> bool:
-        """Load the state of `attempt` from the peers at `sources`. Gives up once `cancelled`; what has come by then
-        need not come again."""
+        """Load the state of `attempt` from the peers at `sources`, until `cancelled`. A later call continues where this
+        one stopped. Returns whether the state is loaded."""
 
     @property
     def num_received(self) -> int:
-        """What a heal that has not ended has so far; grows from try to try."""
+        """How many chunks an unfinished heal has received so far."""
 
     def fetch_after(
         self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = ...
     ) -> Callable[[], None] | None:
-        """What the forward of the step on `attempt` has changed at one of `sources`, as a call that loads it here."""
+        """Fetch what the forward of the step on `attempt` has changed at one of `sources`. Returns a function that
+        loads it, or None."""
 
     def close(self) -> None: ...
 
 
 class Reducer(Protocol):
-    """Something that reduces gradients, such as `DistributedDataParallel`."""
+    """Reduces gradients, as `DistributedDataParallel` does."""
 
     def contribute(self) -> None:
-        """If this rank's backward has reduced nothing in this step, start to reduce what it has accumulated."""
+        """Start to reduce the accumulated gradients, unless this step's backward has done so."""
 
     def finish(self) -> None:
-        """Wait for what `contribute` started. Raises nothing: a poisoned gang shows in the vote."""
+        """Wait for the reduction. Raises nothing: the vote finds a poisoned gang."""
 
     def drop(self, *, rebuild: bool) -> None:
-        """Forget the step's gradients. `rebuild`: an exception left it in an unknown state."""
+        """Drop the step's gradients. `rebuild`: an exception left the reducer in an unknown state."""
 
     def close(self) -> None:
-        """Let go of what it reduces: this rank has left the seat that it was built for."""
+        """Release the gradients: this rank has left the seat that the reducer was built for."""
 
 
 class Rendezvous(Protocol):
-    """A rank's part in generations. Two kinds: `ElasticRendezvous`, and `LocalRendezvous` without an agent."""
+    """How a rank enters and leaves generations. `ElasticRendezvous` has an agent, `LocalRendezvous` has none."""
 
     member: str
     local_rank: int
@@ -81,33 +84,33 @@ class Rendezvous(Protocol):
     def gangs(self) -> Gangs: ...
 
     def reduction(self, family: str) -> Gang:
-        """The ranks of `gangs.dp`, or of `gangs.rdp`, with a group of its own, which only gradients use: ranks without
-        slots reduce later in their program than the others, so that the order among a user's collectives would
-        differ."""
+        """The gang for gradients over the ranks of `gangs.dp`, or of `gangs.rdp`. It has a process group of its own:
+        ranks without slots reduce later in their program than the others, so on a shared group their collectives
+        would run in another order."""
 
     @property
     def record(self) -> Record | None:
-        """Of the present generation."""
+        """The record of the present generation."""
 
     @property
     def error(self) -> GangError | None:
-        """Why the present generation is over; None while it is sound or there is none."""
+        """The error that ended the present generation; None while it goes on, and between two generations."""
 
     def observe(self) -> Observed: ...
 
     def start_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Sum over all seats, apart from the tensors' traffic; one sum at a time. What is returned waits for the sums,
-        the same on all ranks, and raises GangError."""
+        """Start to sum `values` over all seats, on a process group of its own, one sum at a time. The returned
+        function waits for the sums, which are the same on all ranks, and may raise GangError."""
 
     def forbid_collectives(self) -> AbstractContextManager[None]:
-        """Until it ends, collectives of the gangs raise InvalidOperationError."""
+        """A context in which collectives of the gangs raise InvalidOperationError."""
 
     def poison(self, error: GangError) -> None:
-        """End the present generation, unless it has ended. It keeps its first error."""
+        """End the present generation. A generation keeps its first error."""
 
     def perform(self, instruction: Instruction) -> Record | None:
-        """Carry out an instruction that is for the groups or the agent. The outcome of `Do.AWAIT_RECORD` is the record.
+        """Carry out an instruction for the process groups or the agent. `Do.AWAIT_RECORD` returns the record.
 
         Raises:
-            GangError: the generation of a `Configure` has ended before it has begun.
+            GangError: the generation of a `Configure` ended before this rank had entered it.
         """

@@ -1,6 +1,6 @@
-"""The manager of one rank: what a training script sees of it. Everything here runs on the training thread.
+"""The manager of one rank: the API of a training script. All of it runs on the training thread.
 
-`member_lifecycle.py` decides what the rank does, `driver.py` carries it out.
+`member_lifecycle.py` decides what the rank does. `driver.py` carries that out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("elasticgang")
 
 
 class Step:
-    """One try at one step. Used as `with step:`."""
+    """One attempt at one step. Use it as `with step:`."""
 
     def __init__(self, manager: QuorumManager, index: int) -> None:
         self._manager = manager
@@ -40,14 +40,14 @@ class Step:
         return f"Step(index={self.index}, generation={self.generation}, share={self.share})"
 
     def check(self) -> None:
-        """Leave a lost step early. Raises StepAborted when the generation has ended."""
+        """Raise StepAborted if the generation has ended, so that the script leaves a lost step early."""
         self._manager._rendezvous.page.beat()
         if self._manager.poisoned:
             raise StepAborted(f"step {self.index} is lost: {self._manager.error}")
 
     def contribute(self) -> None:
-        """For a rank without slots: reduce its zeros now, at the place in the program where the others' backward waits
-        for them, so that collectives of the script's own may follow."""
+        """Reduce this rank's gradients now. Call it on a rank without slots where the other ranks run backward: they
+        wait for its zeros there, and the script's own collectives may follow."""
         self._manager._driver.contribute()
 
     def __enter__(self) -> Step:
@@ -67,7 +67,7 @@ class Step:
 
 
 class QuorumManager:
-    """This rank's part in the job. Made by `elasticgang.join`; for the training thread only."""
+    """This rank's part in the job. `elasticgang.join` makes it. Use it on the training thread only."""
 
     def __init__(
         self, rendezvous: Rendezvous, state_server: StateServer, layout: ParallelLayout, device: torch.device
@@ -81,75 +81,75 @@ class QuorumManager:
         self._step: Step | None = None
         self._registered = False
 
-    # -- what the user sees
+    # -- for scripts
 
     @property
     def member(self) -> str:
-        """This incarnation's id, unique in the job for ever."""
+        """The id of this incarnation. No other incarnation of the job ever has it."""
         return self._rendezvous.member
 
     @property
     def gangs(self) -> Gangs:
-        """A snapshot for the present generation; the gang objects keep their identity over generations."""
+        """The gangs of the present generation. Each gang object stays the same object across generations."""
         return self._rendezvous.gangs
 
     @property
     def generation(self) -> int:
-        """The generation entered last; 0 before the first."""
+        """The generation that this rank entered last; 0 before the first."""
         return self._state.entered
 
     @property
     def committed_steps(self) -> int:
-        """How many steps the job has committed, as far as this rank knows: the index of the next one."""
+        """The number of steps that this rank knows to be committed. It is the index of the next step."""
         return self._state.committed.step
 
     @property
     def tip(self) -> Attempt | None:
-        """The (step, generation) that this rank's state holds; None while it holds none."""
+        """The committed attempt that this rank's state holds; None while it holds no whole state."""
         return self._state.tip
 
     @property
     def num_active(self) -> int:
-        """Members that take part in the votes of the present generation."""
+        """The number of members that vote in the present generation."""
         return len(self._state.active)
 
     @property
     def num_members(self) -> int:
-        """Ranks that have a seat in the present generation: active, learners and spares; 0 between two generations."""
+        """The number of active ranks, learners and spares in the present generation; 0 between two generations."""
         record = self._rendezvous.record
         return 0 if record is None else len(record.seats)
 
     @property
     def join_noticed(self) -> bool:
-        """Whether a rank is known to wait for the next generation, which begins after this step then."""
+        """Whether a rank waits to join. The next generation then begins after the step under way."""
         return 0 < self.generation == self._rendezvous.observe().joining
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank does what one rank does: the active member of the lowest rank. After the loop, as of the
-        last generation."""
+        """Whether this rank is the active member of the lowest rank, which logs and saves for the job. After the loop:
+        as of the last generation."""
         record, active = self._state.record, self._state.active
         if record is None or not active:
             return False
         return min(active, key=lambda member: record.plan.ranks[member]) == self.member
 
     def reduction(self, family: str = "dp") -> Gang:
-        """The gang of the ranks of `gangs.dp`, or of `gangs.rdp`, that only gradients use."""
+        """The gang for gradients over the ranks of `gangs.dp`, or of `gangs.rdp`."""
         return self._rendezvous.reduction(family)
 
     @property
     def error(self) -> GangError | None:
-        """What ended the present generation for this rank; None while it goes on."""
+        """The error that ended the present generation for this rank; None while the generation goes on."""
         return self._rendezvous.error
 
     @property
     def poisoned(self) -> bool:
-        """Whether the present generation is over for this rank: nothing of it can commit any more."""
+        """Whether the present generation has ended for this rank. Nothing of it can commit any more."""
         return self._rendezvous.error is not None
 
     def register_state(self, **objects: object) -> None:
-        """Name what makes up the training state: modules, optimizers, and objects with `state_dict()` and
-        `load_state_dict()`. The same names on every rank, before the first step.
+        """Register the training state by name: modules, optimizers, and objects with `state_dict()` and
+        `load_state_dict()`. Call it before the first step, with the same names on every rank.
 
         Raises:
             TypeError: an object has no such methods.
@@ -158,22 +158,24 @@ class QuorumManager:
         self._registered = True
 
     def build(self, build: BuildFunction) -> SeatState:
-        """For layouts in which what a rank trains depends on its seat: `build(seat)` makes the training state of the
-        model coordinates `seat.pp`, `seat.sdp` and `seat.tp` (modules, optimizers, ...) and returns it by name, as
-        `register_state` takes it. It is called before the first step, and again whenever this rank comes to other
-        model coordinates; what it made is an attribute of what this returns:
+        """Register a function that makes the training state, for layouts in which the state depends on the seat.
+
+        `build(seat)` makes the state of the model coordinates `seat.pp`, `seat.sdp` and `seat.tp` (modules,
+        optimizers, ...) and returns it by name, as `register_state` takes it. The manager calls it before the first
+        step, and again whenever this rank gets other model coordinates. Each returned object is an attribute of the
+        result:
 
             state = manager.build(lambda seat: {"model": Model(seat.tp), ...})
             for step in manager.steps(1000):
                 with step:
                     ... state.model ...
 
-        Values come from the peers, if there are any. Building communicates nothing, because the others train
-        meanwhile: a collective of `manager.gangs` raises InvalidOperationError there. Rank, size and meshes of the
-        gangs can be had.
+        The values come from the peers, if there are any. `build` must not communicate, because the other ranks train
+        meanwhile: a collective of `manager.gangs` raises InvalidOperationError in it. It may read the ranks, sizes and
+        meshes of the gangs.
 
         Raises:
-            InvalidOperationError: called twice, or after the first step.
+            InvalidOperationError: it was called before, or the first step has begun. Nothing has changed.
         """
         if self._driver.seat_state is not None:
             raise InvalidOperationError("`build` was called before; one function builds all that depends on the seat")
@@ -183,31 +185,30 @@ class QuorumManager:
         return self._driver.seat_state
 
     def paused(self, what: str) -> AbstractContextManager[None]:
-        """While this rank does something of its own that the others may have to wait for (an evaluation, a checkpoint):
-        it does not count as hung, however long it takes. `what`: its name, for the log.
+        """A context in which this rank does not count as hung, however long it takes. Use it for work of this rank that
+        the other ranks wait for, such as an evaluation or a checkpoint. `what`: its name, for the log.
 
-        --collective-timeout goes on: who waits for longer than that tries its step again.
+        --collective-timeout still applies: a rank that waits longer than that tries its step again.
         """
         log.info("rank %d is paused: %s", self._rendezvous.local_rank, what)
         return self._rendezvous.page.paused()
 
     def report_error(self, error: Exception) -> None:
-        """Let the present step fail on every rank without ending the generation, for an error that is this rank's
-        alone (a loss that is not finite, say). The step is tried again."""
+        """Fail the present step on every rank without ending the generation. Use it for an error of this rank alone,
+        such as a loss that is not finite. All ranks try the step again."""
         self._driver.lifecycle.report_error()
 
     def steps(self, num_steps: int) -> Iterator[Step]:
-        """Yield the next step until `num_steps` are committed; the same one again when it did not commit.
+        """Yield the next step until `num_steps` are committed. A step that did not commit is yielded again.
 
-        Blocks between steps while a generation is agreed, and while this rank is a spare. A rank that is one when the
-        job finishes ends here, with exit code 0: whoever comes past the loop holds the final state. Ends early, at a
-        boundary between steps, once this rank is to go: see `leave`.
+        It blocks between steps while the job changes its generation, and while this rank is a spare. After the loop
+        this rank holds the final state, unless the loop ended early: it does at a boundary between steps once this
+        rank drains (see `leave`).
 
         Raises:
-            SystemExit: so does one that was told to go by SIGTERM.
-            OperationalError: 100 tries in a row were lost, in which no member was about to heal, or this one was and
-                got nothing.
-            StateLostError: nobody holds the committed state any more.
+            SystemExit: with code 0, on a rank that is a spare when the job finishes, or that SIGTERM has drained.
+            OperationalError: 100 attempts in a row were lost, without progress of a heal in between.
+            StateLostError: no rank holds the committed state any more.
         """
         driver, lifecycle, drain = self._driver, self._driver.lifecycle, self._rendezvous.drain
         if driver.reducers and not self._registered:
@@ -232,18 +233,17 @@ class QuorumManager:
             driver.run(lifecycle.leave(num_steps, returned=returned))
 
     def leave(self) -> None:
-        """Go, and do not come back: the loop over `steps` ends once the step under way, or the next, is done, and the
-        others go on without this rank and without losing a step. It stays while it alone holds its part of the state
-        and others have yet to heal it: learners, spares, and ranks that are being started. May be called from a signal
-        handler and from any thread."""
+        """Drain this rank: its loop over `steps` ends after the step under way or the next one, and the other ranks go
+        on without losing a step. A rank that alone holds its part of the state first waits until a learner, a spare or
+        a starting rank has healed. Signal handlers and any thread may call this."""
         self._rendezvous.drain.request()
 
     @property
     def leave_requested(self) -> bool:
-        """Whether this rank was told to leave, by `leave` or SIGTERM. It goes at the end of a step."""
+        """Whether this rank drains, because of `leave` or SIGTERM."""
         return self._rendezvous.drain.requested
 
-    # -- what the train room uses
+    # -- for the package `train`
 
     @property
     def step(self) -> Step:
@@ -265,13 +265,13 @@ class QuorumManager:
     ) -> bool:
         """Vote on the step under way and, when it is committed, call `apply(total weight)` on the reduced gradients.
 
-        `measure`: what to sum of the reduced gradients over the ranks of a replica group; `apply` gets the sum as its
-        second argument. Given on every rank or on none.
-        `prepare`: called with what `apply` is, once and before it, while the votes are on their way. It may change the
-        gradients, and nothing else: the step may yet be dropped.
+        `measure`: returns a number of this rank's reduced gradients. `apply` gets its sum over the ranks of a replica
+        group as the second argument. Pass it on every rank or on none.
+        `prepare`: called once before `apply`, with the same arguments, while the votes cross the network. It may
+        change the gradients and nothing else, because the step may still be dropped.
 
-        Returns when the step's fate is known, through a generation change if need be: True when this rank's state
-        holds the step.
+        Returns once the step's fate is known, if need be after a generation change. True: this rank's state holds the
+        step.
         """
         step = self.step
         step.committed = self._driver.commit(weight, apply, measure, prepare)

@@ -1,4 +1,4 @@
-"""What an agent gives to a rank process that it starts."""
+"""What an agent passes to a rank process that it starts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from elasticgang.member.drain import Drain
 
 @dataclass(frozen=True)
 class RankContext:
-    """What an agent gives to a rank process that it starts. `store` is the address for the rendezvous; `host` is how
-    peers reach this host; `process_group` names what carries the data. `link`, `forks`, `page` and `lease` are
-    descriptors: to the agent, to its fork server, of what the agent watches, and of the host's lease; `drain` knows
-    whether it is to go."""
+    """What an agent passes to a rank process that it starts. `store`: the address of the rendezvous store. `host`: the
+    address at which peers reach this host. `process_group`: the kind that carries the data. `link`, `forks`, `page` and
+    `lease` are descriptors: the connections to the agent and to its fork server, the rank's status page, and the host's
+    lease. `drain`: whether the rank drains."""
 
     member: str
     local_rank: int
@@ -33,14 +33,14 @@ _context: RankContext | None = None
 
 
 def inherit(context: RankContext) -> None:
-    """Called once, before the user's script runs."""
+    """Set the context of this process. Called once, before the user's script runs."""
     global _context
     _context = context
 
 
 def inherited() -> RankContext | None:
-    """The context that an agent gave to this process; None in a process that no agent started, and in forked children
-    of a rank (a DataLoader worker is no rank)."""
+    """The context from the agent; None in a process that no agent started, and in forked children of a rank, such as
+    DataLoader workers."""
     return _context
 
 

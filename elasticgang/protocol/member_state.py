@@ -1,6 +1,6 @@
-"""The committed and prepared attempts of one rank: the member's side of `commit.py`.
+"""The committed and the prepared attempt of one rank: the member's side of `commit.py`.
 
-Pure: `member_lifecycle.py` decides what the rank does with it.
+Pure. `member_lifecycle.py` decides what the rank does.
 
 MEMBER-1  `tip` names the attempt in this rank's state; while an apply runs it is None (RULE-10).
 MEMBER-2  A prepared attempt is kept until a counted vote or a record decides its fate (RULE-4).
@@ -30,8 +30,8 @@ _NOTHING = Attempt(0, 0)
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of a step's slots falls to this rank: part `index` of `count`; a learner has none. Each `group_size`
-    consecutive parts (those of a replica group) are of one size."""
+    """This rank's part of a step's slots: part `index` of `count`. A learner has none. Each `group_size` consecutive
+    parts, which belong to one replica group, have equal sizes."""
 
     index: int
     count: int
@@ -40,8 +40,8 @@ class Share:
 
 @dataclass(frozen=True)
 class VoteOutcome:
-    """What a round of votes has led to. `regroups`: all come to the next generation at the next boundary, for somebody
-    waits to join, or leaves, or is to be followed by a spare; `leaves`: this rank does."""
+    """The result of a vote. `passed`: the attempt is committed. `regroups`: all members request the next generation at
+    the next boundary, because a rank joins, leaves, or is replaced by a spare. `leaves`: this rank leaves then."""
 
     passed: bool
     regroups: bool
@@ -50,8 +50,9 @@ class VoteOutcome:
 
 @dataclass
 class MemberState:
-    """`committed`: the newest attempt known to be committed; `entered`: the generation entered last; `holds`: the model
-    coordinates of the state in `tip` and `pending`; `was_whole`: there was a state when the step under way began."""
+    """`committed`: the newest attempt known to be committed. `entered`: the generation entered last. `holds`: the model
+    coordinates of the state in `tip` and `pending`. `was_whole`: whether the rank had a whole state when the step under
+    way began."""
 
     member: str
     tip: Attempt | None = None
@@ -71,7 +72,7 @@ class MemberState:
         return self.member in self.active
 
     def report(self, local_rank: int, address: str, draining: bool) -> MemberReport:
-        """What to ask with. `draining`: this rank is asked to."""
+        """The report that goes with a request for a record. `draining`: this rank drains."""
         return MemberReport(
             id=self.member,
             local_rank=local_rank,
@@ -102,20 +103,21 @@ class MemberState:
         return Attempt(self.committed.step + 1, self.entered)
 
     def begin(self) -> None:
-        """A step begins: gradients are computed on the state as it is now."""
+        """Begin a step. Its gradients are computed on the present state."""
         self.was_whole = self.tip is not None
 
     @property
     def fails(self) -> bool:
-        """MEMBER-3: whether this rank's gradients must not be used: it computed its share on a torn state."""
+        """MEMBER-3: whether this rank computed its gradients on a torn state, so that they must not be used."""
         return self.is_active and not self.was_whole
 
     def healed(self) -> None:
-        """The committed state was loaded from a peer."""
+        """This rank has loaded the committed state from a peer."""
         self.tip, self.torn = self.committed, False
 
     def prepare(self, attempt: Attempt) -> None:
-        """The gradients of `attempt` are whole, and can be applied without anybody else. Only with a state."""
+        """The gradients of `attempt` are reduced, and this rank can apply them without its peers. It needs a whole
+        state."""
         self.pending = attempt
 
     def ballot(self, attempt: Attempt, join_noticed: bool, draining: bool, num_successors: int = 0) -> list[float]:
@@ -156,14 +158,15 @@ class MemberState:
         return VoteOutcome(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving) or awaited, leaves)
 
     def _may_leave(self, part: tuple[int, int, int], num_going: int, is_wanted: bool) -> bool:
-        """MEMBER-6, of the active members of `part` that go. `is_wanted`: by somebody without a seat."""
+        """Whether the draining active members of `part` may leave (MEMBER-6). `is_wanted`: a rank without a seat needs
+        their state."""
         assert self.record is not None
         there = [seat.member for seat in self.record.seats if self._part_of(seat) == part]
         num_active = sum(member in self.active for member in there)
         return num_going < num_active or not (is_wanted or num_active < len(there))
 
     def _is_awaited_by_absent(self, part: tuple[int, int, int], num_going: int) -> bool:
-        """Whether some of the `num_going` that cannot leave `part` have not told so since a spare might follow."""
+        """Whether spares exist that do not know yet of all `num_going` draining members of `part` that must stay."""
         assert self.record is not None
         told = [
             seat
@@ -192,7 +195,7 @@ class MemberState:
         return [seat.member for seat in self.record.seats if seat.status == LEARNER]
 
     def passed(self, attempt: Attempt) -> bool:
-        """The vote on `attempt` has passed. Returns whether this rank applies it; if not, it has no state now."""
+        """The vote on `attempt` has passed. Returns whether this rank applies it. Otherwise it now has no state."""
         self.committed = attempt
         if self.pending is None:
             self.tip = None
@@ -209,7 +212,8 @@ class MemberState:
         self.torn, self.tip = False, attempt
 
     def share(self, layout: ParallelLayout) -> Share | None:
-        """The replica groups whose seats are all active divide the slots; inside one, its `sdp` ranks do."""
+        """This rank's slots. The replica groups whose seats are all active divide them; in a group, its `sdp` ranks
+        do."""
         assert self.record is not None
         whole = self._whole_groups()
         mine = self.record.plan.coordinates(self.member)
@@ -219,7 +223,7 @@ class MemberState:
 
     @property
     def only_heals(self) -> bool:
-        """Whether no replica group is whole, so that nobody has slots."""
+        """Whether no replica group is whole, so that no rank has slots."""
         return not self._whole_groups()
 
     def _whole_groups(self) -> list[int]:
@@ -236,16 +240,16 @@ class MemberState:
     # -- from generation to generation
 
     def action_for(self, record: Record) -> Action:
-        """What to do with the state before `enter`."""
+        """What this rank does with its state before `enter`."""
         if record.loads_checkpoint:
             raise StateLostError(f"generation {record.generation} goes back to a checkpoint, and this job has none")
         return action(self.tip, self.pending, record.committed)
 
     def enter(self, record: Record, seat: Seat) -> None:
-        """Take `seat`, after `action_for` is done. What was prepared and not applied is dropped.
+        """Take `seat`, after the action of `action_for`. A prepared attempt that was not applied is dropped.
 
         Raises:
-            StateLostError: the state is to be taken from this rank, and it is torn.
+            StateLostError: the peers are to copy this rank's state, and it is torn. Only `pending` has changed.
         """
         self.pending = None
         if seat.status == LEARNER or self.tip != record.committed:
