@@ -142,6 +142,10 @@ class CommProcess:
         """For `target`, beyond those of all."""
         return {}
 
+    def fileno(self) -> int:
+        """The descriptor of the socket to the process; -1 once it is closed."""
+        return self._sock.fileno()
+
     def wait_ready(self, timeout: float = _START_TIMEOUT_S) -> None:
         """Block until the process can be configured. Raises GangError when it died or is not ready in time."""
         self._reply("ready", timeout, "start")

@@ -55,11 +55,11 @@ from elasticgang.torch_private import storage_key
 
 _POLL_S = 0.0005
 _MAX_FORGOTTEN = 1000  # in one message
-_WeakStorage: Any = reductions.StorageWeakRef  # it is untyped
+WeakStorage: Any = reductions.StorageWeakRef  # it is untyped
 
 
 @dataclass(eq=False)
-class _Shared:
+class SharedStorage:
     """A storage that the process opens. `id` 0: it is empty, and there is nothing to open."""
 
     id: int
@@ -87,7 +87,7 @@ class StagedDeviceTensor:
     """`tensor` is contiguous. Its result is in it when its work's end has passed: there is nothing to copy."""
 
     tensor: Tensor
-    shared: _Shared
+    shared: SharedStorage
     described: tuple[int, int, list[int], str]
 
     def copy_out(self) -> None: ...
@@ -217,9 +217,11 @@ class NCCLCommProcess(CommProcess):
     ) -> None:
         self._cuda, self._device = cuda or Cuda(), device
         self._memory_lock = threading.Lock()
-        self._shared: dict[int, _Shared] = {}  # by the storage, whose address stays its own while it is weakly known
-        self._replaced: list[_Shared] = []
-        self._unsent: dict[int, _Shared] = {}  # that the process has not been told of yet
+        self._shared: dict[
+            int, SharedStorage
+        ] = {}  # by the storage, whose address stays its own while it is weakly known
+        self._replaced: list[SharedStorage] = []
+        self._unsent: dict[int, SharedStorage] = {}  # that the process has not been told of yet
         self._next_shared = self._next_pair = 0
         self._known: set[int] = set()  # ids of what the process was told to open
         self._known_pairs: set[int] = set()
@@ -284,17 +286,17 @@ class NCCLCommProcess(CommProcess):
             shape, dtype = [*shape, 2], dtype.to_real()
         return StagedDeviceTensor(tensor, shared, (shared.id, offset, shape, DTYPE_NAMES[dtype]))
 
-    def _share(self, storage: torch.UntypedStorage) -> _Shared:
+    def _share(self, storage: torch.UntypedStorage) -> SharedStorage:
         """NCCL-1."""
         with self._memory_lock:
             found = self._shared.get(storage_key(storage))
             if found is not None and found.is_of(storage):
                 return found
             if storage.nbytes() == 0:
-                return _Shared(0, _WeakStorage(storage), 0, 0, [])
+                return SharedStorage(0, WeakStorage(storage), 0, 0, [])
             handle = self._cuda.share(storage)
             self._next_shared += 1
-            made = _Shared(self._next_shared, _WeakStorage(storage), storage.data_ptr(), storage.nbytes(), handle)
+            made = SharedStorage(self._next_shared, WeakStorage(storage), storage.data_ptr(), storage.nbytes(), handle)
             if found is not None:  # it has other memory by now (`resize_`)
                 self._replaced.append(found)
             self._shared[storage_key(storage)] = made
@@ -369,7 +371,7 @@ class NCCLCommProcess(CommProcess):
                 for id in ids:
                     self._unsent.pop(id, None)
 
-    def _release(self, shared: _Shared) -> None:
+    def _release(self, shared: SharedStorage) -> None:
         with contextlib.suppress(RuntimeError):  # of a CUDA that is gone too
             self._cuda.release(shared.handle)
 

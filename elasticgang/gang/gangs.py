@@ -284,6 +284,18 @@ def set_default_gangs(gangs: Gangs, *, meta: bool = False) -> None:
 
 
 @contextlib.contextmanager
+def without_default_gangs() -> Iterator[None]:
+    """Until the block ends, as if `set_default_gangs` had not been called: for tests, in a process of one thread."""
+    before = dict(_defaults)
+    _defaults.clear()
+    try:
+        yield
+    finally:
+        _defaults.clear()
+        _defaults.update(before)
+
+
+@contextlib.contextmanager
 def set_gangs(gangs: Gangs, *, meta: bool = False) -> Iterator[None]:
     """`with set_gangs(gangs):` is `with gangs:`. `meta`: they are also current for the meta device."""
     _current.stack.append((gangs, (gangs.device, _META) if meta else (gangs.device,)))

@@ -111,6 +111,12 @@ class DistributedDataParallel(nn.Module):
         self._num_buckets = ddp.fix()
         self._ddp = [ddp]  # in a list, so that it is not a submodule: its parameters would appear twice
 
+    @property
+    def buckets(self) -> list[list[Tensor]]:
+        """The parameters whose gradients are reduced together, in the order in which backward is likely to reach them.
+        `bucket_cap_mb` limits their size."""
+        return [bucket.parameters() for bucket in zeroed_buckets(self._ddp[0].reducer)]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ddp = self._ddp[0]
         self._is_under_way = self._is_under_way or (torch.is_grad_enabled() and ddp.require_backward_grad_sync)

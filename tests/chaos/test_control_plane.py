@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -33,6 +35,7 @@ from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import JOB_TIMEOUTS
 from elasticgang.protocol.record import MemberReport, Record
 from elasticgang.protocol.restarts import Restarts
+from tests.support import REPOSITORY
 
 TIMEOUT_S = 20.0
 JOB = "job"
@@ -64,12 +67,19 @@ class Coordinator:
 class Host:
     """The side of `ControlPlaneCallbacks`."""
 
-    def __init__(self, agent: str, coordinator: str, max_restarts: int = 0, reconnect_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        agent: str,
+        coordinator: str,
+        max_restarts: int = 0,
+        connect_s: float = TIMEOUT_S,
+        reconnect_s: float = TIMEOUT_S,
+    ) -> None:
         restarts = Restarts(max_restarts)
         for local_rank in range(2):
             restarts.committed(local_rank)
         self.state = AgentState(agent, "127.0.0.1", JOB, "", restarts, num_ranks=2, min_agents=2)
-        limits = Limits(TIMEOUT_S, reconnect_s)
+        limits = Limits(connect_s, reconnect_s)
         self.lease = Lease.create()
         self.control_plane = ControlPlane(self, coordinator, JOB, None, limits, JOB_TIMEOUTS, self.lease)
         self.said: list[str] = []
@@ -267,20 +277,41 @@ def test_waits_reach_the_other_agent_and_what_is_none_is_dropped() -> None:
 
 # CONTROL-3
 def test_an_agent_whose_process_is_gone_is_lost_long_before_its_lease_is_over() -> None:
-    async def story(_: Coordinator, one: Host, other: Host) -> None:
-        other.control_plane._listener.close()  # type: ignore[union-attr]
-        client = other.control_plane._client
-        assert client._connection is not None
-        client._is_stopped = True
-        client._connection.abort("a test")
-        began_s = asyncio.get_running_loop().time()
-        await one.enters(2)
-        assert asyncio.get_running_loop().time() - began_s < JOB_TIMEOUTS.lease_s / 2
-        assert "host lost" in one.logged
-        assert one.state.record is not None
-        assert one.state.record.agents == ("a",)
+    async def run() -> None:
+        coordinator = Coordinator()
+        await coordinator.start()
+        one = Host("a", coordinator.address)
+        program = f"from {__name__} import live; live('b', {coordinator.address!r})"
+        process = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY)
+        try:
+            await one.start()
+            await one.enters(1)
+            process.kill()
+            process.wait()
+            began_s = asyncio.get_running_loop().time()
+            await one.enters(2)
+            assert asyncio.get_running_loop().time() - began_s < JOB_TIMEOUTS.lease_s / 2
+            assert "host lost" in one.logged
+            assert one.state.record is not None
+            assert one.state.record.agents == ("a",)
+        finally:
+            process.kill()
+            process.wait()
+            await one.stop()
+            await coordinator.stop()
+            coordinator.close()
 
-    play(story)
+    asyncio.run(run())
+
+
+def live(agent: str, coordinator: str) -> None:
+    """The process of one agent, until it is killed."""
+
+    async def run() -> None:
+        await Host(agent, coordinator).start()
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
 
 
 def test_an_agent_that_does_not_fit_is_refused_and_the_others_are_told() -> None:
@@ -308,8 +339,7 @@ def test_an_agent_that_does_not_fit_is_refused_and_the_others_are_told() -> None
 def test_what_is_no_coordinator_is_named() -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            host = Host("a", f"127.0.0.1:{silent.getsockname()[1]}")
-            host.control_plane._limits = Limits(0.5, 0.5)
+            host = Host("a", f"127.0.0.1:{silent.getsockname()[1]}", connect_s=0.5)
             with pytest.raises(OperationalError, match=r"what answers at .* is not a coordinator of elasticgang"):
                 await host.control_plane.open()
             await host.stop()

@@ -90,7 +90,8 @@ class FakeCuda(Cuda):
     def __init__(self) -> None:
         self.shared: list[int] = []  # of each `share` the size
         self.released: list[int] = []
-        self.events: list[Event] = []
+        self.events: list[Event] = []  # that the other process knows too
+        self.own_events: list[Event] = []
         self._streams = threading.local()
         self._default = Stream(waits=False)
 
@@ -122,8 +123,7 @@ class FakeCuda(Cuda):
 
     def new_event(self, device: int, *, shared: bool) -> Event:
         event = Event()
-        if shared:
-            self.events.append(event)
+        (self.events if shared else self.own_events).append(event)
         return event
 
     def event_handle(self, event: Event) -> bytes:
@@ -200,6 +200,15 @@ class _FakeNCCL:
 
 class FakeProcess(NCCLCommProcess):
     target = "tests.integration.fake_cuda:main"
+
+    def sending(self) -> contextlib.AbstractContextManager[object]:
+        """While a message is sent, as if it took so long."""
+        return self._send_lock
+
+    @property
+    def num_shared(self) -> int:
+        """The storages that the process has open."""
+        return len(self._shared)
 
 
 class IsolatedFake(ProcessGroupIsolatedNCCL):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import struct
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from elasticgang.process.lease import Lease
-from elasticgang.process.status_page import CommBlock, StatusPage
+from elasticgang.process.status_page import SIZE, StatusPage
 
 HAMMER_S = 2.0
 EVERY_BYTE_DIFFERS = (b"\x11" * 8, b"\x66" * 8)  # any mixture of the two is a third value
@@ -73,10 +74,14 @@ def test_a_committed_attempt_is_never_read_torn(pages: tuple[StatusPage, StatusP
 def test_a_counter_of_a_comm_process_is_never_read_torn(pages: tuple[StatusPage, StatusPage]) -> None:
     """Written through a slice of the page's words, as every word of a block is."""
     rank, agent = pages
-    ours, theirs = CommBlock(rank._words, 1), CommBlock(agent._words, 1)
+    assert rank.fd is not None
+    words = memoryview(mmap.mmap(rank.fd, SIZE)).cast("Q")
+    block = agent.block(1)
+    block.beat()
+    beats = words[list(words).index(1) :]
     values = [int.from_bytes(pattern, "little") for pattern in EVERY_BYTE_DIFFERS]
 
     def store(number: int) -> None:
-        theirs._words[1] = values[number]
+        beats[0] = values[number]
 
-    assert seen_while_hammered(lambda: ours.beats, store) == set(values)
+    assert seen_while_hammered(lambda: block.beats, store) == set(values)

@@ -40,7 +40,7 @@ def isolated(pg: Any) -> ProcessGroupIsolatedGloo:
 def num_threads(pg: Any) -> int:
     comm = isolated(pg).comm_process
     assert comm is not None
-    return len(comm._reply_reader._threads)
+    return sum(thread.name == f"comm-{comm.pid}" for thread in threading.enumerate())
 
 
 def kill_comm(pg: Any) -> None:

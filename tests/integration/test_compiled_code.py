@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def gang() -> Iterator[ElasticGang]:
-    compiled._read.clear()
+    compiled.drop_stale()  # what former gangs have left
     dist.distributed_c10d._update_default_pg(None)
     gang = ElasticGang("cp", CPU)
     gang.bind(Binding(1, (0, 1), None))

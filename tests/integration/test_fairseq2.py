@@ -8,7 +8,7 @@ import operator
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,9 @@ def test_the_helpers_of_their_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gangs_module, "_defaults", {})
+def _no_defaults() -> Iterator[None]:
+    with gangs_module.without_default_gangs():
+        yield
 
 
 def on(device: str) -> eg.Gangs:

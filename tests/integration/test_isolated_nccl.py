@@ -185,7 +185,7 @@ def test_a_storage_is_opened_once_while_it_lives(pair: Ring) -> None:
 
 def test_a_storage_with_other_memory_is_another() -> None:
     storage = torch.ones(1000).untyped_storage()  # torch itself dies of a shared one that is resized
-    shared = nccl._Shared(1, nccl._WeakStorage(storage), storage.data_ptr(), storage.nbytes(), [])
+    shared = nccl.SharedStorage(1, nccl.WeakStorage(storage), storage.data_ptr(), storage.nbytes(), [])
     assert shared.is_of(storage)
     storage.resize_(8000)
     assert not shared.is_of(storage)
@@ -215,8 +215,8 @@ def test_a_death_is_noticed_though_a_sender_stands(pair: Ring) -> None:
     pair.sums()
     wait_until(lambda: pg.num_active_work() == 0, "the end", GUARD_S)
     gc.collect()
-    with pg.comm_process._send_lock:  # as who sends into a full socket
-        wait_until(lambda: not pg.comm_process._shared, "the end of all storages", GUARD_S)
+    with pg.comm_process.sending():  # as who sends into a full socket
+        wait_until(lambda: not pg.comm_process.num_shared, "the end of all storages", GUARD_S)
         time.sleep(0.3)  # some rounds of that thread
         os.kill(pg.comm_process.pid, signal.SIGKILL)
         wait_until(pg.errored, "the error", GUARD_S)
@@ -284,7 +284,7 @@ def test_tensors_are_held_until_their_work_has_passed(rings: Rings) -> None:
     ring = rings(1, make=lambda: IsolatedFake(30.0))
     tensor, work = stuck(ring[0])
     work.wait()
-    weak = nccl._WeakStorage(tensor.untyped_storage())
+    weak = nccl.WeakStorage(tensor.untyped_storage())
     del tensor, work
     gc.collect()
     assert not weak.expired()
@@ -301,7 +301,7 @@ def test_an_abort_fails_what_has_not_passed_and_holds_its_memory_until_streams_a
     tensor, work = stuck(pg)
     work.wait()
     event = ended(pg)
-    weak = nccl._WeakStorage(tensor.untyped_storage())
+    weak = nccl.WeakStorage(tensor.untyped_storage())
     released = len(pg.cuda.released)
     pg.abort()
     with pytest.raises(GangError, match="aborted"):
@@ -316,7 +316,7 @@ def test_an_abort_fails_what_has_not_passed_and_holds_its_memory_until_streams_a
     assert not weak.expired()
     assert not stream(pg).is_drained()
     event.let_pass()
-    for drain in nccl._draining[0]._drains:
+    for drain in pg.cuda.own_events:
         drain.let_pass()  # as a real one does with its stream
     pg.allreduce([torch.ones(1)], SUM).wait()
     wait_until(lambda: gc.collect() >= 0 and weak.expired(), "its end", GUARD_S)

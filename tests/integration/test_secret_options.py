@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticgang.launch import cli
-from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
+from elasticgang.launch import cli, run
+from elasticgang.session.secret import SECRET_FILE_VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +29,12 @@ def test_a_coordinator_without_a_secret_listens_on_loopback_only(capsys: pytest.
 
 
 def test_an_agent_without_a_secret_uses_a_coordinator_on_loopback_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "_check_reachable", lambda *_: None)  # nothing answers at an address for examples
-    line = refused(capsys, "run", "--coordinator", "192.0.2.1:29400", "--job-id", "job", __file__)
-    assert line.startswith("without a secret the agent uses a coordinator on loopback only, not at '192.0.2.1'")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        line = refused(capsys, "run", "--coordinator", f"0.0.0.0:{port}", "--job-id", "job", __file__)
+    assert line.startswith("without a secret the agent uses a coordinator on loopback only, not at '0.0.0.0'")
 
 
 def test_a_secret_file_that_others_may_read_is_refused(
@@ -48,12 +49,20 @@ def test_a_secret_file_that_others_may_read_is_refused(
     assert refused(capsys, "coordinator", "--port", "0") == line
 
 
-def test_insecure_is_said_once_and_only_where_it_opens_something(capsys: pytest.CaptureFixture[str]) -> None:
-    cli._check_open("0.0.0.0", None, True, "")
-    assert capsys.readouterr().err == ("elasticgang: warning: --insecure: anybody who reaches 0.0.0.0 can take part\n")
-    cli._check_open("127.0.0.1", None, True, "")
-    cli._check_open("0.0.0.0", Secret(b"0123456789abcdef"), False, "")
-    assert capsys.readouterr().err == ""
+def test_insecure_is_said_once_and_only_where_it_opens_something(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "run_coordinator", lambda args, secret: 0)  # in place of a server on all addresses
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o600)
+    for arguments, said in [
+        (["0.0.0.0", "--insecure"], "elasticgang: warning: --insecure: anybody who reaches 0.0.0.0 can take part\n"),
+        (["127.0.0.1", "--insecure"], ""),
+        (["0.0.0.0", "--secret-file", str(path)], ""),
+    ]:
+        assert cli.main(["coordinator", "--port", "0", "--host", *arguments]) == 0
+        assert capsys.readouterr().err == said
 
 
 def test_a_host_that_has_no_address_is_named(

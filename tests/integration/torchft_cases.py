@@ -9,7 +9,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -57,12 +56,13 @@ class WithInternals(ProcessGroupIsolatedGloo):
 
     @property
     def _future_thread(self) -> threading.Thread:
-        (thread,) = self._running._reply_reader._threads
+        name = f"comm-{self._running.pid}"
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == name)
         return thread
 
     @property
     def _future_pipe(self) -> _Pipe:
-        return _Pipe(self._running._sock)
+        return _Pipe(self._running)
 
 
 class _Process:
@@ -79,14 +79,14 @@ class _Process:
 
 
 class _Pipe:
-    def __init__(self, sock: Any) -> None:
-        self.sock = sock
+    def __init__(self, comm: CommProcess) -> None:
+        self.comm = comm
 
     def closed(self) -> bool:
-        return bool(self.sock.fileno() < 0)
+        return self.comm.fileno() < 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Pipe) and other.sock is self.sock
+        return isinstance(other, _Pipe) and other.comm is self.comm
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -58,7 +58,6 @@ async def _stopped(supervisor: ProcessSupervisor) -> dict[str, Any]:
     def fork(server: ForkServer) -> Spawned:
         tries.append(server.process.pid)
         if len(tries) == 1:
-            server._sock.settimeout(0.3)
             os.kill(server.process.pid, signal.SIGSTOP)
         return server.spawn("tests.integration.children:sleep", {})
 

@@ -27,9 +27,7 @@ class Crossed(nn.Module):
 
 def buckets(ddp: eg.DistributedDataParallel) -> list[list[str]]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in ddp.module.named_parameters()}
-    return [
-        [names[each] for each in bucket.parameters()] for bucket in ddp._ddp[0].reducer._get_zeros_like_grad_buckets()
-    ]
+    return [[names[each] for each in bucket] for bucket in ddp.buckets]
 
 
 def train(manager: eg.QuorumManager, ddp: eg.DistributedDataParallel, num_steps: int) -> eg.Optimizer:

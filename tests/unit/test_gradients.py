@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -50,6 +51,15 @@ def step(ours: QuorumManager, optim: eg.Optimizer, backward: Callable[[], None],
             assert optim.step(weight=2.0, max_norm=max_norm)
 
 
+def norm_seen(ours: QuorumManager, optim: eg.Optimizer, parameter: Tensor) -> float:
+    """The norm of all gradients by which `optim`, which steps by the gradient, clips that of `parameter`."""
+    assert parameter.grad is not None
+    before, gradient = local(parameter).detach().clone(), local(parameter.grad).clone()
+    step(ours, optim, lambda: None, MAX_NORM)
+    clipped = before - local(parameter).detach()
+    return float(MAX_NORM * (gradient.abs().sum() / clipped.abs().sum()))
+
+
 def part(mesh: DeviceMesh, placements: list[Placement], value: float) -> nn.Parameter:
     """A DTensor whose part on this rank is four times `value`; its gradient is the same."""
     parameter = nn.Parameter(DTensor.from_local(torch.full((2, 2), value), mesh, placements, run_check=False))
@@ -87,16 +97,15 @@ def test_parameters_of_two_meshes_and_plain_ones_are_clipped_and_applied_togethe
     optim = eg.Optimizer(ours, make(parameters))
     for parameter in parameters:
         assert parameter is unused or parameter.grad is not None
-    square = optim._square()
-    assert square == 4 * (1.0 + 4.0 + 9.0)
-    ours_step = torch.tensor(square, dtype=torch.float64).sqrt() / 2.0
     with caplog.at_level(logging.WARNING):
-        optim._make_ready(2.0, MAX_NORM, float(ours_step))
-        optim._apply()
-        for parameter in parameters[:3]:
-            parameter.grad = torch.zeros_like(parameter)
-        optim._apply()
-    scale = MAX_NORM / (float(ours_step) + 1e-6) / 2.0
+        ours.register_state(optim=optim)
+        for each in ours.steps(2):
+            with each:
+                assert optim.step(weight=2.0, max_norm=MAX_NORM)
+            for parameter in parameters[:3]:
+                parameter.grad = torch.zeros_like(parameter)  # of the second step, which changes nothing
+    norm = math.sqrt(4 * (1.0 + 4.0 + 9.0)) / 2.0
+    scale = MAX_NORM / (norm + 1e-6) / 2.0
     for parameter, value in zip(parameters[:3], (1.0, 2.0, 3.0), strict=True):
         torch.testing.assert_close(local(parameter).detach(), torch.full((2, 2), value * (1.0 - scale)))
     assert torch.equal(unused, torch.ones(2))
@@ -111,13 +120,14 @@ def test_what_ranks_have_alike_counts_once_whether_named_or_known_or_both(mesh: 
     known = part(mesh, [Shard(0), Replicate()], 2.0)
     both = part(mesh, [Shard(0), Replicate()], 3.0)
     optim = eg.Optimizer(ours, sgd([named, known, both]), replicated={"tp": [named, both]})
-    assert optim._square() == 4 * (1.0 + 4.0 + 9.0) / 2
+    assert norm_seen(ours, optim, named) == pytest.approx(math.sqrt(4 * (1.0 + 4.0 + 9.0) / 2))
 
 
 def test_an_optimizer_of_one_mesh_keeps_its_form(mesh: DeviceMesh) -> None:
     parameters: list[Tensor] = [part(mesh["sdp"], [Shard(0)], 1.0), part(mesh, [Shard(0), Shard(1)], 2.0)]
-    optim = eg.Optimizer(manager(), torch.optim.AdamW(parameters, foreach=True))
-    optim._apply()
+    ours = manager()
+    optim = eg.Optimizer(ours, torch.optim.AdamW(parameters, foreach=True))
+    step(ours, optim, lambda: None, None)
     assert optim.param_groups[0]["foreach"] is True
 
 
@@ -169,4 +179,6 @@ def test_the_data_parallel_wrapper_refuses_dtensors(mesh: DeviceMesh) -> None:
 def test_a_complex_gradient_counts_with_both_its_parts() -> None:
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     parameter.grad = torch.full((2,), 3.0 + 4.0j)
-    assert eg.Optimizer(manager(), sgd([parameter]))._square() == 50.0
+    ours = manager()
+    ours.layout = eg.ParallelLayout(tp=2)
+    assert norm_seen(ours, eg.Optimizer(ours, sgd([parameter])), parameter) == pytest.approx(math.sqrt(50.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -67,6 +67,8 @@ class Host:
         self.now_ms = 0
         self.told: tuple[BlockedOn, ...] = ()
         self.finished = False
+        self.looked_ms = self.progressed_ms = 0  # by this clock of the looks, when a page showed progress last
+        self._signs: Sequence[object] = []
 
     def __getitem__(self, index: int) -> Rank:
         return self.ranks[index]
@@ -80,9 +82,19 @@ class Host:
             for rank in self.ranks:
                 rank.live()
             pages = [rank.page() for rank in self.ranks]
+            self._look([rank for rank in self.ranks if not rank.reading.has_left])
             if found := self.progress.detect(self.now_ms, pages, self.told, finished=self.finished):
                 return found
         return []
+
+    def _look(self, ranks: list[Rank]) -> None:
+        self.looked_ms += self.progress.interval_ms
+        signs = [
+            (rank.reading.beats, rank.reading.generation, {key: each.submitted for key, each in rank.groups.items()})
+            for rank in ranks
+        ]
+        if signs != self._signs or any(rank.reading.paused for rank in ranks):
+            self._signs, self.progressed_ms = signs, self.looked_ms
 
     def all_reduce(self, ranks: Iterable[Rank], group: int = DP) -> None:
         for rank in ranks:
@@ -389,9 +401,7 @@ def reports(host: Host, for_ms: int, each: Callable[[], None] = lambda: None) ->
         each()
         if (standstill := host.progress.standstill()) is not None:
             assert standstill.members == tuple(rank.name for rank in host.ranks)
-            assert standstill.stalled_ms == host.progress._clock_ms - max(
-                seen.progressed_ms for seen in host.progress._tracked.values()
-            )
+            assert standstill.stalled_ms == host.looked_ms - host.progressed_ms
             found.append(host.now_ms - began_ms)
 
     assert host.run(for_ms, look) == []

@@ -26,24 +26,6 @@ OTHERS = {
     *("_alltoall", "_devices", "_flatten", "_source_rank", "_timeout", "_world"),
     *("_T", "_actions", "_exit", "_replace"),
 }
-# To be ended: none may be added.
-LEFT: dict[str, set[str]] = {
-    "chaos/test_control_plane.py": {"_client", "_connection", "_is_stopped", "_limits", "_listener"},
-    "integration/test_atomic_words.py": {"_words"},
-    "integration/test_callbacks.py": {"_reply_reader", "_threads"},
-    "integration/test_comm.py": {"_next_id"},
-    "integration/test_compiled_code.py": {"_read"},
-    "integration/test_create_process_group.py": {"_HOMES", "_OF_TORCHFT"},
-    "integration/test_fairseq2.py": {"_defaults"},
-    "integration/test_isolated_nccl.py": {"_Shared", "_WeakStorage", "_draining", "_drains", "_send_lock", "_shared"},
-    "integration/test_secret_options.py": {"_check_open", "_check_reachable"},
-    "integration/torchft_cases.py": {"_reply_reader", "_sock", "_threads"},
-    "integration/tries.py": {"_sock"},
-    "unit/test_ddp.py": {"_ddp"},
-    "unit/test_gradients.py": {"_apply", "_make_ready", "_square"},
-    "unit/test_hang_detector.py": {"_clock_ms", "_tracked"},
-    "unit/test_seat_state.py": {"_square"},
-}
 
 
 def defined_in(source: str) -> Iterator[str]:
@@ -82,7 +64,7 @@ def test_no_test_reaches_into_private_names() -> None:
     assert len(private) > 300
     paths = (path for path in sorted(TESTS.rglob("*.py")) if path != Path(__file__))
     found = {str(path.relative_to(TESTS)): reached_in(path.read_text(), private) for path in paths}
-    assert {name: names for name, names in found.items() if names and name not in MUTANTS} == LEFT
+    assert {name: names for name, names in found.items() if names and name not in MUTANTS} == {}
 
 
 @pytest.mark.parametrize(

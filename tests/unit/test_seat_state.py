@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -162,4 +163,9 @@ def test_the_norm_counts_what_several_ranks_have_alike_once() -> None:
     ours.layout = eg.ParallelLayout(tp=4, pp=2)
     optim = eg.Optimizer(ours, torch.optim.SGD([alike, own], lr=1.0), replicated={"tp": [alike], "pp": iter([alike])})
     alike.grad, own.grad = torch.full((4,), 2.0), torch.full((4,), 3.0)
-    assert optim._square() == 4 * 4.0 / 8 + 4 * 9.0
+    ours.register_state(optim=optim)
+    for step in ours.steps(1):
+        with step:
+            assert optim.step(weight=1.0, max_norm=0.5)
+    norm = math.sqrt(4 * 4.0 / 8 + 4 * 9.0)
+    torch.testing.assert_close(own.detach(), torch.full((4,), -3.0 * 0.5 / norm))
