@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticgang.launch import cli
+from elasticgang.session.credentials import Credentials
 from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
 
 
@@ -23,8 +24,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_coordinator_without_a_secret_listens_on_loopback_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "coordinator", "--host", "0.0.0.0", "--port", "0") == (
-        "without a secret the coordinator listens on loopback only, not on '0.0.0.0': give `--secret-file`, or "
-        "`--insecure` in a network that you trust"
+        "without a secret or TLS the coordinator listens on loopback only, not on '0.0.0.0': give `--secret-file` or "
+        "`--tls-cert`, or `--insecure` in a network that you trust"
     )
 
 
@@ -33,7 +34,7 @@ def test_an_agent_without_a_secret_uses_a_coordinator_on_loopback_only(
 ) -> None:
     monkeypatch.setattr(cli, "_check_reachable", lambda *_: None)  # nothing answers at an address for examples
     line = refused(capsys, "run", "--coordinator", "192.0.2.1:29400", "--job-id", "job", __file__)
-    assert line.startswith("without a secret the agent uses a coordinator on loopback only, not at '192.0.2.1'")
+    assert line.startswith("without a secret or TLS the agent uses a coordinator on loopback only, not at '192.0.2.1'")
 
 
 def test_a_secret_file_that_others_may_read_is_refused(
@@ -49,10 +50,10 @@ def test_a_secret_file_that_others_may_read_is_refused(
 
 
 def test_insecure_is_said_once_and_only_where_it_opens_something(capsys: pytest.CaptureFixture[str]) -> None:
-    cli._check_open("0.0.0.0", None, True, "")
+    cli._check_open("0.0.0.0", Credentials(insecure=True), "")
     assert capsys.readouterr().err == ("elasticgang: warning: --insecure: anybody who reaches 0.0.0.0 can take part\n")
-    cli._check_open("127.0.0.1", None, True, "")
-    cli._check_open("0.0.0.0", Secret(b"0123456789abcdef"), False, "")
+    cli._check_open("127.0.0.1", Credentials(insecure=True), "")
+    cli._check_open("0.0.0.0", Credentials(Secret(b"0123456789abcdef")), "")
     assert capsys.readouterr().err == ""
 
 
