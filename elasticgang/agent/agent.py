@@ -157,7 +157,7 @@ class Agent:
         await self._supervisor.ready()
         if self._job.coordinator is None:
             self._coordinator = EmbeddedCoordinator(
-                self._supervisor, self._stopping, _AgentCallbacks(self), self._job.secret_file
+                self._supervisor, self._stopping, _AgentCallbacks(self), self._job.credentials
             )
             await self._coordinator.start()
             await self._open_control(self._coordinator.address)
@@ -171,7 +171,7 @@ class Agent:
         limits = Limits(job.connect_timeout, job.coordinator_timeout)
         timeouts = JOB_TIMEOUTS if self._coordinator is None else EMBEDDED_TIMEOUTS
         callbacks = _AgentCallbacks(self)
-        self._control = ControlPlane(callbacks, coordinator, job.job_id, job.secret, limits, timeouts, self._lease)
+        self._control = ControlPlane(callbacks, coordinator, job.job_id, job.credentials, limits, timeouts, self._lease)
         await self._control.open()
 
     async def _close_control(self) -> None:

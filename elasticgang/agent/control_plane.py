@@ -49,7 +49,7 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.coordinator_messages import Finished as JobFinished
 from elasticgang.protocol.record import Record, Report, Undecided
 from elasticgang.session.agent_client import AgentClient
-from elasticgang.session.secret import Secret
+from elasticgang.session.credentials import Credentials
 
 _CHECK_S = 0.1
 _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is killed
@@ -100,13 +100,13 @@ class ControlPlane:
         callbacks: ControlPlaneCallbacks,
         coordinator: str,
         job: str,
-        secret: Secret | None,
+        credentials: Credentials,
         limits: Limits,
         timeouts: Timeouts,
         lease: Lease,
     ) -> None:
         self.coordinator, self.host, self.store, self.address = coordinator, "", "", ""
-        self._callbacks, self._job, self._secret = callbacks, job, secret
+        self._callbacks, self._job, self._credentials = callbacks, job, credentials
         self._limits, self._timeouts, self._lease = limits, timeouts, lease
         self._incarnation = secrets.token_hex(8)  # of this process
         self._listener: asyncio.Server | None = None
@@ -125,7 +125,7 @@ class ControlPlane:
     def _new_session(self, former: str) -> None:
         host, _, port = self.coordinator.rpartition(":")
         self._session = AgentSession(self.agent, self._incarnation, self._timeouts, former=former)
-        self._client = AgentClient(self._session, self, (host, int(port)), self._job, self._secret, lambda _: None)
+        self._client = AgentClient(self._session, self, (host, int(port)), self._job, self._credentials, lambda _: None)
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reason = ""
 
@@ -142,6 +142,11 @@ class ControlPlane:
             await asyncio.wait_for(asyncio.shield(self._welcome), self._limits.connect)
         except asyncio.TimeoutError:
             raise OperationalError(self._why_unreached()) from None
+        self._credentials.check_address(
+            self.host,
+            f"the ranks of this host serve their state to peers on loopback only, not at {self.host}, where the "
+            f"coordinator at {self.coordinator} lets peers connect",
+        )
         try:
             self._listener = await asyncio.start_server(lambda _, writer: writer.close(), self.host, 0)
         except OSError as exc:
@@ -192,10 +197,10 @@ class ControlPlane:
             self._listener.close()
 
     def _why_unreached(self) -> str:
-        if self._client.has_connected:
-            same = "" if self._secret is None else " with the same secret"
-            return f"what answers at {self.coordinator} is not a coordinator of elasticgang{same}"
         why = f": {self._reason}" if self._reason else ""
+        if self._client.has_connected:
+            same = "" if self._credentials.secret is None else " with the same secret"
+            return f"what answers at {self.coordinator} is not a coordinator of elasticgang{same}{why}"
         return f"cannot reach the coordinator at {self.coordinator} within {self._limits.connect:g} s{why}"
 
     async def _watch(self) -> None:

@@ -18,6 +18,7 @@ from elasticgang.coordinator.server import ReservedPort
 from elasticgang.errors import OperationalError
 from elasticgang.process.forkserver import ForkServerClient, Spawned
 from elasticgang.protocol.record import Record
+from elasticgang.session.credentials import Credentials
 
 _HOST = "127.0.0.1"
 START_TIMEOUT_S = 60.0
@@ -26,9 +27,9 @@ _ENDED = b'{"error": "the coordinator exited while it was starting"}'
 
 
 class CoordinatorLauncher:
-    def __init__(self, secret_file: str | None) -> None:
+    def __init__(self, credentials: Credentials) -> None:
         """Raises OperationalError: no port is free."""
-        self._secret_file = secret_file
+        self._credentials = credentials
         self._reserved = ReservedPort(_HOST)
         self.address = f"{_HOST}:{self._reserved.port}"
 
@@ -38,7 +39,12 @@ class CoordinatorLauncher:
         Raises:
             OperationalError: it could not be started.
         """
-        args = {"host": _HOST, "port": self._reserved.port, "founds": founds, "secret_file": self._secret_file}
+        args = {
+            "host": _HOST,
+            "port": self._reserved.port,
+            "founds": founds,
+            "credentials": self._credentials.to_json(),
+        }
         reader, writer = os.pipe()
         owner = os.pidfd_open(os.getpid())
         try:
@@ -88,11 +94,11 @@ class EmbeddedCoordinator:
         supervisor: ProcessSupervisor,
         stopping: threading.Event,
         owner: EmbeddedCoordinatorCallbacks,
-        secret_file: str | None,
+        credentials: Credentials,
     ) -> None:
         """Raises as CoordinatorLauncher."""
         self._supervisor, self._stopping, self._callbacks = supervisor, stopping, owner
-        self._launcher = CoordinatorLauncher(secret_file)
+        self._launcher = CoordinatorLauncher(credentials)
         self._pid = 0
         self.address = self._launcher.address
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from elasticgang.session.secret import Secret
+from elasticgang.session.credentials import Credentials
 
 
 class Output(Protocol):
@@ -32,8 +32,8 @@ class Job:
     `coordinator`: "host:port"; None starts an embedded one. `command`: the arguments of `rank_target`.
     `rank_target`: the function that a rank process calls first, "module:function". `preload`: modules that the fork
     server imports before it forks. `num_spares`: processes beyond `num_ranks` that wait to replace a lost rank.
-    `max_agents`: 0 for no limit. `secret`: of the job, from `secret_file`. `env`: environment variables of all started
-    processes; `rank_env`: of the ranks alone. Times are in seconds.
+    `max_agents`: 0 for no limit. `env`: environment variables of all started processes; `rank_env`: of the ranks alone.
+    Times are in seconds.
     """
 
     command: dict[str, Any]
@@ -52,8 +52,7 @@ class Job:
     coordinator_timeout: float = 300.0
     min_agents: int = 1
     max_agents: int = 0
-    secret: Secret | None = None
-    secret_file: str | None = None
+    credentials: Credentials = field(default_factory=Credentials)
     env: dict[str, str] = field(default_factory=dict)
     rank_env: dict[str, str] = field(default_factory=dict)
 

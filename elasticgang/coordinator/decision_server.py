@@ -45,9 +45,9 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import PROTOCOL, Record
 from elasticgang.session.connection import Connection
+from elasticgang.session.credentials import Credentials
 from elasticgang.session.listener import Listener
 from elasticgang.session.messages import decode_from_agent, encode, encode_delta
-from elasticgang.session.secret import Secret
 
 EXITED_S = 1.2
 _TICK_S = 0.2
@@ -72,11 +72,10 @@ class _Job:
 class ServerOptions:
     """`founds`: without a directory, whether a job of which nothing is known is new. `store`: as of `Welcome`."""
 
-    secret: Secret | None = None
+    credentials: Credentials = field(default_factory=Credentials)
     directory: StateDirectory | None = None
     founds: bool = False
     founds_after_s: float = 0.0
-    insecure: bool = False
     timeouts: Timeouts = JOB_TIMEOUTS
     store: str = ""
 
@@ -102,17 +101,17 @@ class CoordinatorServer:
         self._ticker: asyncio.TimerHandle | None = None
         self._founds_at_s = clock() + options.founds_after_s
         self._has_failed = False
-        secret = b"" if options.secret is None else options.secret.reveal()
-        self.listener = Listener(self, lambda job: secret, log)
+        credentials = options.credentials
+        self.listener = Listener(self, lambda job: credentials.key, log, tls=credentials.tls)
 
     @property
     def num_bytes_sent(self) -> int:
         return sum(connection.num_bytes_sent for connection in self._session_of)
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port that it listens on."""
-        options = self._options
-        await self.listener.start(host, port, has_secret=options.secret is not None, insecure=options.insecure)
+        """Returns the port that it listens on. Raises OperationalError (CRED-LOCAL)."""
+        self._options.credentials.check_address(host, f"the coordinator listens on loopback only, not on {host!r}")
+        await self.listener.start(host, port)
         self._tick()
         return self.listener.port
 

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from elasticgang.coordinator.state_directory import StateDirectory
 from elasticgang.errors import OperationalError
 from elasticgang.process.daemon_thread import in_daemon_thread
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
-from elasticgang.session.listener import check_listen_address
-from elasticgang.session.secret import Secret, read_secret
+from elasticgang.session.credentials import Credentials, credentials_from_json
 
 GRACE_S = 1.0  # for the agents of a running job, before a coordinator without a directory founds one
 
@@ -54,9 +53,8 @@ class CoordinatorOptions:
 
     host: str
     port: int
-    secret: Secret | None = None
+    credentials: Credentials = field(default_factory=Credentials)
     state_dir: Path | None = None
-    insecure: bool = False
     founds: bool = True
     grace_s: float = GRACE_S
     timeouts: Timeouts = JOB_TIMEOUTS
@@ -69,7 +67,7 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
         OperationalError: it cannot listen there, the directory cannot be used, or it cannot go on.
     """
     host = options.host
-    check_listen_address(host, options.secret is not None, options.insecure)
+    options.credentials.check_address(host, f"the coordinator listens on loopback only, not on {host!r}")
     directory = None if options.state_dir is None else StateDirectory(options.state_dir)
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -81,11 +79,10 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
         store_socket = socket.create_server((host, 0))
         store_port = store_socket.getsockname()[1]
         server_options = ServerOptions(
-            options.secret,
+            options.credentials,
             directory,
             options.founds,
             options.grace_s,
-            options.insecure,
             options.timeouts,
             store=f"{host}:{store_port}",
         )
@@ -124,9 +121,13 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     announce, owner = fds
-    secret = args["secret_file"] and read_secret(Path(args["secret_file"]))
     options = CoordinatorOptions(
-        args["host"], args["port"], secret or None, founds=args["founds"], grace_s=0.0, timeouts=EMBEDDED_TIMEOUTS
+        args["host"],
+        args["port"],
+        credentials_from_json(args["credentials"]),
+        founds=args["founds"],
+        grace_s=0.0,
+        timeouts=EMBEDDED_TIMEOUTS,
     )
 
     def listening(address: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, PROCESS_GROUPS
 
 if TYPE_CHECKING:
-    from elasticgang.session.secret import Secret
+    from elasticgang.session.credentials import Credentials
 
 EXIT_USAGE = 2
 _MAX_JOB_ID = 100  # bytes: files are named by it
@@ -93,20 +93,36 @@ def make_parser() -> argparse.ArgumentParser:
         help="keep the jobs' records there, so that a restarted coordinator has them: without it, the coordinator "
         "leads a job again only once every agent of the job has come back",
     )
-    _add_secret_arguments(coordinator)
+    _add_credentials_arguments(coordinator)
     coordinator.set_defaults(function=_coordinator)
     return parser
 
 
-def _add_secret_arguments(command: argparse.ArgumentParser) -> None:
+def _add_credentials_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--secret-file",
         metavar="FILE",
         help="the secret by which agents and the coordinator authenticate each other, readable by its owner alone "
-        "(default: the file that ELASTICGANG_SECRET_FILE names; without a secret, loopback addresses only)",
+        "(default: the file that ELASTICGANG_SECRET_FILE names; without a secret or TLS, loopback addresses only)",
     )
     command.add_argument(
-        "--insecure", action="store_true", help="allow other addresses than loopback without a secret, with a warning"
+        "--tls-cert",
+        metavar="FILE",
+        help="the certificate of this host, as PEM: agents, the coordinator and ranks speak TLS 1.3 and check each "
+        "other's certificates, with a secret or without. The coordinator's must be for the host in --coordinator",
+    )
+    command.add_argument(
+        "--tls-key", metavar="FILE", help="the private key of --tls-cert, readable by its owner alone, no passphrase"
+    )
+    command.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="the CA that has signed the certificates of all hosts; whoever holds one of them can take part",
+    )
+    command.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow other addresses than loopback without a secret or TLS, with a warning",
     )
 
 
@@ -223,7 +239,7 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "the maximum of 30, ten median steps, and twice the longest pause after which a rank went on). If all ranks "
         "make no progress for as long, none is killed, and a warning shows their Python stacks",
     )
-    _add_secret_arguments(run)
+    _add_credentials_arguments(run)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="the training script")
     run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
@@ -307,43 +323,47 @@ def _check_run(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     _check_run(args)
-    secret = _find_secret(args)
+    credentials = _find_credentials(args, is_client=True)
     if args.coordinator is not None:
         host = args.coordinator.rpartition(":")[0]
         _check_reachable(args.coordinator, args.connect_timeout)
-        _check_open(host, secret, args.insecure, f"the agent uses a coordinator on loopback only, not at {host!r}")
+        _check_open(host, credentials, f"the agent uses a coordinator on loopback only, not at {host!r}")
     args.torch_log_level = os.environ.get("TORCH_CPP_LOG_LEVEL")  # for the ranks; this process suppresses torch's log
     from elasticgang.launch.run import run_job
 
-    code = run_job(args, secret)
+    code = run_job(args, credentials)
     # All processes are reaped and the output is flushed. The interpreter would still wait for a thread that is in a
     # call to a resolver.
     os._exit(code)
 
 
-def _find_secret(args: argparse.Namespace) -> Secret | None:
+def _find_credentials(args: argparse.Namespace, *, is_client: bool) -> Credentials:
     from elasticgang.errors import OperationalError
+    from elasticgang.session.credentials import Credentials
     from elasticgang.session.secret import find_secret
+    from elasticgang.session.tls import read_tls
 
     try:
-        return find_secret(args.secret_file and Path(args.secret_file), os.environ)
+        secret = find_secret(args.secret_file and Path(args.secret_file), os.environ)
+        files = (path and Path(path) for path in (args.tls_cert, args.tls_key, args.tls_ca))
+        return Credentials(secret, read_tls(*files, is_client=is_client), args.insecure)
     except OperationalError as exc:
         raise _UsageError(str(exc)) from exc
 
 
-def _check_open(host: str, secret: Secret | None, insecure: bool, what: str) -> None:
+def _check_open(host: str, credentials: Credentials, what: str) -> None:
     """Whether sessions with `host` are authenticated, or stay on this machine."""
-    from elasticgang.session.listener import is_loopback
+    from elasticgang.errors import OperationalError
 
     try:
-        is_closed = secret is not None or is_loopback(host)
+        credentials.check_address(host, what)
+        is_open = credentials.is_open_at(host)
+    except OperationalError as exc:
+        raise _UsageError(str(exc)) from exc
     except (OSError, UnicodeError) as exc:
         raise _UsageError(f"{host!r} is no name of a host") from exc
-    if is_closed:
-        return
-    if not insecure:
-        raise _UsageError(f"without a secret {what}: give `--secret-file`, or `--insecure` in a network that you trust")
-    print(f"elasticgang: warning: --insecure: anybody who reaches {host} can take part", file=sys.stderr)
+    if is_open:
+        print(f"elasticgang: warning: --insecure: anybody who reaches {host} can take part", file=sys.stderr)
 
 
 def _check_reachable(address: str, timeout: float) -> None:
@@ -374,11 +394,11 @@ def _coordinator(args: argparse.Namespace) -> int:
         except OSError as exc:
             reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
             raise _UsageError(f"cannot listen on {args.host}:{args.port}: {reason}") from exc
-    secret = _find_secret(args)
-    _check_open(args.host, secret, args.insecure, f"the coordinator listens on loopback only, not on {args.host!r}")
+    credentials = _find_credentials(args, is_client=False)
+    _check_open(args.host, credentials, f"the coordinator listens on loopback only, not on {args.host!r}")
     from elasticgang.launch.run import run_coordinator
 
-    return run_coordinator(args, secret)
+    return run_coordinator(args, credentials)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from elasticgang.comm.kinds import check_available
 from elasticgang.errors import NotSupportedError, OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
-from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
+from elasticgang.session.credentials import Credentials
 
 _LOOKUPS = "RES_OPTIONS"
 _RANK_TARGET = "elasticgang.member.rank_main:main"
@@ -38,7 +38,7 @@ _PRELOAD = (
 )
 
 
-def run_job(args: argparse.Namespace, secret: Secret | None) -> int:
+def run_job(args: argparse.Namespace, credentials: Credentials) -> int:
     try:
         check_available(args.process_group)
     except NotSupportedError as exc:
@@ -68,8 +68,7 @@ def run_job(args: argparse.Namespace, secret: Secret | None) -> int:
         coordinator_timeout=args.coordinator_timeout,
         min_agents=args.nnodes[0],
         max_agents=args.nnodes[1] if args.coordinator is not None else 1,
-        secret=secret,
-        secret_file=args.secret_file or os.environ.get(SECRET_FILE_VARIABLE),
+        credentials=credentials,
         env=env,
         rank_env=rank_env,
     )
@@ -84,11 +83,11 @@ def run_job(args: argparse.Namespace, secret: Secret | None) -> int:
         output.close()
 
 
-def run_coordinator(args: argparse.Namespace, secret: Secret | None) -> int:
+def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
     from elasticgang.coordinator.server import CoordinatorOptions, serve
 
     state_dir = args.state_dir and Path(args.state_dir)
-    options = CoordinatorOptions(args.host, args.port, secret, state_dir or None, args.insecure)
+    options = CoordinatorOptions(args.host, args.port, credentials, state_dir or None)
 
     async def run() -> None:
         serving = asyncio.ensure_future(serve(options, log, listening))

@@ -38,9 +38,10 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.record import PROTOCOL, Report
 from elasticgang.session.connection import ClientConnection, Connection
+from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT, Identity
 from elasticgang.session.messages import decode_from_coordinator, encode
-from elasticgang.session.secret import Secret
+from elasticgang.session.tls import TlsStream, name_to_check
 
 CONNECT_S = 2.0
 RETRY_S = 0.2
@@ -79,14 +80,17 @@ class AgentClient:
         owner: SessionOwner,
         address: tuple[str, int],
         job: str,
-        secret: Secret | None,
+        credentials: Credentials,
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session, self._owner, self._log, self._clock = session, owner, log, clock
         self._host, self._port = address
         self._identity = Identity(job, AGENT, PROTOCOL)
-        self._secret = b"" if secret is None else secret.reveal()
+        self._credentials = credentials
+        self._name = name_to_check(self._host)
+        tls = credentials.tls
+        self._context = None if tls is None else tls.client_context(checks_name=self._name is not None)
         self._connection: ClientConnection | None = None
         self._dialer: asyncio.Task[None] | None = None
         self._ticker: asyncio.TimerHandle | None = None
@@ -168,7 +172,12 @@ class AgentClient:
             await asyncio.sleep(RETRY_S)
 
     def _connect(self) -> ClientConnection:
-        self._connection = ClientConnection(self, self._identity, self._secret)
+        tls = self._credentials.tls
+        stream = None if self._context is None else TlsStream(self._context, is_server=False, name=self._name)
+        certificate = "" if tls is None else tls.path
+        self._connection = ClientConnection(
+            self, self._identity, self._credentials.key, tls=stream, certificate=certificate
+        )
         return self._connection
 
     def _fail(self, line: str) -> None:

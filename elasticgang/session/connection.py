@@ -3,12 +3,14 @@
 CONN-DEADLINE  A handshake that is not done after `HANDSHAKE_S` ends its connection.
 CONN-UNREAD    A peer that leaves more than `MAX_UNSENT_BYTES` unread is cut off.
 CONN-BOUND     Before the handshake a frame has at most `MAX_HANDSHAKE_BYTES`, afterwards `max_bytes`.
+CONN-TLS       With TLS nothing is sent or taken before its handshake is done, within the same deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import ssl
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,6 +24,7 @@ from elasticgang.session.handshake import (
     ServerHandshake,
     SessionKeys,
 )
+from elasticgang.session.tls import TlsStream, explain, looks_like_tls
 
 HANDSHAKE_S = 5.0
 MAX_UNSENT_BYTES = 32 << 20
@@ -43,8 +46,12 @@ class SessionUser(Protocol):
 class Connection(asyncio.Protocol):
     """Both ends have this in common."""
 
-    def __init__(self, user: SessionUser, max_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+    _PEER: str  # in messages
+
+    def __init__(self, user: SessionUser, max_bytes: int, tls: TlsStream | None, certificate: str) -> None:
         self._user, self._max_bytes = user, max_bytes
+        self._tls, self._certificate = tls, certificate
+        self._is_begun = False
         self._buffer = FrameBuffer(MAX_HANDSHAKE_BYTES)
         self._reader: FrameReader | None = None
         self._writer: FrameWriter | None = None
@@ -72,8 +79,10 @@ class Connection(asyncio.Protocol):
         if self._writer is None or self._transport is None or self._is_closed:
             return
         frame = self._writer.frame(payload)
-        self._transport.write(frame)
-        self.num_bytes_sent += len(frame)
+        try:
+            self.num_bytes_sent += self._write(frame)
+        except ssl.SSLError as error:
+            self._end_tls(error)
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.abort(f"it leaves more than {MAX_UNSENT_BYTES} bytes unread")
 
@@ -104,25 +113,65 @@ class Connection(asyncio.Protocol):
         self._deadline = loop.call_later(
             HANDSHAKE_S, lambda: self.abort(f"its handshake was not done after {HANDSHAKE_S:g} s")
         )
-        self._begin()
+        try:
+            self._take(b"")
+        except ssl.SSLError as error:
+            self._end_tls(error)
 
     def data_received(self, data: bytes) -> None:
+        if not self._has_data and self._tls is None and looks_like_tls(data):
+            self.abort(f"{self._PEER} speaks TLS, and this end does not: both ends need `--tls-cert`, or neither")
+            return
         self._has_data = True
-        self._buffer.feed(data)
         try:
+            self._take(data)
             while not self._is_closed and (body := self._buffer.next()) is not None:
                 if self._reader is None:
                     self._shake_hands(body)
                 else:
                     self._user.received(self, self._reader.payload(body))
+        except ssl.SSLError as error:
+            self._end_tls(error)
         except WireError as error:
             self.abort(str(error))
+
+    def _take(self, data: bytes) -> None:
+        """CONN-TLS"""
+        if self._tls is not None:
+            data = self._tls.receive(data)
+        if not self._is_begun and (self._tls is None or self._tls.is_open):
+            self._is_begun = True
+            self._begin()
+        self._flush()
+        self._buffer.feed(data)
+
+    def _write(self, data: bytes) -> int:
+        """Returns the number of bytes on the wire."""
+        if self._tls is not None:
+            self._tls.send(data)
+            return self._flush()
+        assert self._transport is not None
+        self._transport.write(data)
+        return len(data)
+
+    def _flush(self) -> int:
+        data = b"" if self._tls is None else self._tls.outgoing()
+        if data and self._transport is not None:
+            self._transport.write(data)
+        return len(data)
+
+    def _end_tls(self, error: ssl.SSLError) -> None:
+        """The peer gets the alert that says why."""
+        self._flush()
+        self._reason = self._reason or explain(error, self._PEER, self._certificate)
+        self.close()
+        self._end()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None:
             self._reason = self._reason or f"the connection broke: {exc}"
-        elif self._reader is None and self._has_data:  # else a probe of whether somebody listens
-            self._reason = self._reason or "it closed the connection in the midst of the handshake"
+        elif self._reader is None:
+            self._reason = self._reason or self._lost_early()
         self._end()
 
     def _end(self) -> None:
@@ -133,14 +182,17 @@ class Connection(asyncio.Protocol):
             self._deadline.cancel()
         self._user.closed(self, self._reason)
 
+    def _lost_early(self) -> str:
+        """Why the peer may have closed the connection before it was opened."""
+        return "it closed the connection in the midst of the handshake" if self._has_data else ""  # "": only a probe
+
     def _begin(self) -> None: ...
 
     def _shake_hands(self, body: bytes) -> None:
         raise NotImplementedError
 
     def _write_body(self, body: bytes) -> None:
-        assert self._transport is not None
-        self._transport.write(body_frame(body))
+        self._write(body_frame(body))
 
     def _open(self, read_key: bytes, write_key: bytes) -> None:
         self._reader = FrameReader(read_key)
@@ -152,6 +204,8 @@ class Connection(asyncio.Protocol):
 
 
 class ServerConnection(Connection):
+    _PEER = "a client"
+
     def __init__(
         self,
         user: SessionUser,
@@ -159,8 +213,10 @@ class ServerConnection(Connection):
         decoy: bytes,
         roles: tuple[str, ...],
         max_bytes: int = MAX_PAYLOAD_BYTES,
+        tls: TlsStream | None = None,
+        certificate: str = "",
     ) -> None:
-        super().__init__(user, max_bytes)
+        super().__init__(user, max_bytes, tls, certificate)
         self._handshake = ServerHandshake(secret_of, secrets.token_bytes(NONCE_BYTES), decoy, roles)
         self._is_challenged = False
 
@@ -176,13 +232,26 @@ class ServerConnection(Connection):
 
 
 class ClientConnection(Connection):
+    _PEER = "the coordinator"
+
     def __init__(
-        self, user: SessionUser, identity: Identity, secret: bytes, max_bytes: int = MAX_PAYLOAD_BYTES
+        self,
+        user: SessionUser,
+        identity: Identity,
+        secret: bytes,
+        max_bytes: int = MAX_PAYLOAD_BYTES,
+        tls: TlsStream | None = None,
+        certificate: str = "",
     ) -> None:
-        super().__init__(user, max_bytes)
+        super().__init__(user, max_bytes, tls, certificate)
         self.identity = identity
         self._handshake = ClientHandshake(identity, secret, secrets.token_bytes(NONCE_BYTES))
         self._is_proved = False
+
+    def _lost_early(self) -> str:
+        if self._tls is None and not self._has_data:
+            return "it closed the connection at the first bytes: it may require TLS (`--tls-cert`)"
+        return super()._lost_early()
 
     def _begin(self) -> None:
         self._write_body(self._handshake.hello())

@@ -1,57 +1,22 @@
-"""Where sessions come in: who may listen where, how many strangers at once, and what is logged about them.
+"""Where sessions come in, and how many connections may wait to be authenticated.
 
-LISTEN-LOCAL  Without a secret only loopback is listened on, unless `insecure` says otherwise.
 LISTEN-BOUND  At most `MAX_PENDING` connections wait for their handshake: one more ends the oldest of them.
-LISTEN-ONCE   What goes wrong with unauthenticated peers is logged once for each host and reason, and counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import secrets
-import socket
-from collections import Counter
+import ssl
 from collections.abc import Callable
 
-from elasticgang.errors import OperationalError
 from elasticgang.session.connection import Connection, ServerConnection, SessionUser
 from elasticgang.session.frames import MAX_PAYLOAD_BYTES
 from elasticgang.session.handshake import AGENT
+from elasticgang.session.incidents import Incidents
+from elasticgang.session.tls import Tls, TlsStream
 
 MAX_PENDING = 256
-_MAX_INCIDENTS = 1024
-
-
-def check_listen_address(host: str, has_secret: bool, insecure: bool = False) -> None:
-    """Raises OperationalError when sessions without authentication would be open to other hosts."""
-    if not (has_secret or insecure or is_loopback(host)):
-        raise OperationalError(
-            f"without a secret the coordinator listens on loopback only, but was to listen on {host!r}: give it "
-            "`--secret-file`, or `--insecure` in a network that you trust"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Raises OSError: it is no name of a host."""
-    addresses = {info[4][0] for info in socket.getaddrinfo(host or "0.0.0.0", None)}
-    return all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in addresses)
-
-
-class Incidents:
-    """LISTEN-ONCE"""
-
-    def __init__(self, log: Callable[[str], None]) -> None:
-        self._log = log
-        self.counts: Counter[tuple[str, str]] = Counter()
-
-    def note(self, host: str, reason: str) -> None:
-        key = (host, reason)
-        if key not in self.counts and len(self.counts) >= _MAX_INCIDENTS:
-            key = ("other hosts", "more of the same")
-        self.counts[key] += 1
-        if self.counts[key] == 1:
-            self._log(f"rejected a connection from {key[0]}: {key[1]}")
 
 
 class Listener:
@@ -64,8 +29,11 @@ class Listener:
         log: Callable[[str], None],
         roles: tuple[str, ...] = (AGENT,),
         max_bytes: int = MAX_PAYLOAD_BYTES,
+        tls: Tls | None = None,
     ) -> None:
         self._user, self._secret_of, self._roles, self._max_bytes = user, secret_of, roles, max_bytes
+        self._context: ssl.SSLContext | None = None if tls is None else tls.server_context()
+        self._certificate = "" if tls is None else tls.path
         self._decoy = secrets.token_bytes(32)
         self._pending: dict[Connection, None] = {}
         self._open: set[Connection] = set()
@@ -81,8 +49,7 @@ class Listener:
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
-    async def start(self, host: str, port: int, *, has_secret: bool, insecure: bool = False) -> None:
-        check_listen_address(host, has_secret, insecure)
+    async def start(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._accept, host, port, backlog=4096)
 
@@ -99,7 +66,10 @@ class Listener:
             oldest = next(iter(self._pending))
             oldest.abort(f"more than {MAX_PENDING} connections wait for their handshake")
             self._pending.pop(oldest, None)
-        connection = ServerConnection(self, self._secret_of, self._decoy, self._roles, self._max_bytes)
+        stream = None if self._context is None else TlsStream(self._context, is_server=True)
+        connection = ServerConnection(
+            self, self._secret_of, self._decoy, self._roles, self._max_bytes, stream, self._certificate
+        )
         self._pending[connection] = None
         return connection
 

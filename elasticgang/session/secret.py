@@ -1,6 +1,6 @@
 """The job's secret: read from a file, never from a command line, never shown.
 
-SECRET-FILE  Only its owner may read or write the file.
+SECRET-FILE  Only its owner may read or write the file. The same holds for a private key.
 SECRET-SIZE  It has at least 16 bytes, not counting white space at its ends.
 """
 
@@ -48,26 +48,31 @@ def find_secret(path: Path | None, environment: Mapping[str, str]) -> Secret | N
 
 
 def read_secret(path: Path) -> Secret:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            mode = os.fstat(fd).st_mode
-            if not stat.S_ISREG(mode):
-                raise OperationalError(f"the secret file {path} is not a regular file")
-            if mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise OperationalError(
-                    f"the secret file {path} must be its owner's alone, but its mode is {stat.S_IMODE(mode):04o}: "
-                    f"run `chmod 600 {path}`"
-                )
-            value = file.read(_MAX_SECRET_BYTES + 1)
-    except OSError as error:
-        raise OperationalError(f"the secret file {path} cannot be read: {error.strerror}") from error
-    if len(value) > _MAX_SECRET_BYTES:
-        raise OperationalError(f"the secret file {path} is over {_MAX_SECRET_BYTES} bytes")
-    value = value.strip()
+    value = read_private(path, "secret file", _MAX_SECRET_BYTES).strip()
     if len(value) < MIN_SECRET_BYTES:
         raise OperationalError(
             f"the secret in {path} must have at least {MIN_SECRET_BYTES} bytes, but has {len(value)}: "
             "`head -c 32 /dev/urandom | base64` makes one"
         )
     return Secret(value)
+
+
+def read_private(path: Path, what: str, max_bytes: int) -> bytes:
+    """SECRET-FILE. `what`: the file's name in messages. Raises OperationalError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            mode = os.fstat(fd).st_mode
+            if not stat.S_ISREG(mode):
+                raise OperationalError(f"the {what} {path} is not a regular file")
+            if mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise OperationalError(
+                    f"the {what} {path} must be its owner's alone, but its mode is {stat.S_IMODE(mode):04o}: "
+                    f"run `chmod 600 {path}`"
+                )
+            value = file.read(max_bytes + 1)
+    except OSError as error:
+        raise OperationalError(f"the {what} {path} cannot be read: {error.strerror}") from error
+    if len(value) > max_bytes:
+        raise OperationalError(f"the {what} {path} is over {max_bytes} bytes")
+    return value

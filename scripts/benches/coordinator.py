@@ -9,12 +9,18 @@ is lost, and joins again, again and again. Prints one JSON line per figure:
   change_cpu_ms       of the coordinator for one lost rank: p50, max (in steps of 10 ms)
   sent_bytes          by the coordinator to each agent for one lost rank: mean
   heartbeat_cpu       of the coordinator while nothing happens, in percent of a core
+
+With `--tls` there is a second coordinator with agents of its own, which speak TLS. The changes take turns, each figure
+names its coordinator, and two more compare them:
+
+  tls_ratio           of the p50 of change_ms and of join_ms, with TLS to without
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -38,7 +44,9 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import EndGeneration, JoinRequest, Notify, Welcome
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
 from elasticgang.session.agent_client import AgentClient
+from elasticgang.session.credentials import Credentials, credentials_from_json
 from elasticgang.session.secret import Secret
+from elasticgang.session.tls import Tls
 
 _JOB = "bench"
 _LIMIT_S = 120.0
@@ -47,12 +55,12 @@ _LAYOUT = ParallelLayout()
 _ADDRESS = "127.0.0.1:1"
 
 
-def coordinator_process(directory: str, secret: bytes, pipe: Connection) -> None:
+def coordinator_process(directory: str, fields: dict[str, Any], pipe: Connection) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
         state = StateDirectory(Path(directory))
-        options = ServerOptions(Secret(secret), state)
+        options = ServerOptions(credentials_from_json(fields), state)
         server = CoordinatorServer(options, lambda line: print(line, file=sys.stderr), ended.set_exception)
         pipe.send(await server.start("127.0.0.1", 0))
 
@@ -72,7 +80,7 @@ def coordinator_process(directory: str, secret: bytes, pipe: Connection) -> None
 class SimulatedAgent:
     """Ranks that are nothing but names."""
 
-    def __init__(self, number: int, port: int, secret: Secret, args: argparse.Namespace, tell: Any) -> None:
+    def __init__(self, number: int, port: int, credentials: Credentials, args: argparse.Namespace, tell: Any) -> None:
         self.number, self._args, self._tell = number, args, tell
         self._name = f"agent-{number:05}"
         self._record: Record | None = None
@@ -81,7 +89,9 @@ class SimulatedAgent:
         self._fresh: set[str] = set(self._members.values())
         self._is_ready = True
         session = AgentSession(self._name, incarnation=f"{number}")
-        self.client = AgentClient(session, self, ("127.0.0.1", port), _JOB, secret, lambda line: tell("said", line))
+        self.client = AgentClient(
+            session, self, ("127.0.0.1", port), _JOB, credentials, lambda line: tell("said", line)
+        )
 
     def start(self) -> None:
         self.client.start()
@@ -163,7 +173,9 @@ class SimulatedAgent:
     def disconnected(self, reason: str) -> None: ...
 
 
-def agents_process(numbers: range, port: int, secret: bytes, args: argparse.Namespace, pipe: Connection) -> None:
+def agents_process(
+    numbers: range, port: int, fields: dict[str, Any], args: argparse.Namespace, pipe: Connection
+) -> None:
     """Sends what happens in batches: one write for many agents."""
     batch: list[tuple[float, int, tuple[Any, ...]]] = []
 
@@ -183,7 +195,7 @@ def agents_process(numbers: range, port: int, secret: bytes, args: argparse.Name
 
             return tell
 
-        agents = {n: SimulatedAgent(n, port, Secret(secret), args, teller(n)) for n in numbers}
+        agents = {n: SimulatedAgent(n, port, credentials_from_json(fields), args, teller(n)) for n in numbers}
 
         def on_order() -> None:
             order = pipe.recv()
@@ -203,7 +215,7 @@ def agents_process(numbers: range, port: int, secret: bytes, args: argparse.Name
 
 
 class Fleet:
-    def __init__(self, port: int, secret: bytes, args: argparse.Namespace) -> None:
+    def __init__(self, port: int, fields: dict[str, Any], args: argparse.Namespace) -> None:
         context = multiprocessing.get_context("spawn")
         self._args = args
         self._pipes: list[Connection] = []
@@ -213,7 +225,7 @@ class Fleet:
         for first in range(0, args.agents, share):
             numbers = range(first, min(first + share, args.agents))
             here, there = context.Pipe()
-            process = context.Process(target=agents_process, args=(numbers, port, secret, args, there), daemon=True)
+            process = context.Process(target=agents_process, args=(numbers, port, fields, args, there), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(here)
@@ -253,34 +265,82 @@ class Fleet:
                 process.kill()
 
 
-def measure(fleet: Fleet, coordinator: Connection, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    source = random.Random(args.seed)
-    whole = args.agents * args.ranks
-    fleet.all_have(whole)
-    changes, joins, sent, used = [], [], [], []
+class Deployment:
+    """A coordinator with a fleet of its own, and what was measured of it."""
+
+    def __init__(self, name: str, credentials: Credentials, directory: str, args: argparse.Namespace) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name, self._args = name, args
+        self._source = random.Random(args.seed)
+        self.coordinator, there = context.Pipe()
+        fields = credentials.to_json()
+        self._process = context.Process(target=coordinator_process, args=(directory, fields, there), daemon=True)
+        self._process.start()
+        self.fleet = Fleet(self.coordinator.recv(), fields, args)
+        self.changes: list[float] = []
+        self.joins: list[float] = []
+        self._sent: list[float] = []
+        self._used: list[float] = []
+
+    def change(self, *, counts: bool) -> None:
+        """A rank of a random agent is lost, and joins again."""
+        whole = self._args.agents * self._args.ranks
+        victim = self._source.randrange(self._args.agents)
+        time.sleep(_PAUSE_S)
+        before = _usage(self.coordinator)
+        self.fleet.order(victim, "lose_rank")
+        change_s = self.fleet.all_have(whole - 1)
+        after = _usage(self.coordinator)
+        time.sleep(_PAUSE_S)
+        self.fleet.order(victim, "start_rank")
+        join_s = self.fleet.all_have(whole)
+        if counts:
+            self.changes.append(change_s)
+            self.joins.append(join_s)
+            self._sent.append((after[1] - before[1]) / self._args.agents)
+            self._used.append(after[0] - before[0])
+
+    def figures(self) -> Iterator[dict[str, Any]]:
+        yield _figure("change_ms", self.changes)
+        yield _figure("join_ms", self.joins)
+        yield _figure("change_cpu_ms", self._used)
+        yield {"figure": "sent_bytes", "count": len(self._sent), "mean": round(statistics.mean(self._sent))}
+        used_s, began_s = _usage(self.coordinator)[0], time.monotonic()
+        time.sleep(self._args.idle)
+        share = (_usage(self.coordinator)[0] - used_s) / (time.monotonic() - began_s)
+        yield {"figure": "heartbeat_cpu", "percent": round(100 * share, 1), "seconds": self._args.idle}
+
+    def close(self) -> None:
+        self.fleet.close()
+        self.coordinator.send("stop")
+        self._process.join(20)
+
+
+def measure(deployments: list[Deployment], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for deployment in deployments:
+        deployment.fleet.all_have(args.agents * args.ranks)
     for number in range(args.changes + 1):  # the first one follows a record of learners, and is left out
-        victim = source.randrange(args.agents)
-        time.sleep(_PAUSE_S)
-        before = _usage(coordinator)
-        fleet.order(victim, "lose_rank")
-        change_s = fleet.all_have(whole - 1)
-        after = _usage(coordinator)
-        time.sleep(_PAUSE_S)
-        fleet.order(victim, "start_rank")
-        join_s = fleet.all_have(whole)
-        if number:
-            changes.append(change_s)
-            joins.append(join_s)
-            sent.append((after[1] - before[1]) / args.agents)
-            used.append(after[0] - before[0])
-    yield _figure("change_ms", changes)
-    yield _figure("join_ms", joins)
-    yield _figure("change_cpu_ms", used)
-    yield {"figure": "sent_bytes", "count": len(sent), "mean": round(statistics.mean(sent))}
-    used_s, began_s = _usage(coordinator)[0], time.monotonic()
-    time.sleep(args.idle)
-    share = (_usage(coordinator)[0] - used_s) / (time.monotonic() - began_s)
-    yield {"figure": "heartbeat_cpu", "percent": round(100 * share, 1), "seconds": args.idle}
+        for deployment in deployments:
+            deployment.change(counts=number > 0)
+    for deployment in deployments:
+        for figure in deployment.figures():
+            yield {"with": deployment.name, **figure}
+    if len(deployments) == 2:
+        plain, tls = deployments
+        for name in ("changes", "joins"):
+            ratio = statistics.median(getattr(tls, name)) / statistics.median(getattr(plain, name))
+            yield {"figure": "tls_ratio", "of": name, "ratio": round(ratio, 2)}
+
+
+def make_tls() -> Tls:
+    """A certificate of a CA that signs nothing else."""
+    import trustme
+
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    key = issued.private_key_pem.bytes().decode()
+    chain = "".join(pem.bytes().decode() for pem in issued.cert_chain_pems)
+    return Tls(chain, key, authority.cert_pem.bytes().decode(), "a certificate of the bench")
 
 
 def _usage(coordinator: Connection) -> tuple[float, int]:
@@ -303,26 +363,22 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4, help="for the agents' sessions (default: %(default)s)")
     parser.add_argument("--changes", type=int, default=10, help="(default: %(default)s)")
     parser.add_argument("--idle", type=float, default=5.0, help="seconds of heartbeats (default: %(default)s)")
+    parser.add_argument("--tls", action="store_true", help="compare with a coordinator and agents that speak TLS")
     parser.add_argument("--seed", type=int, default=0, help="of which agent loses a rank (default: %(default)s)")
     args = parser.parse_args()
     if min(args.agents, args.ranks, args.changes, args.processes) < 1:
         parser.error("there must be an agent, a rank, a change and a process at least")
-    context = multiprocessing.get_context("spawn")
-    secret = os.urandom(32)
-    with tempfile.TemporaryDirectory() as directory:
-        here, there = context.Pipe()
-        process = context.Process(target=coordinator_process, args=(directory, secret, there), daemon=True)
-        process.start()
-        fleet = Fleet(here.recv(), secret, args)
-        try:
-            for figure in measure(fleet, here, args):
-                load = round(os.getloadavg()[0], 2)
-                shape = {"agents": args.agents, "ranks": args.ranks}
-                print(json.dumps({"bench": "coordinator", **shape, **figure, "load": load}), flush=True)
-        finally:
-            fleet.close()
-            here.send("stop")
-            process.join(20)
+    secret = Credentials(Secret(os.urandom(32)))
+    with contextlib.ExitStack() as stack:
+        deployments = []
+        for name, credentials in [("secret", secret), ("tls", Credentials(tls=make_tls()))][: 1 + args.tls]:
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            deployments.append(Deployment(name, credentials, directory, args))
+            stack.callback(deployments[-1].close)
+        for figure in measure(deployments, args):
+            load = round(os.getloadavg()[0], 2)
+            shape = {"agents": args.agents, "ranks": args.ranks}
+            print(json.dumps({"bench": "coordinator", **shape, **figure, "load": load}), flush=True)
     return 0
 
 

@@ -35,6 +35,7 @@ from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import JOB_TIMEOUTS
 from elasticgang.protocol.record import MemberReport, Record
 from elasticgang.protocol.restarts import Restarts
+from elasticgang.session.credentials import Credentials
 from tests.support import REPOSITORY
 
 TIMEOUT_S = 20.0
@@ -81,7 +82,7 @@ class Host:
         self.state = AgentState(agent, "127.0.0.1", JOB, "", restarts, num_ranks=2, min_agents=2)
         limits = Limits(connect_s, reconnect_s)
         self.lease = Lease.create()
-        self.control_plane = ControlPlane(self, coordinator, JOB, None, limits, JOB_TIMEOUTS, self.lease)
+        self.control_plane = ControlPlane(self, coordinator, JOB, Credentials(), limits, JOB_TIMEOUTS, self.lease)
         self.said: list[str] = []
         self.logged: list[str] = []
         self.waits: list[Any] = []

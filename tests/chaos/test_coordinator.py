@@ -18,21 +18,23 @@ from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.coordinator_messages import Welcome
 from elasticgang.protocol.record import Report
 from elasticgang.session.agent_client import AgentClient
+from elasticgang.session.credentials import Credentials
 from elasticgang.session.secret import Secret
 
 TIMEOUT_S = 20.0
 LOOPBACK = CoordinatorOptions("127.0.0.1", 0)
+NONE, RIGHT, WRONG = Credentials(), Credentials(Secret(b"1" * 16)), Credentials(Secret(b"0" * 16))
 
 
 class Agent:
     """Without ranks."""
 
-    def __init__(self, address: str, secret: Secret | None = None) -> None:
+    def __init__(self, address: str, credentials: Credentials = NONE) -> None:
         host, _, port = address.rpartition(":")
         self.welcome: asyncio.Future[tuple[Welcome, str]] = asyncio.get_running_loop().create_future()
         self.refused = asyncio.Event()
         self.client = AgentClient(
-            AgentSession("a", "incarnation"), self, (host, int(port)), "job", secret, lambda line: None
+            AgentSession("a", "incarnation"), self, (host, int(port)), "job", credentials, lambda line: None
         )
         self.client.start()
 
@@ -100,14 +102,14 @@ def test_a_coordinator_without_a_directory_leads_no_new_job_before_others_could_
 
 def test_an_agent_with_another_secret_is_not_taken_in() -> None:
     async def story(address: str) -> None:
-        wrong, right = Agent(address, Secret(b"0" * 16)), Agent(address, Secret(b"1" * 16))
+        wrong, right = Agent(address, WRONG), Agent(address, RIGHT)
         await right.welcome
         await wrong.refused.wait()
         assert not wrong.welcome.done()
         for agent in (wrong, right):
             await agent.client.stop()
 
-    play(replace(LOOPBACK, secret=Secret(b"1" * 16), grace_s=0.0), story)
+    play(replace(LOOPBACK, credentials=RIGHT, grace_s=0.0), story)
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

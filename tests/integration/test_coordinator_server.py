@@ -29,19 +29,20 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Undecided
 from elasticgang.session.agent_client import AgentClient
+from elasticgang.session.credentials import Credentials
 from elasticgang.session.secret import Secret
 
 DEADLINE_S = 60.0
 # Fast, so that a silent agent is lost within the test; the inequalities of `Timeouts` hold.
 QUICK = Timeouts(lease_s=1.0, grace_s=0.2, lost_after_s=1.5, heartbeat_s=0.1, answer_s=0.5, founding_s=2.0)
-SECRET = Secret(b"0123456789abcdef")
+CREDENTIALS = Credentials(Secret(b"0123456789abcdef"))
 
 
 class Agent:
     """Ranks that are nothing but names: they are ready whenever their generation is over."""
 
     def __init__(
-        self, name: str, port: int, num_ranks: int = 2, secret: Secret | None = SECRET, job: str = "job"
+        self, name: str, port: int, num_ranks: int = 2, credentials: Credentials = CREDENTIALS, job: str = "job"
     ) -> None:
         self.name, self.num_ranks, self.job = name, num_ranks, job
         self.record: Record | None = None
@@ -55,7 +56,7 @@ class Agent:
         self.killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.has_event = asyncio.Event()
         self.session = AgentSession(name, incarnation=os.urandom(4).hex(), timeouts=QUICK)
-        self.client = AgentClient(self.session, self, ("127.0.0.1", port), job, secret, self.log.append)
+        self.client = AgentClient(self.session, self, ("127.0.0.1", port), job, credentials, self.log.append)
 
     def start(self) -> Agent:
         self.client.start()
@@ -138,7 +139,7 @@ class Job:
 
     async def start(self) -> CoordinatorServer:
         self.directory = None if self.path is None else StateDirectory(self.path)
-        options = ServerOptions(SECRET, self.directory, self.founds, timeouts=QUICK)
+        options = ServerOptions(CREDENTIALS, self.directory, self.founds, timeouts=QUICK)
         self.server = CoordinatorServer(options, self.log.append, self.failures.append)
         self.port = await self.server.start("127.0.0.1", self.port)
         return self.server
@@ -268,7 +269,7 @@ def test_without_a_directory_a_restarted_coordinator_waits_for_every_promise() -
         while state.record is None:
             await asyncio.sleep(0.02)
         assert not state.in_office
-        b.client = AgentClient(b.session, b, ("127.0.0.1", job.port), "job", SECRET, b.log.append)
+        b.client = AgentClient(b.session, b, ("127.0.0.1", job.port), "job", CREDENTIALS, b.log.append)
         b.client.start()
         while not state.in_office:
             await asyncio.sleep(0.02)
@@ -323,7 +324,7 @@ def test_a_second_process_with_the_id_of_a_member_is_refused() -> None:
 
 def test_an_agent_without_the_secret_is_not_heard() -> None:
     async def test(job: Job) -> None:
-        wrong = job.add("x", secret=Secret(b"another secret of it"))
+        wrong = job.add("x", credentials=Credentials(Secret(b"another secret of it")))
         while not any("ended" in line for line in wrong.log):
             await asyncio.sleep(0.02)
         await found(job)
@@ -362,7 +363,7 @@ def test_a_coordinator_whose_disk_fails_ends(tmp_path: Path, monkeypatch: pytest
     async def run() -> None:
         failures: asyncio.Queue[BaseException] = asyncio.Queue()
         directory = StateDirectory(tmp_path)
-        server = CoordinatorServer(ServerOptions(SECRET, directory, timeouts=QUICK), print, failures.put_nowait)
+        server = CoordinatorServer(ServerOptions(CREDENTIALS, directory, timeouts=QUICK), print, failures.put_nowait)
         port = await server.start("127.0.0.1", 0)
         agents = [Agent(name, port) for name in ("a", "b")]
         agents[0].start()

@@ -14,6 +14,7 @@ from elasticgang.agent import embedded_coordinator
 from elasticgang.agent.embedded_coordinator import CoordinatorLauncher
 from elasticgang.errors import OperationalError
 from elasticgang.process.forkserver import ForkServer, Spawned
+from elasticgang.session.credentials import Credentials
 from tests.chaos.training_scripts import training
 from tests.support import Job, is_alive, wait_until
 
@@ -33,7 +34,7 @@ class StandsStill(ForkServer):
 def test_one_that_stands_still_while_it_starts_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded_coordinator, "START_TIMEOUT_S", 0.2)
     server = StandsStill(preload=())
-    own = CoordinatorLauncher(None)
+    own = CoordinatorLauncher(Credentials())
     try:
         server.wait_ready()
         with pytest.raises(OperationalError, match=r"the coordinator did not start within 0.2 s"):

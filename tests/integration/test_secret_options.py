@@ -23,8 +23,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_coordinator_without_a_secret_listens_on_loopback_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "coordinator", "--host", "0.0.0.0", "--port", "0") == (
-        "without a secret the coordinator listens on loopback only, not on '0.0.0.0': give `--secret-file`, or "
-        "`--insecure` in a network that you trust"
+        "without a secret or TLS the coordinator listens on loopback only, not on '0.0.0.0': give `--secret-file` or "
+        "`--tls-cert`, or `--insecure` in a network that you trust"
     )
 
 
@@ -34,7 +34,7 @@ def test_an_agent_without_a_secret_uses_a_coordinator_on_loopback_only(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         line = refused(capsys, "run", "--coordinator", f"0.0.0.0:{port}", "--job-id", "job", __file__)
-    assert line.startswith("without a secret the agent uses a coordinator on loopback only, not at '0.0.0.0'")
+    assert line.startswith("without a secret or TLS the agent uses a coordinator on loopback only, not at '0.0.0.0'")
 
 
 def test_a_secret_file_that_others_may_read_is_refused(
@@ -52,7 +52,7 @@ def test_a_secret_file_that_others_may_read_is_refused(
 def test_insecure_is_said_once_and_only_where_it_opens_something(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "run_coordinator", lambda args, secret: 0)  # in place of a server on all addresses
+    monkeypatch.setattr(run, "run_coordinator", lambda args, credentials: 0)  # in place of a server on all addresses
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef")
     path.chmod(0o600)

@@ -5,124 +5,33 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from elasticgang.errors import OperationalError, WireError
+from elasticgang.errors import OperationalError
 from elasticgang.session import connection as connections
 from elasticgang.session import listener as listeners
-from elasticgang.session.connection import ClientConnection, Connection
+from elasticgang.session.connection import ClientConnection
+from elasticgang.session.credentials import Credentials
 from elasticgang.session.frames import FrameBuffer, FrameWriter, body_frame
-from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity, SessionKeys
-from elasticgang.session.listener import Incidents, Listener, check_listen_address
-
-SECRETS = {"job": b"s" * 32, "other": b"o" * 32}
-IDENTITY = Identity("job", AGENT, 8)
-DEADLINE_S = 30.0
-
-
-class Echo:
-    """A server's side: it sends back what it gets."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.sessions: list[Connection] = []
-        self.writers: list[asyncio.StreamWriter] = []
-        self.reasons: asyncio.Queue[str] = asyncio.Queue()
-        self.listener = Listener(self, SECRETS.get, self.log.append, max_bytes=1 << 20)
-
-    def opened(self, connection: Connection) -> None:
-        self.sessions.append(connection)
-
-    def received(self, connection: Connection, payload: bytes) -> None:
-        if payload == b"bad":
-            raise WireError("a bad message")
-        connection.send(payload)
-
-    def closed(self, connection: Connection, reason: str) -> None:
-        self.sessions.remove(connection)
-        self.reasons.put_nowait(reason)
-        if reason:
-            self.listener.incidents.note(connection.peer.rsplit(":", 1)[0], reason)
-
-
-class Client:
-    def __init__(self) -> None:
-        self.payloads: asyncio.Queue[bytes] = asyncio.Queue()
-        self.is_open = asyncio.Event()
-        self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def opened(self, connection: Connection) -> None:
-        self.is_open.set()
-
-    def received(self, connection: Connection, payload: bytes) -> None:
-        self.payloads.put_nowait(payload)
-
-    def closed(self, connection: Connection, reason: str) -> None:
-        self.reason.set_result(reason)
-
-
-def serve(test: Callable[[Echo], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        echo = Echo()
-        await echo.listener.start("127.0.0.1", 0, has_secret=True)
-        try:
-            await asyncio.wait_for(test(echo), DEADLINE_S)
-        finally:
-            for writer in echo.writers:
-                writer.close()
-            await echo.listener.stop()
-
-    asyncio.run(run())
-
-
-async def connect(
-    echo: Echo, identity: Identity = IDENTITY, secret: bytes = SECRETS["job"]
-) -> tuple[Client, ClientConnection]:
-    client = Client()
-    connection = ClientConnection(client, identity, secret)
-    await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", echo.listener.port)
-    return client, connection
-
-
-async def is_served(echo: Echo) -> bool:
-    """Whether an honest client gets its answer."""
-    client, connection = await connect(echo)
-    await client.is_open.wait()
-    connection.send(b"hello")
-    answer = await client.payloads.get()
-    connection.close()
-    await client.reason
-    return answer == b"hello"
-
-
-async def raw(echo: Echo) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", echo.listener.port)
-    echo.writers.append(writer)
-    return reader, writer
-
-
-async def read_body(reader: asyncio.StreamReader) -> bytes:
-    (size,) = struct.unpack("!I", await reader.readexactly(4))
-    return await reader.readexactly(size)
-
-
-async def shake_by_hand(echo: Echo) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, SessionKeys]:
-    reader, writer = await raw(echo)
-    handshake = ClientHandshake(IDENTITY, SECRETS["job"], os.urandom(32))
-    writer.write(body_frame(handshake.hello()))
-    writer.write(body_frame(handshake.answer(await read_body(reader))))
-    return reader, writer, handshake.finish(await read_body(reader))
-
-
-async def ended(reader: asyncio.StreamReader) -> bytes:
-    """What came before the server closed the connection."""
-    try:
-        return await reader.read()
-    except ConnectionError:
-        return b""
+from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity
+from elasticgang.session.incidents import Incidents
+from elasticgang.session.secret import Secret
+from tests.integration.echo_sessions import (
+    DEADLINE_S,
+    IDENTITY,
+    SECRETS,
+    Client,
+    Echo,
+    connect,
+    ended,
+    is_served,
+    raw,
+    read_body,
+    serve,
+    shake_by_hand,
+)
 
 
 def test_an_honest_client_is_served() -> None:
@@ -353,11 +262,12 @@ def test_incidents_are_bounded() -> None:
 def test_without_a_secret_only_loopback_is_listened_on(
     host: str, has_secret: bool, insecure: bool, is_allowed: bool
 ) -> None:
+    credentials = Credentials(Secret(b"0123456789abcdef") if has_secret else None, None, insecure)
     if is_allowed:
-        check_listen_address(host, has_secret, insecure)
+        credentials.check_address(host, "it listens on loopback only")
         return
     with pytest.raises(OperationalError, match="listens on loopback only"):
-        check_listen_address(host, has_secret, insecure)
+        credentials.check_address(host, "it listens on loopback only")
 
 
 def test_a_buffer_is_empty_between_frames() -> None:

@@ -1,0 +1,225 @@
+"""TLS 1.3 between the processes of a job: the files, the contexts, and one end of a connection as bytes in, bytes out.
+
+TLS-BOTH  Each end requires the other's certificate and checks it against the CA of its own `--tls-ca`. A holder of a
+          certificate of this CA is a member: use a CA that signs nothing else.
+TLS-NAME  An agent also checks that the coordinator's certificate is for the host that it connects to, unless that is a
+          loopback address. Ranks check no names of each other.
+TLS-SELF  Before anything is started, a process makes one handshake with itself, in memory: a certificate that its own
+          CA does not accept, or that has expired, is found there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from elasticgang.errors import OperationalError
+from elasticgang.session.secret import read_private
+
+_MAX_FILE_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+_RECORD_STARTS = (b"\x15\x03", b"\x16\x03")  # a TLS alert, a TLS handshake
+
+# What each end does about a certificate that it refuses, by OpenSSL's verify code.
+_ADVICE = {
+    9: "it is not valid yet: compare the clocks of both hosts",
+    10: "it has expired: issue a new one",
+    18: "it is self-signed: both ends need certificates of one CA, and this CA as `--tls-ca`",
+    19: "another CA has signed it: both ends need certificates of one CA, and this CA as `--tls-ca`",
+    20: "another CA has signed it: both ends need certificates of one CA, and this CA as `--tls-ca`",
+    21: "another CA has signed it: both ends need certificates of one CA, and this CA as `--tls-ca`",
+    26: "its purpose is limited: leave out the extended key usage, or allow both server and client authentication",
+    62: "it is for another host: issue one with this name as a subjectAltName",
+    64: "it is for another address: issue one with this address as a subjectAltName",
+}
+_ALERTS = {
+    "UNKNOWN_CA": "another CA has signed it: both ends need certificates of one CA, and this CA as `--tls-ca`",
+    "CERTIFICATE_EXPIRED": "it has expired: issue a new one",
+    "CERTIFICATE_REQUIRED": "it got none: give `--tls-cert` and `--tls-key`",
+    "UNSUPPORTED_CERTIFICATE": _ADVICE[26],
+    "PROTOCOL_VERSION": "both ends need TLS 1.3",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Tls:
+    """The contents of the three files, as PEM, and the path of the certificate, for messages."""
+
+    cert: str
+    key: str
+    ca: str
+    path: str
+
+    def server_context(self) -> ssl.SSLContext:
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # no session is resumed
+        return context
+
+    def client_context(self, *, checks_name: bool) -> ssl.SSLContext:
+        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = checks_name
+        return context
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED  # TLS-BOTH
+        context.load_verify_locations(cadata=self.ca)
+        with contextlib.closing(_MemoryFile(f"{self.cert}\n{self.key}")) as file:  # the module reads files alone
+            context.load_cert_chain(file.path, password=_refuse_password)
+        return context
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        return f"Tls({self.path!r})"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a private key is not pickled")
+
+
+class _MemoryFile:
+    def __init__(self, text: str) -> None:
+        self._fd = os.memfd_create("tls", os.MFD_CLOEXEC)
+        os.write(self._fd, text.encode())
+        self.path = f"/proc/self/fd/{self._fd}"
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _refuse_password() -> str:
+    raise OperationalError("it is encrypted: give one without a passphrase")
+
+
+def read_tls(cert: Path | None, key: Path | None, ca: Path | None, *, is_client: bool) -> Tls | None:
+    """None without any of the files. `is_client`: this process also connects to others with its certificate.
+
+    Raises:
+        OperationalError: one of the files is missing or cannot be used, others may read the key, or the CA does not
+            accept the certificate.
+    """
+    given = {"--tls-cert": cert, "--tls-key": key, "--tls-ca": ca}
+    missing = [option for option, path in given.items() if path is None]
+    if cert is None or key is None or ca is None:
+        if len(missing) == len(given):
+            return None
+        raise OperationalError(f"TLS needs --tls-cert, --tls-key and --tls-ca, but {' and '.join(missing)} is missing")
+    tls = Tls(
+        _read(cert, "certificate file"),
+        read_private(key, "key file", _MAX_FILE_BYTES).decode(errors="replace"),
+        _read(ca, "CA file"),
+        str(cert),
+    )
+    for option, path, text, kind in (
+        ("--tls-cert", cert, tls.cert, "CERTIFICATE"),
+        ("--tls-key", key, tls.key, "PRIVATE KEY"),
+        ("--tls-ca", ca, tls.ca, "CERTIFICATE"),
+    ):
+        if f"{kind}-----" not in text:
+            raise OperationalError(f"{option} {path} holds no {kind.lower()} in PEM")
+    _check(tls, cert, key, ca, is_client)
+    return tls
+
+
+def _check(tls: Tls, cert: Path, key: Path, ca: Path, is_client: bool) -> None:
+    """TLS-SELF"""
+    try:
+        server, client = tls.server_context(), tls.client_context(checks_name=False)
+    except OperationalError as exc:
+        raise OperationalError(f"--tls-key {key} cannot be used: {exc}") from exc
+    except (ssl.SSLError, ValueError) as exc:
+        if getattr(exc, "reason", "") == "KEY_VALUES_MISMATCH":
+            raise OperationalError(f"--tls-key {key} is not the key of --tls-cert {cert}") from exc
+        raise OperationalError(f"--tls-cert {cert}, --tls-key {key} or --tls-ca {ca} cannot be read: {exc}") from exc
+    if not is_client:
+        server.verify_mode = ssl.CERT_NONE
+    ends = TlsStream(client, is_server=False), TlsStream(server, is_server=True)
+    try:
+        while not (ends[0].is_open and ends[1].is_open):
+            ends[0].receive(b"")
+            ends[1].receive(ends[0].outgoing())
+            ends[0].receive(ends[1].outgoing())
+    except ssl.SSLCertVerificationError as exc:
+        why = _ADVICE.get(exc.verify_code, exc.verify_message)
+        raise OperationalError(f"--tls-ca {ca} does not accept --tls-cert {cert}: {why}") from exc
+    except ssl.SSLError as exc:
+        raise OperationalError(f"--tls-cert {cert} cannot be used: {exc}") from exc
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as exc:
+        raise OperationalError(f"the {what} {path} cannot be read: {exc.strerror}") from exc
+    if len(data) > _MAX_FILE_BYTES:
+        raise OperationalError(f"the {what} {path} is over {_MAX_FILE_BYTES} bytes")
+    return data.decode(errors="replace")
+
+
+def tls_from_json(fields: Mapping[str, str]) -> Tls:
+    return Tls(fields["cert"], fields["key"], fields["ca"], fields["path"])
+
+
+def name_to_check(host: str) -> str | None:
+    """TLS-NAME: what the certificate of a coordinator at `host` must be for; None for anything."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host.split("%")[0]).is_loopback:
+            return None
+    return host
+
+
+class TlsStream:
+    """One end of a connection. The caller carries bytes between `receive`, `outgoing` and its socket, and bounds the
+    time of the handshake."""
+
+    def __init__(self, context: ssl.SSLContext, *, is_server: bool, name: str | None = None) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._ssl = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server, server_hostname=name)
+        self.is_open = False
+
+    def receive(self, data: bytes) -> bytes:
+        """The plain text of what came. Raises ssl.SSLError: `outgoing` then has the alert for the peer."""
+        self._incoming.write(data)
+        parts = []
+        with contextlib.suppress(ssl.SSLWantReadError):
+            if not self.is_open:
+                self._ssl.do_handshake()
+                self.is_open = True
+            while part := self._ssl.read(_READ_BYTES):
+                parts.append(part)
+        return b"".join(parts)
+
+    def send(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._ssl.write(view) :]
+
+    def outgoing(self) -> bytes:
+        return self._outgoing.read()
+
+
+def looks_like_tls(start: bytes) -> bool:
+    """Whether a connection without TLS begins like one with it."""
+    return start[:2] in _RECORD_STARTS
+
+
+def explain(error: ssl.SSLError, peer: str, own: str) -> str:
+    """What is wrong between `peer` and this end, whose certificate is at `own`, and what to do."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = _ADVICE.get(error.verify_code, error.verify_message)
+        return f"the certificate of {peer} is refused: {why}"
+    reason = error.reason or type(error).__name__
+    if "PEER_DID_NOT_RETURN_A_CERTIFICATE" in reason:
+        return f"{peer} shows no certificate: it needs `--tls-cert` and `--tls-key`"
+    if "ALERT" in reason or "CERTIFICATE" in reason:
+        alert = next((why for name, why in _ALERTS.items() if name in reason), reason.lower().replace("_", " "))
+        return f"{peer} refuses the certificate {own}: {alert}"
+    return f"{peer} does not speak TLS 1.3 ({reason.lower().replace('_', ' ')}): both ends need `--tls-cert`"
