@@ -33,7 +33,7 @@ class Job:
     `rank_target`: the function that a rank process calls first, "module:function". `preload`: modules that the fork
     server imports before it forks. `num_spares`: processes beyond `num_ranks` that wait to replace a lost rank.
     `max_agents`: 0 for no limit. `secret`: of the job, from `secret_file`. `env`: environment variables of all started
-    processes; `rank_env`: of the ranks alone. Times are in seconds.
+    processes. Times are in seconds.
     """
 
     command: dict[str, Any]
@@ -55,7 +55,6 @@ class Job:
     secret: Secret | None = None
     secret_file: str | None = None
     env: dict[str, str] = field(default_factory=dict)
-    rank_env: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_processes(self) -> int:
