@@ -117,19 +117,7 @@ class Agent:
         self._exit = self._loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            if self._job.coordinator is not None:
-                opening = asyncio.ensure_future(self._open_control(self._job.coordinator))
-                if not await self._unless_exiting(opening):
-                    opening.cancel()
-                    await self._close_control()
-                    return self._exit.result()
-                opening.result()
-            self._supervisor.open()
-        except BaseException:
-            self._supervisor.stop()
-            await self._close_control()
-            raise
+        self._supervisor.open()  # it imports torch while the agent connects
         try:
             return await self._serve()
         finally:
@@ -137,6 +125,12 @@ class Agent:
 
     async def _serve(self) -> int:
         assert self._exit is not None
+        if self._job.coordinator is not None:
+            opening = asyncio.ensure_future(self._open_control(self._job.coordinator))
+            if not await self._unless_exiting(opening):
+                opening.cancel()
+                return self._exit.result()
+            opening.result()
         starting = asyncio.ensure_future(self._start())
         if not await self._unless_exiting(starting):  # a signal while the fork server imports
             self._supervisor.kill()
@@ -383,7 +377,6 @@ class Agent:
                 "process_group": self._job.process_group,
             },
             env={
-                **self._job.rank_env,
                 environment.JOB_ID: self._job.job_id,
                 "LOCAL_WORLD_SIZE": str(self._job.num_processes),
             },

@@ -32,8 +32,7 @@ class Job:
     `coordinator`: "host:port"; None starts an embedded one. `command`: the arguments of `rank_target`.
     `rank_target`: the function that a rank process calls first, "module:function". `preload`: modules that the fork
     server imports before it forks. `num_spares`: processes beyond `num_ranks` that wait to replace a lost rank.
-    `max_agents`: 0 for no limit. `env`: environment variables of all started processes; `rank_env`: of the ranks alone.
-    Times are in seconds.
+    `max_agents`: 0 for no limit. `env`: environment variables of all started processes. Times are in seconds.
     """
 
     command: dict[str, Any]
@@ -54,7 +53,6 @@ class Job:
     max_agents: int = 0
     credentials: Credentials = field(default_factory=Credentials)
     env: dict[str, str] = field(default_factory=dict)
-    rank_env: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_processes(self) -> int:

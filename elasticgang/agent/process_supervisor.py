@@ -28,6 +28,7 @@ _S = TypeVar("_S", bound=Spawned)
 _END_S = 2.0
 _END_POLL_S = 0.002
 _NUM_TRIES = 3
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 class ProcessSupervisor:
@@ -44,7 +45,7 @@ class ProcessSupervisor:
         stopping: threading.Event,
         spawn_task: Callable[[asyncio.Future[Any]], object],
     ) -> None:
-        self._env = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", **env}
+        self._env = {"RUST_LOG": "error", _LOG_LEVEL: os.environ.get(_LOG_LEVEL, "ERROR"), **env}
         self._preload = tuple(preload)
         self._stopping, self._spawn_task = stopping, spawn_task
         self._thread = ThreadPoolExecutor(1, "fork")

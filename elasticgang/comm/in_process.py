@@ -18,8 +18,9 @@ from torchft.process_group import ProcessGroup
 
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods
+from elasticgang.comm.availability import check_available
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo, _seconds
-from elasticgang.comm.kinds import PROCESS_GROUPS, check_available
+from elasticgang.comm.kinds import PROCESS_GROUPS
 from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
 from elasticgang.errors import InvalidOperationError, StaleGenerationError
 from elasticgang.torch_private import device_types

@@ -1,4 +1,4 @@
-"""The command line. It validates all arguments before it imports torch or starts a process."""
+"""The command line. It validates all arguments before it imports the agent or starts a process."""
 
 from __future__ import annotations
 
@@ -328,7 +328,6 @@ def _run(args: argparse.Namespace) -> int:
         host = args.coordinator.rpartition(":")[0]
         _check_reachable(args.coordinator, args.connect_timeout)
         _check_open(host, credentials, f"the agent uses a coordinator on loopback only, not at {host!r}")
-    args.torch_log_level = os.environ.get("TORCH_CPP_LOG_LEVEL")  # for the ranks; this process suppresses torch's log
     from elasticgang.launch.run import run_job
 
     code = run_job(args, credentials)

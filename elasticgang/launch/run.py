@@ -7,22 +7,20 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from pathlib import Path
 
-# Before torch is imported: suppress the log lines of the store's clients.
-os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # its errors are also raised
-
 from elasticgang.agent.agent import Agent
 from elasticgang.agent.job import Job
-from elasticgang.comm.kinds import check_available
 from elasticgang.errors import NotSupportedError, OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
 from elasticgang.session.credentials import Credentials
 
-_LOOKUPS = "RES_OPTIONS"
+_AVAILABILITY = "elasticgang.comm.availability"
+_AVAILABILITY_S = 120.0
 _RANK_TARGET = "elasticgang.member.rank_main:main"
 # Modules that the fork server imports once for all processes of a host: ranks, comm processes, and a coordinator.
 _PRELOAD = (
@@ -40,17 +38,13 @@ _PRELOAD = (
 
 def run_job(args: argparse.Namespace, credentials: Credentials) -> int:
     try:
-        check_available(args.process_group)
+        _check_available(args.process_group)
     except NotSupportedError as exc:
         print(f"elasticgang: error: --process-group {args.process_group}: {exc}", file=sys.stderr)
         return 2
-    env = {} if args.torch_log_level is None else {"TORCH_CPP_LOG_LEVEL": args.torch_log_level}
+    env = {}
     if args.nproc_per_node + args.spares > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
-    # torch's store client looks up the name of each address it connects to, within its timeout: a resolver that does
-    # not answer would keep an agent from its coordinator. The script gets the original value.
-    rank_env = {_LOOKUPS: os.environ.get(_LOOKUPS, "")}
-    os.environ.setdefault(_LOOKUPS, "timeout:1 attempts:1")
     job = Job(
         command={"script": args.script, "args": args.args, "module": args.module},
         rank_target=_RANK_TARGET,
@@ -70,7 +64,6 @@ def run_job(args: argparse.Namespace, credentials: Credentials) -> int:
         max_agents=args.nnodes[1] if args.coordinator is not None else 1,
         credentials=credentials,
         env=env,
-        rank_env=rank_env,
     )
     output = PrefixedOutput()
     log_to(output, args.log_level)
@@ -81,6 +74,21 @@ def run_job(args: argparse.Namespace, credentials: Credentials) -> int:
         return 2
     finally:
         output.close()
+
+
+def _check_available(process_group: str) -> None:
+    """Raise NotSupportedError if this machine does not have the process group. Only NCCL's are asked about: every build
+    of torch for Linux has Gloo. torch is asked in a process of its own, because an agent imports none."""
+    if process_group.endswith("nccl"):
+        command = [sys.executable, "-m", _AVAILABILITY, process_group]
+        try:
+            asked = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_AVAILABILITY_S
+            )
+        except subprocess.TimeoutExpired:
+            raise NotSupportedError(f"torch was not imported within {_AVAILABILITY_S:g} s, to look for NCCL") from None
+        if asked.returncode:
+            raise NotSupportedError(asked.stdout.strip() or asked.stderr.strip())
 
 
 def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, check_available, check_process_group
+from elasticgang.comm.availability import check_available
+from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, check_process_group
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import get_world_size
 from elasticgang.layout import ParallelLayout

@@ -1,0 +1,36 @@
+"""Whether this machine has a process group.
+
+As a command, `python -m elasticgang.comm.availability NAME` prints the reason and exits with 1 if it has not. The
+agent, which imports no torch, asks in this way.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from elasticgang.errors import NotSupportedError
+
+
+def check_available(name: str) -> None:
+    """Raise NotSupportedError if this machine or this build of torch does not have the process group."""
+    backend = name.removeprefix("isolated-")
+    if not (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available()):
+        raise NotSupportedError(f"{name} is not available: torch was built without {backend}.")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise NotSupportedError(f"{name} is not available: there is no CUDA device.")
+
+
+def main(name: str) -> int:
+    try:
+        check_available(name)
+    except NotSupportedError as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,59 @@
+"""What the process of `elasticgang run` costs: it imports no torch, and is small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.chaos.training_scripts import training
+from tests.support import REPOSITORY, Job
+
+_MOST_RSS_BYTES = 40_000_000
+_HELD = 'time.sleep(0.01); (here / f"at-{rank}").write_text(f"{step}\\n")'
+_LIBRARIES = ("libtorch", "libc10", "_multiarray_umath")
+
+
+def mapped(pid: int) -> set[str]:
+    """The names of the files that the process has in its address space."""
+    return {Path(mapping.path).name for mapping in psutil.Process(pid).memory_maps()}
+
+
+def with_libraries(pid: int) -> list[str]:
+    return sorted(name for name in mapped(pid) if name.startswith(_LIBRARIES))
+
+
+@pytest.mark.timeout(240)
+def test_the_agent_of_a_running_job_has_no_torch(tmp_path: Path) -> None:
+    """Through a restart too. A rank has torch, so that the test can tell."""
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=_HELD)) as job:
+        job.expect_file(tmp_path / "at-0")
+        psutil.Process(job.rank_pid(1)).kill()
+        job.expect("entered", count=5)
+        agent = job.process.pid
+        assert with_libraries(job.rank_pid(0)) != []
+        assert with_libraries(agent) == []
+        assert psutil.Process(agent).memory_info().rss < _MOST_RSS_BYTES
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["run", "--help"], ["run", "no-such-script.py"]])
+def test_a_short_answer_imports_neither_torch_nor_asyncio(arguments: list[str]) -> None:
+    program = (
+        "import json, runpy, sys; sys.argv[1:] = json.loads(sys.argv[1])\n"
+        "try:\n    runpy.run_module('elasticgang', run_name='__main__')\n"
+        "except SystemExit as end:\n    print('code', end.code or 0)\n"
+        "print('modules', *sys.modules)"
+    )
+    command = [sys.executable, "-c", program, json.dumps(arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    *_, code, modules = done.stdout.splitlines()
+    assert code == ("code 2" if "no-such-script.py" in arguments else "code 0"), done.stderr
+    if arguments == ["--version"]:
+        assert done.stdout.startswith(f"elasticgang {version('elasticgang')}\n")
+    assert {"torch", "numpy", "asyncio", "elasticgang.agent.agent"}.isdisjoint(modules.split())
+    assert "elasticgang.launch.cli" in modules.split()
