@@ -26,7 +26,7 @@ from elasticgang.protocol.agent_events import (
     Fail,
     LeaseExpired,
     RecordRequested,
-    RequestQuorum,
+    RequestRecord,
     Started,
 )
 from elasticgang.protocol.agent_state import AgentState
@@ -111,7 +111,7 @@ class Host:
                         self._request(member, broken=True)
                 case AnnounceJoin(_, generation):
                     self.control_plane.broadcast_join(generation)
-                case RequestQuorum():
+                case RequestRecord():
                     self.control_plane.request()
                 case BroadcastFailure(member, local_rank, step):
                     self.control_plane.broadcast_failed(member, local_rank, step)
