@@ -60,7 +60,7 @@ from elasticgang.protocol.agent_events import (
     RankEntered,
     RecordRequested,
     Rejoin,
-    RequestQuorum,
+    RequestRecord,
     RetireMembers,
     ScriptRaised,
     SignalRanks,
@@ -277,7 +277,7 @@ class Agent:
             case DeliverRecord(members, record):
                 self._ranks.send(members, "record", text=record.text, store=self._control_plane.store)
                 self._announce(record)
-            case RequestQuorum():
+            case RequestRecord():
                 self._control_plane.request()
             case BroadcastFailure(member, local_rank, step):
                 self._control_plane.broadcast_failed(member, local_rank, step)

@@ -32,7 +32,7 @@ from elasticgang.protocol.agent_events import (
     LeaseExpired,
     PeerFailed,
     PeerNotice,
-    QuorumAnswered,
+    RecordAnswered,
 )
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
@@ -311,7 +311,7 @@ class ControlPlane:
                 self._callbacks.on_successors_changed()
 
     def inform(self, event: Any) -> None:
-        if isinstance(event, QuorumAnswered) and isinstance(event.answer, Undecided) and not self._welcome.done():
+        if isinstance(event, RecordAnswered) and isinstance(event.answer, Undecided) and not self._welcome.done():
             why = event.answer.refused[0][1]
             self._welcome.set_exception(OperationalError(f"the job refused this host: {why}"))
         elif not self._begun:
@@ -327,7 +327,7 @@ class ControlPlane:
             self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, QuorumAnswered) and isinstance(event.answer, Record):
+        if isinstance(event, RecordAnswered) and isinstance(event.answer, Record):
             self._requested_s = 0.0
         elif isinstance(event, PeerNotice) and not event.over:
             self._callbacks.log("join noticed", generation=event.generation)

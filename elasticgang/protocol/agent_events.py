@@ -92,18 +92,10 @@ class PeerNotice:
 
 
 @dataclass(frozen=True)
-class HostLost:
-    """`agent` is dead, or has killed all of its members because its lease expired. It does not return under this id."""
-
-    agent: str
-
-
-@dataclass(frozen=True)
-class QuorumAnswered:
-    """The outcome of a `RequestQuorum`. `is_newest`: there was no later one."""
+class RecordAnswered:
+    """What the coordinator has decided: the next record, or why there is none."""
 
     answer: Record | Undecided | Unrecoverable
-    is_newest: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,13 +114,6 @@ class Finished:
     """A member of another agent has done all steps."""
 
 
-@dataclass(frozen=True)
-class CoordinatorReturned:
-    """The agent has a new session with the coordinator, which may have restarted as `incarnation`."""
-
-    incarnation: str
-
-
 Event = (
     Started
     | NotStarted
@@ -138,11 +123,9 @@ Event = (
     | Exited
     | StartExpired
     | PeerNotice
-    | HostLost
     | PeerFailed
     | Finished
-    | CoordinatorReturned
-    | QuorumAnswered
+    | RecordAnswered
 )
 
 
@@ -234,11 +217,8 @@ class AnnounceJoin:
 
 
 @dataclass(frozen=True)
-class RequestQuorum:
-    """After `delay_s`, send `report()` to the coordinator, unless a later `RequestQuorum` has replaced this one or
-    `may_request()` is false by then."""
-
-    delay_s: float = 0.0
+class RequestRecord:
+    """Send `report()` to the coordinator, unless `may_request()` is false by then."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +287,7 @@ Instruction = (
     Abort
     | NotifyOver
     | AnnounceJoin
-    | RequestQuorum
+    | RequestRecord
     | DeliverRecord
     | Restart
     | BroadcastFailure

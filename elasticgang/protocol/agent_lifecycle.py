@@ -13,7 +13,7 @@ LIFE-4  The agent kills a retired member that has not exited after `RETIRE_TIMEO
 LIFE-5  The first SIGTERM drains, if other agents go on. Another signal, or a second one, stops the ranks. The agent
         exits `grace_period_s` after the first signal at the latest.
 LIFE-6  When the lease expires, the agent kills all ranks and decides nothing else until every one has exited and no
-        fork is under way. Then it rejoins under a new id, and declares the old one lost.
+        fork is under way. Then it rejoins under a new id; its `Hello` says that the old one has ended.
 LIFE-7  The agent exits once no rank runs, starts or waits for its restart. The code is 128 + N after signal N, else
         the failure's, else 0. It exits once.
 """
@@ -39,7 +39,6 @@ from elasticgang.protocol.agent_events import (
     Fail,
     Fence,
     Finished,
-    HostLost,
     InternalError,
     KillRanks,
     LeaseExpired,
@@ -61,7 +60,6 @@ from elasticgang.protocol.agent_events import (
     TimePassed,
 )
 from elasticgang.protocol.agent_state import AgentState
-from elasticgang.protocol.record import Report
 from elasticgang.protocol.restarts import Restarts
 
 START_TIMEOUT_S = 60.0
@@ -110,7 +108,6 @@ class AgentLifecycle:
         self._incarnation = 1
         self._restarts = Restarts(options.max_restarts)
         self.state = self._new_state(agent)
-        self._lost_id = ""  # this agent's id before it was fenced
         self._phase = _Phase.CONNECTING
         self._is_fenced = False  # stays True until the agent has connected under the next id
         self._now_s = 0.0
@@ -172,16 +169,12 @@ class AgentLifecycle:
     def is_retired(self, member: str) -> bool:
         return member in self._retired
 
-    def last_report(self) -> Report | None:
-        """The report to send when the agent exits. None: no other agent waits for it."""
-        return None if self._is_fenced else self.state.last_report()
-
     # -- events
 
     def handle(self, event: AgentEvent, now_s: float) -> list[AgentInstruction]:
         self._now_s = now_s
-        if isinstance(event, Committed) and not self._is_fenced:
-            return list(self.state.handle(event))  # also after the exit: `last_report` contains it
+        if isinstance(event, Committed):
+            return [] if self._is_fenced else list(self.state.handle(event))
         if self._has_exited:
             return []
         done = self._on(event)
@@ -281,8 +274,6 @@ class AgentLifecycle:
         self._phase, self._is_fenced = _Phase.SERVING, False
         agent_state = self.state
         agent_state.host, agent_state.coordinator, agent_state.address = event.host, event.incarnation, event.address
-        if self._lost_id:
-            agent_state.handle(HostLost(self._lost_id))
         self._start_expires_s = self._now_s + START_TIMEOUT_S
         self._to_start.extend(range(self._options.num_ranks + self._options.num_spares))
         return []
@@ -402,8 +393,8 @@ class AgentLifecycle:
 
     def _rejoin(self) -> list[AgentInstruction]:
         self._phase = _Phase.CONNECTING
-        self._lost_id = self.agent
+        former = self.agent
         self._incarnation += 1
         self._has_entered = False
         self.state = self._new_state(f"{self._first_id}.{self._incarnation}")
-        return [Rejoin(self.agent, self._lost_id)]
+        return [Rejoin(self.agent, former)]

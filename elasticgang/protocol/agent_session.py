@@ -267,14 +267,16 @@ class AgentSession:
             case Finished():
                 self.coordinator_knows_finished = True
                 return [Inform(agent_events.Finished())]
+            case Notice("undecided", reason):
+                return [Inform(message), Inform(agent_events.RecordAnswered(Undecided(reason)))]
             case PeerMessage() | Notice():
                 return [Inform(message)]
             case Evicted(reason):
                 return self._end(f"evicted: {reason}")
             case Refused(reason):
-                return [Inform(agent_events.QuorumAnswered(Undecided("refused", ((self.agent, reason),))))]
+                return [Inform(agent_events.RecordAnswered(Undecided("refused", ((self.agent, reason),))))]
             case JobUnrecoverable(reason):
-                return [Inform(agent_events.QuorumAnswered(Unrecoverable(reason)))]
+                return [Inform(agent_events.RecordAnswered(Unrecoverable(reason)))]
 
     def _welcome(self, welcome: Welcome, now_s: float) -> Instructions:
         """PROMISE."""
@@ -330,7 +332,7 @@ class AgentSession:
         record, self._held = self._held, None
         if record is None:
             return []
-        out: Instructions = [Inform(agent_events.QuorumAnswered(record))]
+        out: Instructions = [Inform(agent_events.RecordAnswered(record))]
         if self.over >= record.generation:
             out.append(Inform(agent_events.PeerNotice(record.generation, over=True, reason="it is over")))
         if self._joining == record.generation:

@@ -2,30 +2,26 @@
 
 Pure. `agent_lifecycle.py` passes the events in, and executes the instructions or passes them on.
 
-AGENT-1  The agent requests a quorum only after every live member of the present generation has requested one. The
+AGENT-1  The agent requests a record only after every live member of the present generation has requested one. The
     proposal is therefore a barrier: nothing of that generation runs behind it (RULE-3). A newer request replaces an
     open one.
 AGENT-2  A member that dies, or that requests because of an error, ends its generation for all others at once.
 AGENT-3  A newcomer ends no generation. The agent notifies the others, which regroup at their next step boundary.
 AGENT-4  Before the first generation, the agent waits for ranks that are still starting, until `StartExpired`.
-AGENT-5  Once a member has finished its steps, no rank is restarted. An agent that cannot agree on the last step fails
-    after `_MAX_UNDECIDED_AT_END` undecided answers.
+AGENT-5  Once a member has finished its steps, no rank is restarted. An agent that waits for the fate of the last step
+    then fails when the coordinator notifies it that no record can be decided.
 AGENT-6  A participating agent with no running rank still keeps a request open: the next record waits for every agent
     of the present one.
-AGENT-7  A peer's notice that generation N is over ends every generation up to N if N is the present one or the next. A
-    notice about a later generation ends that one alone, so that no number in a notice can keep earlier ones from
-    beginning.
-AGENT-8  When the coordinator returns, the agent repeats the end of the present generation if it notified the others of
-    it: the notice may be lost, and a member that waits for the generation to begin waits on.
+AGENT-7  A peer's notice is about the present generation or ignored. The session repeats one that came before its
+    record.
 """
 
 from __future__ import annotations
 
 import enum
 import signal
-from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.agent_events import (
@@ -33,23 +29,20 @@ from elasticgang.protocol.agent_events import (
     AnnounceJoin,
     BroadcastFailure,
     Committed,
-    CoordinatorReturned,
     DeliverRecord,
     End,
     Event,
     Exited,
     Fail,
     Finished,
-    HostLost,
     Instruction,
     MemberLeft,
-    NotifyOver,
     NotStarted,
     PeerFailed,
     PeerNotice,
-    QuorumAnswered,
+    RecordAnswered,
     RecordRequested,
-    RequestQuorum,
+    RequestRecord,
     Restart,
     RetireMembers,
     Started,
@@ -58,16 +51,11 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.next_record import infeasible
-from elasticgang.protocol.record import NO_RECORD, SPARE, MemberReport, Record, Report, Unrecoverable
+from elasticgang.protocol.record import NO_RECORD, SPARE, MemberReport, Record, Report, Undecided, Unrecoverable
 from elasticgang.protocol.restarts import Failure, Restarts
 
-_RETRY_UNDECIDED_S = 0.05
-_FREE_UNDECIDED = 10
-_MAX_RETRY_S = 1.0
-_MAX_UNDECIDED_AT_END = 40  # about half a minute
 _MAX_BACKOFF_S = 10.0
 _FREE_DEATHS = 5
-_MAX_ANNOUNCED = 16
 _MAX_NOT_STARTED = 12  # about a minute and a half
 
 # The signals by which a process is ended from outside; any other signal is the script's own crash.
@@ -110,12 +98,7 @@ class AgentState:
     finished: bool = False
     _layout: ParallelLayout | None = None
     _ranks: dict[str, _Rank] = field(default_factory=dict)
-    _num_undecided: int = 0
-    _dead_agents: set[str] = field(default_factory=set)
     _over: int = 0  # the newest generation of whose end this agent has sent or received a notice
-    # Notices about generations far beyond the present one.
-    _announced_over: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_ANNOUNCED))
-    _notified: NotifyOver | None = None  # AGENT-8: the newest end that this agent notified the others of
     _num_started: int = 0
     _num_restarts: int = 0
     _waits_for_start: bool = True
@@ -152,19 +135,14 @@ class AgentState:
                 return self._request_if_ready()
             case PeerNotice():
                 return self._peer_noticed(event)
-            case HostLost(agent):
-                return self._host_lost(agent)
             case PeerFailed(agent, member, local_rank, step):
                 why = self.restarts.failed_elsewhere(member, f"rank {local_rank} of agent {agent}", step)
                 return [] if why is None else [Fail(1, why)]
-            case CoordinatorReturned(incarnation):
-                self.coordinator = incarnation
-                return self._notify_over_again()
             case Finished():
                 self.finished = True
                 return self._retire_the_rest() + self._request_if_ready()
-            case QuorumAnswered():
-                return self._quorum_answered(event)
+            case RecordAnswered():
+                return self._record_answered(event.answer)
 
     def report(self) -> Report:
         """The report to send with a request now."""
@@ -181,7 +159,6 @@ class AgentState:
             members=tuple(rank.report for rank in self._in(_Phase.REQUESTING).values() if rank.report is not None),
             newest_commit=self.newest_commit,
             exited=tuple(seat.member for seat in own if seat.member not in live),
-            dead_agents=tuple(sorted(self._dead_agents)),
             num_ranks=self.num_ranks,
             num_seats=self.num_ranks if self.num_spares else None,
             address=self.address,
@@ -189,20 +166,12 @@ class AgentState:
             max_agents=self.max_agents,
         )
 
-    def last_report(self) -> Report | None:
-        """The report of an agent that has killed all of its members while the job goes on (AGENT-6). None: no other
-        agent waits for it."""
-        if self.finished or self._layout is None or self.record is None or not self.is_awaited():
-            return None
-        own = tuple(seat.member for seat in self.record.seats_of(self.agent))
-        return replace(self.report(), members=(), exited=own) if own else None
-
     def ended_generation(self) -> int | None:
         """The generation that ends for the other agents if all members here exit now; None: none does."""
         record = self.record
         if self.finished or record is None or not self.is_awaited() or not self._in(_Phase.SEATED):
             return None
-        return None if self._is_over(record.generation) else record.generation
+        return None if self._over >= record.generation else record.generation
 
     def num_successors(self, draining: Collection[str]) -> int:
         """How many ranks without a seat could get one: those that start, restart or wait, except `draining`."""
@@ -249,25 +218,15 @@ class AgentState:
         instructions += self._request_if_ready()
         return self._notice_join() if newcomer and not instructions else instructions
 
-    def _host_lost(self, agent: str) -> list[Instruction]:
-        self._dead_agents.add(agent)
-        is_seated = self.record is not None and bool(self.record.seats_of(agent))
-        return (self._abort(f"the host of agent {agent} is lost") if is_seated else []) + self._request_if_ready()
-
     def _peer_noticed(self, event: PeerNotice) -> list[Instruction]:
-        if not event.over:
-            is_mine = self.record is not None and self.record.generation == event.generation
-            return self._notice_join() if is_mine else []
-        if self._is_over(event.generation):
+        if self.record is None or event.generation != self.record.generation:  # AGENT-7
             return []
-        if self.record is None or event.generation > self.record.generation + 1:  # AGENT-7
-            self._announced_over.append(event.generation)
+        if not event.over:
+            return self._notice_join()
+        if self._over >= event.generation:
             return []
         self._over = event.generation
         return self._abort_seated(event.reason)
-
-    def _is_over(self, generation: int) -> bool:
-        return generation <= self._over or generation in self._announced_over
 
     def _notice_join(self) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
@@ -276,27 +235,21 @@ class AgentState:
     def _abort(self, reason: str) -> list[Instruction]:
         """AGENT-2: end the generation for the members here, and once for the other agents."""
         record = self.record
-        if record is None or self._is_over(record.generation) or not self.is_awaited():
+        if record is None or self._over >= record.generation or not self.is_awaited():
             return self._abort_seated(reason)
         self._over = record.generation
-        self._notified = NotifyOver(record.generation, reason)
         return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason)]
-
-    def _notify_over_again(self) -> list[Instruction]:
-        """AGENT-8."""
-        notified, record = self._notified, self.record
-        return [notified] if notified and record and notified.generation == record.generation else []
 
     def _abort_seated(self, reason: str) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
         record = self.record
         return [Abort(seated, record.generation, reason)] if seated and record is not None else []
 
-    def _request_if_ready(self, delay_s: float = 0.0) -> list[Instruction]:
-        return [RequestQuorum(delay_s)] if self.may_request() else []
+    def _request_if_ready(self) -> list[Instruction]:
+        return [RequestRecord()] if self.may_request() else []
 
     def may_request(self) -> bool:
-        """AGENT-1. Check it again when a `RequestQuorum` is carried out: an answer may have arrived in between."""
+        """AGENT-1. Check it again when a `RequestRecord` is carried out: an answer may have arrived in between."""
         asking = self._in(_Phase.REQUESTING)
         if self._in(_Phase.SEATED) or not (asking or self.is_awaited()):
             return False
@@ -305,7 +258,7 @@ class AgentState:
         return not self.finished or any(map(self._can_finish, asking.values()))
 
     def is_awaited(self) -> bool:
-        """Whether other agents take part, which cannot go on before this one sends a request."""
+        """Whether other agents take part, which cannot go on before this one sends a request (AGENT-6)."""
         return self.record is not None and len(self.record.agents) > 1
 
     @property
@@ -446,18 +399,14 @@ class AgentState:
         self._early_deaths[rank.local_rank] = deaths
         return 0.0 if deaths <= _FREE_DEATHS else float(min(2 ** (deaths - _FREE_DEATHS - 1), _MAX_BACKOFF_S))
 
-    def _quorum_answered(self, event: QuorumAnswered) -> list[Instruction]:
-        answer = event.answer
+    def _record_answered(self, answer: Record | Undecided | Unrecoverable) -> list[Instruction]:
         if isinstance(answer, Record):
-            self._num_undecided = 0
             if self.record is not None and answer.generation <= self.record.generation:
-                return []  # the answer to another request delivered it
+                return []
             self.record = answer
             self.newest_commit = None  # earlier commits are in the record, or it has rolled them back
             self._note_commit(answer.committed)
             return self._deliver(answer)
-        if not event.is_newest:
-            return []
         if isinstance(answer, Unrecoverable):
             if self.finished and not any(self._can_finish(rank) for rank in self._in(_Phase.REQUESTING).values()):
                 return []  # the holders of the state have finished and ended; who has none is retired already
@@ -465,12 +414,9 @@ class AgentState:
         why = dict(answer.refused).get(self.agent)
         if why is not None:
             return [Fail(2, f"the job refused this host: {why}")]
-        self._num_undecided += 1
-        if self.finished and self._num_undecided > _MAX_UNDECIDED_AT_END:
+        if self.finished and self.may_request():  # AGENT-5
             return [Fail(1, f"others have finished, but here the last step is in doubt: {answer.reason}")]
-        return self._request_if_ready(
-            min(_RETRY_UNDECIDED_S * 2 ** max(0, self._num_undecided - _FREE_UNDECIDED), _MAX_RETRY_S)
-        )
+        return []
 
     def _deliver(self, record: Record) -> list[Instruction]:
         own = {seat.member: seat for seat in record.seats_of(self.agent)}
@@ -486,8 +432,6 @@ class AgentState:
         dead = [str(seat.local_rank) for seat in own.values() if seat.status != SPARE and seat.member not in live]
         if dead:
             instructions += self._abort(f"rank {', '.join(dead)} died before the generation began")
-        elif self._is_over(record.generation):
-            instructions += self._abort_seated("it was over before it began")
         elif any(member not in own for member in self._in(_Phase.REQUESTING)):  # AGENT-3
             instructions += self._notice_join()
         return instructions + self._request_if_ready()

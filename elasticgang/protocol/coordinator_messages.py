@@ -271,8 +271,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Notice:
-    """Agents show it to users; it decides nothing. `topic`: "lost" or "refused", about `agent`; "undecided", about the
-    job."""
+    """Agents show it to users. `topic`: "lost" or "refused", about `agent`; "undecided", about the job. An agent that
+    waits for nothing but the fate of the last step fails on the latter (AGENT-5)."""
 
     topic: str
     reason: str

@@ -19,7 +19,8 @@ ALONE    A record that was decided without a state directory is followed by one 
          these have exited, or on the operator's word: those that are silent may be led by another coordinator.
 ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
-         is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office.
+         is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
+        of the record that comes back may hold what was given up for lost: the coordinator decides again.
 SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
          first process that has used it here.
 """
@@ -338,6 +339,7 @@ class CoordinatorState:
         self.lost.discard(hello.agent)
         self.dead.discard(hello.agent)
         self._exited.discard(hello.agent)
+        self._reconsider(hello.agent)
         if hello.former and self._incarnations.get(hello.former, hello.incarnation) == hello.incarnation:
             out += self._exit(hello.former, f"agent {hello.former} is now {hello.agent}")
         if hello.finished:
@@ -355,6 +357,11 @@ class CoordinatorState:
         if self.unrecoverable:
             out.append(Send(number, JobUnrecoverable(self.unrecoverable)))
         return out
+
+    def _reconsider(self, agent: str) -> None:
+        """REJOIN."""
+        if self.record is not None and agent in self.record.agents:
+            self.unrecoverable = ""
 
     def _is_duplicate(self, hello: Hello) -> bool:
         """SENDER."""

@@ -28,20 +28,6 @@ from elasticgang.protocol.record import (
 from elasticgang.protocol.recovery import CommittedState, absent_agents, recover, without_witness
 
 
-def follow(present: Record | None, mine: Report, proposal: Sequence[Report]) -> Record | Undecided | Unrecoverable:
-    """The answer to the request `mine` when the store contains `present`: `present` itself, if it was agreed with this
-    agent, otherwise the record to write in its place."""
-    if present is not None and is_for(present, mine):
-        return present
-    return next_record(present, proposal)
-
-
-def is_for(record: Record, mine: Report) -> bool:
-    """Whether `record` includes this agent and is new to it. An earlier request may have led to it: the report of a
-    call that timed out may still count."""
-    return mine.newest_record.generation < record.generation and mine.agent in record.agents
-
-
 def next_record(record: Record | None, proposal: Sequence[Report]) -> Record | Undecided | Unrecoverable:
     """The record that follows `record` (None: the job has none yet) when the agents of `proposal` go on together."""
     lost = {agent: report.agent for report in proposal for agent in report.dead_agents}

@@ -1,45 +1,53 @@
-"""A simulated job in one thread: ranks, agents, the lighthouse, the store, and their faults.
+"""A simulated job in one thread: the real state machines of coordinator, session, agent and member.
 
 A run is a sequence of moves, each a line of text such as `a0 votes`. The moves so far determine which ones are possible
-next, so that a sequence replays exactly. There is no time: an action may take arbitrarily long. `invariants.py` checks
-the rules after every move.
+next, so that a sequence replays exactly. `promises.py`, `chain.py` and `invariants.py` check the rules at every move.
+
+Time is one number, which only the move `clock passes N` increases; each process reads it by a clock of its own, too
+fast or too slow. While time passes, whoever is neither slow nor stopped nor cut off sends and receives all that is
+under way; otherwise a message may take any time.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import TypeAlias
 
 from elasticgang.layout import ParallelLayout
-from elasticgang.protocol import next_record
-from elasticgang.protocol.agent_events import RankEntered
-from elasticgang.protocol.record import ACTIVE, LEARNER, SPARE, Record, Report, Undecided, Unrecoverable
+from elasticgang.protocol.coordinator_messages import Notice
+from elasticgang.protocol.record import Record
+from elasticgang.simulation import delivery, promises
 from elasticgang.simulation import host as hosts
-from elasticgang.simulation import lighthouse as lighthouses
 from elasticgang.simulation import rank as ranks
-from elasticgang.simulation.generation import Part, SimulatedGeneration
+from elasticgang.simulation.chain import Chain
+from elasticgang.simulation.coordinator_process import PATIENT, TIMEOUTS, CoordinatorProcess, Disk
+from elasticgang.simulation.generation import SimulatedGeneration
 from elasticgang.simulation.host import Host
-from elasticgang.simulation.invariants import Invariants, Violation, format_attempt
-from elasticgang.simulation.lighthouse import Lighthouse
+from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.rank import Rank
+from elasticgang.simulation.recovery import in_turn, recover
 
-RARE_MOVES = ranks.RARE_MOVES | hosts.RARE_MOVES | lighthouses.RARE_MOVES
+RARE_MOVES = ranks.RARE_MOVES | hosts.RARE_MOVES | {"founds"}
+_RARE_WORDS = ("resets ", "misses ", hosts.TIMER)
 
-_HOST_FAULTS = frozenset({"dies", "is cut off", "is back"})
-_JOINS = re.compile(r"joins (slowly )?with (\d+)(?: of another (\w+))?")
+MAIN = "main"
+
+_JOINS = re.compile(r"joins (slowly )?with (\d+)(?: of another (\w+))?(?: as (\S+))?")
+_HOST_FAULTS = frozenset(
+    {"dies", "is cut off", "is parted", "is back", "freezes", "thaws", "stops", "goes on", "is slow", "is quick"}
+)
+_COORDINATOR_FAULTS = frozenset({"crashes", "is parted", "is back", "stops", "goes on"})
 
 Move = tuple[str, str]  # the actor and its action
-Actor: TypeAlias = Rank | Host | Lighthouse
+Actor: TypeAlias = "Rank | Host | CoordinatorProcess | Clock"
 
 
 @dataclass(frozen=True)
 class Setting:
     """The job at its start. `hosts`: the number of ranks of each; of these, on each host, `num_spares` are asked for as
-    spares. `has_directory`: the first coordinator has a state directory, if it is one that decides."""
+    spares. `has_directory`: the first coordinator has a state directory. `is_patient`: its
+    agents' ranks wait, fenced, for a new lease; otherwise the end of the lease kills them, as in the product."""
 
     layout: ParallelLayout
     hosts: tuple[int, ...]
@@ -48,22 +56,7 @@ class Setting:
     min_hosts: int = 1
     max_hosts: int = 0
     has_directory: bool = False
-
-
-def _describe(record: Record) -> str:
-    """A record in one line."""
-    active, learners, spares = (" ".join(record.members(status)) for status in (ACTIVE, LEARNER, SPARE))
-    words = [f"generation {record.generation}  {{{active}}}"]
-    words += [f"learn {learners}"] if learners else []
-    words += [f"wait {spares}"] if spares else []
-    words += [f" {format_attempt(record.committed)}"]
-    words += [" rolled forward"] if record.rolled_forward else []
-    words += [" goes back"] if record.rolled_back else []
-    words += (
-        [f" lost {', '.join(f'{agent} (says {by})' for agent, by in record.dead_agents)}"] if record.dead_agents else []
-    )
-    words += [f" away {' '.join(record.absent_agents)}"] if record.absent_agents else []
-    return " ".join(words)
+    is_patient: bool = False
 
 
 def _name_of(number: int) -> str:
@@ -72,170 +65,260 @@ def _name_of(number: int) -> str:
     return (_name_of(more) if more else "") + chr(ord("a") + last)
 
 
-class Cluster:
-    recovery: ClassVar[Move | None] = None  # the move by which all faults end, where there is one
+class Clock:
+    """Time passes only by a move that the schedule chooses."""
 
+    name = "clock"
+    home = ""
+
+    def moves(self, cluster: Cluster) -> list[str]:
+        return []
+
+
+class Cluster:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.layout = setting.layout
         self.num_steps = setting.num_steps
-        self.incarnation = 1
-        self.record: Record | None = None
-        self.chain: list[Record] = []
-        self.written: set[str] = set()  # digests
-        self.notices: set[tuple[int, bool]] = set()
+        self.timeouts = PATIENT if setting.is_patient else TIMEOUTS
+        self.now_s = 0.0
         self.generations: dict[str, SimulatedGeneration] = {}
-        self.lighthouse = Lighthouse()
         self.hosts: dict[str, Host] = {}
-        self.agents: dict[str, Host] = {}  # by the id: a host has a new one after it was fenced
+        self.agents: dict[str, Host] = {}  # by id: the first of that id
+        self.seen: set[str] = set()
         self.ranks: dict[str, Rank] = {}
-        self.actors: list[Actor] = [self.lighthouse]
-        self.given_up = ""  # why the job was given up
-        self.finished = False  # a notice says so
+        self.actors: list[Actor] = [Clock()]
+        self.coordinators: dict[str, CoordinatorProcess] = {}
+        self._living: list[CoordinatorProcess] = []
+        self.zone_of: dict[str, str] = {}  # of each address
+        self.disk = Disk() if setting.has_directory else None
+        self.given_up = ""
+        self.finished = False
         self.log: list[str] = []
-        self._followed: tuple[Record | None, list[Report], bool, Record | Undecided | Unrecoverable] | None = None
-        self.num_void = 0  # answers in a row
-        self.num_lost_agents = 0
-        self.seen: set[str] = set()  # what agents have done
-        self.num_only_healed = 0  # votes on steps in which no rank has a share
-        layout = setting.layout
-        self.invariants = Invariants(
-            [(pp, sdp, tp) for pp in range(layout.pp) for sdp in range(layout.sdp) for tp in range(layout.tp)]
-        )
+        self.num_dead_hosts = self.num_only_healed = self.num_sessions = self.num_exited = 0
+        self.chain = Chain(self)
+        self.start_coordinator(is_founder=True)
         for num_ranks in setting.hosts:
             self.add_host(num_ranks)
 
-    # -- moves
+    # -- coordinators
+
+    def start_coordinator(
+        self, with_directory: bool = True, is_founder: bool = False, zone: str = ""
+    ) -> CoordinatorProcess:
+        disk = self.disk if with_directory and self.disk is not None and self.disk.holder is None else None
+        number = len(self.coordinators) + 1
+        if self.coordinators:
+            self.seen.add("restarted with its directory" if disk is not None else "started without a directory")
+        if self.living():
+            self.seen.add("two coordinators")
+        is_taken = any(c.address == MAIN for c in self.living())
+        address = f"side{number}" if is_taken or zone else MAIN
+        self.zone_of[address] = zone
+        coordinator = CoordinatorProcess(self, number, disk, zone, address, is_founder and disk is None)
+        self.coordinators[coordinator.name] = coordinator
+        self._living.append(coordinator)
+        self.actors.append(coordinator)
+        return coordinator
+
+    def crash_coordinator(self, coordinator: CoordinatorProcess) -> None:
+        self.seen.update(coordinator.crash())
+        self._living.remove(coordinator)
+        self.actors.remove(coordinator)
+        self.zone_of[coordinator.address] = coordinator.zone
+        for generation in self.generations.values():
+            if not generation.has_begun:
+                generation.sever()
+
+    def living(self) -> list[CoordinatorProcess]:
+        return list(self._living)
+
+    def listening(self, zone: str) -> list[CoordinatorProcess]:
+        return [c for c in self._living if c.zone == zone]
+
+    def refusing(self, zone: str) -> list[str]:
+        """Addresses that answer, where nothing listens."""
+        held = {c.address for c in self._living}
+        return [address for address, at in self.zone_of.items() if at == zone and address not in held]
+
+    def hosts_of(self, agent: str) -> list[Host]:
+        """The processes with this id: one, as a rule."""
+        return [host for host in self.hosts.values() if host.id == agent]
 
     @staticmethod
     def is_rare(verb: str) -> bool:
-        return verb in RARE_MOVES
-
-    def moves_of(self, actor: Any) -> list[str]:
-        """What `actor` can do by itself."""
-        moves: list[str] = actor.moves(self)
-        return moves
+        return verb in RARE_MOVES or (verb.startswith(_RARE_WORDS) and verb != "misses all")
 
     def is_possible(self, move: Move) -> bool:
-        """Whether `move` is possible now, as a regular move or as a fault."""
         name, verb = move
-        if name in ("host", "store"):
+        if name in ("host", "clock", "operator", "recover"):
             return True
-        if name == "lighthouse":
-            return verb == "restarts" or verb in self.lighthouse.moves(self)
+        if name == "disk":
+            return self.disk is not None and self.disk.is_stuck == (verb == "works")
+        if name in self.coordinators:
+            coordinator = self.coordinators[name]
+            if not coordinator.is_alive:
+                return False
+            if verb in _COORDINATOR_FAULTS:
+                return coordinator.is_stopped == (verb == "goes on") or verb not in ("stops", "goes on")
+            if verb == "is granted its office":
+                return promises.may_grant(self, coordinator)
+            return verb in coordinator.moves(self)
         if name in self.hosts:
             host = self.hosts[name]
+            if not host.alive:
+                return False
+            if verb in ("freezes", "thaws"):
+                return host.is_frozen == (verb == "thaws")
+            if verb in ("stops", "goes on"):
+                return host.is_stopped == (verb == "goes on")
             if verb in _HOST_FAULTS:
-                return host.alive and (verb == "dies" or host.is_cut == (verb == "is back"))
-            return host.alive and (verb in host.moves(self) or verb in host.faults())
+                return True
+            return verb in host.moves(self) or (verb in host.faults() and not host.is_frozen and not host.is_stopped)
         rank = self.ranks.get(name)
         if rank is None or rank not in self.actors:
             return False
+        if self.hosts[rank.host].is_frozen:
+            return False
         return verb in rank.moves(self) or (rank.alive and verb in rank.faults())
 
+    def moves_of(self, actor: Actor) -> list[str]:
+        """Nothing of a rank whose host or agent cannot do its part."""
+        if isinstance(actor, Rank):
+            host = self.hosts[actor.host]
+            if host.is_frozen:
+                return []
+            if host.is_stopped:
+                return [verb for verb in actor.moves(self) if verb not in ("is received", "is reaped")]
+        moves: list[str] = actor.moves(self)
+        return moves
+
     def perform(self, move: Move) -> None:
-        """Raises Violation: the move violates a rule."""
         name, verb = move
-        if name == "lighthouse":
-            if verb == "restarts":
-                self.restart_lighthouse()
-            else:
-                self.lighthouse.perform(self, verb)
-        elif name in self.hosts:
-            self._perform_host(self.hosts[name], verb)
-        elif name == "store":
-            self.forget()
-        elif name == "host":
+        if name == "host":
             joins = _JOINS.fullmatch(verb)
             if joins is None:
                 raise ValueError(f"`host {verb}` is not a move")
-            self.add_host(int(joins[2]), joins[3] or "", forks_late=bool(joins[1]))
+            self.add_host(int(joins[2]), joins[3] or "", forks_late=bool(joins[1]), agent=joins[4] or "")
+        elif name == "operator":
+            self.start_coordinator("without" not in verb, zone="side" if "side" in verb else "")
+        elif name == "disk":
+            assert self.disk is not None
+            self.disk.is_stuck = verb == "hangs"
+        elif name == "clock":
+            delivery.pass_time(self, int(verb.split()[1]))
+        elif name == "recover":
+            recover(self, self._perform_if_possible, self.perform, in_turn(), attended=verb != "unattended")
+        elif name in self.coordinators:
+            self._perform_coordinator(self.coordinators[name], verb)
+        elif name in self.hosts:
+            self._perform_host(self.hosts[name], verb)
         elif verb == "is received":
-            rank = self.ranks[name]
-            self.hosts[rank.host].receive(self, rank)
+            self.hosts[self.ranks[name].host].receive_from(self, self.ranks[name])
         elif verb == "is reaped":
             rank = self.ranks[name]
             self.hosts[rank.host].on_exit(self, rank)
             self.actors.remove(rank)
         else:
             rank = self.ranks[name]
-            if self.is_lost(rank.agent) and verb not in rank.faults():
+            host = self.hosts[rank.host]
+            if (host.is_fenced or rank.agent != host.id) and verb not in rank.faults():
                 raise Violation(f"RULE-3: {name} {verb}, but its agent {rank.agent} may be held to be lost")
             rank.perform(self, verb)
-            if verb == "configures":
-                self.hosts[rank.host].handle(self, RankEntered())
+
+    def _perform_if_possible(self, move: Move) -> None:
+        if self.is_possible(move):
+            self.perform(move)
+
+    def _perform_coordinator(self, coordinator: CoordinatorProcess, verb: str) -> None:
+        match verb:
+            case "crashes":
+                self.crash_coordinator(coordinator)
+            case "is parted" | "is back":
+                coordinator.zone = "side" if verb == "is parted" else ""
+                self.zone_of[coordinator.address] = coordinator.zone
+                self.seen.add("partition")
+            case "stops":
+                coordinator.stop(self)
+            case "goes on":
+                if coordinator.go_on(self) > coordinator.state.timeouts.lease_s:
+                    self.seen.add("coordinator paused beyond a lease")
+            case _:
+                coordinator.perform(self, verb)
 
     def _perform_host(self, host: Host, verb: str) -> None:
         match verb:
             case "dies":
-                self.end_host(host, "")
-            case "is cut off":
-                host.is_cut = True
+                self.end_host(host)
+            case "is cut off" | "is parted" | "is back":
+                host.zone = {"is cut off": host.name, "is parted": "side", "is back": ""}[verb]
                 for generation in self.generations.values():
-                    if host.name in generation.hosts and len(generation.hosts) > 1:
+                    if host.name in generation.hosts and self._is_parted(generation):
                         generation.sever()
-            case "is back":
-                host.is_cut = False
+            case "freezes":
+                host.is_frozen = True
+            case "thaws":
+                host.is_frozen = False
+                self._note_pause(host, "host")
+                host.watch(self)
+            case "stops":
+                host.is_stopped = True
+            case "goes on":
+                host.is_stopped = False
+                self._note_pause(host, "agent")
+            case "is slow" | "is quick":
+                host.is_slow = verb == "is slow"
+                self.seen.add("slow session")
             case _ if verb in host.faults():
                 host.inject(self, verb)
             case _:
                 host.perform(self, verb)
 
-    def add_host(self, num_ranks: int, mismatch: str = "", *, forks_late: bool = False) -> None:
-        name = _name_of(len(self.hosts))
-        host = Host(self, name, num_ranks, mismatch, forks_late=forks_late)
-        self.hosts[name] = self.agents[name] = host
-        self.actors.append(host)
-        host.connect(self)
+    def _note_pause(self, host: Host, what: str) -> None:
+        if host.lease_until_s is not None and host.is_lease_over(self):
+            self.seen.add(f"{what} paused beyond its lease")
 
-    def end_host(self, host: Host, reason: str) -> None:
-        """The host dies, or its agent exits; `reason`: why the agent has failed, "" otherwise."""
-        if "state is lost" in reason:
-            assert self.record is not None
-            self.invariants.lose(self.record, self.ranks.values())
-            self.given_up = reason
+    def _is_parted(self, generation: SimulatedGeneration) -> bool:
+        return len({self.hosts[name].zone for name in generation.hosts}) > 1
+
+    def add_host(self, num_ranks: int, mismatch: str = "", *, forks_late: bool = False, agent: str = "") -> None:
+        """`agent`: the id of another one that it has too; "" for one of its own."""
+        name = _name_of(len(self.hosts))
+        host = Host(self, name, num_ranks, mismatch, agent, forks_late=forks_late)
+        self.hosts[name] = host
+        self.agents.setdefault(host.id, host)
+        self.actors.append(host)
+
+    def end_host(self, host: Host) -> None:
+        if not host.alive:
+            return
         host.alive = False
-        self.num_lost_agents += 1
+        self.num_dead_hosts += 1
         self.actors.remove(host)
+        if host.connection is not None:
+            host.hang_up()
+        host.kill_ranks()
         for rank in host.ranks:
-            if rank.alive:
-                rank.end(ranks.KILLED)
             self.actors.remove(rank)
 
-    def restart_lighthouse(self) -> None:
-        """Restart the coordinator's process, which keeps only the record, in its file."""
-        self.incarnation += 1
-        self.notices.clear()
-        fresh = Lighthouse()
-        self.actors[self.actors.index(self.lighthouse)] = fresh
-        self.lighthouse = fresh
-        for generation in self.generations.values():
-            if not generation.has_begun:
-                generation.sever()
+    def lose_state(self, host: Host, reason: str) -> None:
+        """The agent of `host` ends because the job's state is lost."""
+        led_elsewhere = promises.led_elsewhere(self, host)
+        if self.chain.record is not None:
+            left = [rank for rank in self.chain.counting() if rank.host not in led_elsewhere]
+            self.chain.invariants.lose(self.chain.record, left)
+        if not any(r.alive and r.state is not None and r.host in led_elsewhere for r in self.ranks.values()):
+            self.given_up = reason
 
-    def forget(self) -> None:
-        """The store loses the record, as if its file were lost: all committed steps are given up."""
-        self.record = None
-        self.chain.clear()
-        self.invariants.give_up_all()
-
-    # -- queries and shared operations of the actors
+    def note(self, notice: Notice) -> None:
+        """What agents tell their users."""
+        line = f"undecided  {notice.reason}"
+        if notice.topic == "undecided" and self.log[-1:] != [line]:
+            self.log.append(line)
 
     def reaches(self, one: str, other: str) -> bool:
-        return one == other or (self.hosts[one].is_connected and self.hosts[other].is_connected)
-
-    def is_lost(self, agent: str) -> bool:
-        """Whether other agents may declare it lost: it is dead, or its lease has expired."""
-        host = self.agents[agent]
-        return not host.alive or host.id != agent or host.is_fenced
-
-    def hears_of(self, agent: str) -> bool:
-        """Whether the coordinator gets heartbeats of `agent`."""
-        return self.agents[agent].is_connected and not self.is_lost(agent)
-
-    def num_heirs(self, at: str) -> int:
-        """The number of successors that the host `at` knows."""
-        return sum(host.num_successors for host in self.hosts.values() if host.alive and self.reaches(at, host.name))
+        a, b = self.hosts[one], self.hosts[other]
+        return one == other or (a.alive and b.alive and a.zone == b.zone)
 
     def generation(self, record: Record) -> SimulatedGeneration:
         if record.digest not in self.generations:
@@ -243,92 +326,15 @@ class Cluster:
             self.generations[record.digest] = generation
             if any(not self.ranks[member].alive for member in generation.seated):
                 generation.broken = True
-            if len(generation.hosts) > 1 and any(self.hosts[name].is_cut for name in generation.hosts):
+            if self._is_parted(generation):
                 generation.sever()
         return self.generations[record.digest]
 
-    def follow(self, mine: Report, proposal: list[Report]) -> Record | Undecided | Unrecoverable:
-        """The agent's answer to `proposal`. Equal proposals give equal answers, so each is computed once."""
-        is_mine = self.record is not None and next_record.is_for(self.record, mine)
-        known = self._followed
-        if known is None or known[0] is not self.record or known[1] is not proposal or known[2] != is_mine:
-            known = self._followed = (self.record, proposal, is_mine, next_record.follow(self.record, mine, proposal))
-        return known[3]
-
-    def write(self, record: Record, proposal: Sequence[Report]) -> None:
-        """Set the record, which follows from `proposal`, in the store."""
-        present = self.record
-        expected = (1, "") if present is None else (present.generation + 1, present.digest)
-        if (record.generation, record.parent) != expected:
-            raise Violation(f"RULE-1: generation {record.generation} of {record.parent} follows {expected}")
-        self.log.append(_describe(record))
-        self._check_size(record, proposal)
-        self.invariants.write(record, present, proposal, self.ranks.values())
-        self.record = record
-        self.chain.append(record)
-        self.written.add(record.digest)
-
-    def _check_size(self, record: Record, proposal: Sequence[Report]) -> None:
-        """PLAN-2: as many replica groups as possible, but no more than seats are requested or than before, not counting
-        groups with a draining member."""
-        layout, setting = self.layout, self.setting
-        lost = {agent for report in proposal for agent in report.dead_agents}
-        num_members = {report.agent: len(report.members) for report in proposal if report.agent not in lost}
-        asked = {agent: self.agents[agent].num_seats for agent in num_members}
-        num_asked = sum(num_members[agent] if num is None else num for agent, num in asked.items())
-        before = num_going = 0
-        if self.record is not None:
-            draining = [
-                member.id
-                for report in proposal
-                if report.agent not in lost
-                for member in report.members
-                if member.draining
-            ]
-            before = self.record.plan.shape[1] - self.record.groups_of(self.record.draining_members)
-            num_going = self.record.groups_of(draining)
-        most = max(max(num_asked // layout.unit, before) + num_going, layout.min_replicas)
-        block = math.prod(getattr(layout, axis) for axis in layout.within_host)
-        possible = sum(num // block for num in num_members.values()) * block // layout.unit
-        num_groups = record.plan.shape[1]
-        if num_groups > most or (num_groups < min(most, possible) and not setting.max_hosts):
-            raise Violation(
-                f"PLAN-2: generation {record.generation} has {num_groups} replica groups of {possible}; {num_asked} "
-                f"seats are requested, and there were {before}"
-            )
-
-    def answered(self, answer: Record | Undecided | Unrecoverable) -> None:
-        """Count and log the answer to an agent's request."""
-        if isinstance(answer, Undecided):
-            self.num_void += 1
-            if answer.reason and self.log[-1:] != [f"undecided  {answer.reason}"]:
-                self.log.append(f"undecided  {answer.reason}")
-        else:
-            self.num_void = 0
+    def num_successors(self, at: str) -> int:
+        """The number of successors that the host `at` knows."""
+        return sum(host.num_successors for host in self.hosts.values() if host.alive and self.reaches(at, host.name))
 
     def holdings(self) -> str:
         """The state of each live rank, for the log."""
         living = (rank for rank in self.ranks.values() if rank.alive)
         return "; ".join(f"{rank.name} holds {rank.state or 'nothing'}" for rank in living) or "nobody is left"
-
-    def check_step(self, generation: SimulatedGeneration, parts: Sequence[Part]) -> None:
-        """RULE-4 and RULE-5: the ranks reduce one step of one state, and each slot once."""
-        first = parts[0]
-        covered: Counter[int] = Counter()
-        for part in parts:
-            if part.attempt != first.attempt:
-                raise Violation(f"RULE-4: {part.attempt} and {first.attempt} are reduced together")
-            if part.active != first.active:
-                raise Violation(f"RULE-5: ranks disagree on who is active: {part.active} and {first.active}")
-            if part.share is not None:
-                covered[part.share[0]] += 1
-                if part.state is None:
-                    raise Violation(f"RULE-5: a rank without state has a share of {part.attempt}")
-        states = {part.state for part in parts if part.state is not None}
-        if len(states) > 1:
-            raise Violation(f"RULE-4: {states} take {first.attempt} together")
-        count = max((part.share[1] for part in parts if part.share is not None), default=0)
-        if not count:
-            raise Violation(f"RULE-5: nobody has a share of {first.attempt}")
-        if covered != Counter(dict.fromkeys(range(count), self.layout.pp * self.layout.tp)):
-            raise Violation(f"RULE-5: the shares of {first.attempt} are {dict(covered)} of {count}")

@@ -7,10 +7,11 @@ coordinator may crash between any two messages that it sends, and before and aft
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from elasticgang.protocol.coordinator_messages import (
+    JOB_TIMEOUTS,
     NO_TERM,
     AgentExited,
     AgentMessage,
@@ -34,13 +35,15 @@ from elasticgang.protocol.coordinator_messages import (
     Timeouts,
 )
 from elasticgang.protocol.coordinator_state import CoordinatorState
+from elasticgang.simulation import promises
 from elasticgang.simulation.invariants import Violation
 
 if TYPE_CHECKING:
-    from elasticgang.simulation.coordinated_cluster import CoordinatedCluster
-    from elasticgang.simulation.coordinated_host import CoordinatedHost
+    from elasticgang.simulation.cluster import Cluster
+    from elasticgang.simulation.host import Host
 
-TIMEOUTS = Timeouts(fenced_limit_s=90.0, dead_after_s=120.0, founding_s=20.0)
+TIMEOUTS = replace(JOB_TIMEOUTS, founding_s=20.0)
+PATIENT = Timeouts(fenced_limit_s=90.0, dead_after_s=120.0, founding_s=20.0)
 
 
 def clock_rate(number: int) -> float:
@@ -52,8 +55,9 @@ class SimulatedSession:
     """One connection. An end that is closed receives nothing more; the other end sees the end of the stream after what
     was sent."""
 
-    def __init__(self, number: int, host: CoordinatedHost, coordinator: CoordinatorProcess) -> None:
+    def __init__(self, number: int, host: Host, coordinator: CoordinatorProcess) -> None:
         self.number, self.host, self.coordinator = number, host, coordinator
+        self.agent, self.agent_session = host.session.agent, host.session
         self.to_coordinator: deque[AgentMessage] = deque()
         self.to_agent: deque[CoordinatorMessage] = deque()
         self.is_agent_open = self.is_coordinator_open = True
@@ -75,7 +79,7 @@ class CoordinatorProcess:
     `promises`: the agents that have promised its present term."""
 
     def __init__(
-        self, cluster: CoordinatedCluster, number: int, disk: Disk | None, zone: str, address: str, is_founder: bool
+        self, cluster: Cluster, number: int, disk: Disk | None, zone: str, address: str, is_founder: bool
     ) -> None:
         self.name = self.home = f"coordinator{number}"
         self.rate = clock_rate(number)
@@ -92,7 +96,7 @@ class CoordinatorProcess:
         self.outbox: deque[Send | CloseSession] = deque()
         self.writing: deque[Persist] = deque()
         self.sessions: dict[int, SimulatedSession] = {}
-        self.state = CoordinatorState(self.name, has_directory=disk is not None, timeouts=TIMEOUTS)
+        self.state = CoordinatorState(self.name, has_directory=disk is not None, timeouts=cluster.timeouts)
         if disk is not None:
             disk.holder = self
             self.state.number = disk.term.number + 1
@@ -103,7 +107,7 @@ class CoordinatorProcess:
 
     # -- what it can do
 
-    def moves(self, cluster: CoordinatedCluster) -> list[str]:
+    def moves(self, cluster: Cluster) -> list[str]:
         if self.is_stopped:
             return []
         moves = []
@@ -120,22 +124,24 @@ class CoordinatorProcess:
             moves.append("writes")
         record = self.state.record
         if record is not None:
-            moves += [f"misses {a}" for a in record.agents if not cluster.num_alive[a] and a not in self.state.dead]
-        elif not self.state.granted and self.state.sessions and cluster.may_found(self):
+            if cluster.num_dead_hosts:  # whose address refuses connections
+                absent = self.state.absent_agents()
+                moves += [f"misses {agent}" for agent, at in absent.items() if not cluster.hosts[at].alive]
+        elif not self.state.granted and self.state.sessions and promises.may_found(cluster, self):
             moves.append("founds")
         return moves
 
     def has_heard(self, agent: str) -> bool:
         return agent in self.heard_s
 
-    def silent_s(self, cluster: CoordinatedCluster, agent: str) -> float:
+    def silent_s(self, cluster: Cluster, agent: str) -> float:
         """For how long this process has run since it heard `agent`, or could have first, by its clock."""
         return (cluster.now_s - self.idle_s - self.heard_s.get(agent, self.began_s)) * self.rate
 
-    def stop(self, cluster: CoordinatedCluster) -> None:
+    def stop(self, cluster: Cluster) -> None:
         self.is_stopped, self.stopped_at_s = True, cluster.now_s
 
-    def go_on(self, cluster: CoordinatedCluster) -> float:
+    def go_on(self, cluster: Cluster) -> float:
         """Returns for how long it was stopped. It need not notice that it was for less than `standstill_s`."""
         self.is_stopped = False
         paused_s = cluster.now_s - self.stopped_at_s
@@ -152,7 +158,7 @@ class CoordinatorProcess:
 
     # -- doing it
 
-    def perform(self, cluster: CoordinatedCluster, verb: str) -> None:
+    def perform(self, cluster: Cluster, verb: str) -> None:
         what, *about = verb.split()
         match what:
             case "receives":
@@ -166,15 +172,15 @@ class CoordinatorProcess:
             case "misses":
                 self.do(cluster, AgentExited(about[0]))
             case "founds" | "is":
-                if self.state.record is None and cluster.record is not None:  # every agent that knew it is dead
-                    cluster.begin_anew()
+                if self.state.record is None and cluster.chain.record is not None:  # every agent that knew it is dead
+                    cluster.chain.begin_anew()
                 cluster.seen.add("founded anew" if self.state.record is None else "operator's word")
                 self.is_granted = True
                 self.do(cluster, OfficeGranted())
             case _:
                 raise ValueError(verb)
 
-    def do(self, cluster: CoordinatedCluster, event: CoordinatorEvent) -> None:
+    def do(self, cluster: Cluster, event: CoordinatorEvent) -> None:
         state = self.state
         lost, dead, number, known = frozenset(state.lost), frozenset(state.dead), state.number, state.decision
         instructions = state.handle(event, cluster.now_s * self.rate)
@@ -182,7 +188,7 @@ class CoordinatorProcess:
             self.promises.clear()
             self.is_granted = self.is_granted and self.disk is not None
         if (state.lost or state.dead) and not isinstance(event, AgentExited):
-            cluster.check_lost(self, state.lost - lost, state.dead - dead, silent=isinstance(event, Ticked))
+            promises.check_lost(cluster, self, state.lost - lost, state.dead - dead, silent=isinstance(event, Ticked))
         if state.lost and " may live" in state.reason:
             cluster.seen.add("waited for a silent agent")
         for instruction in instructions:
@@ -199,32 +205,32 @@ class CoordinatorProcess:
         if state.decision is not known and state.decision is not None and state.decision.term.name != self.name:
             self.is_granted = False  # another coordinator has decided
 
-    def _note(self, cluster: CoordinatedCluster, decision: Decision) -> None:
-        if decision.record.digest in cluster.records:
+    def _note(self, cluster: Cluster, decision: Decision) -> None:
+        if decision.record.digest in cluster.chain.decided:
             return
-        cluster.check_decision(self, decision)
-        cluster.note_decision(decision, self.state.proposal)
+        promises.check_decision(cluster, self, decision)
+        cluster.chain.note_decision(decision, self.state.proposal)
         self.num_pushed = 0
 
-    def receive(self, cluster: CoordinatedCluster, session: SimulatedSession) -> None:
+    def receive(self, cluster: Cluster, session: SimulatedSession) -> None:
         message, host = session.to_coordinator.popleft(), session.host
         if isinstance(message, Ready) and not (host.alive and session.is_agent_open):
             cluster.seen.add("ghost")
-        if isinstance(message, Hello) and host.name in cluster.declared_lost:
+        if isinstance(message, Hello) and (host.name, session.agent) in cluster.chain.declared_lost:
             cluster.seen.add("lost agent came back")
         if isinstance(message, Promise) and message.term == self.state.term and session.number in self.state.sessions:
-            self.promises.add(host.id)
+            self.promises.add(session.agent)
         self.do(cluster, Received(session.number, message))
         if session.number in self.state.sessions:
-            self.heard_s[host.id] = cluster.now_s - self.idle_s
+            self.heard_s[session.agent] = cluster.now_s - self.idle_s
 
-    def lose(self, cluster: CoordinatedCluster, number: int) -> None:
+    def lose(self, cluster: Cluster, number: int) -> None:
         session = self.sessions.pop(number)
         session.is_coordinator_open = False
         session.to_coordinator.clear()
         self.do(cluster, SessionClosed(number))
 
-    def send(self, cluster: CoordinatedCluster, instruction: Send | CloseSession) -> None:
+    def send(self, cluster: Cluster, instruction: Send | CloseSession) -> None:
         session = self.sessions.get(instruction.session)
         if session is None:
             return
@@ -235,16 +241,16 @@ class CoordinatorProcess:
         elif session.is_agent_open:
             message = instruction.message
             if isinstance(message, Push):
-                cluster.check_push(self, session.host, message.decision)
+                promises.check_push(cluster, self, session.host, message.decision)
                 self.num_pushed += 1
-            elif isinstance(message, Refused) and session.host.id != session.host.name:
+            elif isinstance(message, Refused) and session.host.is_duplicate:
                 cluster.seen.add("duplicate id")
             session.to_agent.append(message)
 
-    def write(self, cluster: CoordinatedCluster, persist: Persist) -> None:
+    def write(self, cluster: Cluster, persist: Persist) -> None:
         assert self.disk is not None
         if persist.decision is not None:
-            cluster.make_effective(persist.decision)
+            cluster.chain.make_effective(persist.decision)
         self.disk.term, self.disk.decision = persist.term, persist.decision
         if persist.decision is not None:
             self.do(cluster, Persisted(persist.decision.record.digest))

@@ -1,113 +1,119 @@
-"""A simulated host: drives the real `AgentLifecycle` like `agent.py` and `control_plane.py`, one move at a time.
+"""A simulated host: drives the real `AgentLifecycle` and `AgentSession` like `agent.py` and `control_plane.py`.
 
-A host dies with its agent, or is cut off. An agent can be declared lost only if it is dead or its lease has expired.
-Only the agent's timers advance a host's clock: a timer may expire once all earlier ones have.
+The lease is a word in memory that the ranks read: it binds them also while the agent is stopped. The agent's timers
+expire when the clock passes, or in a move of their own: its own time may run ahead of the session's.
 
 SIMHOST-1  An agent exits once: when none of its ranks runs, starts or waits for a restart, when it has failed, or when
     a signal's grace period is over. The code is 128 + N after signal N, and not 0 after a failure. It is 0 only if the
     job has finished, or every rank has exited with code 0 or was asked to leave.
 SIMHOST-2  An agent whose ranks cannot be started fails after the budget of one id at the latest.
+SIMHOST-3  A record is given only to hosts whose ranks have the seats that it gives to their agents.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from elasticgang.protocol import next_record
-from elasticgang.protocol.agent_events import (
-    Abort,
-    AgentEvent,
-    AgentInstruction,
-    AnnounceJoin,
-    Committed,
-    CoordinatorConnected,
-    CoordinatorReturned,
-    DeliverRecord,
-    End,
-    Exit,
-    Fail,
+from elasticgang.protocol import agent_events as events
+from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
+from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.agent_state import AgentState
+from elasticgang.protocol.coordinator_messages import (
+    Answer,
+    CollectReport,
+    Connected,
+    ConnectionRefused,
+    Disconnected,
+    EndGeneration,
     Fence,
     Finished,
-    HostLost,
+    Goodbye,
+    HangUp,
+    Inform,
+    JoinRequest,
     KillRanks,
-    LeaseExpired,
-    NotifyFinished,
-    NotifyOver,
-    NotStarted,
-    PeerNotice,
-    QuorumAnswered,
-    Rejoin,
-    RequestQuorum,
-    RetireMembers,
-    SignalRanks,
-    SignalReceived,
-    Started,
-    StartRank,
-    TimePassed,
-    Warn,
+    Notice,
+    Notify,
+    PeerMessage,
+    ReportCollected,
+    ReportRequested,
+    SendToCoordinator,
+    SessionEvent,
+    SetLease,
+    Ticked,
+    Unfence,
 )
-from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
-from elasticgang.protocol.agent_state import AgentState
-from elasticgang.protocol.record import PROTOCOL, Record, Report, Undecided, Unrecoverable
-from elasticgang.simulation.base_host import BaseHost
+from elasticgang.protocol.record import PROTOCOL, Record, Undecided
+from elasticgang.simulation.coordinator_process import CoordinatorProcess, SimulatedSession, clock_rate
 from elasticgang.simulation.invariants import Violation
-from elasticgang.simulation.rank import KILLED, Rank
+from elasticgang.simulation.rank import KILLED, REQUESTING, STARTING, Rank
 
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
 
-OPEN, ANSWERED, WRITING, CLOSED = "open", "answered", "writing", "closed"
+RARE_MOVES = frozenset({"hangs up", "kills a fenced rank", "fails to start a rank"})
+TIMER = "times out: "
 
-RARE_MOVES = frozenset(
-    {"fences itself", "fails to start a rank", "gives up", "gives up late", "writes unheard", "writes unheard late"}
-)
-
+_MAX_ABORT_MOVES = 20
 _MAX_NOT_STARTED = 12
 _SIGNALS = {"gets SIGTERM": signal.SIGTERM, "gets SIGINT": signal.SIGINT}
 
 
-class Call:
-    """One request to the lighthouse. `seen`: the record in the store when the answer was read. `wanted`: the record to
-    write in its place. A closed call is a ghost: its report may still count, but no agent waits for the answer."""
-
-    __slots__ = ("agent", "host", "phase", "proposal", "report", "seen", "wanted")
-
-    def __init__(self, host: Host, report: Report) -> None:
-        self.host, self.agent = host, report.agent
-        self.report = report
-        self.phase = OPEN
-        self.proposal: list[Report] = []
-        self.seen: Record | None = None
-        self.wanted: Record | None = None
-
-
-class Host(BaseHost):
-    """`incarnation`: of the coordinator it is connected to. `is_fenced`: until its agent rejoins. `forks_late`: a fork
-    is a move of its own; `is_exhausted`: and fails."""
+class Host:
+    """`mismatch`: what about it is not as the job is: "job", "layout" or "protocol". `num_seats`: how many it requests;
+    None: one for each of its ranks. `zone`: its part of a parted network. `is_frozen`: the whole host stands still;
+    `is_stopped`: the agent alone. `is_slow`: its sessions carry nothing while time passes. `lease_until_s`: what the
+    ranks read. `forks_late`: a fork is a move of its own; `is_exhausted`: and fails. `has_begun`: its agent was
+    welcomed under its present id."""
 
     def __init__(
-        self, cluster: Cluster, name: str, num_ranks: int, mismatch: str = "", *, forks_late: bool = False
+        self,
+        cluster: Cluster,
+        name: str,
+        num_ranks: int,
+        mismatch: str = "",
+        agent: str = "",
+        *,
+        forks_late: bool = False,
     ) -> None:
-        super().__init__(cluster, name, num_ranks, mismatch)
-        self.is_cut = False
-        self.incarnation = cluster.incarnation
-        self.now_s = 0.0
+        self.name = self.home = name
+        self.mismatch = mismatch
+        self.job = "another job" if mismatch == "job" else "job"
+        self.layout = cluster.layout if mismatch != "layout" else replace(cluster.layout, min_replicas=2)
+        self.protocol = PROTOCOL + (mismatch == "protocol")
+        self.num_ranks = num_ranks
+        self.num_spares = min(cluster.setting.num_spares, num_ranks - 1)
+        self.num_seats = num_ranks - self.num_spares if self.num_spares else None
+        self.alive = True
+        self.ranks: list[Rank] = []
+        self.num_started = [0] * num_ranks
+        self.is_duplicate = agent != ""
+        self.rate = clock_rate(len(cluster.hosts))
+        self.is_frozen = self.is_stopped = self.is_slow = False
+        self.zone = ""
+        self.said_goodbye = False
         self.forks_late = forks_late
-        self.is_exhausted = self.is_fenced = self.rejoins = False
+        self.is_exhausted = self.is_fenced = False
         self.forking: tuple[int, str] | None = None  # the rank, and the agent's id when the fork began
         self.num_not_started = 0  # in a row
         self.signal = 0
         self.reason = ""  # why it failed
         self.ended: dict[int, bool] = {}  # by rank: whether its last process needs no restart
-        self.wants_to_request = False
-        self.has_requested = False
-        self.calls: list[Call] = []  # oldest first
-        self.noticed: set[tuple[int, bool]] = set()
+        self.ahead_s = 0.0  # of the agent's own time
+        self.has_begun = False
+        self.former = ""  # its id before it was fenced, until it has rejoined
+        self.early: list[Any] = []
+        self.newest_over = self.newest_join = 0
+        self.connection: SimulatedSession | None = None
+        self.timeouts = cluster.timeouts
+        self.session = AgentSession(agent or name, incarnation=name, timeouts=self.timeouts)
+        self.lease_until_s: float | None = None
+        self.lease_holder: CoordinatorProcess | None = None
         self.agent = AgentLifecycle(
-            name,
+            agent or name,
             AgentOptions(
                 job=self.job,
                 num_ranks=num_ranks - self.num_spares,
@@ -117,18 +123,6 @@ class Host(BaseHost):
                 max_restarts=1_000_000,
             ),
         )
-        self.found_lost: set[str] = set()
-
-    def connect(self, cluster: Cluster) -> None:
-        """Connect to the coordinator, for the first time or under a new id."""
-        if self.rejoins:
-            cluster.seen.add("rejoined")
-            self.num_not_started = 0  # each id has its own budget
-        self.found_lost.clear()
-        self.noticed.clear()
-        self.is_fenced = self.rejoins = False
-        self.incarnation = cluster.incarnation
-        self.handle(cluster, CoordinatorConnected(self.name, f"c{self.incarnation}", ""))
 
     @property
     def agent_state(self) -> AgentState:
@@ -139,128 +133,89 @@ class Host(BaseHost):
         """The agent's."""
         return self.agent.agent
 
+    def clock_s(self, cluster: Cluster) -> float:
+        return cluster.now_s * self.rate
+
     @property
-    def is_connected(self) -> bool:
-        return self.alive and not self.is_cut
+    def is_cut(self) -> bool:
+        return self.zone != "" or self.is_frozen
 
     @property
     def num_successors(self) -> int:
-        return (
-            0
-            if self.is_fenced
-            else self.agent_state.num_successors([rank.name for rank in self.ranks if rank.draining])
-        )
+        if self.is_fenced:
+            return 0
+        return self.agent_state.num_successors([rank.name for rank in self.ranks if rank.draining])
 
-    # -- possible moves
+    @property
+    def is_inert(self) -> bool:
+        return all(not rank.alive or rank.phase in (REQUESTING, STARTING) for rank in self.ranks)
+
+    def is_lease_over(self, cluster: Cluster) -> bool:
+        return self.lease_until_s is None or self.clock_s(cluster) >= self.lease_until_s
+
+    # -- what it can do
 
     def moves(self, cluster: Cluster) -> list[str]:
+        if self.is_frozen or self.is_stopped:
+            return []
         timers = self.agent.timers()
-        moves = [f"{kind}s {what}" for kind, _, what in map(_split, timers) if kind == "restart"]
+        moves = [f"restarts {what}" for kind, _, what in map(_split, timers) if kind == "restart"] if timers else []
         if self.forking is not None:
             moves += ["cannot start a rank"] if self.is_exhausted else ["starts a rank", "fails to start a rank"]
-        moves += self._moves_by_word(cluster)
-        return moves + [f"times out: {name}" for name in timers if _split(name)[0] != "restart"]
+        if self.former:
+            moves.append("rejoins")
+        if self.session.is_fenced and not self.is_inert:
+            moves.append("kills a fenced rank")
+        connection = self.connection
+        if connection is None:
+            if not self.session.is_ended:
+                moves += [f"dials {c.name}" for c in cluster.listening(self.zone) if self.may_dial(c)]
+                moves += [f"finds nobody at {address}" for address in cluster.refusing(self.zone)]
+        else:
+            if connection.to_agent and connection.coordinator.zone == self.zone:
+                moves.append("receives")
+            elif not connection.is_coordinator_open or connection.coordinator.zone != self.zone:
+                moves.append("loses its session")
+            moves.append("hangs up")
+        return moves + [TIMER + name for name in timers if not name.startswith("restart ")] if timers else moves
 
-    def _moves_by_word(self, cluster: Cluster) -> list[str]:
-        """Moves that involve the coordinator or the other agents."""
-        if self.is_fenced:
-            return ["rejoins"] if self.rejoins and not self.is_cut else []
-        moves = ["fences itself"] if self.is_cut else []
-        if self.calls:
-            moves += self._moves_of(cluster, self.calls[-1], "")
-            if len(self.calls) > 1:
-                moves += self._moves_of(cluster, self.calls[0], " late")
-        if self.is_cut:
-            return moves
-        if self.incarnation != cluster.incarnation:
-            return [*moves, "reconnects"]
-        if self.wants_to_request:
-            moves.append("requests")
-        if cluster.finished and not self.agent_state.finished:
-            moves.append("receives the end")
-        if self.has_requested and self.id not in cluster.lighthouse.healthy:
-            moves.append("heartbeats")
-        if self.calls and self._has_joiner(cluster):
-            moves.append("posts a joiner")
-        record = self.agent_state.record
-        if record is not None and cluster.notices:
-            for over in (True, False):
-                notice = (record.generation, over)
-                if notice in cluster.notices and notice not in self.noticed:
-                    moves.append("notices an end" if over else "notices a joiner")
-        if cluster.num_lost_agents:
-            moves += [f"finds {name} lost" for name in self._absent(cluster)]
-        return moves
-
-    def _moves_of(self, cluster: Cluster, call: Call, late: str) -> Sequence[str]:
-        is_away = self.is_cut or self.incarnation != cluster.incarnation
-        if is_away or (call.phase is OPEN and not cluster.lighthouse.has(call)):
-            return ("loses a call" + late,)
-        if call.phase is OPEN:
-            return ("gives up" + late,)
-        if call.phase is ANSWERED:
-            return ("reads" + late,)
-        return ("writes" + late, "writes unheard" + late)
-
-    def _has_joiner(self, cluster: Cluster) -> bool:
-        """Whether a member here waits to join the present generation, and no notice about it was posted."""
-        record = cluster.record
-        if record is None or (record.generation, False) in cluster.notices:
-            return False
-        return any(record.seat(member.id) is None for call in self.calls for member in call.report.members)
-
-    def _absent(self, cluster: Cluster) -> Iterator[str]:
-        """Agents of the record that are lost, and that this one has not declared lost yet."""
-        if cluster.record is not None:
-            for name in (*cluster.record.agents, *cluster.record.absent_agents):
-                if cluster.is_lost(name) and name not in self.found_lost:
-                    yield name
-
-    # -- performing moves
+    def faults(self) -> list[str]:
+        return [
+            *_SIGNALS,
+            "recovers" if self.is_exhausted else "is exhausted",
+            *([] if self.forks_late else ["forks late"]),
+        ]
 
     def perform(self, cluster: Cluster, verb: str) -> None:
         what, *about = verb.split()
         match what:
-            case "fences":
-                self.handle(cluster, LeaseExpired())
-            case "rejoins":
-                self.connect(cluster)
+            case "restarts":
+                self._time_out(cluster, f"restart {about[0]}")
+            case "times":
+                cluster.seen.add(f"timed out: {about[1]}")
+                self._time_out(cluster, verb.removeprefix(TIMER))
             case "starts":
                 self._start(cluster)
             case "fails" | "cannot":
                 self._fail_to_start(cluster)
-            case "times":
-                self._wait(cluster, verb.removeprefix("times out: "))
+            case "rejoins":
+                self._rejoin(cluster)
+            case "dials":
+                self.dial(cluster, cluster.coordinators[about[0]])
             case "finds":
-                self.found_lost.add(about[0])
-                self.handle(cluster, HostLost(about[0]))
-            case "restarts":
-                self._wait(cluster, f"restart {about[0]}")
-            case "reconnects":
-                self.incarnation = cluster.incarnation
-                self.handle(cluster, CoordinatorReturned(f"c{self.incarnation}"))
-            case "heartbeats":
-                cluster.lighthouse.healthy.add(self.id)
-            case "requests":
-                self._request(cluster)
+                self.do(cluster, ConnectionRefused(about[-1], self.clock_s(cluster)))
             case "receives":
-                self.handle(cluster, Finished())
-            case "posts":
-                assert cluster.record is not None
-                cluster.notices.add((cluster.record.generation, False))
-            case "notices":
-                self._notice(cluster, over=about[-1] == "end")
+                self.receive(cluster)
+            case "loses" | "hangs":
+                self.hang_up()
+                self.do(cluster, Disconnected())
+            case "kills":
+                next(rank for rank in self.ranks if rank.alive and rank.phase not in (REQUESTING, STARTING)).end(KILLED)
             case _:
-                call = self.calls[0 if "late" in about else -1]
-                if what == "reads":
-                    self._read(cluster, call)
-                elif what == "writes":
-                    self._write(cluster, call, unheard="unheard" in about)
-                else:
-                    self._answer(cluster, call, Undecided("no answer"))
+                raise ValueError(verb)
 
     def inject(self, cluster: Cluster, verb: str) -> None:
-        """Perform one of `faults`."""
+        """One of `faults`."""
         match verb:
             case "is exhausted":
                 self.is_exhausted = self.forks_late = True
@@ -270,20 +225,14 @@ class Host(BaseHost):
                 self.forks_late = True
             case _:
                 self.signal = _SIGNALS[verb]
-                self.handle(cluster, SignalReceived(self.signal))
+                self.handle(cluster, events.SignalReceived(self.signal))
 
-    def faults(self) -> list[str]:
-        return [
-            *_SIGNALS,
-            "recovers" if self.is_exhausted else "is exhausted",
-            *([] if self.forks_late else ["forks late"]),
-        ]
+    # -- its processes
 
-    def _wait(self, cluster: Cluster, name: str) -> None:
-        """Let the timer `name` expire, and all earlier ones."""
-        cluster.seen.add(f"timed out: {_split(name)[0]}")
-        self.now_s = max(self.now_s, self.agent.timers()[name])
-        self.handle(cluster, TimePassed())
+    def _time_out(self, cluster: Cluster, name: str) -> None:
+        """The timer `name` expires, and all earlier ones."""
+        self.ahead_s = max(self.ahead_s, self.agent.timers()[name] - self.clock_s(cluster))
+        self.handle(cluster, events.TimePassed())
 
     def _start(self, cluster: Cluster) -> None:
         assert self.forking is not None
@@ -291,8 +240,8 @@ class Host(BaseHost):
         self.num_not_started = 0
         self.ended.pop(local_rank, None)
         rank = self.add_rank(cluster, local_rank, agent)
-        self.handle(cluster, Started(rank.name, local_rank))
-        if rank.alive and cluster.is_lost(agent):
+        self.handle(cluster, events.Started(rank.name, local_rank))
+        if rank.alive and (self.is_fenced or agent != self.id):
             raise Violation(f"RULE-3: {self.name} starts {rank.name} of agent {agent}, which may be held to be lost")
 
     def _fail_to_start(self, cluster: Cluster) -> None:
@@ -300,94 +249,264 @@ class Host(BaseHost):
         (local_rank, _), self.forking = self.forking, None
         self.num_not_started += 1
         cluster.seen.add("failed start")
-        self.handle(cluster, NotStarted(local_rank, "no memory"))
+        self.handle(cluster, events.NotStarted(local_rank, "no memory"))
         if self.alive and not self.ranks and not self.is_fenced and self.num_not_started > _MAX_NOT_STARTED:
             raise Violation(
                 f"SIMHOST-2: {self.name} goes on although {self.num_not_started} starts in a row have failed"
             )
 
-    def receive(self, cluster: Cluster, rank: Rank) -> None:
-        """The next message of `rank`."""
+    def receive_from(self, cluster: Cluster, rank: Rank) -> None:
         self.handle(cluster, self.next_event(rank))
 
     def on_exit(self, cluster: Cluster, rank: Rank) -> None:
         self.ended[rank.local_rank] = rank.status == 0 or rank.draining
         self.agent_state.restarts.committed(rank.local_rank)  # no failure ends the job here: each is in another step
-        self.handle(cluster, self.remove_rank(rank, self.now_s))
+        self.handle(cluster, self.remove_rank(cluster, rank, self.clock_s(cluster) + self.ahead_s))
 
-    def handle(self, cluster: Cluster, event: AgentEvent) -> None:
+    def kill_ranks(self, members: Collection[str] | None = None, status: int = KILLED) -> None:
+        for rank in self.ranks:
+            if rank.alive and (members is None or rank.name in members):
+                rank.end(status)
+
+    # -- its session
+
+    def may_dial(self, coordinator: CoordinatorProcess) -> bool:
+        """A process with the id of another reaches only coordinators that know that one (see SENDER)."""
+        return not self.is_duplicate or coordinator.has_heard(self.session.agent)
+
+    def dial(self, cluster: Cluster, coordinator: CoordinatorProcess) -> None:
+        cluster.num_sessions += 1
+        if any(session.host is self for c in cluster.living() for session in c.sessions.values()):
+            cluster.seen.add("half-open session")
+        connection = SimulatedSession(cluster.num_sessions, self, coordinator)
+        self.connection = coordinator.sessions[connection.number] = connection
+        self.do(cluster, Connected(coordinator.address))
+
+    def hang_up(self) -> None:
+        assert self.connection is not None
+        self.connection.is_agent_open = False
+        self.connection.to_agent.clear()
+        self.connection = None
+
+    def receive(self, cluster: Cluster) -> None:
+        assert self.connection is not None
+        self.do(cluster, Answer(self.connection.to_agent.popleft()))
+        if not self.has_begun and self.alive and self.session.is_welcome and not self.former:
+            self._begin(cluster)
+
+    def _begin(self, cluster: Cluster) -> None:
+        """The agent was welcomed under its present id."""
+        if self.session.former:
+            cluster.seen.add("rejoined")
+            self.num_not_started = 0  # each id has its own budget
+        self.has_begun, self.is_fenced = True, False
+        self.handle(cluster, events.CoordinatorConnected(self.name, "", self.name))
+        early, self.early = self.early, []
+        for event in early:
+            self._inform(cluster, event)
+
+    def _rejoin(self, cluster: Cluster) -> None:
+        """Open a session under the agent's new id."""
+        if self.connection is not None:
+            self.hang_up()
+        former, self.former = self.former, ""
+        self.has_begun = False
+        self.newest_over = self.newest_join = 0
+        self.early.clear()
+        self.session = AgentSession(self.id, incarnation=self.name, timeouts=self.timeouts, former=former)
+
+    def tick(self, cluster: Cluster) -> None:
+        self.do(cluster, Ticked())
+        deadline_s = self.agent.deadline_s
+        if self.alive and deadline_s is not None and deadline_s <= self.clock_s(cluster) + self.ahead_s:
+            self.handle(cluster, events.TimePassed())
+
+    def do(self, cluster: Cluster, event: SessionEvent) -> None:
+        session, known = self.session, self.session.decision
+        for instruction in session.handle(event, self.clock_s(cluster)):
+            if not self.alive:
+                return
+            match instruction:
+                case SendToCoordinator(message):
+                    if self.connection is not None and self.connection.is_coordinator_open:
+                        self.connection.to_coordinator.append(message)
+                case HangUp():
+                    self.hang_up()
+                case SetLease(until_s):
+                    self.lease_until_s = until_s
+                    if isinstance(event, ConnectionRefused):
+                        cluster.seen.add("lease renewed by a refusal")
+                    if self.connection is not None:
+                        self.lease_holder = self.connection.coordinator
+                case Fence():
+                    cluster.seen.add("lease over")
+                    if not cluster.setting.is_patient:
+                        self.handle(cluster, events.LeaseExpired("the lease is over"))
+                case Unfence():
+                    cluster.seen.add("unfenced")
+                case CollectReport():
+                    self._report(cluster)
+                case Inform(inner):
+                    self._inform(cluster, inner)
+                case KillRanks(reason):
+                    if reason.startswith("evicted"):
+                        cluster.seen.add("evicted")
+                    self.handle(cluster, events.LeaseExpired(reason))
+        decision = session.decision
+        if decision is not None and decision is not known and self.alive:
+            cluster.chain.make_effective(decision)
+
+    def _report(self, cluster: Cluster) -> None:
+        if not self.has_begun or not self.agent_state.may_request():
+            return
+        for rank in self.ranks:
+            if rank.generation is not None:
+                generation = rank.generation.record.generation
+                raise Violation(f"RULE-3: {self.name} is ready while {rank.name} runs in {generation}")
+        report = self.agent_state.report()
+        self.do(cluster, ReportCollected(replace(report, protocol=self.protocol)))
+
+    def _inform(self, cluster: Cluster, event: Any) -> None:
+        if isinstance(event, events.RecordAnswered) and isinstance(event.answer, Undecided) and not self.has_begun:
+            cluster.log.append(f"{self.name} ends: the job refused this host: {event.answer.refused[0][1]}")
+            cluster.end_host(self)
+        elif not self.has_begun:
+            self.early.append(event)
+        elif isinstance(event, PeerMessage):
+            member, local_rank, step = event.data.split()
+            self.handle(cluster, events.PeerFailed(event.agent, member, int(local_rank), int(step)))
+        elif isinstance(event, Notice):
+            cluster.note(event)
+        else:
+            if isinstance(event, events.RecordAnswered) and isinstance(event.answer, Record):
+                self._check_record(cluster, event.answer)
+            self.handle(cluster, event)
+
+    def _check_record(self, cluster: Cluster, record: Record) -> None:
+        known = self.agent_state.record
+        if known is None or record.generation > known.generation:
+            if self.is_lease_over(cluster):
+                raise Violation(f"FENCE-1: {self.name} is given {record.generation} while its lease is over")
+            if any(rank.alive and rank.generation is not None for rank in self.ranks):
+                raise Violation(f"RULE-3: {self.name} is given {record.generation} while its ranks run")
+            if any(cluster.ranks[seat.member].host != self.name for seat in record.seats_of(self.id)):
+                raise Violation(f"SIMHOST-3: {self.name} is given {record.generation}, which seats ranks of another")
+            assert self.session.decision is not None
+            cluster.chain.make_effective(self.session.decision)
+
+    def watch(self, cluster: Cluster) -> None:
+        """What each rank does by itself when it reads the lease. Unless the agent is patient it kills itself; else it
+        aborts its generation, and is killed when it is too slow for that."""
+        if self.lease_until_s is None:
+            return
+        over_s = self.clock_s(cluster) - self.lease_until_s
+        if over_s < 0:
+            return
+        is_late = over_s >= self.timeouts.grace_s
+        if not cluster.setting.is_patient or over_s >= self.timeouts.fenced_limit_s + self.timeouts.grace_s:
+            if is_late or not self.is_slow:
+                self.kill_ranks()
+        else:
+            for rank in self.ranks:
+                if not self.is_slow and rank.alive and rank.generation is not None:
+                    self._abort(cluster, rank)
+                if is_late and rank.alive and rank.phase not in (REQUESTING, STARTING):
+                    rank.end(KILLED)
+
+    @staticmethod
+    def _abort(cluster: Cluster, rank: Rank) -> None:
+        if not rank.poisoned:
+            rank.poison()
+        for _ in range(_MAX_ABORT_MOVES):
+            moves = rank.moves(cluster)
+            verb = next((verb for verb in ("receives", "applies", "fails", "requests") if verb in moves), None)
+            if verb is None or rank.phase in (REQUESTING, STARTING):
+                return
+            rank.perform(cluster, verb)
+
+    # -- its agent
+
+    def handle(self, cluster: Cluster, event: events.AgentEvent) -> None:
         agent_state, before = self.agent_state, self.agent_state.record
-        for instruction in self.agent.handle(event, self.now_s):
+        instructions = self.agent.handle(event, self.clock_s(cluster) + self.ahead_s)
+        self._check_starts(instructions)
+        for instruction in instructions:
             if self.alive:
                 self._follow(cluster, instruction)
-        record = self.agent_state.record
-        is_older = record is None or before is None or record.generation <= before.generation
-        if agent_state is self.agent_state and before is not None and record is not before and is_older:
+        cluster.finished = cluster.finished or agent_state.finished
+        record = agent_state.record
+        if before is not None and record is not before and (record is None or record.generation <= before.generation):
             raise Violation(f"RULE-2: {self.name} goes back from generation {before.generation}")
 
-    def _follow(self, cluster: Cluster, instruction: AgentInstruction) -> None:
+    def _check_starts(self, instructions: list[events.AgentInstruction]) -> None:
+        """When they are decided: to carry out one may bring the end of the lease before the next."""
+        starts = [one for one in instructions if isinstance(one, events.StartRank)]
+        if starts and (len(starts) > 1 or self.forking is not None or self.signal or self.is_fenced):
+            raise Violation(f"SIMHOST-1: {self.name} starts {starts}, but ends, is fenced, or forks another")
+
+    def _follow(self, cluster: Cluster, instruction: events.AgentInstruction) -> None:
         match instruction:
-            case Abort(members, generation, _):
+            case events.Abort(members, generation, reason):
                 self.send_to_ranks(members, "abort", generation)
-                self._post(cluster, generation, over=True)
-            case AnnounceJoin(members, generation):
+                self._broadcast_over(cluster, generation, reason)
+            case events.AnnounceJoin(members, generation):
                 self.send_to_ranks(members, "join", generation)
-                self._post(cluster, generation, over=False)
-            case DeliverRecord(members, record):
+                if generation > self.newest_join:
+                    self.newest_join = generation
+                    self.do(cluster, Notify(JoinRequest(generation)))
+            case events.DeliverRecord(members, record):
                 self.send_to_ranks(members, "record", record)
-            case RequestQuorum():
-                self.wants_to_request = True
-            case NotifyOver(generation, _):
-                self._post(cluster, generation, over=True)
-            case NotifyFinished():
-                cluster.finished = cluster.finished or not self.is_cut
-            case RetireMembers(members, _):
+            case events.RequestRecord():
+                self.do(cluster, ReportRequested())
+            case events.NotifyOver(generation, reason):
+                self._broadcast_over(cluster, generation, reason)
+            case events.NotifyFinished():
+                self.do(cluster, Notify(Finished()))
+            case events.BroadcastFailure(member, local_rank, step):
+                self.do(cluster, Notify(PeerMessage("failed", f"{member} {local_rank} {step}")))
+            case events.RetireMembers(members, _):
                 self.send_to_ranks(members, "over", None)
-            case Warn():
+            case events.Warn():
                 cluster.seen.add("warned")
-            case End(reason) | Fail(_, reason):
-                cluster.seen.add("ended" if isinstance(instruction, End) else "failed")
-                self.reason = reason if isinstance(instruction, Fail) else ""
+            case events.End(reason) | events.Fail(_, reason):
+                cluster.seen.add("ended" if isinstance(instruction, events.End) else "failed")
+                self.reason = reason if isinstance(instruction, events.Fail) else ""
                 cluster.log.append(f"{self.name} ends: {reason}")
             case _:
                 self._follow_processes(cluster, instruction)
 
-    def _follow_processes(self, cluster: Cluster, instruction: AgentInstruction) -> None:
+    def _broadcast_over(self, cluster: Cluster, generation: int, reason: str) -> None:
+        if generation > self.newest_over:
+            self.newest_over = generation
+            self.do(cluster, Notify(EndGeneration(generation, reason)))
+
+    def _follow_processes(self, cluster: Cluster, instruction: events.AgentInstruction) -> None:
         match instruction:
-            case StartRank(local_rank):
-                if self.forking is not None or self.signal or self.is_fenced:
-                    raise Violation(
-                        f"SIMHOST-1: {self.name} starts rank {local_rank}, but ends, is fenced, or forks another"
-                    )
+            case events.StartRank(local_rank):
                 self.forking = (local_rank, self.id)
                 if not self.forks_late:
                     self._start(cluster)
-            case KillRanks(members):
-                self._end_ranks(members, KILLED)
-            case SignalRanks(members, number, drains):
+            case events.KillRanks(members):
+                self.kill_ranks(members)
+            case events.SignalRanks(members, number, drains):
                 cluster.seen.add("drained" if drains else "signalled")
                 for rank in self.ranks:
                     rank.draining = rank.draining or (drains and rank.name in members)
-                self._end_ranks(() if drains else members, -number)
-            case Fence(members):
-                self._end_ranks(members, KILLED)
-                self.is_fenced, self.wants_to_request, self.has_requested = True, False, False
-                for call in self.calls:
-                    call.phase = CLOSED
-                self.calls.clear()
-                cluster.num_lost_agents += 1
+                if not drains:
+                    self.kill_ranks(members, -number)
+            case events.Fence(members):
+                self.is_fenced = True
+                self.kill_ranks(members)
+                if any(rank.alive for rank in self.ranks):
+                    raise Violation(f"RULE-3: {self.name} is fenced, but its ranks run on")
                 cluster.seen.add("fenced")
-            case Rejoin(agent, _):
+            case events.Rejoin(agent, former):
                 self._check_empty(f"rejoins as {agent}")
-                self.rejoins = True
+                cluster.log.append(f"{self.name} rejoins as {agent}")
                 cluster.agents[agent] = self
-            case Exit(code):
+                self.former = former
+            case events.Exit(code):
                 self._exit(cluster, code)
-
-    def _end_ranks(self, members: Collection[str], status: int) -> None:
-        for rank in self.ranks:
-            if rank.alive and rank.name in members:
-                rank.end(status)
 
     def _check_empty(self, what: str) -> None:
         for rank in self.ranks:
@@ -404,75 +523,58 @@ class Host(BaseHost):
             raise Violation(f"SIMHOST-1: {self.name} exits with code {code}, not {expected}")
         if code == 0 and (self.ranks or self.reason or not is_good):
             raise Violation(f"SIMHOST-1: {self.name} exits with code 0, but {self.reason or self.ranks or self.ended}")
-        cluster.end_host(self, self.reason)
-        self._report_last(cluster)
+        if "state is lost" in self.reason:
+            cluster.lose_state(self, self.reason)
+        self.kill_ranks()
+        self.said_goodbye = True
+        if not self.former:
+            self.do(cluster, Notify(Goodbye("the agent ends")))
+        cluster.end_host(self)
 
-    def _report_last(self, cluster: Cluster) -> None:
-        """Send the agent's last report, after reading the commits on its ranks' pages."""
+    # -- its ranks
+
+    def add_rank(self, cluster: Cluster, local_rank: int, agent: str) -> Rank:
+        self.num_started[local_rank] += 1
+        number = self.num_started[local_rank]
+        name = f"{self.name}{local_rank}" + (f".{number}" if number > 1 else "")
+        rank = Rank(name, self.name, local_rank, agent)
+        self.ranks.append(rank)
+        cluster.ranks[name] = rank
+        cluster.actors.append(rank)
+        return rank
+
+    @staticmethod
+    def next_event(rank: Rank) -> events.AgentEvent:
+        """The next message of `rank`, as its agent reads it."""
+        kind, what = rank.sent.popleft()
+        if kind == "ask":
+            report, layout, broken = what
+            return events.RecordRequested(rank.name, report, layout, broken)
+        if kind == "committed":
+            return events.Committed(rank.name, what)
+        if kind == "raised":
+            return events.ScriptRaised(rank.name)
+        if kind == "entered":
+            return events.RankEntered()
+        return events.MemberLeft(rank.name, *what)
+
+    def remove_rank(self, cluster: Cluster, rank: Rank, at_s: float) -> events.Exited:
+        self.ranks.remove(rank)
+        cluster.num_exited += 1
+        return events.Exited(
+            rank.name,
+            rank.status,
+            draining=rank.draining,
+            joined=True,
+            raised=rank.raised,
+            step=cluster.num_exited,
+            at_s=at_s,
+        )
+
+    def send_to_ranks(self, members: Collection[str], kind: str, what: Any) -> None:
         for rank in self.ranks:
-            for kind, what in rank.sent:
-                if kind == "committed":
-                    self.agent.handle(Committed(rank.name, what), self.now_s)
-        report = self.agent.last_report()
-        if report is not None and not self.is_cut and self.incarnation == cluster.incarnation:
-            cluster.lighthouse.pending.append(Call(self, report))
-
-    def _post(self, cluster: Cluster, generation: int, over: bool) -> None:
-        if not self.is_cut and self.incarnation == cluster.incarnation:
-            cluster.notices.add((generation, over))
-
-    def _request(self, cluster: Cluster) -> None:
-        self.wants_to_request = False
-        if not self.agent_state.may_request():
-            return
-        self.has_requested = True
-        for rank in self.ranks:
-            if rank.generation is not None:
-                raise Violation(
-                    f"RULE-3: {self.name} asks while {rank.name} runs in {rank.generation.record.generation}"
-                )
-        report = self.agent_state.report()
-        call = Call(self, report if self.protocol == PROTOCOL else replace(report, protocol=self.protocol))
-        self.calls.append(call)
-        if cluster.record is not None and next_record.is_for(cluster.record, call.report):
-            self._answer(cluster, call, cluster.record)  # an earlier call, which timed out, led to this record
-        else:
-            cluster.lighthouse.pending.append(call)
-
-    def _answer(self, cluster: Cluster, call: Call, answer: Record | Undecided | Unrecoverable) -> None:
-        is_newest = call is self.calls[-1] and not self.wants_to_request
-        self.calls.remove(call)
-        call.phase = CLOSED
-        cluster.answered(answer)
-        self.handle(cluster, QuorumAnswered(answer, is_newest))
-
-    def _read(self, cluster: Cluster, call: Call) -> None:
-        answer = cluster.follow(call.report, call.proposal)
-        if isinstance(answer, Record) and answer is not cluster.record:
-            call.seen, call.wanted, call.phase = cluster.record, answer, WRITING
-        else:
-            self._answer(cluster, call, answer)
-
-    def _write(self, cluster: Cluster, call: Call, unheard: bool) -> None:
-        """Compare and set."""
-        wanted = call.wanted
-        assert wanted is not None
-        if cluster.record is call.seen:
-            cluster.write(wanted, call.proposal)
-        written = cluster.record
-        assert written is not None
-        if unheard:
-            self._answer(cluster, call, Undecided("no answer of the store"))
-        elif written.digest == wanted.digest or next_record.is_for(written, call.report):
-            self._answer(cluster, call, written)
-        else:
-            self._answer(cluster, call, Undecided("a generation was agreed without this agent"))
-
-    def _notice(self, cluster: Cluster, over: bool) -> None:
-        record = self.agent_state.record
-        assert record is not None
-        self.noticed.add((record.generation, over))
-        self.handle(cluster, PeerNotice(record.generation, over))
+            if rank.alive and rank.name in members:
+                rank.received.append((kind, what))
 
 
 def _split(timer: str) -> tuple[str, str, str]:

@@ -89,6 +89,7 @@ class Invariants:
         self.of: dict[str, State] = {}
         self.reduced: dict[str, dict[Attempt, State]] = {}  # by record digest: the state after each reduced attempt
         self.given_up: set[State] = set()
+        self._known: dict[str, State] = {}
         self._models = frozenset(models)
         self._applied: dict[int, dict[State, dict[Rank, None]]] = {}
         self._newest: dict[State, None] = {}  # committed states without a committed successor
@@ -131,6 +132,12 @@ class Invariants:
         self.of[record.digest] = state
 
     def _state_of(self, record: Record, parent: Record | None) -> State:
+        """A record has one state, also when it is looked up before the record has an effect."""
+        if record.digest not in self._known:
+            self._known[record.digest] = self._find_state(record, parent)
+        return self._known[record.digest]
+
+    def _find_state(self, record: Record, parent: Record | None) -> State:
         if record.committed == Attempt(0, record.generation):
             return State(None, record.committed, (record.digest, 0))
         if parent is not None and record.committed == parent.committed:
@@ -154,10 +161,19 @@ class Invariants:
         self._newest.pop(lost, None)
 
     def give_up_all(self) -> None:
-        """The store has lost its record."""
+        """The job is founded anew."""
         for state in self._newest:
             self.given_up.update(self._past(state))
         self._newest.clear()
+
+    def forget(self, base: State | None, held: Collection[State]) -> None:
+        """What builds on no more than `base` stays, and what somebody holds; the rest never happened."""
+        for newest in list(self._newest):
+            for past in list(self._past(newest)):
+                if (base is None or not base.holds(past)) and not any(state.holds(past) for state in held):
+                    self.given_up.add(past)
+            if newest in self.given_up:
+                self._newest.pop(newest, None)
 
     def lose(self, record: Record, ranks: Iterable[Rank]) -> None:
         """An agent ends the job because the state of `record` and of later steps is lost."""

@@ -16,6 +16,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Next, Routine
 from elasticgang.protocol.record import ACTIVE, Record, Seat
+from elasticgang.simulation import promises
 from elasticgang.simulation.generation import Part, SimulatedGeneration
 from elasticgang.simulation.invariants import Model, State, Violation
 
@@ -349,7 +350,7 @@ class Rank:
             next(self._script)
         if through is not None and self._paused is through:
             outcome = self._carry_out(cluster, through)
-        self.lifecycle.observed = self._observe(cluster.num_heirs(self.host), is_blind)
+        self.lifecycle.observed = self._observe(cluster.num_successors(self.host), is_blind)
         try:
             while True:
                 self._paused = self._script.send(outcome) if error is None else self._script.throw(error)
@@ -365,7 +366,7 @@ class Rank:
                 except GangError as failure:
                     self.poison()
                     error = failure
-                    self.lifecycle.observed = self._observe(cluster.num_heirs(self.host))
+                    self.lifecycle.observed = self._observe(cluster.num_successors(self.host))
         except (StopIteration, SystemExit):
             self.end(DONE)
         except (OperationalError, StateLostError):
@@ -454,7 +455,7 @@ class Rank:
             raise Violation(f"RULE-2: {self.name} enters {record.generation} after {self.member_state.entered}")
         self._go_on(cluster, record, through=Do.APPLY)
         if self.alive:
-            self._check_entered(cluster.invariants.of[record.digest], record, seat)
+            self._check_entered(cluster.chain.invariants.of[record.digest], record, seat)
 
     def _check_entered(self, truth: State, record: Record, seat: Seat) -> None:
         member_state = self.member_state
@@ -478,9 +479,10 @@ class Rank:
     def _configure(self, cluster: Cluster) -> None:
         generation = self.generation
         assert generation is not None
-        if generation.record.digest not in cluster.written:
+        if generation.record.digest not in cluster.chain.written:
             raise Violation(f"RULE-1: {self.name} runs in a generation that was never agreed")
         generation.has_begun = True
+        self.sent.append(("entered", None))
         self._go_on(cluster)
 
     # -- one step
@@ -541,14 +543,14 @@ class Rank:
         assert generation is not None
         if attempt is None or self.state is None:
             raise Violation(f"RULE-4: {self.name} makes {attempt} ready to be applied to {self.state}")
-        cluster.check_step(generation, list(generation.reduction(self.round).parts.values()))
+        promises.check_step(cluster, generation, list(generation.reduction(self.round).parts.values()))
         if any(values[1] for values in generation.totals(self.round).parts.values()):
             raise Violation(f"MANAGER-6: {self.name} has prepared {attempt}, in which a rank failed")
-        cluster.invariants.reduce(generation.record, self.state, attempt, self.round)
+        cluster.chain.invariants.reduce(generation.record, self.state, attempt, self.round)
         self.prepared = self.state.after(attempt, (generation.record.digest, self.round))
 
     def _apply(self, cluster: Cluster) -> None:
         if self.prepared is None:
             raise Violation(f"MANAGER-5: {self.name} applies what was not made ready")
         self.state, self.prepared, self.serving = self.prepared, None, None
-        cluster.invariants.apply(self, self.state)
+        cluster.chain.invariants.apply(self, self.state)

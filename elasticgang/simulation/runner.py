@@ -14,14 +14,13 @@ import signal
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from elasticgang.protocol.record import LEARNER, SPARE
+from elasticgang.simulation.cluster import Cluster
 from elasticgang.simulation.schedule import Failure, Schedule
 
-_S = TypeVar("_S", bound=Schedule)
 _CHUNK = 50
 
 
@@ -54,14 +53,9 @@ class Tally:
 
 def run(seeds: Iterable[int]) -> Tally:
     """Run the schedules of `seeds` in this process. A schedule that raises counts as failed."""
-    return run_schedules(seeds, Schedule, _happened)
-
-
-def run_schedules(seeds: Iterable[int], make: Callable[[int], _S], happened: Callable[[_S], set[str]]) -> Tally:
-    """Like `run`, for the schedules that `make` returns. `happened`: further events of a schedule, for `Tally.seen`."""
     tally = Tally()
     for seed in seeds:
-        schedule = make(seed)
+        schedule = Schedule(seed)
         try:
             failure = schedule.run()
         except Exception:  # in the rules, or in the simulator
@@ -71,51 +65,38 @@ def run_schedules(seeds: Iterable[int], make: Callable[[int], _S], happened: Cal
         cluster = schedule.cluster
         tally.num_schedules += 1
         tally.num_moves += len(schedule.moves)
-        tally.num_records += len(cluster.chain)
+        tally.num_records += len(cluster.chain.records)
         tally.num_steps += max((rank.member_state.committed.step for rank in cluster.ranks.values()), default=0)
-        tally.seen.update(
-            happened(schedule)
-            | names_of(
-                {
-                    "rolled forward": any(record.rolled_forward for record in cluster.chain),
-                    "gone back": any(record.rolled_back for record in cluster.chain),
-                    "learner": any(record.members(LEARNER) for record in cluster.chain[1:]),
-                    "spare": any(record.members(SPARE) for record in cluster.chain),
-                    "given up": bool(cluster.given_up),
-                    "sharded": cluster.layout.unit > 1,
-                }
-            )
-        )
+        tally.seen.update(_happened(cluster))
     return tally
 
 
-def names_of(happened: Mapping[str, bool]) -> set[str]:
-    return {name for name, did in happened.items() if did}
+def _happened(cluster: Cluster) -> set[str]:
+    records, setting = cluster.chain.records, cluster.setting
+    happened = {
+        "rolled forward": any(record.rolled_forward for record in records),
+        "gone back": any(record.rolled_back for record in records),
+        "learner": any(record.members(LEARNER) for record in records[1:]),
+        "spare": any(record.members(SPARE) for record in records),
+        "spare promoted": any(
+            set(before.members(SPARE)) & set(after.plan.ranks) for before, after in itertools.pairwise(records)
+        ),
+        "asked for spares": setting.num_spares > 0 and any(len(record.agents) > 1 for record in records),
+        "only heals": cluster.num_only_healed > 0,
+        "given up": bool(cluster.given_up),
+        "sharded": cluster.layout.unit > 1,
+        "agent lost": any(record.dead_agents for record in records),
+        "more than three coordinators": len(cluster.coordinators) > 3,
+        "state directory": cluster.disk is not None,
+        "patient": setting.is_patient,
+        "forgotten": cluster.chain.num_forgotten > 0,
+    }
+    return cluster.seen | {name for name, did in happened.items() if did}
 
 
-def _happened(schedule: Schedule) -> set[str]:
-    cluster = schedule.cluster
-    return cluster.seen | names_of(
-        {
-            "host lost": any(record.dead_agents for record in cluster.chain),
-            "left behind": any(record.absent_agents for record in cluster.chain),
-            "spare promoted": any(
-                set(before.members(SPARE)) & set(after.plan.ranks)
-                for before, after in itertools.pairwise(cluster.chain)
-            ),
-            "asked for spares": cluster.setting.num_spares > 0
-            and any(len(record.agents) > 1 for record in cluster.chain),
-            "only heals": cluster.num_only_healed > 0,
-            "coordinator restarted": cluster.incarnation > 1,
-        }
-    )
-
-
-def run_over(
-    seeds: range, num_processes: int, run: Callable[[Iterable[int]], Tally] = run
-) -> Generator[Tally, None, None]:
+def run_over(seeds: range, num_processes: int) -> Generator[Tally, None, None]:
     """Run `seeds` in batches, and yield each batch's tally in the order of the seeds (BATCH-1). Close the generator to
-    stop early (BATCH-2). `run`: runs one batch; a module-level function."""
+    stop early (BATCH-2)."""
     chunks = (seeds[at : at + _CHUNK] for at in range(0, len(seeds), _CHUNK))
     if num_processes == 1:
         yield from map(run, chunks)

@@ -3,19 +3,20 @@
     # Comments.
     hosts 2 1 ; tp=2 across ; steps 9       # a with two ranks, b with one; the layout; when the job is done
     spares 1 ; at-least 2 ; at-most 3       # of each host's ranks, one more than seats are asked for; how many hosts
-    directory                               # the first coordinator that decides has a state directory
+    directory                               # the first coordinator has a state directory
+    patient                                 # the ranks of an agent whose lease is over wait for a new one
     step 2                                  # two steps, by all who are in a generation
     a0 dies ; run-until-idle                # a move; then all that happens by itself, up to the beginning of a step
     run-until-idle but b coordinator1       # the same, of all but these and their ranks
     until b0 prepares                       # the same, and steps too, until that move can be made, and is
-    recover                                 # under coordinators that decide: all faults end, and the job must go on
+    recover                                 # all faults end, and the job must go on
     recover unattended                      # the same, without an operator
-    clock passes 15                         # likewise: 15 times 0.9 s
+    clock passes 15                         # 15 times 0.9 s
     ----
     generation 1  {a0 b0} learn c0  0@1     # what is told: records, undecided proposals, hosts that end; and who holds
     what
 
-`across`: the axes of the layout may span hosts. An attempt is `step@generation`. `make`: the kind of the job.
+`across`: the axes of the layout may span hosts. An attempt is `step@generation`.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from elasticgang.simulation.cluster import Cluster, Move, Setting
 from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.schedule import Failure
 
-_STILL = 5  # undecided answers in a row, after which nothing new is expected
 _MAX_ROUNDS = 500
 _MAX_TRIES = 3000  # to make a failure shorter
-_FLAGS = {"directory": "has_directory"}
+RECOVER: Move = ("recover", "")
+_FLAGS = {"directory": "has_directory", "patient": "is_patient"}
 _NUMBERS = {"steps": "num_steps", "spares": "num_spares", "at-least": "min_hosts", "at-most": "max_hosts"}
 
 
-def replay(setting: Setting, moves: Sequence[Move], make: type[Cluster] = Cluster) -> tuple[list[Move], str]:
+def replay(setting: Setting, moves: Sequence[Move]) -> tuple[list[Move], str]:
     """What of `moves` is possible and was done, and the violation it led to, if any."""
-    cluster = make(setting)
+    cluster = Cluster(setting)
     done = []
     for move in moves:
         if not cluster.is_possible(move):
@@ -51,18 +52,15 @@ def replay(setting: Setting, moves: Sequence[Move], make: type[Cluster] = Cluste
     return done, ""
 
 
-def shrink(failure: Failure, make: type[Cluster] = Cluster) -> Failure:
-    """A violation of the same rule with as few moves as can be had by leaving some out. A standstill of a job that
-    cannot recover by a move stays as it is."""
+def shrink(failure: Failure) -> Failure:
+    """A violation of the same rule with as few moves as can be had by leaving some out."""
     rule = failure.violation.split(":")[0]
     moves, violation = list(failure.moves), failure.violation
     if rule == "RULE-7":
-        if make.recovery is None:
-            return failure
-        moves, violation = replay(failure.setting, [*moves, make.recovery], make)
+        moves, violation = replay(failure.setting, [*moves, RECOVER])
         if violation.split(":")[0] != rule:
             return failure
-    moves, violation = shorten(moves, violation, lambda kept: replay(failure.setting, kept, make), _MAX_TRIES)
+    moves, violation = shorten(moves, violation, lambda kept: replay(failure.setting, kept), _MAX_TRIES)
     return Failure(failure.seed, failure.setting, tuple(moves), violation)
 
 
@@ -102,19 +100,16 @@ def _sizes(num_moves: int) -> Iterator[int]:
         size //= 2
 
 
-def write(failure: Failure, make: type[Cluster] = Cluster) -> str:
+def write(failure: Failure) -> str:
     """`failure` as a scenario with what is told, so that it can be kept as it is once it is mended."""
     moves = list(failure.moves)
     head = [f"# Seed {failure.seed}.", f"hosts {_format_setting(failure.setting)}"]
-    tail: list[str] = []
     if failure.violation.startswith("RULE-7: "):  # told of at the top: a scenario only ends
         head = [*textwrap.wrap(failure.violation, 110, initial_indent="# ", subsequent_indent="# "), *head]
-        if make.recovery is None:
-            tail = ["run-until-idle ; step"]
-        elif make.recovery not in moves:
-            moves.append(make.recovery)
-    lines = [*head, *_wrap([" ".join(move).strip() for move in moves]), *tail]
-    return "\n".join([*lines, "----", *play("\n".join(lines), make)]) + "\n"
+        if RECOVER not in moves:
+            moves.append(RECOVER)
+    lines = [*head, *_wrap([" ".join(move).strip() for move in moves])]
+    return "\n".join([*lines, "----", *play("\n".join(lines))]) + "\n"
 
 
 def _wrap(moves: Sequence[str], width: int = 110) -> Iterator[str]:
@@ -134,7 +129,7 @@ def read(text: str) -> tuple[str, list[str]]:
     return story, told.splitlines()
 
 
-def play(text: str, make: type[Cluster] = Cluster) -> list[str]:
+def play(text: str) -> list[str]:
     """What is told in the scenario `text`, up to the first violation, which comes last.
 
     Raises:
@@ -144,7 +139,7 @@ def play(text: str, make: type[Cluster] = Cluster) -> list[str]:
     if not first.startswith("hosts "):
         raise ValueError(f"a scenario begins with `hosts`, but this one with {first!r}")
     facts = list(itertools.takewhile(_is_fact, commands))
-    cluster = make(_read_setting(first, facts))
+    cluster = Cluster(_read_setting(first, facts))
     try:
         for command in commands[len(facts) :]:
             _carry_out(cluster, command)
@@ -239,12 +234,11 @@ def _run_until_idle(
     cluster: Cluster, steps: bool = False, until: Callable[[], bool] = lambda: False, without: Collection[str] = ()
 ) -> bool:
     """In turn, everybody but `without` does what comes by itself. Returns whether `until` has come."""
-    cluster.num_void = 0
     for _ in range(_MAX_ROUNDS):
         if until():
             return True
         moves = list(_moves(cluster, steps, without))
-        if not moves or cluster.num_void >= _STILL:
+        if not moves:
             return False
         for move in moves:
             if until():

@@ -1,7 +1,7 @@
-"""Random schedules: a phase of faults, then a quiet phase in which the job must go on (RULE-7).
+"""Random schedules of a job: a phase of faults, then quiet, in which the job must go on (RULE-7).
 
-Each schedule draws its own weights at its start: some faults occur often and others never, and one host at a time may
-be slow. So each schedule combines few kinds of faults, but repeats them.
+Each schedule draws its own weights at its start: some faults occur often and others never, and one host or coordinator
+at a time may be slow. So each schedule combines few kinds of faults, but repeats them.
 
 Equal seeds give equal schedules, in every process and Python version.
 """
@@ -9,14 +9,18 @@ Equal seeds give equal schedules, in every process and Python version.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from elasticgang.layout import ParallelLayout
-from elasticgang.simulation.cluster import RARE_MOVES, Cluster, Move, Setting
+from elasticgang.protocol.coordinator_messages import Push
+from elasticgang.simulation import promises
+from elasticgang.simulation.cluster import Cluster, Move, Setting
+from elasticgang.simulation.coordinator_process import CoordinatorProcess
 from elasticgang.simulation.host import Host
 from elasticgang.simulation.invariants import Model, Violation
 from elasticgang.simulation.rank import APPLYING, REDUCING, VOTING, Rank
+from elasticgang.simulation.recovery import recover
 
 FLAT = ParallelLayout()
 TP = ParallelLayout(tp=2)
@@ -42,20 +46,8 @@ SETTINGS = (
     Setting(TP_ACROSS, (1, 1, 1), num_steps=4),
 )
 
-_FAULT_PHASE_MOVES = (200, 900)
-_FIRST_QUIET_MOVES = 200
-_SLOW_MOVES = 150
-_QUIET_MOVES = 6000
-_TIMEOUT_MOVES = 400  # an open request times out
-_FAULT_RATES = (0.007, 0.02, 0.06)
-_BURST_MOVES, _BURST_RATE = 40, 0.1
-_MOVE_WEIGHTS = (0.0, 1.0, 1.0, 4.0)
-_RARITY = 0.25
-_RARE_MOVE_RATES = (0.01, 0.1, 0.5)
-_SELDOM = {"gives up": 0.05, "gives up late": 0.05, "fails to start a rank": 0.5, "times out: ": 0.2}
 _FAULTS = (
     "joins",
-    "restarts",
     "is cut off",
     "is back",
     "host dies",
@@ -64,10 +56,20 @@ _FAULTS = (
     "leaves",
     "tears",
     "is to drain",
-)
-_RARE_FAULTS = (
-    "leaves by its script",
     "exits early",
+    "leaves by its script",
+    "coordinator crashes",
+    "coordinator restarts",
+    "second coordinator",
+    "network is parted",
+    "host stands still",
+    "agent stands still",
+    "coordinator stands still",
+    "sessions are slow",
+    "disk stands still",
+    "id is taken",
+    "operator's word",
+    "is left behind",
     "raises",
     "hangs",
     "gets SIGTERM",
@@ -76,16 +78,53 @@ _RARE_FAULTS = (
     "recovers",
     "forks late",
 )
-_TIMER = "times out: "  # an agent's timer, which expires rarely, so that much happens before it
+_RARE = {
+    "coordinator crashes": 0.4,
+    "coordinator restarts": 0.4,
+    "second coordinator": 0.3,
+    "network is parted": 0.3,
+    "host stands still": 0.3,
+    "agent stands still": 0.3,
+    "coordinator stands still": 0.3,
+    "disk stands still": 0.3,
+    "id is taken": 0.1,
+    "operator's word": 0.3,
+    "is left behind": 0.3,
+    "exits early": 0.25,
+    "leaves by its script": 0.25,
+    "raises": 0.25,
+    "hangs": 0.25,
+    "gets SIGTERM": 0.25,
+    "gets SIGINT": 0.25,
+    "is exhausted": 0.25,
+    "recovers": 0.25,
+    "forks late": 0.25,
+}
+_SELDOM = {"kills": 0.2, "resets": 0.2, "hangs": 0.3, "misses": 0.3, "founds": 0.2, "fails": 0.5, "times": 0.2}
+_HICCUP_WORDS = (
+    *("hangs", "kills", "resets", "misses", "founds", "prepares", "reports an error", "misses a heal"),
+    *("fails", "times"),
+)
+_AIMS = ("deciding", "pushing", "pushed to one", "written")
+_FAULT_PHASE_MOVES = (600, 3000)
+_FIRST_QUIET_MOVES = 300
+_PASSES = (*(1, 1, 1, 2, 2, 5, 8, 15, 15, 15) * 3, 45)  # of 0.9 s each
+_PASS_RATES = (0.002, 0.005, 0.015)
+_REPAIR_RATES = (0.002, 0.01, 0.03)
+_LEFT_BEHIND = 18  # generations: more than a record names of its ancestors
+_LEFT_BEHIND_MOVES, _LEFT_BEHIND_PAUSE, _LEFT_BEHIND_STUCK = 1500, 25, 150
+_SLOW_MOVES = 150
+_FAULT_RATES = (0.007, 0.02, 0.06)
+_BURST_MOVES, _BURST_RATE = 40, 0.1
+_MOVE_WEIGHTS = (0.0, 1.0, 1.0, 4.0)
+_RARE_MOVE_RATES = (0.01, 0.1, 0.5)
 _OF_HOSTS = frozenset({"is cut off", "host dies", "gets SIGTERM", "gets SIGINT"})
 _INCOMPATIBLE = ("job", "layout", "protocol")
-_INCOMPATIBLE_RATE = 0.1
 _SLOW_JOIN_RATE = 0.5
 _RUTHLESS_RATE = 0.02
 _AIMED_RATE = 0.5
 _SLOWNESS = 0.95
 _MAX_HOSTS = 5
-_MAX_WAITS = 5
 
 
 @dataclass(frozen=True)
@@ -100,25 +139,37 @@ class Failure:
 
 
 class Schedule:
-    """One random run. `run` may be called once."""
+    """`has_directory`: None to draw it. `has_seconds`: whether several coordinators run at once."""
 
-    def __init__(self, seed: int, setting: Setting | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        setting: Setting | None = None,
+        has_directory: bool | None = None,
+        has_seconds: bool = True,
+    ) -> None:
         self.seed = seed
-        self._chance = random.Random(seed)
-        self.setting = setting or self._chance.choice(SETTINGS)
+        chance = self._chance = random.Random(seed)
+        self.setting = setting or chance.choice(SETTINGS)
         self.moves: list[Move] = []
-        self.num_waits = 0
         self._num_fault_moves = 0
-        self._move_weights = [self._chance.choice(_MOVE_WEIGHTS) for _ in _FAULTS]
-        self._move_weights += [self._chance.choice(_MOVE_WEIGHTS) * _RARITY for _ in _RARE_FAULTS]
-        seldom = [*sorted(RARE_MOVES), _TIMER]
-        self._rare_move_rates = {
-            verb: self._chance.choice(_RARE_MOVE_RATES) * _SELDOM.get(verb, 1.0) for verb in seldom
-        }
         self._slow = ""
+        drawn = chance.random() < 0.5
+        self.setting = replace(
+            self.setting,
+            has_directory=drawn if has_directory is None else has_directory,
+            is_patient=chance.random() < 0.5,
+        )
+        self.has_seconds = has_seconds
+        self._likings = [chance.choice(_MOVE_WEIGHTS) * _RARE.get(fault, 1.0) for fault in _FAULTS]
+        self._rates = {word: chance.choice(_RARE_MOVE_RATES) * _SELDOM.get(word, 1.0) for word in _HICCUP_WORDS}
+        self._pass_rate = chance.choice(_PASS_RATES)
+        self._repair_rate = chance.choice(_REPAIR_RATES)
+        self._aim = ""  # at which point a coordinator is to crash
+        self._restart_at = -1
 
     def run(self) -> Failure | None:
-        self.cluster = self._make_cluster()
+        self.cluster = Cluster(self.setting)
         try:
             self._fault_phase()
             self._num_fault_moves = len(self.moves)
@@ -129,68 +180,232 @@ class Schedule:
             return Failure(self.seed, self.setting, tuple(moves), str(violation))
         return None
 
-    def _make_cluster(self) -> Cluster:
-        return Cluster(self.setting)
+    def _quiet_phase(self) -> None:
+        recover(self.cluster, self._do, self._make, self._pick)
 
-    def _do(self, move: Move) -> None:
-        self.moves.append(move)
-        self.cluster.perform(move)
+    def _pick(self, options: Sequence[Move]) -> Move:
+        return options[int(self._chance.random() * len(options))]
+
+    def _rate_of(self, verb: str) -> float:
+        word = verb if verb == "reports an error" else verb.split()[0]
+        return self._rates["misses a heal" if verb == "misses" else word]
 
     # -- faults
 
     def _fault_phase(self) -> None:
         chance, cluster = self._chance.random, self.cluster
         rate = self._chance.choice(_FAULT_RATES)
-        has_slow_hosts = chance() < 0.5
-        calm = _FIRST_QUIET_MOVES if chance() < 0.7 else 0  # mostly let the job start before the first fault
+        has_slow = chance() < 0.5
+        quiet = _FIRST_QUIET_MOVES if chance() < 0.7 else 0
         burst = 0
         for number in range(self._chance.randint(*_FAULT_PHASE_MOVES)):
             if cluster.given_up:
                 return
-            if number >= calm and chance() < (_BURST_RATE if number < burst else rate):
+            if self._aim or number == self._restart_at:
+                self._crash_where_aimed(number)
+            if chance() < self._repair_rate:
+                self._repair_one()
+                continue
+            if chance() < self._pass_rate:
+                self._do(("clock", f"passes {self._chance.choice(_PASSES)}"))
+                continue
+            if number >= quiet and chance() < (_BURST_RATE if number < burst else rate):
                 burst = number + _BURST_MOVES if chance() < 0.3 else burst
                 self._fault()
                 continue
-            if has_slow_hosts and number % _SLOW_MOVES == 0:
-                self._slow = self._chance.choice(["", *cluster.hosts])
-            self._go_on()
+            if has_slow and number % _SLOW_MOVES == 0:
+                self._slow = self._chance.choice(["", *cluster.hosts, *(c.name for c in cluster.living())])
+            actor = cluster.actors[int(chance() * len(cluster.actors))]
+            if actor.home == self._slow and self._slow and chance() < _SLOWNESS:
+                continue
+            options = cluster.moves_of(actor)
+            if options:
+                verb = options[int(chance() * len(options))]
+                if not cluster.is_rare(verb) or chance() < self._rate_of(verb):
+                    self._make((actor.name, verb))
 
-    def _go_on(self) -> None:
-        """Somebody does what comes by itself."""
-        cluster, chance = self.cluster, self._chance.random
-        actor = cluster.actors[int(chance() * len(cluster.actors))]
-        if actor.home == self._slow and self._slow and chance() < _SLOWNESS:
-            return
-        options = actor.moves(cluster)
-        if options:
-            verb = options[int(chance() * len(options))]
-            kind = _TIMER if verb.startswith(_TIMER) else verb
-            if kind not in self._rare_move_rates or chance() < self._rare_move_rates[kind]:
-                self._do((actor.name, verb))
+    def _crash_where_aimed(self, number: int) -> None:
+        cluster, chance = self.cluster, self._chance
+        if self._aim and any(self._is_at(c, self._aim) for c in cluster.living()):
+            self._aim = ""
+            for c in cluster.living():
+                if c.zone == "":
+                    self._do((c.name, "crashes"))
+            self._restart_at = number + chance.randint(0, 150)
+        if number == self._restart_at and not any(c.zone == "" for c in cluster.living()):
+            self._do(("operator", self._restart()))
+
+    def _is_led(self, host: Host) -> bool:
+        """It takes part, and nothing hinders it."""
+        record, session = self.cluster.chain.record, host.connection
+        is_hindered = host.is_frozen or host.is_stopped or host.is_slow or host.zone or host.session.is_fenced
+        is_member = record is not None and host.session.decision is not None and host.id in record.agents
+        return is_member and not is_hindered and session is not None and session.coordinator.state.in_office
+
+    def _leave_behind(self, name: str) -> None:
+        """The host `name` is cut off until no record names the one that it knows."""
+        cluster = self.cluster
+        until = len(cluster.chain.records) + _LEFT_BEHIND
+        self._do((name, "is cut off"))
+        self._do(("clock", "passes 15"))
+        for number in range(_LEFT_BEHIND_MOVES):
+            is_stuck = len(cluster.chain.records) < number / _LEFT_BEHIND_STUCK
+            if is_stuck or len(cluster.chain.records) >= until or cluster.given_up:
+                break
+            actors = [actor for actor in cluster.actors if actor.home != name]
+            options = [(actor.name, verb) for actor in actors for verb in cluster.moves_of(actor)]
+            options = [(who, verb) for who, verb in options if not cluster.is_rare(verb)]
+            running = [rank for rank in cluster.ranks.values() if rank.alive and "breaks" in rank.faults()]
+            if running and number % _LEFT_BEHIND_PAUSE == 0:
+                self._do((self._chance.choice(running).name, "breaks"))
+            elif options:
+                self._do(self._pick(options))
+            else:
+                self._do(("clock", "passes 1"))
+        self._do((name, "is back"))
+        self._do(("clock", "passes 2"))
+
+    def _repair_one(self) -> None:
+        """Something that is broken is mended: else a job stands still for most of a schedule."""
+        cluster = self.cluster
+        mends: list[Move] = []
+        for host in cluster.hosts.values():
+            if host.alive:
+                states = ((host.is_frozen, "thaws"), (host.is_stopped, "goes on"), (host.zone != "", "is back"))
+                mends += [(host.name, verb) for is_so, verb in states if is_so]
+        living = cluster.living()
+        mends += [(c.name, "goes on") for c in living if c.is_stopped]
+        mends += [(c.name, "is back") for c in living if c.zone]
+        if not any(c.zone == "" and not c.is_stopped for c in living):
+            mends.append(("operator", self._restart()))
+        if cluster.disk is not None and cluster.disk.is_stuck:
+            mends.append(("disk", "works"))
+        if not any(c.state.in_office for c in living):
+            mends += self._offices(living)
+        elif cluster.chain.record is None:
+            mends.append(("clock", "passes 8"))
+        if mends:
+            self._do(self._pick(mends))
+
+    def _offices(self, living: Sequence[CoordinatorProcess]) -> list[Move]:
+        """How somebody may come to lead the job."""
+        if self.cluster.disk is not None:
+            has_holder = self.cluster.disk.holder is not None
+            return [] if has_holder else [("operator", "starts one with its directory")]
+        words = [(c.name, "is granted its office") for c in living if promises.may_grant(self.cluster, c)]
+        return words + [(c.name, "founds") for c in living if self.cluster.is_possible((c.name, "founds"))]
+
+    def _restart(self) -> str:
+        return "starts one with its directory" if self._chance.random() < 0.7 else "starts one without"
+
+    @staticmethod
+    def _is_at(c: CoordinatorProcess, aim: str) -> bool:
+        if aim == "deciding":
+            return c.state.is_deciding
+        num_pushes = sum(isinstance(getattr(one, "message", None), Push) for one in c.outbox)
+        if aim == "pushed to one":
+            return c.state.record is not None and 0 < num_pushes < len(c.state.record.agents)
+        return num_pushes > 0 and not (aim == "written" and c.writing)
+
+    def _do(self, move: Move) -> None:
+        if self.cluster.is_possible(move):  # no rank of a frozen host does anything
+            self._make(move)
+
+    def _make(self, move: Move) -> None:
+        """`move` is one of those that its actor offers."""
+        self.moves.append(move)
+        self.cluster.perform(move)
 
     def _fault(self) -> None:
         cluster, chance = self.cluster, self._chance
         hosts = [host for host in cluster.hosts.values() if host.alive]
-        (kind,) = chance.choices([*_FAULTS, *_RARE_FAULTS], [liking + 0.01 for liking in self._move_weights])
-        if not hosts or kind == "joins":
-            if len(hosts) < _MAX_HOSTS:
-                # Before the first record, the side with fewer agents is the refused one.
-                is_strange = chance.random() < _INCOMPATIBLE_RATE and cluster.record is not None
-                mismatch = f" of another {chance.choice(_INCOMPATIBLE)}" if is_strange else ""
-                slowly = "slowly " * (chance.random() < _SLOW_JOIN_RATE)
-                self._do(("host", f"joins {slowly}with {chance.randint(1, self._num_whole())}{mismatch}"))
-        elif kind == "restarts":
-            self._do(("lighthouse", "restarts"))
-        elif kind == "is back":
-            cut = [host for host in hosts if host.is_cut]
-            if cut:
-                self._do((chance.choice(cut).name, "is back"))
-        elif kind in ("is exhausted", "recovers", "forks late"):
-            able = [host for host in hosts if kind in host.faults()]
-            if able:
-                self._do((chance.choice(able).name, kind))
-        else:
-            self._inject(kind)
+        (kind,) = chance.choices(_FAULTS, [liking + 0.01 for liking in self._likings])
+        living = cluster.living()
+        match kind:
+            case "coordinator crashes":
+                if chance.random() < 0.6:
+                    self._aim = chance.choice(_AIMS)
+                elif living:
+                    self._do((chance.choice(living).name, "crashes"))
+            case "coordinator restarts":
+                for c in living:
+                    if c.zone == "":
+                        self._do((c.name, "crashes"))
+                self._do(("operator", self._restart()))
+            case "second coordinator":
+                if self.has_seconds and len(living) < 2:
+                    self._do(("operator", "starts one without" + (" on the side" if chance.random() < 0.4 else "")))
+            case "network is parted":
+                if self.has_seconds:
+                    self._part(living)
+            case "host stands still" | "agent stands still" | "sessions are slow":
+                if hosts:
+                    host = chance.choice(hosts)
+                    begin, end, is_so = {
+                        "host stands still": ("freezes", "thaws", host.is_frozen),
+                        "agent stands still": ("stops", "goes on", host.is_stopped),
+                        "sessions are slow": ("is slow", "is quick", host.is_slow),
+                    }[kind]
+                    self._do((host.name, end if is_so else begin))
+            case "coordinator stands still":
+                if living:
+                    c = chance.choice(living)
+                    self._do((c.name, "goes on" if c.is_stopped else "stops"))
+            case "disk stands still":
+                if cluster.disk is not None:
+                    self._do(("disk", "works" if cluster.disk.is_stuck else "hangs"))
+            case "id is taken":
+                known = [host for host in cluster.hosts.values() if any(c.has_heard(host.id) for c in living)]
+                if known and len(hosts) < _MAX_HOSTS:
+                    host = chance.choice(known)
+                    self._do(("host", f"joins with {host.num_ranks} as {host.id}"))
+            case "operator's word":
+                for c in living:
+                    if c.disk is None and cluster.disk is None and promises.may_grant(cluster, c):
+                        self._do((c.name, "is granted its office"))
+                        return
+            case "is left behind":
+                led = [host for host in hosts if self._is_led(host)]
+                if len(led) > 1:
+                    host = chance.choice(led)
+                    if self._may_inject(host.ranks):
+                        self._leave_behind(host.name)
+            case "is back":
+                cut = [host for host in hosts if host.zone]
+                if cut:
+                    self._do((chance.choice(cut).name, "is back"))
+            case _ if kind == "joins" or not hosts:
+                if len(hosts) < _MAX_HOSTS:
+                    is_strange = chance.random() < 0.05 and cluster.chain.record is not None
+                    mismatch = f" of another {chance.choice(_INCOMPATIBLE)}" if is_strange else ""
+                    slowly = "slowly " * (chance.random() < _SLOW_JOIN_RATE)
+                    self._do(("host", f"joins {slowly}with {chance.randint(1, self._num_whole())}{mismatch}"))
+            case "is exhausted" | "recovers" | "forks late":
+                able = [host for host in hosts if kind in host.faults()]
+                if able:
+                    self._do((chance.choice(able).name, kind))
+            case _:
+                self._inject(kind)
+
+    def _part(self, living: Sequence[CoordinatorProcess]) -> None:
+        cluster, chance = self.cluster, self._chance
+        hosts = [host for host in cluster.hosts.values() if host.alive]
+        if any(host.zone == "side" for host in hosts):
+            for host in hosts:
+                if host.zone == "side":
+                    self._do((host.name, "is back"))
+            for c in living:
+                if c.zone == "side" and chance.random() < 0.5:
+                    self._do((c.name, "is back"))
+            return
+        for host in hosts:
+            if host.zone == "" and chance.random() < 0.5:
+                self._do((host.name, "is parted"))
+        if living and chance.random() < 0.6:
+            self._do((chance.choice(living).name, "is parted"))
+        if len(cluster.living()) < 2 and chance.random() < 0.8:
+            zone = "" if any(c.zone == "side" for c in cluster.living()) else " on the side"
+            self._do(("operator", "starts one without" + zone))
 
     def _inject(self, kind: str) -> None:
         """Inject a fault into a rank or its host, preferably during a vote or into a holder of scarce state."""
@@ -237,112 +452,6 @@ class Schedule:
         models = {rank.model for rank in rest if rank.state and not self.cluster.hosts[rank.host].is_cut}
         return len(models) == self.setting.layout.unit or self._chance.random() < _RUTHLESS_RATE
 
-    # -- quiet
-
-    def _quiet_phase(self) -> None:
-        """After repairs, with enough ranks and without endless delays, the job must go on."""
-        cluster, chance = self.cluster, self._chance.random
-        if self._is_over():
-            return
-        self._repair()
-        goal: int | None = None
-        idle = 0
-        for number in range(1, _QUIET_MOVES):
-            actor = cluster.actors[int(chance() * len(cluster.actors))]
-            options = [verb for verb in actor.moves(cluster) if verb not in RARE_MOVES]
-            if options:
-                idle = 0
-                self._do((actor.name, options[int(chance() * len(options))]))
-                if self._is_over():
-                    return
-            else:
-                idle += 1
-            if number % _TIMEOUT_MOVES == 0:
-                self._time_out()
-            if number % 8 == 0 and self._is_whole():
-                num_steps = max(
-                    (rank.member_state.committed.step for rank in cluster.ranks.values() if rank.alive), default=0
-                )
-                if goal is not None and num_steps >= goal:
-                    return
-                goal = goal or num_steps + 1
-            if idle > 20 * len(cluster.actors) and not any(self._possible()):
-                idle = 0
-                self._wait()
-        raise Violation(f"RULE-7: the job does not go on; {self._standstill()}")
-
-    def _repair(self) -> None:
-        hosts = [host for host in self.cluster.hosts.values() if host.alive]
-        for host in hosts:
-            if host.is_cut:
-                self._do((host.name, "is back"))
-            if host.is_exhausted:
-                self._do((host.name, "recovers"))
-        remaining = [self._num_remaining(host) for host in hosts if not host.mismatch]
-        lacking = self.setting.min_hosts - sum(map(bool, remaining)) if self.cluster.record is None else 0
-        if max(remaining, default=0) < self.setting.layout.unit:
-            lacking = max(lacking, 1)
-        for _ in range(lacking):
-            self._do(("host", f"joins with {self._num_whole()}"))
-
-    @staticmethod
-    def _num_remaining(host: Host) -> int:
-        """Ranks that take part or are going to."""
-        if host.signal:
-            return 0
-        if host.is_fenced:
-            return host.num_ranks
-        ready = sum(rank.alive and not (rank.draining or rank.hangs or rank.raised) for rank in host.ranks)
-        return ready + host.agent.num_coming
-
     def _num_whole(self) -> int:
         """The number of ranks of a host with one replica group and its spares."""
         return self.setting.layout.unit + self.setting.num_spares
-
-    def _is_over(self) -> bool:
-        return bool(self.cluster.given_up) or not any(host.alive for host in self.cluster.hosts.values())
-
-    def _wait(self) -> None:
-        """Let the join timeout pass or an open request time out: the lighthouse may wait for an agent that sends
-        heartbeats but whose ranks hang while they start."""
-        self.num_waits += 1
-        early = "decides early" in self.cluster.lighthouse.moves(self.cluster)
-        if early:
-            self._do(("lighthouse", "decides early"))
-        if not (early or self._time_out()) or self.num_waits > _MAX_WAITS:
-            raise Violation(f"RULE-7: nothing happens any more; {self._standstill()}")
-
-    def _time_out(self) -> bool:
-        """Time out the open requests. Returns whether there were any."""
-        calling = [host for host in self.cluster.hosts.values() if host.alive and host.calls]
-        for host in calling:
-            if "gives up" in host.moves(self.cluster):
-                self._do((host.name, "gives up"))
-        return bool(calling)
-
-    def _possible(self) -> Iterator[str]:
-        for actor in self.cluster.actors:
-            yield from (verb for verb in actor.moves(self.cluster) if verb not in RARE_MOVES)
-
-    def _is_whole(self) -> bool:
-        """Whether every live rank that does not hang is in the present generation."""
-        record = self.cluster.record
-        return record is not None and all(
-            rank.member_state.entered == record.generation
-            for host in self.cluster.hosts.values()
-            if host.alive
-            for rank in host.ranks
-            if rank.alive and not rank.hangs
-        )
-
-    def _standstill(self) -> str:
-        """The phase of every live rank, for messages."""
-        cluster = self.cluster
-        generation = 0 if cluster.record is None else cluster.record.generation
-        return f"generation {generation}; " + "; ".join(
-            f"{host.name} {[call.phase for call in host.calls]} at "
-            f"{0 if host.agent_state.record is None else host.agent_state.record.generation}: "
-            + ", ".join(f"{rank.name} {rank.phase} at {rank.member_state.entered}" for rank in host.ranks if rank.alive)
-            for host in cluster.hosts.values()
-            if host.alive
-        )

@@ -157,7 +157,7 @@ class SimulatedAgent:
             if self._record is not None and event.generation == self._record.generation and not self._is_ready:
                 self._is_ready = True
                 self.client.request_report()
-        elif isinstance(event, agent_events.QuorumAnswered):
+        elif isinstance(event, agent_events.RecordAnswered):
             if not isinstance(event.answer, Record):
                 self._tell("said", repr(event.answer))
                 return

@@ -2,7 +2,6 @@
 
   scripts/chaos simulate --schedules 1000000    seeds 0 to 999,999, on all cores
   scripts/chaos simulate --replay FILE          what happens in a golden scenario, or in a failure printed here
-  scripts/chaos simulate --coordinator ...      the same, of jobs under coordinators that decide
 
 Each failure is printed, with its seed, as a scenario that replays it. The exit code is 1 when there was one.
 """
@@ -16,9 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from elasticgang.simulation import coordinated_runner
-from elasticgang.simulation.cluster import Cluster
-from elasticgang.simulation.coordinated_cluster import CoordinatedCluster
 from elasticgang.simulation.invariants import is_broken
 from elasticgang.simulation.runner import Tally, run_over
 from elasticgang.simulation.scenario import play, read, shrink, write
@@ -57,16 +53,16 @@ class Progress:
         sys.stderr.flush()
 
 
-def simulate(seeds: range, num_processes: int, *, coordinator: bool) -> int:
+def simulate(seeds: range, num_processes: int) -> int:
     total, progress, begin_s = Tally(), Progress(len(seeds)), time.monotonic()
-    parts = coordinated_runner.run_over(seeds, num_processes) if coordinator else run_over(seeds, num_processes)
+    parts = run_over(seeds, num_processes)
     interrupted = False
     try:
         for part in parts:
             for failure in part.failures:
                 if len(total.failures) < _MAX_PRINTED:
                     progress.clear()
-                    print(format_failure(failure, coordinator=coordinator), flush=True)
+                    print(format_failure(failure), flush=True)
                 total.failures.append(failure)
             part.failures.clear()
             total.add(part)
@@ -80,22 +76,17 @@ def simulate(seeds: range, num_processes: int, *, coordinator: bool) -> int:
     return 130 if interrupted else int(bool(total.failures))
 
 
-def format_failure(failure: Failure, *, coordinator: bool) -> str:
+def format_failure(failure: Failure) -> str:
     """As a scenario, as short as can be. What the simulator itself raised is not one."""
     if not is_broken(failure.violation):
         return f"# Seed {failure.seed}.\n{failure.violation}"
-    make = _kind(coordinator)
-    return write(shrink(failure, make), make)
+    return write(shrink(failure))
 
 
-def _kind(coordinator: bool) -> type[Cluster]:
-    return CoordinatedCluster if coordinator else Cluster
-
-
-def replay(path: Path, *, coordinator: bool) -> int:
+def replay(path: Path) -> int:
     """Prints what is told; fails when that is not what the file expects, or a promise is broken."""
     story, expected = read(path.read_text())
-    told = play(story, _kind(coordinator))
+    told = play(story)
     for line in told:
         print(line if not expected or line in expected else f"{line}    # not expected")
     missing = [line for line in expected if line not in told]
@@ -112,15 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first one's; the others follow it (default: 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="a scenario, instead of random schedules")
-    parser.add_argument("--coordinator", action="store_true", help="jobs under coordinators that decide")
     arguments = parser.parse_args(argv)
     if arguments.schedules < 1 or arguments.jobs < 1:
         parser.error("--schedules and --jobs must be positive")
     if arguments.replay is None:
         seeds = range(arguments.seed, arguments.seed + arguments.schedules)
-        return simulate(seeds, arguments.jobs, coordinator=arguments.coordinator)
+        return simulate(seeds, arguments.jobs)
     try:
-        return replay(arguments.replay, coordinator=arguments.coordinator)
+        return replay(arguments.replay)
     except (OSError, ValueError) as error:
         parser.error(f"{arguments.replay}: {error}")
 

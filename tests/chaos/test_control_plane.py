@@ -28,7 +28,7 @@ from elasticgang.protocol.agent_events import (
     Fail,
     LeaseExpired,
     RecordRequested,
-    RequestQuorum,
+    RequestRecord,
     Started,
 )
 from elasticgang.protocol.agent_state import AgentState
@@ -122,7 +122,7 @@ class Host:
                         self._request(member, broken=True)
                 case AnnounceJoin(_, generation):
                     self.control_plane.broadcast_join(generation)
-                case RequestQuorum():
+                case RequestRecord():
                     self.control_plane.request()
                 case BroadcastFailure(member, local_rank, step):
                     self.control_plane.broadcast_failed(member, local_rank, step)

@@ -108,7 +108,7 @@ class Agent:
     def inform(self, event: Any) -> None:
         self.events.append(event)
         self.has_event.set()
-        if isinstance(event, agent_events.QuorumAnswered) and isinstance(event.answer, Record):
+        if isinstance(event, agent_events.RecordAnswered) and isinstance(event.answer, Record):
             self.record, self.is_ready = event.answer, False
             self.records.put_nowait(event.answer)
         elif isinstance(event, agent_events.PeerNotice) and event.over and not self.is_ready:
@@ -315,7 +315,7 @@ def test_a_second_process_with_the_id_of_a_member_is_refused() -> None:
         while not impostor.events:
             await impostor.has_event.wait()
         (event, *_) = impostor.events
-        assert isinstance(event, agent_events.QuorumAnswered)
+        assert isinstance(event, agent_events.RecordAnswered)
         assert isinstance(event.answer, Undecided)
         assert "another process takes part as agent a" in event.answer.refused[0][1]
 

@@ -12,9 +12,9 @@ from elasticgang.protocol.agent_events import (
     Exited,
     Instruction,
     MemberLeft,
-    QuorumAnswered,
+    RecordAnswered,
     RecordRequested,
-    RequestQuorum,
+    RequestRecord,
     Started,
 )
 from elasticgang.protocol.agent_state import AgentState
@@ -83,8 +83,8 @@ class Host:
         """`num_steps`: by `manager.leave()`, of so many."""
         return self.state.handle(MemberLeft(member, finished, in_order, num_steps > 0, num_steps))
 
-    def is_answered(self, answer: Record | Undecided | Unrecoverable, is_newest: bool = True) -> list[Instruction]:
-        return self.state.handle(QuorumAnswered(answer, is_newest))
+    def is_answered(self, answer: Record | Undecided | Unrecoverable) -> list[Instruction]:
+        return self.state.handle(RecordAnswered(answer))
 
 
 def running(num_ranks: int = 3, **options: int) -> Host:
@@ -94,7 +94,7 @@ def running(num_ranks: int = 3, **options: int) -> Host:
     host.start(*members)
     for member in members[:-1]:
         assert host.asks(member) == []
-    assert host.asks(members[-1]) == [RequestQuorum()]
+    assert host.asks(members[-1]) == [RequestRecord()]
     record = record_of(members)
     assert host.is_answered(record) == [DeliverRecord(tuple(members), record)]
     return host

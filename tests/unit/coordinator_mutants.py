@@ -3,8 +3,7 @@ that breaks."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -192,11 +191,18 @@ def _forget_but_reports(self: CoordinatorState, number: int) -> Any:
     return []
 
 
+def _over_once(self: AgentSession, address: str, now_s: float) -> Any:
+    over, self.over = self.over, 0
+    out = _connected(self, address, now_s)
+    self.over = over
+    return out
+
+
 def _always(value: object) -> Callable[..., Any]:
     return lambda *_: value
 
 
-MUTANTS: dict[str, tuple[Patch, ...]] = {
+COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "pushed before it is written": ((CoordinatorState, "_propose", _push_then_write),),
     "the first to come is trusted": ((CoordinatorState, "_has_all_promises", _trust_the_first),),
     "a majority is trusted": ((CoordinatorState, "_has_all_promises", _trust_a_majority),),
@@ -242,18 +248,6 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a record is delivered without a lease": ((AgentSession, "_push", _push_at_once),),
     "a report is sent once": ((AgentSession, "_welcome", _report_once),),
     "the end of the job is told once": ((AgentSession, "_connected", _finish_once),),
+    "what is lost stays lost": ((CoordinatorState, "_reconsider", _always(None)),),
+    "the end of a generation is told once": ((AgentSession, "_connected", _over_once),),
 }
-
-
-@contextlib.contextmanager
-def mutated(name: str) -> Iterator[None]:
-    """While the rules are those of `name`; "" is ours."""
-    patches = {**MUTANTS, "": ()}[name]
-    originals = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in patches]
-    try:
-        for owner, attribute, value in patches:
-            setattr(owner, attribute, value)
-        yield
-    finally:
-        for owner, attribute, value in originals:
-            setattr(owner, attribute, value)

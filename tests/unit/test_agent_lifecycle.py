@@ -15,7 +15,6 @@ from elasticgang.protocol.agent_events import (
     AgentInstruction,
     Committed,
     CoordinatorConnected,
-    CoordinatorReturned,
     CoordinatorTimedOut,
     DeliverRecord,
     End,
@@ -24,7 +23,6 @@ from elasticgang.protocol.agent_events import (
     Fail,
     Fence,
     Finished,
-    HostLost,
     InternalError,
     KillRanks,
     LeaseExpired,
@@ -32,11 +30,11 @@ from elasticgang.protocol.agent_events import (
     NotifyFinished,
     NotifyOver,
     NotStarted,
-    QuorumAnswered,
     RankEntered,
+    RecordAnswered,
     RecordRequested,
     Rejoin,
-    RequestQuorum,
+    RequestRecord,
     RetireMembers,
     ScriptRaised,
     SignalRanks,
@@ -110,8 +108,8 @@ def running(*others: str, num_ranks: int = 2) -> Host:
     host.start(*members)
     for member in members:
         asked = host.asks(member)
-    assert asked == [RequestQuorum()]
-    assert isinstance(host(QuorumAnswered(record_of(*members, *others)))[0], DeliverRecord)
+    assert asked == [RequestRecord()]
+    assert isinstance(host(RecordAnswered(record_of(*members, *others)))[0], DeliverRecord)
     return host
 
 
@@ -192,7 +190,7 @@ def test_ranks_that_start_are_waited_for_until_the_start_expires() -> None:
     host.start("a0", "a1")
     assert host.asks("a0") == []
     assert host.agent.timers() == {"start": host.now_s + agent_lifecycle.START_TIMEOUT_S}
-    assert host.waits() == [RequestQuorum()]
+    assert host.waits() == [RequestRecord()]
     assert host.agent.deadline_s is None
 
 
@@ -336,8 +334,7 @@ def test_a_fenced_agent_kills_its_ranks_and_rejoins_once_all_have_exited() -> No
     assert host.start("a0'") == [StartRank(1)]
     assert host.asks("a0'") == []  # it waits for those that start
     host.start("a1'")
-    assert host.asks("a1'") == [RequestQuorum()]
-    assert host.agent.state.report().dead_agents == ("a",)
+    assert host.asks("a1'") == [RequestRecord()]
     assert host.agent.state.report().agent == "a.2"
 
 
@@ -346,11 +343,9 @@ def test_a_fenced_agent_decides_nothing_about_its_ranks() -> None:
     host(LeaseExpired())
     record = host.agent.state.record
     assert host.asks("a0") == []
-    assert host(QuorumAnswered(record_of("a0", "a1", "b0", generation=2))) == []
-    assert host(HostLost("b")) == []
+    assert host(RecordAnswered(record_of("a0", "a1", "b0", generation=2))) == []
     assert host(Finished()) == []
     assert host.agent.state.record is record
-    assert host.agent.last_report() is None
     assert host.agent.deadline_s is None
 
 
@@ -398,12 +393,6 @@ def test_a_coordinator_that_stays_away_fails_the_job() -> None:
     assert host.connect() == []
 
 
-def test_a_coordinator_that_has_restarted_is_named_in_reports() -> None:
-    host = running("b0")
-    assert host(CoordinatorReturned("c2")) == []
-    assert host.agent.state.report().coordinator == "c2"
-
-
 # -- LIFE-7: the exit code
 
 
@@ -422,7 +411,7 @@ def leaves(host: Host) -> list[AgentInstruction]:
         (lambda host: host.exits("a0", 0, draining=True), 1),  # a signal to the rank was among it
         (lambda host: host(InternalError("bug")), 1),
         (lambda host: host.asks("a0", layout=ParallelLayout(tp=2)), 2),
-        (lambda host: host(QuorumAnswered(Undecided("why", refused=(("a", "protocol 1"),)))), 2),
+        (lambda host: host(RecordAnswered(Undecided("why", refused=(("a", "protocol 1"),)))), 2),
     ],
 )
 def test_the_exit_code_follows_from_how_the_ranks_ended(
@@ -459,13 +448,3 @@ def test_a_layout_that_the_only_agent_can_never_fill_fails_the_job() -> None:
     assert isinstance(fail, Fail)
     assert "needs 2 ranks" in fail.reason
     assert rest == [StopHelpers(), Exit(2)]
-
-
-def test_what_a_rank_committed_before_the_exit_is_in_the_last_report() -> None:
-    host = running("b0", num_ranks=1)
-    host(InternalError("bug"))
-    assert host(Committed("a0", Attempt(3, 1))) == []
-    report = host.agent.last_report()
-    assert report is not None
-    assert report.newest_commit == Attempt(3, 1)
-    assert report.exited == ("a0",)

@@ -21,7 +21,7 @@ from elasticgang.protocol.agent_events import (
     MemberLeft,
     PeerFailed,
     RecordRequested,
-    RequestQuorum,
+    RequestRecord,
     Restart,
     RetireMembers,
     Warn,
@@ -97,7 +97,7 @@ def test_a_survivor_in_doubt_after_the_end_still_gets_a_record() -> None:
     host.state.handle(Committed("a0", Attempt(9, 1)))
     host.leaves("a0", finished=True)
     host.exits("a2")
-    assert host.asks("a1", broken=True, tip=Attempt(8, 1), pending=Attempt(9, 1)) == [RequestQuorum()]
+    assert host.asks("a1", broken=True, tip=Attempt(8, 1), pending=Attempt(9, 1)) == [RequestRecord()]
     assert host.state.report().newest_commit == Attempt(9, 1)
     assert host.state.report().exited == ("a0", "a2")
     record = record_of(["a1"], 2, committed=Attempt(9, 1))
@@ -396,17 +396,17 @@ def test_in_any_event_order_a_request_is_open_only_without_seated_ranks(
             state[mine] = "left"
             done = host.leaves(mine, finished=False)
         elif what in ("answer", "undecided") and is_open:
-            is_open = False
             asked = [member for member in state if state[member] == "asking"]
             if what == "undecided" or not asked:
                 done = host.is_answered(Undecided("why not"))
             else:
+                is_open = False
                 generation += 1
                 record = record_of(asked, generation)
                 done = host.is_answered(record)
                 state.update(dict.fromkeys(asked, "seated"))
                 assert done[0] == DeliverRecord(tuple(asked), record)
-        num_asked = sum(isinstance(instruction, RequestQuorum) for instruction in done)
+        num_asked = sum(isinstance(instruction, RequestRecord) for instruction in done)
         assert num_asked <= 1
         if num_asked:
             is_open = True

@@ -288,7 +288,7 @@ def test_a_record_that_comes_without_a_lease_waits_for_one() -> None:
     out = session.handle(m.Answer(m.Push(decision, joining=1)), 0.2)
     assert m.SendToCoordinator(m.Heartbeat(1)) in out
     out = session.handle(m.Answer(m.HeartbeatAnswer(1, True)), 0.3)
-    assert [type(getattr(i, "event", i)).__name__ for i in out] == ["SetLease", "QuorumAnswered", "PeerNotice"]
+    assert [type(getattr(i, "event", i)).__name__ for i in out] == ["SetLease", "RecordAnswered", "PeerNotice"]
 
 
 def test_an_agent_that_is_fenced_for_too_long_ends() -> None:

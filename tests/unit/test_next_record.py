@@ -192,7 +192,7 @@ def test_joiners_alone_are_undecided_while_a_member_may_live() -> None:
     assert agreed(record, joiner, report("b", member("b0", tip, entered=2), seen=record)).members(ACTIVE) == ("b0",)
 
 
-def test_a_lone_request_after_a_lighthouse_restart_is_undecided() -> None:
+def test_a_lone_joiner_is_undecided() -> None:
     record, tip = trained("a", "b", "c")
     assert isinstance(next_record(record, [report("j", member("j0"))]), Undecided)
     alone = agreed(record, report("b", member("b0", tip, entered=2), seen=record))  # harmless: the others come back
@@ -240,7 +240,7 @@ def test_a_member_that_never_entered_is_a_witness_without_state() -> None:
 
 
 def test_a_report_left_over_from_an_earlier_call_is_undecided() -> None:
-    """The call of an agent timed out, but the lighthouse hands out its old report."""
+    """The report of an agent is older than the record."""
     record, tip = trained("a", "b")
     fresh, ghost = (
         report(agent, member(f"{agent}0", tip), seen=seen)

@@ -1,4 +1,4 @@
-"""The end of all faults in a job under coordinators that decide: it must go on (RULE-7).
+"""The end of all faults in a job: it must go on (RULE-7).
 
 The operator repairs what is broken, leaves one coordinator, and does what is left to an operator once nothing has
 happened for long. A recovery that is unattended has no operator beyond the repair.
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from elasticgang.simulation import promises
 from elasticgang.simulation.invariants import Violation
 
 if TYPE_CHECKING:
-    from elasticgang.simulation.cluster import Move
-    from elasticgang.simulation.coordinated_cluster import CoordinatedCluster
+    from elasticgang.simulation.cluster import Cluster, Move
+    from elasticgang.simulation.host import Host
 
 _QUIET_MOVES = 12_000
 _IDLE_PASSES = 20
@@ -34,7 +35,7 @@ def in_turn() -> Callable[[Sequence[Move]], Move]:
 
 
 def recover(
-    cluster: CoordinatedCluster,
+    cluster: Cluster,
     do: Callable[[Move], None],
     make: Callable[[Move], None],
     pick: Callable[[Sequence[Move]], Move],
@@ -47,7 +48,7 @@ def recover(
         return
     num_whole = cluster.setting.layout.unit + cluster.setting.num_spares
     _repair(cluster, do, num_whole)
-    may_end = any(host.alive and host.is_lease_over(cluster) for host in cluster.hosts.values())
+    may_end = any(host.alive and _may_end(host, cluster) for host in cluster.hosts.values())
     goal: int | None = None
     num_waits = num_added = 0
     for number in range(1, _QUIET_MOVES):
@@ -73,18 +74,27 @@ def recover(
     raise Violation(f"RULE-7: the job does not go on; {standstill(cluster)}")
 
 
-def _check_end(cluster: CoordinatedCluster, may_end: bool) -> None:
+def _may_end(host: Host, cluster: Cluster) -> bool:
+    return (
+        host.is_lease_over(cluster)
+        or host.signal != 0
+        or any(host.ended.values())
+        or any(rank.draining or (not rank.alive and rank.status == 0) for rank in host.ranks)
+    )
+
+
+def _check_end(cluster: Cluster, may_end: bool) -> None:
     """Without a fault, a job ends only when its steps are done or its state is lost. `may_end`: or as its agents were
     fenced already."""
     if not (may_end or cluster.given_up or cluster.finished):
         raise Violation(f"RULE-7: every agent has ended; {'; '.join(cluster.log[-len(cluster.hosts) :])}")
 
 
-def _is_over(cluster: CoordinatedCluster) -> bool:
+def _is_over(cluster: Cluster) -> bool:
     return bool(cluster.given_up) or cluster.num_dead_hosts == len(cluster.hosts)
 
 
-def _repair(cluster: CoordinatedCluster, do: Callable[[Move], None], num_whole: int) -> None:
+def _repair(cluster: Cluster, do: Callable[[Move], None], num_whole: int) -> None:
     if cluster.disk is not None and cluster.disk.is_stuck:
         do(("disk", "works"))
     for c in cluster.living():
@@ -98,19 +108,31 @@ def _repair(cluster: CoordinatedCluster, do: Callable[[Move], None], num_whole: 
                 do((host.name, verb))
         if host.alive and host.zone:
             do((host.name, "is back"))
-        if host.alive and host.id != host.name:  # its id is another's: nobody may let it in
+        if host.alive and host.is_exhausted:
+            do((host.name, "recovers"))
+        if host.alive and host.is_duplicate:  # nobody may let it in
             do((host.name, "dies"))
     _leave_one_coordinator(cluster, do)
     hosts = [host for host in cluster.hosts.values() if host.alive]
-    staying = [sum(not r.draining for r in host.ranks) + len(host.restarts) for host in hosts if not host.mismatch]
-    lacking = cluster.setting.min_hosts - sum(map(bool, staying)) if cluster.record is None else 0
+    staying = [_num_staying(host) for host in hosts if not host.mismatch]
+    lacking = cluster.setting.min_hosts - sum(map(bool, staying)) if cluster.chain.record is None else 0
     if max(staying, default=0) < cluster.setting.layout.unit:
         lacking = max(lacking, 1)
     for _ in range(lacking):
         do(("host", f"joins with {num_whole}"))
 
 
-def _leave_one_coordinator(cluster: CoordinatedCluster, do: Callable[[Move], None]) -> None:
+def _num_staying(host: Host) -> int:
+    """Ranks that take part or are going to."""
+    if host.signal:
+        return 0
+    if host.is_fenced or not host.has_begun:
+        return host.num_ranks
+    ready = sum(rank.alive and not (rank.draining or rank.hangs or rank.raised) for rank in host.ranks)
+    return ready + host.agent.num_coming
+
+
+def _leave_one_coordinator(cluster: Cluster, do: Callable[[Move], None]) -> None:
     """The operator keeps the one in office, if there is one."""
     living = cluster.living()
     if not living:
@@ -123,7 +145,7 @@ def _leave_one_coordinator(cluster: CoordinatedCluster, do: Callable[[Move], Non
             do((c.name, "crashes"))
 
 
-def _operate(cluster: CoordinatedCluster, do: Callable[[Move], None], num_whole: int) -> int:
+def _operate(cluster: Cluster, do: Callable[[Move], None], num_whole: int) -> int:
     """What an operator does when nothing happens for long. Returns how many hosts were added."""
     _leave_one_coordinator(cluster, do)
     (c,) = cluster.living()
@@ -134,32 +156,29 @@ def _operate(cluster: CoordinatedCluster, do: Callable[[Move], None], num_whole:
         num_added = 1
     if cluster.is_possible((c.name, "founds")):
         do((c.name, "founds"))
-    elif cluster.may_grant(c):
+    elif promises.may_grant(cluster, c):
         do((c.name, "is granted its office"))
     elif not state.in_office and cluster.disk is not None and cluster.disk.holder is None:
         do((c.name, "crashes"))
         do(("operator", "starts one with its directory"))
-    for host in [h for h in cluster.hosts.values() if h.alive and h.agent_state.finished and h.connection is not None]:
-        if host.agent_state.may_request() and cluster.record is not None:
-            do((host.name, "gives up"))
     return num_added
 
 
-def _is_whole(cluster: CoordinatedCluster) -> bool:
+def _is_whole(cluster: Cluster) -> bool:
     """Every living rank is in the present generation."""
-    record = cluster.record
+    record = cluster.chain.record
     return record is not None and all(
         rank.member_state.entered == record.generation
         for host in cluster.hosts.values()
         if host.alive
         for rank in host.ranks
-        if rank.alive
+        if rank.alive and not rank.hangs
     )
 
 
-def standstill(cluster: CoordinatedCluster) -> str:
+def standstill(cluster: Cluster) -> str:
     """Where every process is, in words."""
-    generation = 0 if cluster.record is None else cluster.record.generation
+    generation = 0 if cluster.chain.record is None else cluster.chain.record.generation
     hosts = "; ".join(
         f"{h.name} at {0 if h.agent_state.record is None else h.agent_state.record.generation}"
         f"{' fenced' if h.session.is_fenced else ''}"

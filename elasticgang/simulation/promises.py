@@ -1,0 +1,194 @@
+"""What coordinators and agents promise each other, and the job: checked where they act.
+
+LOST-1   An agent that a coordinator declares lost is dead, or its lease is over and none of its ranks is in a
+         generation; or it has promised a higher term, and has a lease of another coordinator.
+LOST-2   It was silent for `lost_after_s` of the time during which the coordinator ran.
+OFFICE-1 A coordinator that decides holds its directory, was granted its office, or was promised its term by every agent
+         of the record.
+PRESENT-1 A record leaves out no agent of the record before, unless it says that the agent is lost.
+REPORT-1 Every agent of a record has a session with the coordinator that decides it, and has promised its term.
+ACCEPT-1 A joiner is sent a record without a directory only after an agent of the record before has accepted it, or when
+         the ranks of all of these are dead.
+FOUNDER  The operator founds a job without a directory anew only when no living host knows a record of it.
+WORD     The operator grants an office only when no other coordinator lives, whoever is absent is dead or fenced, and
+         no living agent, and no state directory, knows a newer record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from elasticgang.protocol.coordinator_messages import Decision, Push
+from elasticgang.protocol.record import Record, Report
+from elasticgang.simulation.generation import Part, SimulatedGeneration
+from elasticgang.simulation.invariants import Violation
+
+if TYPE_CHECKING:
+    from elasticgang.simulation.cluster import Cluster
+    from elasticgang.simulation.coordinator_process import CoordinatorProcess
+    from elasticgang.simulation.host import Host
+
+
+def may_found(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
+    """FOUNDER"""
+    if len(cluster.living()) > 1 or cluster.disk is not None:
+        return False
+    for host in cluster.hosts.values():
+        pushes = () if host.connection is None else host.connection.to_agent
+        if host.alive and (host.session.decision is not None or any(isinstance(m, Push) for m in pushes)):
+            return False
+    return True
+
+
+def may_grant(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
+    """WORD"""
+    state = coordinator.state
+    if (state.in_office and not state.awaits_word) or state.decision is None or len(cluster.living()) > 1:
+        return False
+    kept = None if cluster.disk is None else cluster.disk.decision
+    if kept is not None and kept.ref.order > state.decision.ref.order:
+        return False
+    present = {session.host.name for number, session in coordinator.sessions.items() if number in state.sessions}
+    for host in cluster.hosts.values():
+        if not host.alive or host.name in present:
+            continue
+        known = host.session.decision
+        if known is not None and known.ref.order > state.decision.ref.order:
+            return False
+        is_held = host.is_fenced or (host.session.is_fenced and host.is_inert)
+        if host.id in state.decision.record.agents and not is_held:
+            return False
+    return True
+
+
+def check_lost(
+    cluster: Cluster, coordinator: CoordinatorProcess, lost: Collection[str], dead: Collection[str], *, silent: bool
+) -> None:
+    """`silent`: for no other reason."""
+    for name in lost:
+        silent_s = coordinator.silent_s(cluster, name)
+        if silent and silent_s < coordinator.state.timeouts.lost_after_s:
+            raise Violation(f"LOST-2: {coordinator.name} declares {name} lost after it has run for {silent_s:.1f} s")
+        for host in cluster.hosts_of(name):
+            _check_lost(cluster, coordinator, host)
+    for name in dead:
+        for host in cluster.hosts_of(name):
+            _check_dead(cluster, coordinator, host)
+
+
+def _check_lost(cluster: Cluster, coordinator: CoordinatorProcess, host: Host) -> None:
+    if host.alive:
+        cluster.seen.add("lost but alive")
+    if not host.alive or host.is_frozen or (host.is_inert and host.is_lease_over(cluster)):
+        return
+    holder = host.lease_holder
+    is_led_elsewhere = holder is not None and holder is not coordinator
+    if not (is_led_elsewhere and host.session.promised > coordinator.state.term):
+        raise Violation(
+            f"LOST-1: {coordinator.name} declares {host.name} lost, whose lease "
+            f"{'is over' if host.is_lease_over(cluster) else 'goes on'} and whose ranks "
+            f"{'wait' if host.is_inert else 'run'}"
+        )
+
+
+def _check_dead(cluster: Cluster, coordinator: CoordinatorProcess, host: Host) -> None:
+    if not any(rank.alive for rank in host.ranks) or host.lease_until_s is None:  # or they have never acted
+        return
+    if host.is_frozen:
+        host.kill_ranks()  # when it goes on, they end before they do anything
+    elif host.lease_holder is None or host.lease_holder is coordinator:
+        raise Violation(f"LOST-1: {coordinator.name} declares {host.name} dead, whose ranks live")
+
+
+def check_decision(cluster: Cluster, coordinator: CoordinatorProcess, decision: Decision) -> None:
+    """`coordinator` has decided it just now."""
+    record = decision.record
+    before = cluster.chain.decided.get(record.parent)
+    if record.absent_agents:
+        raise Violation(f"PRESENT-1: generation {record.generation} goes on without {record.absent_agents}")
+    present = [coordinator.sessions[n] for n in coordinator.state.sessions if n in coordinator.sessions]
+    promised = {session.agent for session in present if session.agent_session.promised >= decision.term}
+    if not promised.issuperset(record.agents):
+        raise Violation(f"REPORT-1: generation {record.generation} of {record.agents}, but only {promised} are here")
+    needed = () if before is None else before.agents
+    if not coordinator.is_granted and not (needed and coordinator.promises.issuperset(needed)):
+        raise Violation(f"OFFICE-1: {coordinator.name} decides, but only {sorted(coordinator.promises)} promised")
+    if any(c is not coordinator and c.state.in_office for c in cluster.living()):
+        cluster.seen.add("decided beside another in office")
+
+
+def check_push(cluster: Cluster, coordinator: CoordinatorProcess, host: Host, decision: Decision) -> None:
+    record = decision.record
+    before = cluster.chain.decided.get(record.parent)
+    if coordinator.disk is not None or before is None or host.id in before.agents:
+        return
+    parents = [other for other in cluster.hosts.values() if other.id in before.agents and other.id in record.agents]
+    for other in parents:
+        known = other.session.decision
+        if known is not None and known.ref.order >= decision.ref.order:
+            cluster.seen.add("joiner waited")
+            return
+    if any(rank.alive for other in parents for rank in other.ranks):
+        raise Violation(f"ACCEPT-1: {coordinator.name} sends {record.generation} to {host.name} before its parents")
+
+
+def check_size(cluster: Cluster, record: Record, proposal: Sequence[Report]) -> None:
+    """PLAN-2: as many replica groups as possible, but no more than seats are requested or than before, not counting
+    groups with a draining member."""
+    layout, setting = cluster.layout, cluster.setting
+    lost = {agent for report in proposal for agent in report.dead_agents}
+    num_members = {report.agent: len(report.members) for report in proposal if report.agent not in lost}
+    asked = {agent: cluster.agents[agent].num_seats for agent in num_members}
+    num_asked = sum(num_members[agent] if num is None else num for agent, num in asked.items())
+    before, num_going, present = 0, 0, cluster.chain.record
+    if present is not None:
+        draining = [
+            member.id for report in proposal if report.agent not in lost for member in report.members if member.draining
+        ]
+        before = present.plan.shape[1] - present.groups_of(present.draining_members)
+        num_going = present.groups_of(draining)
+    most = max(max(num_asked // layout.unit, before) + num_going, layout.min_replicas)
+    block = math.prod(getattr(layout, axis) for axis in layout.within_host)
+    possible = sum(num // block for num in num_members.values()) * block // layout.unit
+    num_groups = record.plan.shape[1]
+    if num_groups > most or (num_groups < min(most, possible) and not setting.max_hosts):
+        raise Violation(
+            f"PLAN-2: generation {record.generation} has {num_groups} replica groups of {possible}; {num_asked} "
+            f"seats are requested, and there were {before}"
+        )
+
+
+def check_step(cluster: Cluster, generation: SimulatedGeneration, parts: Sequence[Part]) -> None:
+    """RULE-4 and RULE-5: the ranks reduce one step of one state, and each slot once."""
+    first = parts[0]
+    covered: Counter[int] = Counter()
+    for part in parts:
+        if part.attempt != first.attempt:
+            raise Violation(f"RULE-4: {part.attempt} and {first.attempt} are reduced together")
+        if part.active != first.active:
+            raise Violation(f"RULE-5: ranks disagree on who is active: {part.active} and {first.active}")
+        if part.share is not None:
+            covered[part.share[0]] += 1
+            if part.state is None:
+                raise Violation(f"RULE-5: a rank without state has a share of {part.attempt}")
+    states = {part.state for part in parts if part.state is not None}
+    if len(states) > 1:
+        raise Violation(f"RULE-4: {states} take {first.attempt} together")
+    count = max((part.share[1] for part in parts if part.share is not None), default=0)
+    if not count:
+        raise Violation(f"RULE-5: nobody has a share of {first.attempt}")
+    if covered != Counter(dict.fromkeys(range(count), cluster.layout.pp * cluster.layout.tp)):
+        raise Violation(f"RULE-5: the shares of {first.attempt} are {dict(covered)} of {count}")
+
+
+def led_elsewhere(cluster: Cluster, host: Host) -> set[str]:
+    """Hosts that another coordinator leads than the one that has told `host` that the state is lost."""
+    teller = None if host.connection is None else host.connection.coordinator
+    return {
+        other.name
+        for other in cluster.hosts.values()
+        if other.alive and other.lease_holder is not teller and other.session.promised > host.session.promised
+    }
