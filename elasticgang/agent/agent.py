@@ -375,6 +375,7 @@ class Agent:
                 "job": self._job.job_id,
                 "collective_timeout": self._job.collective_timeout,
                 "process_group": self._job.process_group,
+                "credentials": self._job.credentials.to_json(),
             },
             env={
                 environment.JOB_ID: self._job.job_id,

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elasticgang.member.drain import Drain
+from elasticgang.session.credentials import Credentials
 
 
 @dataclass(frozen=True)
 class RankContext:
     """What an agent passes to a rank process that it starts. `store`: the address of the rendezvous store. `host`: the
-    address at which peers reach this host. `process_group`: the kind that carries the data. `link`, `forks`, `page` and
-    `lease` are descriptors: the connections to the agent and to its fork server, the rank's status page, and the host's
-    lease. `drain`: whether the rank drains."""
+    address at which peers reach this host. `process_group`: the kind that carries the data. `credentials`
+    authenticate the rank and the peers that heal from it. `link`, `forks`, `page` and `lease` are descriptors: the
+    connections to the agent and to its fork server, the rank's status page, and the host's lease. `drain`: whether the
+    rank drains."""
 
     member: str
     local_rank: int
@@ -22,6 +24,7 @@ class RankContext:
     host: str
     collective_timeout: float
     process_group: str
+    credentials: Credentials
     link: int
     forks: int
     page: int

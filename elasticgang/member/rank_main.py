@@ -20,6 +20,7 @@ from elasticgang.member.rank_context import RankContext, inherit
 from elasticgang.process import framing, stacks
 from elasticgang.process.lease import Lease
 from elasticgang.process.status_page import PULSE_MS, StatusPage
+from elasticgang.session.credentials import credentials_from_json
 
 _MAX_TRACEBACK = 1 << 16
 
@@ -42,6 +43,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
             host=args["host"],
             collective_timeout=args["collective_timeout"],
             process_group=args["process_group"],
+            credentials=credentials_from_json(args["credentials"]),
             link=link,
             forks=forks,
             page=page_fd,

@@ -169,7 +169,9 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None:
-            self._reason = self._reason or f"the connection broke: {exc}"
+            early = self._tls is not None and self._reader is None
+            doubt = f": {self._PEER} may refuse the certificate {self._certificate}" if early else ""
+            self._reason = self._reason or f"the connection broke: {exc}{doubt}"
         elif self._reader is None:
             self._reason = self._reason or self._lost_early()
         self._end()

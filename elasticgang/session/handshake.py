@@ -11,7 +11,7 @@ AUTH-BOUND   The transcript has both nonces, the job, the role and both versions
 AUTH-KEYS    Each direction has a key of its own, derived from the secret and the transcript.
 AUTH-EQUAL   An unknown job and a wrong secret look alike to the client.
 
-Without a secret anybody passes, and the MACs of the frames only find damage: see `listen.py`, which allows that on
+Without a secret anybody passes, and the MACs of the frames only find damage: see `credentials.py`, which allows that on
 loopback.
 """
 
@@ -30,7 +30,7 @@ NONCE_BYTES = 32
 MAX_HANDSHAKE_BYTES = 1024
 _MAX_JOB_BYTES = 256
 
-AGENT, RANK, STATUS = ROLES = ("agent", "rank", "status")
+AGENT, RANK = ROLES = ("agent", "rank")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,10 @@ class SessionKeys:
 
 
 class ClientHandshake:
-    def __init__(self, identity: Identity, secret: bytes, nonce: bytes) -> None:
-        self._identity, self._secret, self._nonce = identity, secret, nonce
+    """`server`: what the other end is, for messages."""
+
+    def __init__(self, identity: Identity, secret: bytes, nonce: bytes, server: str = "the coordinator") -> None:
+        self._identity, self._secret, self._nonce, self._server = identity, secret, nonce, server
         self._transcript = b""
 
     def hello(self) -> bytes:
@@ -78,7 +80,7 @@ class ClientHandshake:
 
     def finish(self, proof: bytes) -> SessionKeys:
         if not hmac.compare_digest(proof, _proof(self._secret, b"server", self._transcript)):
-            raise WireError("the coordinator does not hold the secret of this job")
+            raise WireError(f"{self._server} does not hold the secret of this job")
         return _keys(self._secret, self._transcript)
 
 

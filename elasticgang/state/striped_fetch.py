@@ -12,9 +12,7 @@ FETCH-5  A received chunk is not requested again, in this fetch or the next, whi
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +22,9 @@ from torch import Tensor
 from elasticgang.errors import WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import transport
+from elasticgang.state.authentication import Authenticator
 from elasticgang.state.serialization import flatten, unflatten
+from elasticgang.state.transport import Channel
 from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
@@ -57,7 +57,7 @@ class Digests:
             self._known = None
 
 
-def serve(sock: socket.socket, attempt: Attempt, small: Any, large: Any, digests: Digests) -> None:
+def serve(channel: Channel, attempt: Attempt, small: Any, large: Any, digests: Digests) -> None:
     """Answer a `StripedFetch` until it closes the connection."""
     small_spec, small_tensors = flatten(small)
     large_spec, large_tensors = flatten(large)
@@ -66,17 +66,16 @@ def serve(sock: socket.socket, attempt: Attempt, small: Any, large: Any, digests
         "small": [small_spec, transport.shapes_of(small_tensors)],
         "large": [large_spec, transport.shapes_of(large_tensors), digests.of(attempt, parts)],
     }
-    transport.send(sock, json.dumps(manifest).encode())
+    channel.send(manifest)
     while True:
-        wanted = json.loads(transport.receive(sock, _MAX_REQUEST_BYTES))
+        wanted = channel.receive(_MAX_REQUEST_BYTES)
         if wanted == "small":
             for tensor in small_tensors:
                 for part in transport.chunks(tensor):
-                    sock.sendall(transport.digest(part))
-                    sock.sendall(part)
+                    channel.send_chunk(part)
         else:
             for index in wanted:
-                sock.sendall(parts[index])
+                channel.sock.sendall(parts[index])
 
 
 # -- the healer
@@ -142,15 +141,21 @@ class StripedFetch:
     `received`."""
 
     def __init__(
-        self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool], received: ReceivedChunks
+        self,
+        authenticator: Authenticator,
+        sources: Sequence[str],
+        attempt: Attempt,
+        cancelled: Callable[[], bool],
+        received: ReceivedChunks,
     ) -> None:
+        self._authenticator = authenticator
         self._sources, self._attempt, self._cancelled, self._received = sources, attempt, cancelled, received
         self._changed = received.changed
         self._agreed: list[Any] | None = None  # the large state's spec, shapes and digests
         self._open: list[int] = []  # missing chunks that no holder has been asked for
         self._small: dict[str, Any] | None = None
         self._small_requested = False
-        self._sockets: list[socket.socket] = []
+        self._channels: list[Channel] = []
         self._num_live = len(sources)
         self._is_over = False
         self.num_from: dict[str, int] = {}  # received chunks by source
@@ -164,8 +169,8 @@ class StripedFetch:
             while not self._is_done() and self._num_live and not self._cancelled():
                 self._changed.wait(_POLL_S)
             done, self._is_over = self._is_done(), True
-            for sock in self._sockets if done else ():
-                transport.shut(sock)
+            for channel in self._channels if done else ():
+                channel.shut()
         if not done or self._small is None or self._agreed is None:
             return None
         self._received.close()
@@ -179,21 +184,21 @@ class StripedFetch:
         mine: list[int] = []
         requests_small = False
         try:
-            with transport.connect(source) as sock:
+            with self._authenticator.connect(source) as channel:
                 with self._changed:
                     if self._is_over:
                         return
-                    self._sockets.append(sock)
-                small_manifest = self._agree(sock, source)
+                    self._channels.append(channel)
+                small_manifest = self._agree(channel)
                 reached("source_agreed")
                 while True:
                     requests_small, mine = self._take()
                     if not requests_small and not mine:
                         return
                     if requests_small:
-                        self._receive_small(sock, *small_manifest)
+                        self._receive_small(channel, *small_manifest)
                         requests_small = False
-                    self._receive_chunks(sock, mine, source)
+                    self._receive_chunks(channel, mine, source)
                     self._returned(mine)
                     mine = []
         except _FAILURES as exc:
@@ -207,12 +212,11 @@ class StripedFetch:
                 self._num_live -= 1
                 self._changed.notify_all()
 
-    def _agree(self, sock: socket.socket, source: str) -> list[Any]:
+    def _agree(self, channel: Channel) -> list[Any]:
         """FETCH-1. Returns the manifest of the small state at this source."""
-        request = {"attempt": list(self._attempt), "after": False, "by_range": True}
-        transport.send(sock, json.dumps(request).encode())
-        transport.await_answer(sock, lambda: self._is_over or self._cancelled())
-        manifest = json.loads(transport.receive(sock, transport.MAX_MANIFEST_BYTES))
+        channel.send({"attempt": list(self._attempt), "after": False, "by_range": True})
+        transport.await_answer(channel.sock, lambda: self._is_over or self._cancelled())
+        manifest = channel.receive(transport.MAX_MANIFEST_BYTES)
         if "refused" in manifest:
             raise WireError(manifest["refused"])
         with self._changed:
@@ -246,28 +250,24 @@ class StripedFetch:
         with self._changed:
             self._received.requested.difference_update(indices)
 
-    def _receive_small(self, sock: socket.socket, spec: Any, shapes: list[Any]) -> None:
-        transport.send(sock, b'"small"')
+    def _receive_small(self, channel: Channel, spec: Any, shapes: list[Any]) -> None:
+        channel.send("small")
         tensors = [transport.empty(*shape) for shape in shapes]
         for part in itertools.chain(*map(transport.chunks, tensors)):
-            expected = bytearray(transport.DIGEST_BYTES)
-            transport.receive_into(sock, memoryview(expected))
-            transport.receive_into(sock, part)
-            if transport.digest(part) != bytes(expected):
-                raise WireError("the digest of a chunk is wrong")
+            channel.receive_chunk(part)
         state: dict[str, Any] = unflatten(spec, tensors)
         with self._changed:
             self._small = state
             self._changed.notify_all()
 
-    def _receive_chunks(self, sock: socket.socket, indices: Sequence[int], source: str) -> None:
+    def _receive_chunks(self, channel: Channel, indices: Sequence[int], source: str) -> None:
         if not indices:
             return
         assert self._agreed is not None
-        transport.send(sock, json.dumps(indices).encode())
+        channel.send(list(indices))
         for index in indices:
             part = memoryview(bytearray(self._received.num_bytes(index)))
-            transport.receive_into(sock, part)
+            transport.receive_into(channel.sock, part)
             digest = self._agreed[2][index]
             if transport.digest(part).hex() != digest:
                 raise WireError(f"the digest of chunk {index} is wrong")

@@ -1,9 +1,11 @@
-"""The wire format of healing: messages are a length and JSON; tensors are chunks with a digest."""
+"""The wire format of healing: messages are JSON in frames; tensors are chunks with a digest."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
+import json
 import select
 import socket
 import struct
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 
 from elasticgang.errors import WireError
+from elasticgang.session.frames import FrameReader, FrameWriter
+from elasticgang.session.handshake import SessionKeys
 from elasticgang.state.serialization import as_bytes
 
 HEAL_TIMEOUT_S = 30.0
@@ -23,26 +27,82 @@ CHUNK_BYTES = 4 << 20
 DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 64 << 20
 _CANCEL_POLL_MS = 5
-_LENGTH = struct.Struct("!Q")
+_LENGTH = struct.Struct("!I")
 
 
 def digest(data: memoryview | bytearray) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def send(sock: socket.socket, data: bytes) -> None:
-    sock.sendall(_LENGTH.pack(len(data)) + data)
+class Channel:
+    """One end of an authenticated connection between a healer and a source (see `authentication.py`).
+
+    CHANNEL-1  A message is a frame of the session room: bounded, in order, and under a MAC.
+    CHANNEL-2  A chunk that `send_chunk` sends has a digest under the key of its direction, with its place in the
+        stream. A chunk without one counts only if its digest stands in a message.
+    """
+
+    def __init__(self, sock: socket.socket, keys: SessionKeys, *, is_server: bool) -> None:
+        self.sock = sock
+        read_key, write_key = keys.to_server, keys.to_client
+        if not is_server:
+            read_key, write_key = write_key, read_key
+        self._reader, self._writer = FrameReader(read_key), FrameWriter(write_key, MAX_MANIFEST_BYTES)
+        self._read_chunks, self._written_chunks = _ChunkDigests(read_key), _ChunkDigests(write_key)
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.sock.close()
+
+    def send(self, message: Any) -> None:
+        self.send_payload(json.dumps(message).encode())
+
+    def send_payload(self, payload: bytes) -> None:
+        self.sock.sendall(self._writer.frame(payload))
+
+    def receive(self, limit: int) -> Any:
+        """The next message. Raises WireError, ValueError or RecursionError: it is none, or over the limit."""
+        return json.loads(self._reader.payload(receive_body(self.sock, limit + FrameReader.OVERHEAD_BYTES)))
+
+    def send_chunk(self, chunk: memoryview) -> None:
+        self.sock.sendall(self._written_chunks.next(chunk))
+        self.sock.sendall(chunk)
+
+    def receive_chunk(self, chunk: memoryview) -> None:
+        """Raises WireError: the digest is wrong."""
+        expected = bytearray(DIGEST_BYTES)
+        receive_into(self.sock, memoryview(expected))
+        receive_into(self.sock, chunk)
+        if not hmac.compare_digest(self._read_chunks.next(chunk), bytes(expected)):
+            raise WireError("the digest of a chunk is wrong")
+
+    def shut(self) -> None:
+        shut(self.sock)
 
 
-def receive(sock: socket.socket, limit: int) -> bytearray:
+class _ChunkDigests:
+    """CHANNEL-2"""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
+
+    def next(self, chunk: memoryview) -> bytes:
+        number = self._number.to_bytes(8, "big")
+        self._number += 1
+        return hashlib.blake2b(chunk, digest_size=DIGEST_BYTES, key=self._key, salt=number).digest()
+
+
+def receive_body(sock: socket.socket, limit: int) -> bytes:
     header = bytearray(_LENGTH.size)
     receive_into(sock, memoryview(header))
     (size,) = _LENGTH.unpack(header)
     if size > limit:
-        raise WireError(f"a message of {size} bytes is over the limit of {limit}")
-    data = bytearray(size)
-    receive_into(sock, memoryview(data))
-    return data
+        raise WireError(f"a frame of {size} bytes is over the limit of {limit}")
+    body = bytearray(size)
+    receive_into(sock, memoryview(body))
+    return bytes(body)
 
 
 def receive_into(sock: socket.socket, view: memoryview) -> None:
@@ -51,13 +111,6 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
         if count == 0:
             raise WireError("the peer closed in the middle of a message")
         view = view[count:]
-
-
-def connect(source: str) -> socket.socket:
-    host, _, port = source.rpartition(":")
-    sock = socket.create_connection((host, int(port)), timeout=HEAL_TIMEOUT_S)
-    at_once(sock)
-    return sock
 
 
 def at_once(sock: socket.socket) -> None:
@@ -79,8 +132,9 @@ def await_answer(sock: socket.socket, cancelled: Callable[[], bool], timeout_s: 
 
 
 def shut(sock: socket.socket) -> None:
+    """From any thread. With TLS too, whoever reads or writes fails then."""
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS's own would go on without TLS
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> list[Any]:

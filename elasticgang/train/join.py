@@ -65,7 +65,7 @@ def join(
     else:
         rendezvous, state_server = (
             ElasticRendezvous(context, layout, device, process_group),
-            SnapshotServer(context.host),
+            SnapshotServer(context.host, context.job, context.credentials),
         )
     return QuorumManager(rendezvous, state_server, layout, device)
 

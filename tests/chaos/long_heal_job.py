@@ -13,8 +13,7 @@ from torch import nn
 
 import elasticgang as eg
 from elasticgang.protocol import member_lifecycle
-from elasticgang.state import snapshot_server as keeper_module
-from elasticgang.state import striped_fetch, transport
+from elasticgang.state import healer, striped_fetch, transport
 from tests.support import wait_until
 
 NUM_STEPS = 5
@@ -24,7 +23,7 @@ MAX_LOST = 3
 
 def main() -> None:
     transport.CHUNK_BYTES = 4096
-    keeper_module.BY_RANGE_FROM_BYTES = 0
+    healer.BY_RANGE_FROM_BYTES = 0
     member_lifecycle.MAX_LOST_STEPS = MAX_LOST
     torch.manual_seed(int(os.environ["LOCAL_RANK"]))
     manager = eg.join(layout=eg.ParallelLayout())

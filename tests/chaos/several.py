@@ -30,11 +30,11 @@ class Coordinator(Command):
         host: str = "127.0.0.1",
         port: int = 0,
         state: bool = False,
-        secret: Path | None = None,
+        credentials: Sequence[str] = (),
         prefix: Sequence[str] = (),
     ) -> None:
         options = ["--state-dir", str(directory / "state")] if state else []
-        options += ["--secret-file", str(secret)] if secret else []
+        options += credentials
         command = [*prefix, sys.executable, "-m", "elasticgang", "coordinator", "--host", host, "--port", str(port)]
         super().__init__(directory, [*command, *options])
 
@@ -54,6 +54,13 @@ class Coordinator(Command):
         return int(self.address.rpartition(":")[2])
 
 
+def secret_options(directory: Path) -> list[str]:
+    secret = directory / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32))
+    return ["--secret-file", str(secret)]
+
+
 class Cluster:
     """A coordinator and agents, all of one job. As a context manager, ends everything."""
 
@@ -64,23 +71,25 @@ class Cluster:
         holds: Sequence[int] = (),
         state: bool = False,
         host: str = "127.0.0.1",
+        credentials: Sequence[str] = (),
         prefix: Sequence[str] = (),
     ) -> None:
-        """`state`: the coordinator keeps a file. `host` and `prefix`: where it listens, and what runs it."""
+        """`state`: the coordinator keeps a file. `credentials`: options of all; a secret where it listens beyond
+        loopback. `host` and `prefix`: where it listens, and what runs it."""
         self.directory = directory
         self.output = directory / "output"
         self.output.mkdir(parents=True)
         self._arguments = ["--output-dir", str(self.output), "--steps", str(NUM_STEPS), "--holds", json.dumps([*holds])]
         self._state = state
-        self._secret = None
-        if host != "127.0.0.1":
-            self._secret = directory / "secret"
-            self._secret.touch(mode=0o600)
-            self._secret.write_text(secrets.token_hex(32))
+        self._credentials = list(credentials)
+        if host != "127.0.0.1" and not credentials:
+            self._credentials = secret_options(directory)
         self._stack = contextlib.ExitStack()
         self._num_started = 0
         self.agents: list[Job] = []
-        coordinator = Coordinator(directory / "coordinator", host=host, state=state, secret=self._secret, prefix=prefix)
+        coordinator = Coordinator(
+            directory / "coordinator", host=host, state=state, credentials=self._credentials, prefix=prefix
+        )
         self.coordinator = self._stack.enter_context(coordinator)
 
     def start(
@@ -96,8 +105,8 @@ class Cluster:
     ) -> Job:
         """One more agent. `layout`: that `job.py` declares; `program` and `prefix`: see `Job`."""
         self._num_started += 1
-        given = ["--coordinator", self.coordinator.address, "--nnodes", nnodes, "--job-id", job_id, *options]
-        given += ["--secret-file", str(self._secret)] if self._secret else []
+        given = ["--coordinator", self.coordinator.address, "--nnodes", nnodes, "--job-id", job_id]
+        given += [*self._credentials, *options]
         script = [*self._arguments, "--layout", json.dumps(layout or {})]
         directory = self.directory / f"agent-{self._num_started}"
         job = Job(directory, JOB, *script, ranks=ranks, options=given, program=program, prefix=prefix)
@@ -112,7 +121,9 @@ class Cluster:
         directory = self.directory / "coordinator"
         if not self._state:
             directory = self.directory / f"coordinator-{self._num_started}"
-        self.coordinator = self._stack.enter_context(Coordinator(directory, port=port, state=self._state))
+        self.coordinator = self._stack.enter_context(
+            Coordinator(directory, port=port, state=self._state, credentials=self._credentials)
+        )
 
     def reached(self, step: int, num_ranks: int) -> None:
         """So many members, those that have died since counted, wait in that step."""

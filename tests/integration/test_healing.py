@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-import socket
 import struct
 import threading
 from collections.abc import Callable
@@ -18,7 +17,18 @@ from elasticgang import testing
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import snapshot_server as keeper_module
 from elasticgang.state import transport
-from tests.integration.state_ranks import AT, DEADLINE_S, Background, FakeSource, Rank, Ranks, same
+from elasticgang.state.snapshot_server import MAX_REQUEST_BYTES
+from elasticgang.state.transport import Channel
+from tests.integration.state_ranks import (
+    AT,
+    AUTHENTICATOR,
+    DEADLINE_S,
+    Background,
+    FakeSource,
+    Ranks,
+    Relay,
+    same,
+)
 
 # -- healing
 
@@ -213,7 +223,7 @@ def test_a_wait_for_the_source_ends_with_the_generation(ranks: Ranks) -> None:
 
 def test_no_source_is_asked_after_a_cancel(ranks: Ranks) -> None:
     healer = ranks(1)
-    with FakeSource(lambda sock: None) as source:
+    with FakeSource(lambda channel: None) as source:
         assert not healer.server.heal([source.address], AT, lambda: True)
         assert source.request == {}
 
@@ -221,12 +231,11 @@ def test_no_source_is_asked_after_a_cancel(ranks: Ranks) -> None:
 # -- sources that fail
 
 
-def record_of(rank: Rank) -> bytes:
-    """What a source sends for its whole state."""
-    rank.server.begin(AT)
-    with transport.connect(rank.server.address) as sock:
-        transport.send(sock, json.dumps({"attempt": list(AT), "after": False}).encode())
-        return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+def lying(ranks: Ranks, change: Callable[[bytes], bytes]) -> Relay:
+    """Between a source and the healer."""
+    source = ranks(2)
+    source.server.begin(AT)
+    return Relay(source, change)
 
 
 def test_a_dead_source_is_skipped(ranks: Ranks) -> None:
@@ -240,11 +249,10 @@ def test_a_dead_source_is_skipped(ranks: Ranks) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
 def test_a_source_that_dies_in_the_middle_is_followed_by_the_next(ranks: Ranks, share: float) -> None:
     source, healer = ranks(3), ranks(1)
-    whole = record_of(ranks(2))
-    with FakeSource(lambda sock: sock.sendall(whole[: int(len(whole) * share)])) as dying:
+    with lying(ranks, lambda whole: whole[: int(len(whole) * share)]) as dying:
         source.server.begin(AT)
         assert healer.server.heal([dying.address, source.server.address], AT)
-        assert dying.request["attempt"] == list(AT)
+        assert dying.from_healer
     assert same(healer.large(), source.large())
     assert same(healer.small(), source.small())
 
@@ -252,8 +260,7 @@ def test_a_source_that_dies_in_the_middle_is_followed_by_the_next(ranks: Ranks, 
 def test_nothing_changes_if_no_source_answers(ranks: Ranks) -> None:
     healer = ranks(1)
     before = healer.large(), healer.small()
-    whole = record_of(ranks(2))
-    with FakeSource(lambda sock: sock.sendall(whole[:-1])) as dying:
+    with lying(ranks, lambda whole: whole[:-1]) as dying:
         assert not healer.server.heal([dying.address], AT)
     assert same((healer.large(), healer.small()), before)
     assert not healer.server.heal([], AT)
@@ -261,24 +268,36 @@ def test_nothing_changes_if_no_source_answers(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("place", [-1, -200, -20])
 def test_a_corrupt_chunk_is_found_and_the_next_source_is_used(ranks: Ranks, place: int) -> None:
-    """SNAPSHOT-3: in the last chunk, so that all others have arrived whole. The last 16 bytes before it are its
+    """HEALER-1: in the last chunk, so that all others have arrived whole. The last 16 bytes before it are its
     digest."""
     source, healer = ranks(3), ranks(1)
     before = healer.large()
-    damaged = bytearray(record_of(ranks(2)))
-    damaged[place] ^= 1
-    with FakeSource(lambda sock: sock.sendall(damaged)) as liar:
+
+    def damaged(whole: bytes) -> bytes:
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        return bytes(changed)
+
+    with lying(ranks, damaged) as liar:
         assert not healer.server.heal([liar.address], AT)
     assert same(healer.large(), before)
-    with FakeSource(lambda sock: sock.sendall(damaged)) as liar:
+    with lying(ranks, damaged) as liar:
         source.server.begin(AT)
         assert healer.server.heal([liar.address, source.server.address], AT)
     assert same(healer.large(), source.large())
 
 
 def answer(manifest: object) -> bytes:
-    body = json.dumps(manifest).encode()
-    return struct.pack("!Q", len(body)) + body
+    return json.dumps(manifest).encode()
+
+
+def raw(sent: bytes) -> Callable[[Channel], None]:
+    return lambda channel: channel.sock.sendall(sent)
+
+
+def framed(payload: bytes) -> Callable[[Channel], None]:
+    """As a member of the job may send it."""
+    return lambda channel: channel.send_payload(payload)
 
 
 class Evil:
@@ -287,32 +306,39 @@ class Evil:
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "send",
     [
-        pytest.param(struct.pack("!Q", 1 << 60), id="a size over the limit"),
-        pytest.param(struct.pack("!Q", 4) + b"nope", id="no json"),
-        pytest.param(struct.pack("!Q", 40) + pickle.dumps(Evil()).ljust(40), id="a pickle"),
-        pytest.param(answer({}), id="no tensors"),
-        pytest.param(answer([]), id="a list"),
-        pytest.param(answer({"spec": {"dict": []}, "tensors": []}), id="no state"),
-        pytest.param(answer({"spec": {"tensor": 5}, "tensors": []}), id="a tensor that was not sent"),
-        pytest.param(answer({"spec": None, "tensors": [[[-3], "float32"]]}), id="a negative shape"),
-        pytest.param(answer({"spec": None, "tensors": [[[3], "load"]]}), id="a dtype that is a function"),
-        pytest.param(answer({"spec": None, "tensors": [[[3], "no_such"]]}), id="a dtype that is none"),
-        pytest.param(answer({"spec": None, "tensors": [[[1 << 62], "float32"]]}), id="a tensor beyond all memory"),
-        pytest.param(answer({"refused": "it has another attempt"}), id="a refusal"),
-        pytest.param(answer({"spec": {"dict": [["small", {"dict": []}]]}, "tensors": []}), id="a state without parts"),
-        pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="another protocol"),
-        pytest.param(struct.pack("!Q", 200_000) + b"[" * 200_000, id="deep nesting"),
+        pytest.param(raw(struct.pack("!I", (1 << 32) - 1)), id="a size over the limit"),
+        pytest.param(framed(b"nope"), id="no json"),
+        pytest.param(framed(pickle.dumps(Evil())), id="a pickle"),
+        pytest.param(framed(answer({})), id="no tensors"),
+        pytest.param(framed(answer([])), id="a list"),
+        pytest.param(framed(answer({"spec": {"dict": []}, "tensors": []})), id="no state"),
+        pytest.param(framed(answer({"spec": {"tensor": 5}, "tensors": []})), id="a tensor that was not sent"),
+        pytest.param(framed(answer({"spec": None, "tensors": [[[-3], "float32"]]})), id="a negative shape"),
+        pytest.param(framed(answer({"spec": None, "tensors": [[[3], "load"]]})), id="a dtype that is a function"),
+        pytest.param(framed(answer({"spec": None, "tensors": [[[3], "no_such"]]})), id="a dtype that is none"),
+        pytest.param(
+            framed(answer({"spec": None, "tensors": [[[1 << 62], "float32"]]})), id="a tensor beyond all memory"
+        ),
+        pytest.param(framed(answer({"refused": "it has another attempt"})), id="a refusal"),
+        pytest.param(
+            framed(answer({"spec": {"dict": [["small", {"dict": []}]]}, "tensors": []})), id="a state without parts"
+        ),
+        pytest.param(raw(b"GET / HTTP/1.1\r\n\r\n"), id="another protocol"),
+        pytest.param(raw(struct.pack("!I", 48) + b"x" * 48), id="a wrong MAC"),
+        pytest.param(framed(b"[" * 200_000), id="deep nesting"),
     ],
 )
-def test_an_invalid_state_changes_nothing_and_the_next_source_is_used(ranks: Ranks, sent: bytes) -> None:
+def test_an_invalid_state_changes_nothing_and_the_next_source_is_used(
+    ranks: Ranks, send: Callable[[Channel], None]
+) -> None:
     source, healer = ranks(3), ranks(1)
     before = healer.large(), healer.small()
-    with FakeSource(lambda sock: sock.sendall(sent)) as liar:
+    with FakeSource(send) as liar:
         assert not healer.server.heal([liar.address], AT)
     assert same((healer.large(), healer.small()), before)
-    with FakeSource(lambda sock: sock.sendall(sent)) as liar:
+    with FakeSource(send) as liar:
         source.server.begin(AT)
         assert healer.server.heal([liar.address, source.server.address], AT)
     assert same(healer.large(), source.large())
@@ -334,19 +360,19 @@ def test_a_model_of_another_shape_is_not_loaded_in_part(ranks: Ranks) -> None:
         answer({}),
         answer({"attempt": 3}),
         answer({"attempt": list(AT)}),
-        struct.pack("!Q", 1 << 40),
-        struct.pack("!Q", 60_000) + b"[" * 60_000,
+        b"[" * 60_000,
+        b"x" * (MAX_REQUEST_BYTES + 1),
     ],
 )
 def test_a_source_outlives_any_request(ranks: Ranks, request_bytes: bytes) -> None:
     source, healer = ranks(3), ranks(1)
     source.server.begin(AT)
-    host, _, port = source.server.address.rpartition(":")
-    sock = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
-    with sock, contextlib.suppress(OSError):  # it may have closed before we have
-        sock.sendall(request_bytes)
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(1 << 16):
+    with (
+        AUTHENTICATOR.connect(source.server.address) as channel,
+        contextlib.suppress(OSError),  # it may have closed before we have
+    ):
+        channel.send_payload(request_bytes)
+        while channel.sock.recv(1 << 16):
             pass
     assert healer.server.heal([source.server.address], AT)
     with source.server.exclusive():

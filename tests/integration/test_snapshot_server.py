@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import resource
@@ -18,9 +17,8 @@ from elasticgang import testing
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import snapshot_server as keeper_module
-from elasticgang.state import transport
 from elasticgang.state.snapshot_server import SnapshotServer
-from tests.integration.state_ranks import AT, DEADLINE_S, Background, Counter, Rank, Ranks, same
+from tests.integration.state_ranks import AT, AUTHENTICATOR, DEADLINE_S, Background, Counter, Rank, Ranks, same
 from tests.support import wait_until
 
 # -- holding back the apply
@@ -30,12 +28,10 @@ class SlowReader:
     """A healer that has been let in and reads no further than the first byte."""
 
     def __init__(self, source: Rank) -> None:
-        host, _, port = source.server.address.rpartition(":")
-        self.sock = socket.socket()
+        channel = AUTHENTICATOR.connect(source.server.address)
+        self.sock = channel.sock
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        self.sock.settimeout(DEADLINE_S)
-        self.sock.connect((host, int(port)))
-        transport.send(self.sock, json.dumps({"attempt": list(AT), "after": False}).encode())
+        channel.send({"attempt": list(AT), "after": False})
         self.first = self.sock.recv(1)
 
     def rest(self) -> int:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from elasticgang.protocol.commit import Attempt
-from elasticgang.state import snapshot_server as keeper_module
+from elasticgang.state import healer as healer_module
 from elasticgang.state import striped_fetch, transport
 from elasticgang.state.serialization import flatten
-from tests.integration.state_ranks import AT, HERE, Rank, same
+from tests.integration.state_ranks import AT, HERE, Rank, connected, pass_frame, pass_handshake, same
 
 SIZE = 20_000  # 3 floats each, thrice with the optimizer's state: 180 chunks of 4000 bytes
 
@@ -43,7 +43,7 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> list[striped_fetch.StripedFetch]:
 
     monkeypatch.setattr(striped_fetch, "StripedFetch", Seen)
     monkeypatch.setattr(transport, "CHUNK_BYTES", 4000)
-    monkeypatch.setattr(keeper_module, "BY_RANGE_FROM_BYTES", 0)
+    monkeypatch.setattr(healer_module, "BY_RANGE_FROM_BYTES", 0)
     return made
 
 
@@ -74,11 +74,12 @@ class Wire:
 
     def _run(self) -> None:
         healer, _ = self._listener.accept()
-        with healer, transport.connect(self._to) as source:
+        with healer, connected(self._to) as source:
             threading.Thread(target=self._forward, args=(healer, source), daemon=True).start()
             num_sent = 0
             with contextlib.suppress(OSError):
-                transport.send(healer, bytes(transport.receive(source, transport.MAX_MANIFEST_BYTES)))
+                pass_handshake(source, healer)
+                pass_frame(source, healer, transport.MAX_MANIFEST_BYTES)
                 while self._cut != 0 and (data := bytearray(source.recv(1000))):
                     if self._flip is not None and num_sent <= self._flip < num_sent + len(data):
                         data[self._flip - num_sent] ^= 1

@@ -1,0 +1,166 @@
+"""How the ranks of a job authenticate each other before a byte of state is sent.
+
+PEER-1  Each end proves that it holds the job's secret, as in a session of an agent, in the role of a rank: a proof for
+    another job, role or nonce is none. With TLS each end checks the other's certificate too.
+PEER-2  A handshake ends after `HANDSHAKE_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from elasticgang.errors import WireError
+from elasticgang.protocol.record import PROTOCOL
+from elasticgang.session.credentials import Credentials
+from elasticgang.session.frames import body_frame
+from elasticgang.session.handshake import (
+    MAX_HANDSHAKE_BYTES,
+    NONCE_BYTES,
+    RANK,
+    ClientHandshake,
+    Identity,
+    ServerHandshake,
+    SessionKeys,
+)
+from elasticgang.session.tls import explain, looks_like_tls
+from elasticgang.state import transport
+from elasticgang.state.transport import Channel
+
+HANDSHAKE_S = 10.0
+_DRAIN_S = 0.5
+_MAX_DRAINED_BYTES = 1 << 16
+
+
+class Authenticator:
+    """Both ends of connections between the ranks of one job."""
+
+    def __init__(self, job: str, credentials: Credentials) -> None:
+        self.credentials = credentials
+        self._identity = Identity(job, RANK, PROTOCOL)
+        self._decoy = secrets.token_bytes(NONCE_BYTES)
+        tls = credentials.tls
+        self._server = None if tls is None else tls.server_context()
+        self._client = None if tls is None else tls.client_context(checks_name=False)
+        self._certificate = "" if tls is None else tls.path
+
+    def connect(self, source: str) -> Channel:
+        """Raises OSError or WireError."""
+        host, _, port = source.rpartition(":")
+        sock = socket.create_connection((host, int(port)), timeout=transport.HEAL_TIMEOUT_S)
+        try:
+            transport.at_once(sock)
+            if self._client is not None:
+                sock = self._client.wrap_socket(sock, do_handshake_on_connect=False)
+            keys = self._within_limits(sock, self._answer_challenge, "the source")
+            sock.settimeout(transport.HEAL_TIMEOUT_S)
+            return Channel(sock, keys, is_server=False)
+        except BaseException:
+            sock.close()
+            raise
+
+    def wrap(self, sock: socket.socket) -> socket.socket:
+        """The connection of a healer, before `accept`: takes `sock` over. Does not block."""
+        transport.at_once(sock)
+        if self._server is None:
+            return sock
+        return self._server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+
+    def accept(self, sock: socket.socket) -> Channel:
+        """Raises OSError or WireError: the healer is not authenticated."""
+        keys = self._within_limits(sock, self._challenge, "a healer")
+        sock.settimeout(transport.HEAL_TIMEOUT_S)
+        return Channel(sock, keys, is_server=True)
+
+    def _within_limits(
+        self, sock: socket.socket, shake_hands: Callable[[_Bodies], SessionKeys], peer: str
+    ) -> SessionKeys:
+        bodies = _Bodies(sock, peer)
+        try:
+            if isinstance(sock, ssl.SSLSocket):
+                sock.settimeout(HANDSHAKE_S)
+                sock.do_handshake()
+            return shake_hands(bodies)
+        except ssl.SSLError as exc:
+            _drain(sock)
+            raise WireError(explain(exc, peer, self._certificate)) from exc
+        except ConnectionError as exc:
+            raise WireError(_closed(peer)) from exc
+        except TimeoutError as exc:  # PEER-2
+            raise WireError(f"the handshake with {peer} was not done after {HANDSHAKE_S:g} s") from exc
+
+    def _answer_challenge(self, bodies: _Bodies) -> SessionKeys:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        handshake = ClientHandshake(self._identity, self.credentials.key, nonce, server="the source")
+        bodies.send(handshake.hello())
+        bodies.send(handshake.answer(bodies.receive()))
+        return handshake.finish(bodies.receive())
+
+    def _challenge(self, bodies: _Bodies) -> SessionKeys:
+        handshake = ServerHandshake(self._secret_of, secrets.token_bytes(NONCE_BYTES), self._decoy, (RANK,))
+        bodies.send(handshake.challenge(bodies.receive()))
+        proof, keys = handshake.finish(bodies.receive())
+        bodies.send(proof)
+        return keys
+
+    def _secret_of(self, job: str) -> bytes | None:
+        """PEER-1"""
+        return self.credentials.key if job == self._identity.job else None
+
+
+class _Bodies:
+    """What is sent and received before there are keys."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self._sock, self._peer = sock, peer
+        self._deadline_s = time.monotonic() + HANDSHAKE_S
+
+    def send(self, body: bytes) -> None:
+        self._limit()
+        self._sock.sendall(body_frame(body))
+
+    def receive(self) -> bytes:
+        header = self._read(4)
+        size = int.from_bytes(header, "big")
+        if size > MAX_HANDSHAKE_BYTES:
+            if looks_like_tls(header) and not isinstance(self._sock, ssl.SSLSocket):
+                raise WireError(f"{self._peer} speaks TLS, and this end does not: both need `--tls-cert`, or neither")
+            raise WireError(f"a frame of {size} bytes is over the limit of {MAX_HANDSHAKE_BYTES}")
+        return self._read(size)
+
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            self._limit()
+            part = self._sock.recv(size - len(data))
+            if not part:
+                raise WireError(_closed(self._peer))
+            data += part
+        return data
+
+    def _limit(self) -> None:
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left_s)
+
+
+def _closed(peer: str) -> str:
+    return f"{peer} closed the connection in the midst of the handshake: it may hold another secret, or require TLS"
+
+
+def _drain(sock: socket.socket) -> None:
+    """Before a close: what was not read would reset the connection, and the peer would lose the alert that says why."""
+    deadline_s, num_bytes = time.monotonic() + _DRAIN_S, 0
+    with contextlib.suppress(OSError):  # past TLS: the alert was sent
+        socket.socket.shutdown(sock, socket.SHUT_WR)
+        while num_bytes < _MAX_DRAINED_BYTES and (left_s := deadline_s - time.monotonic()) > 0:
+            sock.settimeout(left_s)
+            data = socket.socket.recv(sock, 4096)
+            if not data:
+                return
+            num_bytes += len(data)
