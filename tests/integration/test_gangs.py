@@ -100,7 +100,14 @@ def trio(forkserver: ForkServer, store: str) -> Iterator[World]:
 
 
 @pytest.mark.parametrize(
-    "check", [contract.same_on_every_rank, contract.one_to_another, contract.refusals, contract.sub_gangs]
+    "check",
+    [
+        contract.same_on_every_rank,
+        contract.one_to_another,
+        contract.refusals,
+        contract.sub_gangs,
+        contract.callbacks_that_wait,
+    ],
 )
 def test_elastic_gangs_of_real_processes_keep_the_contract(trio: World, check: Callable[[Gang], None]) -> None:
     gangs = bound(trio)
