@@ -48,6 +48,7 @@ def found(directory: Path, local_rank: int) -> list[dict[str, Any]]:
 # The job ends once four ranks are back.
 FOLLOWS = """
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.distributed_c10d import _get_default_store
 
     assert not dist.is_initialized() and not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ)
     manager = eg.join()
@@ -81,6 +82,7 @@ FOLLOWS = """
             objects = [None] * dist.get_world_size()
             dist.all_gather_object(objects, os.environ["RANK"], group=made[2])
             assert objects == [str(rank) for rank in range(len(objects))]
+            assert raises(lambda: _get_default_store().add("count", 1), "has no store")
             die_once(step)
             model(torch.ones(1, 2)).sum().backward()
             if optim.step(weight=1.0):
