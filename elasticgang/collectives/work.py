@@ -138,6 +138,25 @@ class Work:
         return future
 
 
+def waited_for(wait: Callable[[], _T]) -> Future[_T]:
+    """A future of what `wait` returns or raises, whose callbacks may block for other collectives.
+
+    A thread of its own waits and runs them: torch's Gloo would run them on its two threads, which perform the
+    collectives, and torchft's groups in a subprocess on the one thread that reads the replies."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            result = wait()
+        except Exception as error:
+            future.set_exception(error.with_traceback(None))  # type: ignore[arg-type]  # torch's annotation is wrong
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="collective-future", daemon=True).start()
+    return future
+
+
 def follow(future: Future[_T], finish: Callable[[Future[_T]], _S]) -> Future[_S]:
     """As `future.then(finish)`, but an error keeps its type. Only for Python: C++ takes the error for a value.
 

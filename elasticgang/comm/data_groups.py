@@ -28,7 +28,7 @@ from torch.futures import Future
 from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.preparation import start_prepared
 from elasticgang.collectives.table import TABLE, compose
-from elasticgang.collectives.work import Work, follow
+from elasticgang.collectives.work import Work, follow, waited_for
 from elasticgang.comm.comm_process import GroupSpec, translated
 from elasticgang.errors import (
     GangError,
@@ -63,10 +63,9 @@ class DataWork(Work):
         return True
 
     def _future(self) -> Future[bool]:
-        try:
-            future = self._work.get_future()
-        except RuntimeError:  # of Gloo's sends and receives
-            future = self._wait_elsewhere()
+        if self._configuration.device.type == "cpu":
+            return waited_for(lambda: self._wait(None))
+        future = self._work.get_future()
 
         def finish(future: Future[Any]) -> bool:
             try:
@@ -116,19 +115,6 @@ class DataWork(Work):
         if not self.is_over:
             self.is_over = True
             self._configuration.stamp_end(self._group, self._call)
-
-    def _wait_elsewhere(self) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            reason = self._failure(None)
-            if reason is None:
-                future.set_result(None)
-            else:
-                future.set_exception(RuntimeError(reason))
-
-        threading.Thread(target=run, name="data-future", daemon=True).start()
-        return future
 
 
 class DataConfiguration:

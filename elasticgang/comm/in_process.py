@@ -6,7 +6,6 @@ torch 2.13 its `abort` does not wake waiting threads, so that a lost peer costs 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,12 +17,13 @@ from torchft.process_group import ProcessGroup
 
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods
+from elasticgang.collectives.work import waited_for
 from elasticgang.comm.availability import check_available
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo, _seconds
 from elasticgang.comm.kinds import PROCESS_GROUPS
 from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
 from elasticgang.errors import InvalidOperationError, StaleGenerationError
-from elasticgang.torch_private import device_types
+from elasticgang.torch_private import device_types, source_rank
 
 
 class _InProcess(CollectiveMethods):
@@ -67,11 +67,12 @@ class ProcessGroupGloo(_InProcess, torchft.ProcessGroupGloo):  # type: ignore[mi
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         work = super()._perform(name, call, args, kwargs)
-        return _WithFuture(work, call) if name.lstrip("_").startswith("reduce_scatter") else work
+        return None if work is None else _GlooWork(work, call)  # None: of what has waited
 
 
-class _WithFuture(TorchWorkBase):
-    """Adds a future to the work of Gloo's reduce-scatter, which has none."""
+class _GlooWork(TorchWorkBase):
+    """A work of Gloo with a future whose callbacks may block (`waited_for`). Gloo's messages and reduce-scatter have
+    no future of their own."""
 
     def __init__(self, work: Any, call: Call) -> None:
         super().__init__()
@@ -80,19 +81,35 @@ class _WithFuture(TorchWorkBase):
     def wait(self, timeout: timedelta | None = None) -> bool:
         return bool(self._work.wait(timeout) if timeout else self._work.wait())
 
+    def get_future(self) -> Future[Any]:
+        work, result = self._work, self._call.result
+
+        def wait() -> Any:
+            work.wait()
+            return result
+
+        return waited_for(wait)
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._call.result
+
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
-    def get_future(self) -> Future[Any]:
-        started: Future[None] = Future()
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
 
-        def finish(_: Future[None]) -> Any:
-            self._work.wait()
-            return self._call.result
+    def exception(self) -> Any:
+        return self._work.exception()
 
-        following: Future[Any] = started.then(finish)
-        threading.Thread(target=started.set_result, args=(None,), name="gloo-future", daemon=True).start()
-        return following
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def _source_rank(self) -> int:
+        return source_rank(self._work)
+
+    source_rank = _source_rank
 
 
 class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[misc]  # names that torch fixes

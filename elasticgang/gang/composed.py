@@ -2,6 +2,7 @@
 
 COMPOSED-1  Every rank makes the same calls of the gang, in the same order, whatever its part is.
 COMPOSED-2  What the caller gave as an input is not changed.
+COMPOSED-3  Sizes that a poisoned gang has gathered decide nothing: what they would have brought is zeros.
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ def _exchange(gang: Gang, sent: Sequence[Tensor], received: Sequence[Tensor]) ->
     """What each rank has sent to this one. All ranks gather all of it, padded to the length of the longest."""
     sizes = torch.tensor([part.numel() for part in sent], device=gang.device)
     all_sizes = torch.stack(_all_gathered(gang, sizes)).tolist()
+    if gang.is_poisoned:  # COMPOSED-3
+        for target in received:
+            target.zero_()
+        return
     flat = torch.cat([part.reshape(-1) for part in sent])
     longest = max(sum(row) for row in all_sizes)
     padded = torch.cat([flat, flat.new_zeros(longest - flat.numel())])

@@ -21,7 +21,7 @@ from torch.futures import Future
 from elasticgang.collectives.collective import Collective, check_ranks
 from elasticgang.collectives.preparation import start_prepared
 from elasticgang.collectives.table import TABLE
-from elasticgang.collectives.work import Work, follow
+from elasticgang.collectives.work import Work, follow, waited_for
 from elasticgang.environment import JOIN, elastic_job
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError
 from elasticgang.gang import torch_registry
@@ -215,7 +215,7 @@ class ProcessGroupGang(CheckedGang):
 
         def issue(taken: Collective) -> Work:
             work, last = _translated(taken.call, lambda: TABLE[taken.call].issue(self._pg, taken))
-            return _TorchsWork(taken.call, work).then(last)
+            return _TorchsWork(taken.call, work, self._device).then(last)
 
         return start_prepared(collective, self._device, issue)
 
@@ -250,8 +250,8 @@ def _translated(call: str, perform: Callable[[], Any]) -> Any:
 class _TorchsWork(Work):
     """A work of torch's, with its errors as ours."""
 
-    def __init__(self, call: str, work: Any) -> None:
-        self._call, self._work = call, work
+    def __init__(self, call: str, work: Any, device: torch.device) -> None:
+        self._call, self._work, self._device = call, work, device
 
     def _wait(self, timeout: float | None) -> bool:
         given = () if timeout is None else (timedelta(seconds=timeout),)
@@ -259,5 +259,7 @@ class _TorchsWork(Work):
         return True
 
     def _future(self) -> Future[Any]:
+        if self._device.type == "cpu":
+            return waited_for(lambda: self._wait(None))
         future: Future[Any] = _translated(self._call, self._work.get_future)
         return follow(future, lambda future: _translated(self._call, future.value))

@@ -4,6 +4,8 @@ REGISTRY-1  This module sets the default group only if there is none, or if it b
     has made stays, and so does one of an elastic gang that the user has chosen. A fake gang's group is replaced by any
     other, also by torch's own, and replaces none.
 REGISTRY-2  A gang's group is registered once, under a unique name. Each generation updates its ranks.
+REGISTRY-3  The group of a real gang has no store. torch's functions that return a group's store return one that raises,
+    because a store of this process alone would let each rank go on alone.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 
 from elasticgang.collectives.backend_name import BACKEND_NAME
@@ -24,6 +26,20 @@ from elasticgang.gang.torch_process_group import GangProcessGroup
 from elasticgang.torch_private import register_in_world, set_default_group, unregister_group, world
 
 _numbers = itertools.count()
+
+
+class _NoStore(Store):
+    """REGISTRY-3."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidOperationError(
+            "A gang's process group has no store. Exchange objects by `torch.distributed.all_gather_object` or "
+            "`broadcast_object_list`, or connect to a `TCPStore` of your own."
+        )
+
+    set = get = add = append = check = wait = compare_set = multi_get = multi_set = clone = _refuse
+    num_keys = delete_key = list_keys = queue_push = queue_pop = queue_len = _refuse
+    getNumKeys = deleteKey = _refuse  # what a `PrefixStore` calls
 
 
 def register(pg: GangProcessGroup, ranks: Sequence[int]) -> None:
@@ -38,7 +54,7 @@ def register(pg: GangProcessGroup, ranks: Sequence[int]) -> None:
     register_in_world(
         pg,
         backend_name=BACKEND_NAME,
-        store=HashStore(),
+        store=HashStore() if pg.gang.is_fake else _NoStore(),
         group_name=name,
         backend_config=f"cpu:{BACKEND_NAME}",
         rank_mapping=mapping,

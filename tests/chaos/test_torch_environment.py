@@ -48,6 +48,7 @@ def found(directory: Path, local_rank: int) -> list[dict[str, Any]]:
 # The job ends once four ranks are back.
 FOLLOWS = """
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.distributed_c10d import _get_default_store
 
     assert not dist.is_initialized() and not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ)
     manager = eg.join()
@@ -81,6 +82,7 @@ FOLLOWS = """
             objects = [None] * dist.get_world_size()
             dist.all_gather_object(objects, os.environ["RANK"], group=made[2])
             assert objects == [str(rank) for rank in range(len(objects))]
+            assert raises(lambda: _get_default_store().add("count", 1), "has no store")
             die_once(step)
             model(torch.ones(1, 2)).sum().backward()
             if optim.step(weight=1.0):
@@ -151,18 +153,29 @@ CHECKPOINTS = """
     manager.register_state(model=model, optim=optim)
     for step in manager.steps(4):
         with step:
-            die_once(step)
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             whole = torch.arange(12.0).reshape(12, 1) + 100 * step.index
             state = {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "of_all": whole.clone()}
             path = here / f"checkpoint-{step.index}-{step.generation}"
+            saving = dcp.async_save(state, checkpoint_id=here / f"beside-{path.name}", process_group=dist.new_group())
+            die_once(step)
+            saving.result()
             dcp.save(state, checkpoint_id=path)
-            loaded = {"sharded": distribute_tensor(torch.zeros(12, 1), mesh, [Shard(0)]), "of_all": torch.zeros(12, 1)}
-            dcp.load(loaded, checkpoint_id=path)
-            assert loaded["sharded"].full_tensor().equal(whole) and loaded["of_all"].equal(whole)
+            former = here / f"checkpoint-{step.index - 1}"  # of as many ranks as there were then
+            places = [path, here / f"beside-{path.name}", *([former] if former.exists() else [])]
+            for place in places:
+                loaded = {
+                    "sharded": distribute_tensor(torch.zeros(12, 1), mesh, [Shard(0)]), "of_all": torch.zeros(12, 1),
+                }
+                dcp.load(loaded, checkpoint_id=place)
+                expected = whole - 100 * (place == former)
+                assert loaded["sharded"].full_tensor().equal(expected) and loaded["of_all"].equal(expected)
             model(torch.ones(1, 2)).sum().backward()
             if optim.step(weight=1.0):
-                print(json.dumps({"path": str(path), "size": dist.get_world_size()}), file=found)
+                seen = {"path": str(path), "size": dist.get_world_size(), "loaded": len(places)}
+                print(json.dumps(seen), file=found)
+                if dist.get_rank() == 0:
+                    (here / f"checkpoint-{step.index}").symlink_to(path)
 """
 
 
@@ -171,7 +184,7 @@ def test_a_distributed_checkpoint_has_the_part_of_every_rank_before_and_after_a_
         assert job.wait() == 0, job.stderr
     steps = found(tmp_path, 0)
     assert [step["size"] for step in steps[:2]] == [4, 4]
-    assert len(steps) == 4
+    assert [step["loaded"] for step in steps] == [2, 3, 3, 3]
     for step in steps:
         parts = sorted(path.name for path in Path(step["path"]).glob("*.distcp"))
         assert parts == [f"__{rank}_0.distcp" for rank in range(step["size"])]

@@ -71,6 +71,19 @@ def same_on_every_rank(gang: Gang) -> None:
     gang.barrier()
 
 
+def callbacks_that_wait(gang: Gang) -> None:
+    """A callback waits for another collective, whose callback waits for a third: more than Gloo has threads."""
+
+    def total(level: int) -> float:
+        work = gang.all_reduce(tensor := _filled(level, 2), SUM, async_op=True)
+        assert work is not None
+        future = work.get_future()
+        return float(future.then(lambda _: total(level + 1) if level < 4 else tensor[0].item()).wait())
+
+    for _ in range(3):
+        assert total(1) == 4 * gang.size
+
+
 def joined_parts(gang: Gang) -> None:
     """The parts of the ranks may lie one after another, as torch has it, or along a dimension of their own."""
     size = gang.size

@@ -17,8 +17,10 @@ SIZE = 3
 pytestmark = pytest.mark.timeout(240)  # processes import torch, on whatever the machine has left
 
 
-def test_nested_waits_of_an_elastic_job_end_when_a_rank_dies_inside(tmp_path: Path) -> None:
-    with Job(tmp_path / "job", Path(callback_ranks.__file__), str(tmp_path), ranks=SIZE) as job:
+@pytest.mark.parametrize("process_group", ["isolated-gloo", "gloo"])
+def test_nested_waits_of_an_elastic_job_end_when_a_rank_dies_inside(process_group: str, tmp_path: Path) -> None:
+    options = ["--process-group", process_group]
+    with Job(tmp_path / "job", Path(callback_ranks.__file__), str(tmp_path), ranks=SIZE, options=options) as job:
         assert job.wait() == 0, job.stderr
         job.assert_nothing_left()
     assert (tmp_path / "died").exists()

@@ -27,6 +27,7 @@ def test_a_fake_gang_keeps_the_contract(rank: int, size: int) -> None:
     contract.same_on_every_rank(gang)
     contract.refusals(gang)
     contract.joined_parts(gang)
+    contract.callbacks_that_wait(gang)
     contract.any_strides(gang)
     contract.any_strides_in_a_process_group(gang.as_process_group(), rank)
     if size > 1:

@@ -103,7 +103,14 @@ def trio(request: pytest.FixtureRequest, store: str) -> Iterator[Trio]:
 
 
 @pytest.mark.parametrize(
-    "check", [contract.same_on_every_rank, contract.one_to_another, contract.refusals, contract.sub_gangs]
+    "check",
+    [
+        contract.same_on_every_rank,
+        contract.one_to_another,
+        contract.refusals,
+        contract.sub_gangs,
+        contract.callbacks_that_wait,
+    ],
 )
 def test_gangs_over_groups_of_torchft_keep_the_contract(trio: Trio, check: Callable[[Gang], None]) -> None:
     gangs = trio.configure()

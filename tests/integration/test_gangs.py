@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from elasticgang.collectives.collective import Collective
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.error_swallowing import SwallowingProcessGroup
 from elasticgang.comm.group_set import Configuration
@@ -33,6 +34,7 @@ from elasticgang.gang import (
     ReduceOperation,
     all_sum,
     broadcast_flag,
+    composed,
     create_fake_gangs,
     get_current_gangs,
     get_default_gangs,
@@ -100,7 +102,14 @@ def trio(forkserver: ForkServer, store: str) -> Iterator[World]:
 
 
 @pytest.mark.parametrize(
-    "check", [contract.same_on_every_rank, contract.one_to_another, contract.refusals, contract.sub_gangs]
+    "check",
+    [
+        contract.same_on_every_rank,
+        contract.one_to_another,
+        contract.refusals,
+        contract.sub_gangs,
+        contract.callbacks_that_wait,
+    ],
 )
 def test_elastic_gangs_of_real_processes_keep_the_contract(trio: World, check: Callable[[Gang], None]) -> None:
     gangs = bound(trio)
@@ -338,6 +347,18 @@ def test_a_poisoned_gang_gives_what_was_there_or_zeros_and_never_raises(
     assert not part.any()
     gang.send(ones, 1)
     assert ones.tolist() == [1.0] * 4
+
+
+# COMPOSED-3
+@pytest.mark.parametrize("end", [end_sound, end_dead])
+def test_an_exchange_over_a_poisoned_gang_gives_zeros(worlds: Worlds, end: Callable[[World], None]) -> None:
+    """As a gang of the user's own performs it: the sizes that the ranks exchange first are none."""
+    world = worlds(2)
+    gang = bound(world)[0]
+    end(world)
+    outputs = [torch.full((length,), 7.0) for length in (3, 5)]
+    composed.perform(gang, Collective("all_to_all", tuple(outputs), (torch.ones(3), torch.ones(4))))
+    assert [output.tolist() for output in outputs] == [[0.0] * 3, [0.0] * 5]
 
 
 def test_what_has_no_true_answer_raises(worlds: Worlds) -> None:

@@ -20,7 +20,8 @@ from torchft.process_group import ProcessGroup
 import elasticgang as eg
 from elasticgang.comm import ProcessGroupIsolatedGloo, SwallowingProcessGroup, create_process_group, extend_device_mesh
 from elasticgang.errors import InvalidOperationError
-from elasticgang.gang import torch_registry
+from elasticgang.gang import ElasticGang, torch_registry
+from elasticgang.gang.elastic import Binding
 from elasticgang.gang.torch_process_group import GangProcessGroup
 from tests.integration.extended_ranks import model, train
 from tests.support import REPOSITORY
@@ -183,3 +184,26 @@ def test_the_groups_beside_a_gang_that_ends_are_still_found_by_their_ranks(root:
     assert functional.all_reduce(torch.ones(2), "sum", [0]).tolist() == [1.0, 1.0]
     torch_registry.unregister(made)  # type: ignore[arg-type]
     assert functional.all_reduce(torch.ones(2), "sum", [0]).tolist() == [1.0, 1.0]
+
+
+# REGISTRY-3
+def test_the_group_of_an_elastic_gang_has_no_store_on_which_each_rank_goes_on_alone() -> None:
+    gang = ElasticGang("dp", torch.device("cpu"))
+    gang.bind(Binding(0, (0,), None))
+    eg.set_default_process_group(gang)
+    made = dist.new_group([0])
+    calls: tuple[Callable[[Any], object], ...] = (
+        lambda store: store.add("count", 1),
+        lambda store: store.set("key", "value"),
+        lambda store: store.get("key"),
+        lambda store: store.wait(["key"]),
+        lambda store: store.num_keys(),
+        lambda store: store.delete_key("key"),
+    )
+    for store in (distributed_c10d._get_default_store(), distributed_c10d._get_process_group_store(made)):
+        for call in calls:
+            with pytest.raises(InvalidOperationError, match="has no store"):
+                call(store)
+    dist.barrier(made)
+    gang.close()
+    dist.destroy_process_group()

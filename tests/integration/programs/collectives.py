@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -118,6 +120,31 @@ def gathers_and_scatters(group: dist.ProcessGroup | None = None) -> Values:
     dist.reduce_scatter_single(part := torch.empty(2, 3), _mine(2 * size, 3), group=group)
     dist.reduce_scatter(listed := torch.empty(3), list(_mine(size, 3).unbind()), group=group)
     return {"outputs": outputs, "joined": joined, "part": part, "listed": listed}
+
+
+@program(any_size=True)
+def methods_of_the_group_by_keyword() -> Values:
+    group: Any = dist.group.WORLD
+    group.allreduce(tensors=[summed := _mine(3)]).wait()
+    group.allreduce(tensor=(largest := _mine(3)), op=ReduceOp.MAX).wait()
+    group.broadcast(tensor=(sent := _mine(3)), root=1).wait()
+    group.allgather(output_tensors=(outputs := [torch.empty(3) for _ in range(group.size())]), input_tensor=sent).wait()
+    group.reduce(tensor=(reduced := _mine(3)), root=1, op=ReduceOp.SUM).wait()
+    group.barrier(timeout=timedelta(seconds=20)).wait()
+    mine = reduced if dist.get_rank() == 1 else None
+    return {"summed": summed, "largest": largest, "sent": sent, "outputs": outputs, "reduced": mine}
+
+
+@program(rtol=1e-6, any_size=True)
+def names_that_torch_is_to_drop() -> Values:
+    size = dist.get_world_size()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.all_gather_into_tensor(gathered := torch.empty(2 * size), _mine(2))
+        dist.reduce_scatter_tensor(scattered := torch.empty(2), _mine(2 * size))
+        dist.all_reduce_coalesced(reduced := [_mine(2), _mine(3)])
+        dist.all_gather_coalesced(lists := [[torch.empty(2), torch.empty(3)] for _ in range(size)], reduced)
+    return {"gathered": gathered, "scattered": scattered, "reduced": reduced, "lists": lists}
 
 
 @program(any_size=True)
@@ -306,3 +333,24 @@ def gradients_through_torch_distributed_nn() -> Values:
     received = differentiable.broadcast(three := _mine(3).requires_grad_(), 1)
     (received * 2).sum().backward()
     return {"summed": one.grad, "gathered": two.grad, "received": three.grad}
+
+
+@program(rtol=1e-6, any_size=True)
+def gradients_through_exchanges_and_roots() -> Values:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    functions: dict[str, Callable[[list[Tensor]], Any]] = {
+        "exchanged": lambda parts: differentiable.all_to_all([torch.empty(2) for _ in parts], parts),
+        "exchanged at once": lambda parts: differentiable.all_to_all_single(torch.empty(2 * size), torch.cat(parts)),
+        "reduced and scattered": lambda parts: differentiable.reduce_scatter(torch.empty(2), parts),
+        "gathered": lambda parts: differentiable.gather(torch.cat(parts), dst=1),
+        "scattered": lambda parts: differentiable.scatter(parts, src=1),
+        "reduced": lambda parts: differentiable.reduce(torch.cat(parts), dst=1),
+    }
+    found = {}
+    for name, function in functions.items():
+        parts = [_mine(2).requires_grad_() for _ in range(size)]
+        outputs = function(parts)
+        outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+        sum((output * (rank + index + 1)).sum() for index, output in enumerate(outputs)).backward()
+        found[name] = [part.grad for part in parts]
+    return found

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.model_averaging.averagers as averagers
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
@@ -147,6 +148,12 @@ def ddp_over_a_mesh() -> Values:
     return train(DistributedDataParallel(mlp(), device_mesh=mesh["replicate"]))
 
 
+@program(rtol=1e-6, any_size=True)
+def replicate_trains() -> Values:
+    """DDP as FSDP2 writes it: the module stays itself."""
+    return train(replicate(mlp()))
+
+
 @program(rtol=1e-6)
 def synchronized_batch_norm() -> Values:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)))
@@ -182,7 +189,7 @@ def hook_fp16_compress_wrapper() -> Values:
     return _hooked(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
 
 
-@program(rtol=1e-4)
+@program(rtol=1e-4, any_size=True)
 def hook_power_sgd(group: dist.ProcessGroup | None = None) -> Values:
     state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
     return _hooked(state, powerSGD_hook.powerSGD_hook)
@@ -258,7 +265,7 @@ def hook_with_a_zero_step() -> Values:
 # -- optimizers, averagers, data
 
 
-@program(rtol=1e-5)
+@program(rtol=1e-5, any_size=True)
 def zero_optimizer_trains(group: dist.ProcessGroup | None = None) -> Values:
     module = DistributedDataParallel(mlp(), process_group=group)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, process_group=group, lr=0.01)

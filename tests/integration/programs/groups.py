@@ -74,6 +74,43 @@ def groups_one_after_the_other() -> Values:
 
 
 @program()
+def groups_of_two_and_three_left_at_once() -> Values:
+    """Unused. The ranks are in different numbers of them."""
+    for ranks in ([0, 1], [1, 2, 3], [0, 3], [0, 1, 2]) * 2:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            dist.destroy_process_group(group)
+    return {"sum": _sum(dist.new_group())}
+
+
+@program()
+def groups_of_gloo_by_name() -> Values:
+    everyone, pair = dist.new_group(backend="gloo"), dist.new_group([0, 2], backend="gloo")
+    return {"everyone": _sum(everyone), "pair": _sum(pair) if _is_member(pair) else None}
+
+
+@program()
+def ranks_of_the_group() -> Values:
+    """As roots and partners, in place of those of the default group."""
+    group = dist.new_group([1, 3])
+    if not _is_member(group):
+        return {}
+    rank = dist.get_rank()
+    dist.reduce(reduced := torch.full((2,), float(rank)), group=group, group_dst=1)
+    dist.broadcast(sent := torch.full((2,), float(rank)), group=group, group_src=1)
+    gathered = [torch.empty(2), torch.empty(2)] if rank == 3 else None
+    dist.gather(sent + rank, gathered, group=group, group_dst=1)
+    dist.scatter(part := torch.empty(2), [sent, -sent] if rank == 3 else None, group=group, group_src=1)
+    source = None
+    if rank == 1:
+        dist.send(sent, group=group, group_dst=1)
+    else:
+        source = dist.recv(torch.empty(2), group=group)
+    reduced = reduced if rank == 3 else sent
+    return {"reduced": reduced, "sent": sent, "gathered": gathered, "part": part, "source": source}
+
+
+@program()
 def groups_that_overlap() -> Values:
     ranks = [[0, 1, 2], [1, 2, 3], [3, 0], [2]]
     groups = [dist.new_group(each) for each in ranks]

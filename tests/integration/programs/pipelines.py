@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration.programs.catalog import Values, program
@@ -62,16 +68,25 @@ def pipeline_1f1b() -> Values:
     return _single(Schedule1F1B)
 
 
-@program(rtol=1e-6)
-def pipeline_interleaved() -> Values:
+def _interleaved(kind: Any) -> Values:
     rank, size = dist.get_rank(), dist.get_world_size()
     layers = _layers(2 * size)
     modules = [layers[rank], layers[rank + size]]
     cpu = torch.device("cpu")
     stages: Any = [PipelineStage(module, rank + index * size, 2 * size, cpu) for index, module in enumerate(modules)]
-    schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=_loss)
+    schedule = kind(stages, 4, loss_fn=_loss)
     losses = _run(schedule, is_first=rank == 0, is_last=rank == size - 1)
     return {"losses": losses, **_gradients(modules)}
+
+
+@program(rtol=1e-6)
+def pipeline_interleaved() -> Values:
+    return _interleaved(ScheduleInterleaved1F1B)
+
+
+@program(rtol=1e-6)
+def pipeline_without_bubbles() -> Values:
+    return _interleaved(ScheduleInterleavedZeroBubble)
 
 
 @program(rtol=1e-6)

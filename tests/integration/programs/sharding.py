@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -27,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.integration.programs.catalog import Values, mlp, parameters, program, train, whole
+from tests.integration.programs.catalog import Values, batch, mlp, parameters, program, train, whole
 
 
 def _mesh() -> DeviceMesh:
@@ -158,7 +159,7 @@ def loss_parallel_trains() -> Values:
     return {"loss": whole(loss.detach()), "gradient": whole(head.weight.grad)}  # type: ignore[arg-type]
 
 
-@program(rtol=1e-5)
+@program(rtol=1e-5, any_size=True)
 def fsdp1_full_shard() -> Values:
     module = FullyShardedDataParallel(
         mlp(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=torch.device("cpu"), use_orig_params=True
@@ -201,7 +202,7 @@ def _fully_shard(module: nn.Sequential, **options: Any) -> nn.Sequential:
     return module
 
 
-@program(rtol=1e-5)
+@program(rtol=1e-5, any_size=True)
 def fsdp2_trains() -> Values:
     module = _fully_shard(mlp(10), mesh=_mesh())
     return train(module, torch.optim.AdamW(module.parameters(), lr=0.01))
@@ -256,3 +257,25 @@ def fsdp2_keeps_a_state_dict() -> Values:
     other.load_state_dict(module.state_dict())
     run = functools.partial(train, part=1)
     return {"sharded": sharded, "on": run(other)["losses"]}
+
+
+@program(rtol=1e-5, any_size=True)
+def fsdp2_offloads_to_the_cpu() -> Values:
+    return train(_fully_shard(mlp(), mesh=_mesh(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+
+
+@program(rtol=1e-5, any_size=True)
+def fsdp1_states_of_model_and_optimizer() -> Values:
+    module = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    for step in range(2):
+        inputs, targets = batch(step, dist.get_rank())
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(inputs), targets).backward()
+        optimizer.step()
+    full = FullyShardedDataParallel.full_optim_state_dict(module, optimizer)
+    part = FullyShardedDataParallel.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, module)
+    with FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
+        sharded = module.state_dict()
+        module.load_state_dict(sharded)
+    return {"full": full, "part": part["state"], "sharded": sorted(sharded)}
