@@ -4,6 +4,9 @@ The storage keeps its address and every view of it stays what it was; only the p
 to those of a block. Pages of which the storage has a part only (its first and last) stay as they are, and their bytes
 are copied at each call.
 
+`scripts/bench comm` shows what this saves: a 64 MB all-reduce of a tensor that lives on, such as a gradient bucket,
+takes 1.4 times as long where the tensor is copied.
+
 MAPPING-1  A storage is taken over only while one tensor that covers all of it is given to a collective: nobody else may
     write to it then, so that no write is lost between the copy and the mapping.
 MAPPING-2  Only memory that is unmapped when it is freed, and never used again by the allocator, is taken over: a chunk

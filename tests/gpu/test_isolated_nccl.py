@@ -21,8 +21,9 @@ from torch.distributed import ReduceOp
 
 from elasticgang.comm import ProcessGroupIsolatedNCCL, create_process_group
 from elasticgang.errors import GangError
+from scripts.benches.comm import open_store
 from tests.integration.forms import FORMS, reducing
-from tests.integration.rings import SUM, Ring, open_store
+from tests.integration.rings import SUM, Ring
 from tests.support import wait_until
 
 CUDA: Any = torch.cuda

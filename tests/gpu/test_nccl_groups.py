@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ReduceOp
 
 from elasticgang.comm import ProcessGroupNCCL, SwallowingProcessGroup, create_process_group
-from tests.integration.rings import Ring, open_store
+from scripts.benches.comm import open_store
+from tests.integration.rings import Ring
 
 
 @pytest.fixture

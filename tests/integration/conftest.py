@@ -17,7 +17,8 @@ from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
-from tests.integration.rings import Ring, open_store
+from scripts.benches.comm import open_store
+from tests.integration.rings import Ring
 from tests.integration.state_ranks import Rank, Ranks
 from tests.support import DEADLINE_S, REPOSITORY
 

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError, OperationalError
-from tests.integration.rings import Ring, open_store
+from scripts.benches.comm import open_store
+from tests.integration.rings import Ring
 
 WARM_UP = 30
 GENERATIONS = 1000

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ReduceOp
 from torchft.process_group import ProcessGroup
 
@@ -20,16 +18,6 @@ from tests.support import DEADLINE_S
 SUM = ReduceOp.SUM
 _T = TypeVar("_T")
 _prefixes = itertools.count()
-
-
-@contextlib.contextmanager
-def open_store() -> Iterator[str]:
-    """The address of a store."""
-    listener = socket.create_server(("127.0.0.1", 0))  # of its own socket, torch would look up by DNS who connects
-    port = listener.getsockname()[1]
-    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    yield f"127.0.0.1:{port}"
-    del server  # it serves as long as it lives
 
 
 class Ring:

@@ -245,7 +245,7 @@ def test_a_timeout_is_a_timedelta(timeout: Any, rings: Rings) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "elasticgang"])
 def test_torchs_function_names_who_did_not_come(backend: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    launcher = [sys.executable, "-m", "tests.integration.forked_ranks", "3"]
     done = subprocess.run(
         [*launcher, "tests/integration/monitored_ranks.py", "--backend", backend],
         cwd=REPOSITORY,

@@ -16,12 +16,12 @@ FORMS = (
     "ddp", "hsdp", "fsdp-allocates", "tp", "by-hand", "any-source", "split", "monitored-barrier", "checkpoint",
 )  # fmt: skip
 DEADLINE_S = 120
-pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)  # eight processes import torch, on whatever the machine has left
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)
 
 
 def results(backend: str) -> list[dict[str, Any]]:
     """Of each rank, by form."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    launcher = [sys.executable, "-m", "tests.integration.forked_ranks", "--train", "4"]
     done = subprocess.run(
         [*launcher, "tests/integration/backend_ranks.py", "--backend", backend],
         cwd=REPOSITORY,

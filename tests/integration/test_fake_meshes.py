@@ -166,7 +166,7 @@ def test_a_dimension_that_may_be_of_data_parallelism_must_be_named(name: str) ->
 
 
 LAUNCHERS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"],
+    "torchrun": [sys.executable, "-m", "tests.integration.forked_ranks", "4"],
     "elasticgang": [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "4"],
 }
 

@@ -31,7 +31,7 @@ Found = list[dict[str, dict[str, Any]]]
 
 def results(*arguments: str) -> Found:
     """Of each rank, by kind of group and hook."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE)]
+    launcher = [sys.executable, "-m", "tests.integration.forked_ranks", "--train", str(SIZE)]
     done = subprocess.run(
         [*launcher, "tests/integration/hook_ranks.py", *arguments],
         cwd=REPOSITORY,

@@ -14,7 +14,7 @@ RECIPE = "tests/integration/hsdp_recipe.py"
 MESH = "tests/integration/mesh_ranks.py"
 LAUNCHERS = {
     "none": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"],
+    "torchrun": [sys.executable, "-m", "tests.integration.forked_ranks", "--train", "4"],
     "elasticgang": [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "4"],
 }
 DEADLINE_S = 120

@@ -23,7 +23,7 @@ from tests.support import REPOSITORY
 CPU = torch.device("cpu")
 DEADLINE_S = 120
 LAUNCHERS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"],
+    "torchrun": [sys.executable, "-m", "tests.integration.forked_ranks", "4"],
     "elasticgang": [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "4"],
 }
 

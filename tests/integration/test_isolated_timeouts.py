@@ -150,7 +150,8 @@ def test_a_standby_that_dies_while_it_is_configured_is_replaced(rings: Rings) ->
 COLD = """
 from datetime import timedelta
 from elasticgang.comm import create_process_group
-from tests.integration.rings import Ring, open_store
+from scripts.benches.comm import open_store
+from tests.integration.rings import Ring
 
 with open_store() as store:
     ring = Ring(lambda: create_process_group("isolated-gloo", 0.5), 1, store)

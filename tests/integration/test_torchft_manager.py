@@ -26,7 +26,7 @@ from elasticgang.comm import ManagedProcessGroup
 from elasticgang.comm.error_swallowing import SwallowingProcessGroup
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import StepAborted
-from tests.integration.rings import open_store
+from scripts.benches.comm import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchft's own: they would be errors in the middle of its work
 
@@ -170,20 +170,27 @@ def test_steps_commit(make: MakeGroup, is_async: bool, lighthouse: str) -> None:
         assert all(map(torch.equal, replica.weights, undisturbed(is_async)))
 
 
+class KillCommProcess:
+    """Kills the comm process of `replica` in step 2, once. `pid`: the process that was killed; 0 before."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.pid = 0
+
+    def __call__(self, tries: int, manager: Manager) -> None:
+        manager.wait_quorum()
+        if manager.current_step() == 2 and not self.pid:
+            pg = self._replica.pg
+            self.pid = getattr(pg, "parent", pg).comm_process.pid
+            os.kill(self.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("make", list(GROUPS.values()), ids=list(GROUPS))
 def test_a_comm_process_that_is_killed_costs_a_step(make: MakeGroup, lighthouse: str) -> None:
     replicas = [Replica(number, lighthouse, make()) for number in range(2)]
-    killed: list[int] = []
-
-    def kill(tries: int, manager: Manager) -> None:
-        manager.wait_quorum()
-        if manager.current_step() == 2 and not killed:
-            pg = replicas[1].pg
-            killed.append(getattr(pg, "parent", pg).comm_process.pid)
-            os.kill(killed[0], signal.SIGKILL)
-
+    kill = KillCommProcess(replicas[1])
     run(replicas, {1: kill})
-    assert killed
+    assert kill.pid
     assert False in replicas[1].committed
     for replica in replicas:
         assert all(map(torch.equal, replica.weights, undisturbed(is_async=True)))
@@ -246,17 +253,9 @@ def test_torchfts_managed_group_has_the_same_weights_and_sizes(lighthouse: str) 
 @pytest.mark.parametrize("make", list(GROUPS.values()), ids=list(GROUPS))
 def test_an_error_in_a_managed_group_costs_a_step(make: MakeGroup, lighthouse: str) -> None:
     replicas = [Managed(ManagedProcessGroup, number, lighthouse, make()) for number in range(2)]
-    killed: list[int] = []
-
-    def kill(tries: int, manager: Manager) -> None:
-        manager.wait_quorum()
-        if manager.current_step() == 2 and not killed:
-            pg = replicas[1].pg
-            killed.append(getattr(pg, "parent", pg).comm_process.pid)
-            os.kill(killed[0], signal.SIGKILL)
-
+    kill = KillCommProcess(replicas[1])
     run(list(replicas), {1: kill})
-    assert killed
+    assert kill.pid
     assert False in replicas[1].committed
     for replica in replicas:
         assert all(map(torch.equal, replica.weights, undisturbed(is_async=True)))
@@ -291,14 +290,7 @@ class Others(Managed):
 
 def test_other_collectives_of_a_managed_group_swallow_errors_and_report_them(lighthouse: str) -> None:
     replicas = [Others(number, lighthouse, GROUPS["isolated"]()) for number in range(2)]
-    killed: list[int] = []
-
-    def kill(tries: int, manager: Manager) -> None:
-        manager.wait_quorum()
-        if manager.current_step() == 2 and not killed:
-            killed.append(replicas[1].pg.comm_process.pid)
-            os.kill(killed[0], signal.SIGKILL)
-
+    kill = KillCommProcess(replicas[1])
     run(list(replicas), {1: kill})
     for replica in replicas:
         assert all(map(torch.equal, replica.weights, undisturbed(is_async=True)))

@@ -5,6 +5,7 @@ Each member is alone on its host, and has its part of the model (along `tp`) for
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -45,8 +46,8 @@ class ShardedRule(Rule):
     def _truth(
         self, world: World, fates: Sequence[str], heard: Attempt | None
     ) -> recovery.CommittedState | Undecided | Unrecoverable:
-        said = sorted(zip(map(commit_search.number, world.mems), fates, strict=True))
-        key = (tuple(said), heard, world.record, world.generation)
+        said = (_said(mem, fate, world.generation) for mem, fate in zip(world.mems, fates, strict=True))
+        key = (tuple(sorted(map(commit_search.number, said))), heard, world.record, world.generation)
         if key not in self.known:
             record = _record(world)
             reports = _reports(world, fates)
@@ -56,15 +57,33 @@ class ShardedRule(Rule):
         return self.known[key]
 
 
+@functools.cache
+def _said(mem: Mem, fate: str, generation: int) -> object:
+    """All that a record and the reports say of a member."""
+    seat = fate, mem.seat, mem.seated, mem.part
+    return seat if fate != PRESENT else (*seat, mem.tip, mem.pending, mem.generation, mem.is_active(generation))
+
+
+@functools.cache
 def _name(at: int) -> str:
     return f"r{at}"
 
 
+@functools.cache
+def _layout(num_parts: int) -> ParallelLayout:
+    return ParallelLayout(tp=num_parts, within_host=())
+
+
 def _record(world: World) -> Record:
+    seated = tuple((mem.seat, mem.seated, mem.part) for mem in world.mems)
+    return _record_of(seated, world.generation, world.record.committed, world.num_parts)
+
+
+@functools.cache
+def _record_of(mems: tuple[tuple[int, str, int], ...], generation: int, committed: Attempt, num_parts: int) -> Record:
     """With a seat for each that has one; where a part has fewer than another, places are left for nobody."""
-    generation, num_parts = world.generation, world.num_parts
-    seated = [at for at, mem in enumerate(world.mems) if mem.seat == generation]
-    columns = [[at for at in seated if world.mems[at].part == part] for part in range(num_parts)]
+    seated = [at for at, (seat, _, _) in enumerate(mems) if seat == generation]
+    columns = [[at for at in seated if mems[at][2] == part] for part in range(num_parts)]
     num_groups = max(1, *map(len, columns))
     places = [
         _name(column[group]) if group < len(column) else f"nobody {group} {part}"
@@ -75,12 +94,12 @@ def _record(world: World) -> Record:
         job="job",
         generation=generation,
         parent="",
-        layout=ParallelLayout(tp=num_parts, within_host=()),
+        layout=_layout(num_parts),
         plan=Plan((1, num_groups, 1, num_parts), tuple(Member(name, name) for name in places)),
-        seats=tuple(Seat(_name(at), _name(at), _name(at), 0, "", world.mems[at].seated) for at in seated),
+        seats=tuple(Seat(_name(at), _name(at), _name(at), 0, "", mems[at][1]) for at in seated),
         agents=tuple(_name(at) for at in seated),
-        committed=world.record.committed,
-        absent_agents=tuple(_name(at) for at, mem in enumerate(world.mems) if 0 < mem.seat < generation),
+        committed=committed,
+        absent_agents=tuple(_name(at) for at, (seat, _, _) in enumerate(mems) if 0 < seat < generation),
         digest="record",
     )
 
@@ -88,25 +107,27 @@ def _record(world: World) -> Record:
 def _reports(world: World, fates: Sequence[str]) -> list[Report]:
     lost = tuple(_name(at) for at, fate in enumerate(fates) if fate == DIES)
     return [
-        Report(
-            agent=_name(at),
-            host=_name(at),
-            job="job",
-            coordinator="c",
-            layout=ParallelLayout(tp=world.num_parts, within_host=()),
-            newest_record=RecordRef(world.generation, "record"),
-            members=(_member(at, mem, world.generation),),
-            dead_agents=lost,
-        )
+        _report(at, mem, world.generation, world.num_parts, lost)
         for at, (mem, fate) in enumerate(zip(world.mems, fates, strict=True))
         if fate == PRESENT
     ]
 
 
-def _member(at: int, mem: Mem, generation: int) -> MemberReport:
+@functools.cache
+def _report(at: int, mem: Mem, generation: int, num_parts: int, lost: tuple[str, ...]) -> Report:
     holds = (0, 0, mem.part) if mem.tip is not None else None
     is_active = mem.generation == generation and mem.role == commit_model.ACTIVE
-    return MemberReport(_name(at), 0, "", mem.tip, mem.pending, holds, mem.generation, is_active)
+    member = MemberReport(_name(at), 0, "", mem.tip, mem.pending, holds, mem.generation, is_active)
+    return Report(
+        agent=_name(at),
+        host=_name(at),
+        job="job",
+        coordinator="c",
+        layout=_layout(num_parts),
+        newest_record=RecordRef(generation, "record"),
+        members=(member,),
+        dead_agents=lost,
+    )
 
 
 SETTLE_PY = ShardedRule("recovery.py", resolve, action)

@@ -16,10 +16,9 @@ import contextlib
 import gc
 import inspect
 import os
-import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 import elasticgang as eg
+from tests.integration.forked_ranks import fork_ranks
 from tests.integration.programs.catalog import Program, programs
 
 STATIC = ("gloo", "gloo-gang", "backend")
@@ -74,43 +74,7 @@ def perform(program: Program, output: Path, rank: int, group: dist.ProcessGroup 
 # -- static modes
 
 
-def launch(mode: str, names: Sequence[str], output: Path, size: int) -> int:
-    """Start the ranks as torchrun does, with the store of this process, but by forks: they need not import torch. The
-    first exit code that is not 0."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    pids = []
-    for rank in range(size):  # before the store's thread is there: what it holds would stay held in a fork
-        pid = os.fork()
-        if pid == 0:
-            listener.close()
-            _end(lambda: _static_rank(mode, names, output, rank, size, port))  # noqa: B023  # called at once
-        pids.append(pid)
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    del store
-    return next((code for code in codes if code), 0)
-
-
-def _end(function: Callable[[], int]) -> None:
-    """Of a child: what was inherited from the parent is not ended twice."""
-    code = 1
-    try:
-        code = function()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def _static_rank(mode: str, names: Sequence[str], output: Path, rank: int, size: int, port: int) -> int:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
-    )  # fmt: skip
     roll = PrefixStore("ended", TCPStore("127.0.0.1", port, is_master=False))
     group = None
     if mode == "gloo-gang":
@@ -186,7 +150,10 @@ def main() -> None:
         run(args.names, args.output)
     else:
         programs()  # before the forks, so that they need not import it
-        sys.exit(launch(args.mode, args.names, args.output, args.size))
+        size = args.size
+        sys.exit(
+            fork_ranks(size, lambda rank, port: _static_rank(args.mode, args.names, args.output, rank, size, port))
+        )
 
 
 if __name__ == "__main__":
