@@ -7,6 +7,9 @@ SERVE-FOUND    Without a directory, a job of which nothing is known is new once 
                had `founds_after_s` to come back.
 SERVE-EXITED   An agent without a session has exited, with all that it had started, once its host refuses connections to
                its address for `EXITED_S`: within it, the fork server kills what the agent had started.
+SERVE-FORGET   A job that is abandoned (ABANDON) is forgotten at once if a state directory has what is known of it, or
+               if nothing is known. Without a directory, the last `MAX_ENDED` that have finished or are lost keep no
+               more than that; any other is forgotten once there are `MAX_JOBS`.
 SERVE-STOP     When the state machine raises, or the disk does not write, the process ends: what it held is in the state
                directory and with the agents.
 """
@@ -29,6 +32,7 @@ from elasticgang.protocol.coordinator_messages import (
     AgentExited,
     CloseSession,
     CoordinatorEvent,
+    Granted,
     Hello,
     Notice,
     OfficeGranted,
@@ -46,13 +50,15 @@ from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import PROTOCOL, Record
 from elasticgang.session.connection import Connection
 from elasticgang.session.credentials import Credentials
+from elasticgang.session.handshake import AGENT, OPERATOR
 from elasticgang.session.listener import Listener
-from elasticgang.session.messages import decode_from_agent, encode, encode_delta
+from elasticgang.session.messages import decode_from_agent, decode_from_operator, encode, encode_delta
 
 EXITED_S = 1.2
 _TICK_S = 0.2
 _PROBE_S = 1.0
-_MAX_JOBS = 1024
+MAX_JOBS = 1024
+MAX_ENDED = 16384
 MIN_DELTA_BYTES = 32 << 10  # a smaller record is sent whole: an agent reads it faster than a delta
 
 
@@ -64,6 +70,7 @@ class _Job:
     known: dict[int, Record] = field(default_factory=dict)  # by session: the newest record that its agent has
     events: deque[CoordinatorEvent] = field(default_factory=deque)
     is_busy: bool = False
+    num_writes: int = 0
     refused_s: dict[str, float] = field(default_factory=dict)  # since when each agent's host refuses (SERVE-EXITED)
     probes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -91,8 +98,8 @@ class CoordinatorServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options, self._log, self._fail, self._clock = options, log, fail, clock
-        self._incarnation = secrets.token_hex(8)
         self._jobs: dict[str, _Job] = {}
+        self._ended: dict[str, tuple[bool, str]] = {}  # finished, or why it is lost (SERVE-FORGET)
         self._session_of: dict[Connection, tuple[_Job, int]] = {}
         self._num_sessions = 0
         self._writer = ThreadPoolExecutor(1, "state-directory")
@@ -102,7 +109,7 @@ class CoordinatorServer:
         self._founds_at_s = clock() + options.founds_after_s
         self._has_failed = False
         credentials = options.credentials
-        self.listener = Listener(self, lambda job: credentials.key, log, tls=credentials.tls)
+        self.listener = Listener(self, lambda job: credentials.key, log, (AGENT, OPERATOR), tls=credentials.tls)
 
     @property
     def num_bytes_sent(self) -> int:
@@ -126,9 +133,27 @@ class CoordinatorServer:
             await asyncio.wait(self._writes)
         self._writer.shutdown()
 
-    def grant(self, job: str) -> None:
-        """The operator's word (see OFFICE)."""
-        self._handle(self._job(job), OfficeGranted())
+    def grant(self, job: str) -> Granted | Refused:
+        """The operator's word (see OFFICE). Refused where nothing waits for it."""
+        found = self._jobs.get(job)
+        if found is None or not found.connections:
+            return Refused(f"no agent of job {job} has a session with this coordinator: start the agents first")
+        state = found.state
+        why = state.word_awaited
+        if not why:
+            return Refused(f"job {job} needs no word: this coordinator leads it ({state.reason or 'it is running'})")
+        self._log(f"job {job}: an operator grants office: {why}")
+        self._handle(found, OfficeGranted())
+        record = state.record
+        origin = "founds it" if record is None else f"leads it on from generation {record.generation}"
+        absent = ", ".join(state.absent_agents())
+        without = f", without agent {absent} once its silence has lasted" if absent else ""
+        return Granted(f"job {job}: this coordinator {origin}{without}")
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that are not forgotten (SERVE-FORGET)."""
+        return len(self._jobs)
 
     def state_of(self, job: str) -> CoordinatorState | None:
         found = self._jobs.get(job)
@@ -141,6 +166,8 @@ class CoordinatorServer:
         assert identity is not None
         if identity.protocol != PROTOCOL:
             self._refuse(connection, identity.job, f"its protocol is {identity.protocol}, but the job's is {PROTOCOL}")
+            return
+        if identity.role == OPERATOR:
             return
         try:
             job = self._job(identity.job)
@@ -160,6 +187,11 @@ class CoordinatorServer:
                 other.send(notice)
 
     def received(self, connection: Connection, payload: bytes) -> None:
+        identity = connection.identity
+        if identity is not None and identity.role == OPERATOR:
+            decode_from_operator(payload)
+            connection.send(encode(self.grant(identity.job)))
+            return
         found = self._session_of.get(connection)
         if found is None:
             return
@@ -185,21 +217,24 @@ class CoordinatorServer:
 
     def _job(self, name: str) -> _Job:
         if name not in self._jobs:
-            if len(self._jobs) >= _MAX_JOBS:
-                raise OperationalError(f"the coordinator leads {_MAX_JOBS} jobs already")
+            if len(self._jobs) >= MAX_JOBS:
+                self._make_room()
             directory = self._options.directory
             kept = Kept() if directory is None else directory.read(name)
             state = CoordinatorState(
-                self._incarnation,
+                secrets.token_hex(8),  # of each job: a forgotten one had another term
                 number=kept.term.number + 1,
                 has_directory=directory is not None,
                 decision=kept.decision,
+                finished=kept.finished,
                 granted=directory is not None or (self._options.founds and self._clock() >= self._founds_at_s),
                 timeouts=self._options.timeouts,
                 store=self._options.store,
             )
             if directory is not None:
-                directory.write(name, Kept(state.term, kept.decision))
+                directory.write(name, Kept(state.term, kept.decision, kept.finished))
+            if name in self._ended:
+                state.finished, state.unrecoverable = self._ended.pop(name)
             self._jobs[name] = _Job(name, state)
         return self._jobs[name]
 
@@ -211,6 +246,33 @@ class CoordinatorServer:
             if is_founding_due and not job.state.in_office and job.state.decision is None:
                 self._handle(job, OfficeGranted())
             self._probe_absent(job)
+            state = job.state
+            is_kept = self._options.directory is not None or state.decision is None
+            if (is_kept or state.finished or state.unrecoverable) and self._is_abandoned(job):
+                self._forget(job)
+
+    def _is_abandoned(self, job: _Job) -> bool:
+        if job.connections or job.num_writes or job.events or job.state.is_deciding:
+            return False
+        return job.state.is_abandoned or (job.state.finished and self._options.directory is not None)
+
+    def _forget(self, job: _Job) -> None:
+        """SERVE-FORGET"""
+        for probe in job.probes.values():
+            probe.cancel()
+        del self._jobs[job.name]
+        state = job.state
+        if self._options.directory is None and (state.finished or state.decision is not None):
+            lost = "every agent of the job has gone, and its coordinator has no state directory"
+            self._ended[job.name] = state.finished, "" if state.finished else state.unrecoverable or lost
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+
+    def _make_room(self) -> None:
+        for job in self._jobs.values():
+            if self._is_abandoned(job):
+                return self._forget(job)
+        raise OperationalError(f"the coordinator leads {MAX_JOBS} jobs already: start another one at another port")
 
     def _probe_absent(self, job: _Job) -> None:
         """SERVE-EXITED."""
@@ -280,6 +342,7 @@ class CoordinatorServer:
                     except WireError as error:  # too long
                         connection.abort(str(error))
                 case Persist():
+                    job.num_writes += 1
                     task = asyncio.ensure_future(self._persist(job, instruction))
                     self._writes.add(task)
                     task.add_done_callback(self._writes.discard)
@@ -298,7 +361,7 @@ class CoordinatorServer:
     async def _persist(self, job: _Job, persist: Persist) -> None:
         directory = self._options.directory
         assert directory is not None
-        kept = Kept(persist.term, persist.decision)
+        kept = Kept(persist.term, persist.decision, persist.finished)
         try:
             async with self._order:
                 loop = asyncio.get_running_loop()
@@ -306,5 +369,7 @@ class CoordinatorServer:
         except Exception as error:  # SERVE-STOP
             self._stop_for(error)
             return
+        finally:
+            job.num_writes -= 1
         if persist.decision is not None:
             self._handle(job, Persisted(persist.decision.record.digest))

@@ -1,4 +1,4 @@
-"""Where a coordinator keeps what it must not forget: for each job its term and its newest decision.
+"""Where a coordinator keeps what it must not forget: each job's term, its newest decision, and whether it has finished.
 
 STATE-LOCK   One process holds a directory at a time, from before it reads until it ends.
 STATE-WHOLE  A file is replaced as a whole, and is on the disk when `write` returns: a crash leaves the former one, or
@@ -24,6 +24,7 @@ _LOCK = "lock"
 class Kept(NamedTuple):
     term: Term = NO_TERM
     decision: Decision | None = None
+    finished: bool = False
 
 
 class StateDirectory:
@@ -53,8 +54,8 @@ class StateDirectory:
             if fields["job"] != job:
                 raise ValueError("it is of another job")
             number, name = fields["term"]
-            decision = fields["decision"]
-            return Kept(Term(int(number), str(name)), None if decision is None else decision_from_json(decision, True))
+            decision = None if fields["decision"] is None else decision_from_json(fields["decision"], True)
+            return Kept(Term(int(number), str(name)), decision, bool(fields["finished"]))
         except FileNotFoundError:
             return Kept()
         except OSError as error:
@@ -64,7 +65,7 @@ class StateDirectory:
 
     def write(self, job: str, kept: Kept) -> None:
         decision = None if kept.decision is None else decision_to_json(kept.decision)
-        text = json.dumps({"job": job, "term": kept.term, "decision": decision})
+        text = json.dumps({"job": job, "term": kept.term, "decision": decision, "finished": kept.finished})
         path = self._path(job)
         new = path.with_suffix(".new")
         with open(new, "w", encoding="utf-8") as file:

@@ -37,6 +37,26 @@ stopped it.
 """
 
 
+_GRANT_DESCRIPTION = """\
+Give a coordinator your word that no other coordinator leads the job, and that whoever of it is absent is gone.
+
+A coordinator without --state-dir that was restarted leads a running job only once every agent of its last record has
+come back, and a coordinator that has lost all agents of a record does not follow it up: the absent ones may be led by
+another coordinator, and two would train apart. It says so in its agents' logs ("waiting for ...", "this takes an
+operator"). If a host of them is gone for good, no coordinator can know that, but you can:
+
+  1. Make sure that no other coordinator of this job runs, and that the absent hosts run no rank of it (they are off,
+     or their `elasticgang run` has ended).
+  2. Start the agents that are to go on, if they are not running, and wait until they have reached the coordinator.
+  3. elasticgang grant --coordinator HOST:PORT --job-id NAME
+
+The job then goes on from the newest state that is left, or ends if a part of it is lost. Agents end their ranks when
+no coordinator has led the job for 8 seconds, the lease: after that there is no state left to go on from, and your word
+only ends the wait. `elasticgang coordinator --state-dir` needs no word. Given while absent ranks are alive, it can
+split the job in two. The coordinator refuses a word that nothing waits for.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
@@ -95,6 +115,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_credentials_arguments(coordinator)
     coordinator.set_defaults(function=_coordinator)
+    grant = commands.add_parser(
+        "grant",
+        help="let a coordinator lead a job on without agents that do not come back",
+        description=_GRANT_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    grant.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the coordinator that is to lead")
+    grant.add_argument("--job-id", required=True, metavar="NAME", help="the job")
+    grant.add_argument(
+        "--connect-timeout", type=_seconds, default=10.0, metavar="SECONDS", help="(default: %(default)g)"
+    )
+    _add_credentials_arguments(grant)
+    grant.set_defaults(function=_grant)
     return parser
 
 
@@ -304,9 +337,7 @@ def _check_run(args: argparse.Namespace) -> None:
         raise _UsageError(f"--job-id must be 1 to {_MAX_JOB_ID} bytes long, but is {args.job_id!r} instead")
     args.nnodes = args.nnodes or (1, 0)
     if args.coordinator is not None:
-        host, separator, port = args.coordinator.rpartition(":")
-        if not (separator and host and port.isdecimal() and int(port) < 1 << 16):
-            raise _UsageError(f"--coordinator must be HOST:PORT, but is {args.coordinator!r} instead")
+        _host_and_port(args.coordinator)
     if args.module:
         import importlib.util
 
@@ -334,6 +365,30 @@ def _run(args: argparse.Namespace) -> int:
     # All processes are reaped and the output is flushed. The interpreter would still wait for a thread that is in a
     # call to a resolver.
     os._exit(code)
+
+
+def _grant(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from elasticgang.errors import OperationalError
+    from elasticgang.session.operator_client import grant
+
+    host, port = _host_and_port(args.coordinator)
+    credentials = _find_credentials(args, is_client=True)
+    _check_open(host, credentials, f"an operator uses a coordinator on loopback only, not at {host!r}")
+    try:
+        print(asyncio.run(grant(host, port, args.job_id, credentials, args.connect_timeout)))
+    except OperationalError as exc:
+        print(f"elasticgang: error: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, separator, port = address.rpartition(":")
+    if not (separator and host and port.isdecimal() and int(port) < 1 << 16):
+        raise _UsageError(f"--coordinator must be HOST:PORT, but is {address!r} instead")
+    return host, int(port)
 
 
 def _find_credentials(args: argparse.Namespace, *, is_client: bool) -> Credentials:
@@ -366,15 +421,15 @@ def _check_open(host: str, credentials: Credentials, what: str) -> None:
 
 
 def _check_reachable(address: str, timeout: float) -> None:
-    import socket
     import time
+
+    from elasticgang.session.addresses import probe
 
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=max(0.05, deadline - time.monotonic())).close()
-            return
+            return probe(host, int(port), deadline - time.monotonic())
         except UnicodeError as exc:
             raise _UsageError(f"--coordinator: {host!r} is not a valid host name") from exc
         except OSError as exc:

@@ -286,6 +286,21 @@ class JobUnrecoverable:
     reason: str
 
 
+# -- an operator to a coordinator, and back
+
+
+@dataclass(frozen=True)
+class GrantOffice:
+    """The operator's word for the job of the session (OFFICE). `Granted` or `Refused` answers it."""
+
+
+@dataclass(frozen=True)
+class Granted:
+    """`reason`: from what the job goes on, and without whom."""
+
+    reason: str
+
+
 CoordinatorMessage = (
     Welcome
     | Push
@@ -354,10 +369,12 @@ class Send:
 
 @dataclass(frozen=True)
 class Persist:
-    """Write to the state directory and fsync; then bring `Persisted`, if there is a decision."""
+    """Write to the state directory and fsync; then bring `Persisted`, if there is a decision. `finished`: the job has
+    finished."""
 
     term: Term
     decision: Decision | None
+    finished: bool
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ ALONE    A record that was decided without a state directory is followed by one 
 ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
-        of the record that comes back may hold what was given up for lost: the coordinator decides again.
+         of the record that comes back may hold what was given up for lost: the coordinator decides again.
+ABANDON  A job is abandoned once no agent has a session, and every agent of its record is dead, or the coordinator is
+         not in office. It may be forgotten: what is known of it is in the state directory, or with agents.
 SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
          first process that has used it here.
 """
@@ -194,6 +196,25 @@ class CoordinatorState:
             return {}
         addresses = zip(record.agents, record.addresses, strict=False)
         return {a: address for a, address in addresses if a not in self._session_of and a not in self.dead}
+
+    @property
+    def is_abandoned(self) -> bool:
+        """ABANDON"""
+        if self.sessions or self._unlearned or self._deciding is not None:
+            return False
+        return not self.in_office or self.record is None or self.dead.issuperset(self.record.agents)
+
+    @property
+    def word_awaited(self) -> str:
+        """Why the job goes on only on the operator's word, or with agents that are absent; empty when it does not."""
+        if self.in_office:
+            return self.reason if self.awaits_word else ""
+        if self.decision is None:
+            return "this coordinator knows nothing of the job, and was not started to found it"
+        if self._needs_directory(self.decision):
+            return "the last record was decided with a state directory, which this coordinator does not have"
+        missing = [agent for agent in self.decision.record.agents if agent not in self._promises]
+        return f"agent {', '.join(missing)} of the last record has not come back"
 
     # -- events
 
@@ -430,7 +451,7 @@ class CoordinatorState:
         self.dead.clear()
         self._exited.clear()
         self._leave_office()
-        return [Persist(self.term, decision)] if self.has_directory else []
+        return self._persist(decision)
 
     def _learn_term(self, term: Term) -> Instructions:
         """Another coordinator has, or had, a term that is not lower: take a higher one."""
@@ -440,7 +461,7 @@ class CoordinatorState:
         self._promises.clear()
         if not self.has_directory:
             self._leave_office()
-        out: Instructions = [Persist(self.term, self.decision)] if self.has_directory else []
+        out = self._persist(self.decision)
         for session in self.sessions.values():
             session.promised = False
         return out + self._broadcast(self._welcome())
@@ -560,7 +581,7 @@ class CoordinatorState:
         if self.finished:
             return []
         self.finished = True
-        return self._broadcast(Finished())
+        return self._persist(self.decision) + self._broadcast(Finished())
 
     def _broadcast(self, message: CoordinatorMessage, source: int | None = None) -> Instructions:
         return [Send(number, message) for number in self.sessions if number != source]
@@ -658,7 +679,10 @@ class CoordinatorState:
         if not self.has_directory:
             return self._adopt(decision)
         self._deciding = decision
-        return [Persist(self.term, decision)]
+        return self._persist(decision)
+
+    def _persist(self, decision: Decision | None) -> Instructions:
+        return [Persist(self.term, decision, self.finished)] if self.has_directory else []
 
     def _persisted(self, digest: str) -> Instructions:
         if self._deciding is None or self._deciding.record.digest != digest:

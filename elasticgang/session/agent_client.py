@@ -37,6 +37,7 @@ from elasticgang.protocol.coordinator_messages import (
     Welcome,
 )
 from elasticgang.protocol.record import PROTOCOL, Report
+from elasticgang.session.addresses import connect
 from elasticgang.session.connection import ClientConnection, Connection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT, Identity
@@ -154,17 +155,17 @@ class AgentClient:
         return f"{self._host}:{self._port}"
 
     async def _dial(self) -> None:
-        loop = asyncio.get_running_loop()
         while not self._is_stopped and not self._session.is_ended:
             self._lost.clear()
             began_s = self._clock()
             try:
-                await asyncio.wait_for(loop.create_connection(self._connect, self._host, self._port), CONNECT_S)
+                await asyncio.wait_for(connect(self._connect, self._host, self._port), CONNECT_S)
                 self.has_connected = True
                 await self._lost.wait()
-            except ConnectionRefusedError:
+            except ConnectionRefusedError as error:
                 self._connection = None
-                self._fail(f"nothing listens at {self._address}")
+                every = f" ({error})" if error.errno is None else ""  # of several addresses
+                self._fail(f"nothing listens at {self._address}{every}")
                 self._handle(ConnectionRefused(self._address, began_s))
             except (OSError, asyncio.TimeoutError) as error:
                 self._connection = None

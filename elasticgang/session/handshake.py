@@ -30,7 +30,7 @@ NONCE_BYTES = 32
 MAX_HANDSHAKE_BYTES = 1024
 _MAX_JOB_BYTES = 256
 
-AGENT, RANK = ROLES = ("agent", "rank")
+AGENT, RANK, OPERATOR = ROLES = ("agent", "rank", "operator")
 
 
 @dataclass(frozen=True)

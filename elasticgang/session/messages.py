@@ -14,7 +14,7 @@ from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.record import Record, Report, report_from_json, report_to_json
 from elasticgang.protocol.record_delta import apply_delta, delta_of
 
-Message = m.AgentMessage | m.CoordinatorMessage
+Message = m.AgentMessage | m.CoordinatorMessage | m.GrantOffice | m.Granted
 
 _INVALID = (
     ArithmeticError,
@@ -37,6 +37,22 @@ def decode_from_agent(payload: bytes) -> m.AgentMessage:
     """Raises WireError when `payload` is none of an agent's messages."""
     message: m.AgentMessage = _decode(payload, _FROM_AGENT)
     return message
+
+
+def decode_from_operator(payload: bytes) -> m.GrantOffice:
+    """Raises WireError when `payload` is none of an operator's messages."""
+    message: m.GrantOffice = _decode(payload, {"GrantOffice": lambda: m.GrantOffice()})
+    return message
+
+
+def decode_for_operator(payload: bytes) -> m.Granted | m.Refused:
+    """Raises WireError when `payload` is none of a coordinator's answers to an operator."""
+    answers: dict[str, Callable[..., Any]] = {
+        "Granted": lambda reason: m.Granted(_text(reason)),
+        "Refused": _FROM_COORDINATOR["Refused"],
+    }
+    answer: m.Granted | m.Refused = _decode(payload, answers)
+    return answer
 
 
 def decode_from_coordinator(payload: bytes, known: Record | None = None) -> m.CoordinatorMessage:
@@ -164,6 +180,8 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.Notice: lambda x: [x.topic, x.reason, x.agent],
     m.Evicted: lambda x: [x.reason],
     m.Refused: lambda x: [x.reason],
+    m.GrantOffice: lambda x: [],
+    m.Granted: lambda x: [x.reason],
     m.JobUnrecoverable: lambda x: [x.reason],
 }
 

@@ -69,6 +69,7 @@ class Disk:
 
     term: Term = NO_TERM
     decision: Decision | None = None
+    finished: bool = False
     holder: CoordinatorProcess | None = None
     is_stuck: bool = False
 
@@ -101,6 +102,7 @@ class CoordinatorProcess:
             disk.holder = self
             self.state.number = disk.term.number + 1
             self.state.decision = disk.decision
+            self.state.finished = disk.finished
             disk.term = self.state.term
         self.state.granted = disk is not None or is_founder
         self.do(cluster, Ticked())
@@ -252,6 +254,7 @@ class CoordinatorProcess:
         if persist.decision is not None:
             cluster.chain.make_effective(persist.decision)
         self.disk.term, self.disk.decision = persist.term, persist.decision
+        self.disk.finished = persist.finished
         if persist.decision is not None:
             self.do(cluster, Persisted(persist.decision.record.digest))
 

@@ -14,7 +14,6 @@ from elasticgang.protocol.coordinator_messages import (
     Decision,
     DecisionRef,
     Hello,
-    Persist,
     Push,
     Term,
     Welcome,
@@ -33,7 +32,7 @@ _renew = AgentSession._renew
 
 def _push_then_write(self: CoordinatorState, decision: Decision) -> Any:
     out = self._adopt(decision)
-    return [*out, Persist(self.term, decision)] if self.has_directory else out
+    return [*out, *self._persist(decision)]
 
 
 def _trust_the_first(self: CoordinatorState) -> bool:

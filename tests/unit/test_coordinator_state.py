@@ -198,6 +198,39 @@ def test_a_lost_agent_with_an_ancestor_of_the_record_may_come_back_and_another_i
     assert any(isinstance(i.message, m.Evicted) for i in out if isinstance(i, m.Send))
 
 
+def test_a_job_that_finishes_is_persisted() -> None:
+    driver, a, b = found(has_directory=True)
+    persist, *others = driver.hear(a, m.Finished())
+    assert persist == m.Persist(driver.state.term, driver.state.decision, True)
+    assert m.Send(b, m.Finished()) in others
+    assert driver.hear(b, m.Finished()) == []
+    without, a, _ = found()
+    assert not any(isinstance(each, m.Persist) for each in without.hear(a, m.Finished()))
+
+
+# ABANDON
+@pytest.mark.parametrize("has_directory", [True, False])
+def test_a_job_is_abandoned_once_every_agent_of_its_record_is_dead(has_directory: bool) -> None:
+    driver, a, b = found(has_directory=has_directory, timeouts=m.JOB_TIMEOUTS)
+    driver.hear(a, m.Goodbye("done"))
+    assert not driver.state.is_abandoned
+    driver.do(m.SessionClosed(b))
+    assert not driver.state.is_abandoned  # b may come back
+    driver.wait(m.JOB_TIMEOUTS.dead_after_s + 1)
+    assert driver.state.is_abandoned
+    driver.open("c")
+    assert not driver.state.is_abandoned
+
+
+# ABANDON
+def test_out_of_office_a_job_is_abandoned_without_sessions() -> None:
+    driver = Driver()
+    a = driver.open("a")
+    assert not driver.state.is_abandoned
+    driver.do(m.SessionClosed(a))
+    assert driver.state.is_abandoned
+
+
 def test_a_second_process_with_an_id_is_refused_and_the_first_may_come_back() -> None:
     driver, _, b = found()
     driver.do(m.SessionClosed(b))

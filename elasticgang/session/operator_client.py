@@ -1,0 +1,61 @@
+"""An operator's one session with a coordinator: it gives the operator's word for a job."""
+
+from __future__ import annotations
+
+import asyncio
+
+from elasticgang.errors import OperationalError
+from elasticgang.protocol.coordinator_messages import GrantOffice, Refused
+from elasticgang.protocol.record import PROTOCOL
+from elasticgang.session.addresses import connect
+from elasticgang.session.connection import ClientConnection, Connection
+from elasticgang.session.credentials import Credentials
+from elasticgang.session.handshake import OPERATOR, Identity
+from elasticgang.session.messages import decode_for_operator, encode
+from elasticgang.session.tls import client_stream
+
+
+class _Operator:
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def opened(self, connection: Connection) -> None:
+        connection.send(encode(GrantOffice()))
+
+    def received(self, connection: Connection, payload: bytes) -> None:
+        answer = decode_for_operator(payload)
+        refused = isinstance(answer, Refused)
+        self._set(OperationalError(f"it refuses: {answer.reason}") if refused else answer.reason)
+
+    def closed(self, connection: Connection, reason: str) -> None:
+        self._set(OperationalError(f"the session has ended: {reason or 'the coordinator closed it'}"))
+
+    def _set(self, answer: str | OperationalError) -> None:
+        if self.answer.done():
+            return
+        if isinstance(answer, str):
+            self.answer.set_result(answer)
+        else:
+            self.answer.set_exception(answer)
+
+
+async def grant(host: str, port: int, job: str, credentials: Credentials, timeout_s: float) -> str:
+    """What the coordinator does now. Raises OperationalError: it was not reached, or it refuses."""
+    operator = _Operator()
+    stream = client_stream(credentials.tls, host)
+    certificate = "" if credentials.tls is None else credentials.tls.path
+    connection = ClientConnection(
+        operator, Identity(job, OPERATOR, PROTOCOL), credentials.key, tls=stream, certificate=certificate
+    )
+    where = f"the coordinator at {host}:{port}"
+    try:
+        await asyncio.wait_for(connect(lambda: connection, host, port), timeout_s)
+        return await asyncio.wait_for(operator.answer, timeout_s)
+    except asyncio.TimeoutError as exc:
+        raise OperationalError(f"{where} did not answer within {timeout_s:g} s") from exc
+    except OSError as exc:
+        raise OperationalError(f"{where} cannot be reached: {exc}") from exc
+    except OperationalError as exc:
+        raise OperationalError(f"{where}: {exc}") from exc
+    finally:
+        connection.close()

@@ -1,0 +1,254 @@
+"""Which jobs a coordinator keeps, and the operator's word."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticgang.coordinator import decision_server
+from elasticgang.errors import OperationalError
+from elasticgang.launch import cli
+from elasticgang.protocol import agent_events
+from elasticgang.protocol.coordinator_messages import ConnectionRefused, Finished, Goodbye, GrantOffice, Notify
+from elasticgang.protocol.record import PROTOCOL
+from elasticgang.session.agent_client import AgentClient
+from elasticgang.session.connection import ClientConnection, Connection
+from elasticgang.session.credentials import Credentials
+from elasticgang.session.handshake import AGENT, Identity
+from elasticgang.session.messages import encode
+from elasticgang.session.operator_client import grant
+from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
+from tests.integration.test_coordinator_server import CREDENTIALS, DEADLINE_S, Agent, Job, found, play
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.02)
+
+
+async def leave(*agents: Agent) -> None:
+    for agent in agents:
+        agent.client.notify(Notify(Goodbye("done")))
+        await agent.client.stop()
+
+
+async def finish(job: Job) -> None:
+    a, b = await found(job)
+    a.client.notify(Notify(Finished()))
+    await until(lambda: any(isinstance(event, agent_events.Finished) for event in b.events))
+    await leave(a, b)
+    await is_forgotten(job)
+
+
+async def is_forgotten(job: Job) -> None:
+    server = job.server
+    assert server is not None
+    await until(lambda: server.num_jobs == 0)
+
+
+async def is_told_that_it_has_finished(job: Job, name: str) -> bool:
+    late = job.add(name)
+    await until(lambda: late.events)
+    await leave(late)
+    return any(isinstance(event, agent_events.Finished) for event in late.events)
+
+
+# SERVE-FORGET
+def test_a_finished_job_is_forgotten_and_persisted(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        await finish(job)
+        assert await is_told_that_it_has_finished(job, "late")
+        await job.stop()
+        await job.start()
+        assert await is_told_that_it_has_finished(job, "later")
+        await is_forgotten(job)
+
+    play(test, Job(tmp_path / "state"))
+
+
+# SERVE-FORGET
+def test_without_a_directory_no_more_is_kept_than_that_it_has_finished() -> None:
+    async def test(job: Job) -> None:
+        await finish(job)
+        for name in ("late", "later"):
+            assert await is_told_that_it_has_finished(job, name)
+            await is_forgotten(job)
+
+    play(test, Job())
+
+
+# SERVE-FORGET
+def test_a_job_of_which_nothing_is_known_is_forgotten_with_its_last_session() -> None:
+    async def test(job: Job) -> None:
+        server = job.server
+        assert server is not None
+        agents = [job.add("a", job=f"job-{number}") for number in range(20)]
+        await until(lambda: server.num_jobs == 20)
+        await leave(*agents)
+        await is_forgotten(job)
+        await found(job)
+
+    play(test, Job())
+
+
+# SERVE-FORGET
+def test_an_abandoned_job_makes_room_and_a_living_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_server, "MAX_JOBS", 2)
+
+    async def test(job: Job) -> None:
+        assert job.server is not None
+        await leave(*await found(job))
+        state = job.server.state_of("job")
+        assert state is not None
+        await until(lambda: state.is_abandoned)
+        others = [job.add(name, job="second") for name in ("a", "b")]
+        await others[0].next()
+        assert job.server.num_jobs == 2
+        third = [job.add(name, job="third") for name in ("a", "b")]
+        await third[0].next()
+        assert job.server.num_jobs == 2
+        fourth = job.add("a", job="fourth")
+        await until(lambda: any("leads 2 jobs already" in line for line in job.log))
+        assert fourth.events == []
+        again = job.add("c")  # of the first: it is refused while there is no room
+        await leave(*others)
+        await until(lambda: any(isinstance(event, agent_events.QuorumAnswered) for event in again.events))
+
+    play(test, Job())
+
+
+# -- the operator's word
+
+
+async def word(job: Job, name: str = "job", credentials: Credentials = CREDENTIALS) -> str:
+    return await grant("127.0.0.1", job.port, name, credentials, DEADLINE_S)
+
+
+# OFFICE
+def test_the_operators_word_lets_a_restarted_coordinator_go_on_without_an_agent() -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        with pytest.raises(OperationalError, match="it refuses: job job needs no word: this coordinator leads it"):
+            await word(job)
+        await job.stop()
+        await b.client.stop()
+        job.founds = False
+        server = await job.start()
+        a.end_generation()
+        await until(lambda: (state := server.state_of("job")) is not None and state.decision is not None)
+        state = server.state_of("job")
+        assert state is not None
+        await until(lambda: state.word_awaited == "agent b of the last record has not come back")
+        assert not state.in_office
+        assert await word(job) == (
+            "job job: this coordinator leads it on from generation 1, without agent b once its silence has lasted"
+        )
+        assert (await a.next()).agents == ("a",)
+
+    play(test, Job())
+
+
+def test_a_word_for_a_job_without_agents_is_refused() -> None:
+    async def test(job: Job) -> None:
+        with pytest.raises(OperationalError, match="no agent of job other has a session with this coordinator"):
+            await word(job, "other")
+        assert job.server is not None
+        assert job.server.num_jobs == 0
+
+    play(test, Job())
+
+
+class Impostor:
+    """An agent that gives the operator's word."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    def opened(self, connection: Connection) -> None:
+        connection.send(encode(GrantOffice()))
+
+    def received(self, connection: Connection, payload: bytes) -> None: ...
+
+    def closed(self, connection: Connection, reason: str) -> None:
+        self.ended.set()
+
+
+def test_an_operator_needs_the_secret_and_an_agent_is_none() -> None:
+    async def test(job: Job) -> None:
+        with pytest.raises(OperationalError, match="it closed the connection in the midst of the handshake"):
+            await word(job, credentials=Credentials(Secret(b"another secret of it")))
+        impostor = Impostor()
+        connection = ClientConnection(impostor, Identity("job", AGENT, PROTOCOL), CREDENTIALS.key)
+        await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", job.port)
+        await impostor.ended.wait()
+        assert any("a message is not valid" in line for line in job.log)
+        assert job.server is not None
+        state = job.server.state_of("job")
+        assert state is None or not state.in_office
+
+    play(test, Job(founds=False))
+
+
+def test_the_command_says_what_the_coordinator_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_bytes(CREDENTIALS.key)
+    monkeypatch.setenv(SECRET_FILE_VARIABLE, str(secret))
+
+    async def test(job: Job) -> None:
+        arguments = ["grant", "--coordinator", f"127.0.0.1:{job.port}", "--job-id", "job"]
+        assert await asyncio.to_thread(cli.main, arguments) == 1
+        assert "start the agents first" in capsys.readouterr().err
+        a = job.add("a")
+        await until(lambda: a.hosts)
+        assert await asyncio.to_thread(cli.main, arguments) == 0
+        assert capsys.readouterr().out == "job job: this coordinator founds it\n"
+
+    play(test, Job(founds=False))
+
+
+# -- addresses
+
+
+# ADDRESS-ALL
+def test_a_refusal_by_every_address_is_a_refusal_and_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    resolve = socket.getaddrinfo
+
+    def two(host: Any, *arguments: Any, **options: Any) -> Any:
+        if host != "coordinator.example":
+            return resolve(host, *arguments, **options)
+        return [found for each in ("127.0.0.1", "127.0.0.2") for found in resolve(each, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", two)
+
+    async def run() -> None:
+        agent = Agent("a", port)
+        events: list[Any] = []
+        handle = agent.session.handle
+
+        def seen(event: Any, now_s: float) -> Any:
+            events.append(event)
+            return handle(event, now_s)
+
+        monkeypatch.setattr(agent.session, "handle", seen)
+        address = ("coordinator.example", port)
+        client = AgentClient(agent.session, agent, address, "job", CREDENTIALS, agent.log.append)
+        client.start()
+        await asyncio.wait_for(until(lambda: agent.log), DEADLINE_S)
+        assert agent.log == [
+            f"nothing listens at coordinator.example:{port} (all its addresses refuse: 127.0.0.1: Connection refused; "
+            "127.0.0.2: Connection refused)"
+        ]
+        await asyncio.wait_for(until(lambda: any(isinstance(each, ConnectionRefused) for each in events)), DEADLINE_S)
+        await client.stop()
+
+    asyncio.run(run())
