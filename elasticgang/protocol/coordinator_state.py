@@ -603,6 +603,8 @@ class CoordinatorState:
     def _decide(self) -> Instructions:
         if not self.in_office or self._deciding is not None or self.unrecoverable:
             return []
+        if self.record is None and self.finished:  # ABANDON: it was forgotten, and is not founded anew
+            return []
         self._was_in_office = True
         record = self.record
         if record is not None and (waits := self._waits(record)) is not None:

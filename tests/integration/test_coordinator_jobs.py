@@ -116,7 +116,7 @@ def test_an_abandoned_job_makes_room_and_a_living_one_does_not(monkeypatch: pyte
         assert fourth.events == []
         again = job.add("c")  # of the first: it is refused while there is no room
         await leave(*others)
-        await until(lambda: any(isinstance(event, agent_events.QuorumAnswered) for event in again.events))
+        await until(lambda: any(isinstance(event, agent_events.RecordAnswered) for event in again.events))
 
     play(test, Job())
 

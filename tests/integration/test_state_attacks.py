@@ -163,15 +163,15 @@ def test_a_recorded_heal_is_worthless(ranks: Ranks, caplog: pytest.LogCaptureFix
 
 # CHANNEL-2
 def test_a_chunk_that_was_changed_with_its_digest_is_found(ranks: Ranks) -> None:
-    """The digest of the last chunk stands before it; whoever changes both has no key."""
+    """The digest of the last chunk, of 4 floats, stands before it; whoever changes both has no key."""
     rank, healer = ranks(3), ranks(1)
     rank.server.begin(AT)
     before = healer.large(), healer.small()
 
     def forged(whole: bytes) -> bytes:
-        chunk = bytearray(whole[-4:])
+        chunk = bytearray(whole[-16:])
         chunk[0] ^= 1
-        return whole[: -4 - transport.DIGEST_BYTES] + transport.digest(chunk) + bytes(chunk)
+        return whole[: -16 - transport.DIGEST_BYTES] + transport.digest(chunk) + bytes(chunk)
 
     with Relay(rank, forged) as wire:
         assert not healer.server.heal([wire.address], AT)

@@ -223,6 +223,15 @@ def test_a_job_is_abandoned_once_every_agent_of_its_record_is_dead(has_directory
 
 
 # ABANDON
+def test_a_finished_job_that_was_forgotten_is_not_founded_anew() -> None:
+    driver = Driver(granted=True, finished=True)
+    a = driver.open("a")
+    assert driver.hear(a, m.Ready(report("a"))) == []
+    driver.wait(driver.state.timeouts.founding_s + 1)
+    assert driver.state.record is None
+
+
+# ABANDON
 def test_out_of_office_a_job_is_abandoned_without_sessions() -> None:
     driver = Driver()
     a = driver.open("a")
