@@ -8,6 +8,7 @@ overridden.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -168,6 +169,20 @@ def zeroed_buckets(reducer: Any) -> list[Any]:
 
 divide_all: Callable[..., None] = torch._foreach_div_  # in one call for many small gradients
 multiply_all: Callable[..., None] = torch._foreach_mul_
+
+
+def forget_meshes() -> None:
+    """Empty the caches of this thread in which DTensor keeps meshes. It finds them by a mesh of equal ranks and names,
+    and goes on with the first one's groups and this rank's place in it."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    tensor_class: Any = DTensor
+    tensor_class._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 # -- torch.compile

@@ -6,6 +6,8 @@ REGISTRY-1  This module sets the default group only if there is none, or if it b
 REGISTRY-2  A gang's group is registered once, under a unique name. Each generation updates its ranks.
 REGISTRY-3  The group of a real gang has no store. torch's functions that return a group's store return one that raises,
     because a store of this process alone would let each rank go on alone.
+REGISTRY-4  DTensor keeps no mesh of an earlier generation, whose groups have ended and in which this rank had another
+    place, for an equal one of this generation.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from elasticgang.collectives.backend_name import BACKEND_NAME
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang.base import Gang
 from elasticgang.gang.torch_process_group import GangProcessGroup
-from elasticgang.torch_private import register_in_world, set_default_group, unregister_group, world
+from elasticgang.torch_private import forget_meshes, register_in_world, set_default_group, unregister_group, world
 
 _numbers = itertools.count()
 
@@ -82,6 +84,7 @@ def follow_root(root: GangProcessGroup, gangs: Collection[Gang]) -> bool:
     If the user has made another one of `gangs` the default, that stays. Returns False if the default group belongs to
     no gang: it stays, and does not follow the job.
     """
+    forget_meshes()  # REGISTRY-4
     present = world.default_pg
     if present is not None and not isinstance(present, GangProcessGroup):
         return False

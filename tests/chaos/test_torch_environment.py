@@ -49,6 +49,7 @@ def found(directory: Path, local_rank: int) -> list[dict[str, Any]]:
 FOLLOWS = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.distributed_c10d import _get_default_store
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     assert not dist.is_initialized() and not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ)
     manager = eg.join()
@@ -63,7 +64,7 @@ FOLLOWS = """
             return text in str(error)
         return False
 
-    made = None
+    made, whole_table = None, torch.arange(8.0).view(4, 2)
     for step in manager.steps(100_000):
         with step:
             root, stale = manager.gangs.root, []
@@ -77,7 +78,13 @@ FOLLOWS = """
                 pair, whole = dist.new_group([0, 1]), dist.new_group(list(range(root.size)))
                 mesh = None
                 if root.size == 4:
-                    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))["inner"]
+                    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+                    mesh = grid["inner"]
+                    table = 2 * distribute_tensor(whole_table, grid, [Shard(0), Shard(0)])
+                    first = 2 * mesh.get_local_rank()
+                    part = table.redistribute(placements=[Replicate(), Shard(0)]).to_local()
+                    assert part.equal(2 * whole_table[first : first + 2]), (root.rank, part)
+                    assert table.sum().full_tensor().item() == 2 * whole_table.sum()
                 made = (step.generation, pair, whole, mesh)
             objects = [None] * dist.get_world_size()
             dist.all_gather_object(objects, os.environ["RANK"], group=made[2])
@@ -112,7 +119,7 @@ def follows(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
     return {local_rank: found(directory, local_rank) for local_rank in range(4)}
 
 
-# TORCHGROUP-2, TORCHENV-1
+# TORCHGROUP-2, TORCHENV-1, REGISTRY-4
 def test_torch_distributed_has_the_rank_and_size_of_the_root_gang_in_every_generation(
     follows: dict[int, list[dict[str, Any]]],
 ) -> None:

@@ -19,6 +19,7 @@ def plain(backend: str) -> None:
     dist.init_process_group(backend)
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     dist.monitored_barrier(timeout=timedelta(seconds=60))
+    pair = dist.new_group([0, 1])
     if rank == 2:
         store.wait(["found/0", "found/1"])
     else:
@@ -32,7 +33,13 @@ def plain(backend: str) -> None:
             dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)
         except RuntimeError as error:
             found = str(error)
-        print(json.dumps([rank, found]), flush=True)
+        other = ""
+        if backend == "elasticgang":  # over Gloo, the other groups go on
+            try:
+                dist.all_reduce(torch.ones(1), group=pair)
+            except RuntimeError as error:
+                other = str(error)
+        print(json.dumps([rank, [found, other]]), flush=True)
         store.set(f"found/{rank}", "")
     store.set(f"done/{rank}", "")
     if rank == 0:  # the store ends with it
