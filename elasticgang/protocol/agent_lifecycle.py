@@ -153,8 +153,11 @@ class AgentLifecycle:
         """By name: when each timer expires."""
         if self._phase is _Phase.EXITED:
             return {}
-        timers = {f"restart {local_rank}": delayed.at_s for local_rank, delayed in self._delayed.items()}
-        timers |= {f"exit {member}": at_s for member, at_s in self._kill_at_s.items()}
+        timers: dict[str, float] = {}
+        for local_rank, delayed in self._delayed.items():
+            timers[f"restart {local_rank}"] = delayed.at_s
+        for member, at_s in self._kill_at_s.items():
+            timers[f"exit {member}"] = at_s
         if self._start_expires_s is not None and self.state.waits_for_start:
             timers["start"] = self._start_expires_s
         if self._grace_ends_s is not None:

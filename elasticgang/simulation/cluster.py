@@ -26,7 +26,7 @@ from elasticgang.simulation.generation import SimulatedGeneration
 from elasticgang.simulation.host import Host
 from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.rank import Rank
-from elasticgang.simulation.recovery import in_turn, recover
+from elasticgang.simulation.recovery import by_chance, recover
 
 RARE_MOVES = ranks.RARE_MOVES | hosts.RARE_MOVES | {"founds"}
 _RARE_WORDS = ("resets ", "misses ", hosts.TIMER)
@@ -40,7 +40,7 @@ _HOST_FAULTS = frozenset(
 _COORDINATOR_FAULTS = frozenset({"crashes", "is parted", "is back", "stops", "goes on"})
 
 Move = tuple[str, str]  # the actor and its action
-Actor: TypeAlias = "Rank | Host | CoordinatorProcess | Clock"
+Actor: TypeAlias = "Rank | Host | CoordinatorProcess"
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,6 @@ def _name_of(number: int) -> str:
     return (_name_of(more) if more else "") + chr(ord("a") + last)
 
 
-class Clock:
-    """Time passes only by a move that the schedule chooses."""
-
-    name = "clock"
-    home = ""
-
-    def moves(self, cluster: Cluster) -> list[str]:
-        return []
-
-
 class Cluster:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -87,7 +77,7 @@ class Cluster:
         self.agents: dict[str, Host] = {}  # by id: the first of that id
         self.seen: set[str] = set()
         self.ranks: dict[str, Rank] = {}
-        self.actors: list[Actor] = [Clock()]
+        self.actors: list[Actor] = []
         self.coordinators: dict[str, CoordinatorProcess] = {}
         self._living: list[CoordinatorProcess] = []
         self.zone_of: dict[str, str] = {}  # of each address
@@ -208,7 +198,7 @@ class Cluster:
         elif name == "clock":
             delivery.pass_time(self, int(verb.split()[1]))
         elif name == "recover":
-            recover(self, self._perform_if_possible, self.perform, in_turn(), attended=verb != "unattended")
+            recover(self, self._perform_if_possible, self.perform, by_chance(0), attended=verb != "unattended")
         elif name in self.coordinators:
             self._perform_coordinator(self.coordinators[name], verb)
         elif name in self.hosts:

@@ -17,6 +17,7 @@ from elasticgang.protocol.coordinator_messages import (
     AgentMessage,
     CloseSession,
     CoordinatorEvent,
+    CoordinatorInstruction,
     CoordinatorMessage,
     Decision,
     Hello,
@@ -184,28 +185,36 @@ class CoordinatorProcess:
 
     def do(self, cluster: Cluster, event: CoordinatorEvent) -> None:
         state = self.state
-        lost, dead, number, known = frozenset(state.lost), frozenset(state.dead), state.number, state.decision
+        number, known = state.number, state.decision
+        lost, dead = frozenset(state.lost), frozenset(state.dead)
         instructions = state.handle(event, cluster.now_s * self.rate)
         if state.number != number:
+            self._note_all(cluster, instructions, number)  # decided before it took another term, at the same event
             self.promises.clear()
             self.is_granted = self.is_granted and self.disk is not None
         if (state.lost or state.dead) and not isinstance(event, AgentExited):
             promises.check_lost(cluster, self, state.lost - lost, state.dead - dead, silent=isinstance(event, Ticked))
         if state.lost and " may live" in state.reason:
             cluster.seen.add("waited for a silent agent")
+        self._note_all(cluster, instructions, state.number)
         for instruction in instructions:
-            if isinstance(instruction, Persist):
-                if self.disk is None:
-                    raise Violation("PERSIST-1: a coordinator without a directory writes")
-                if instruction.decision is not None:
-                    self._note(cluster, instruction.decision)
-                self.writing.append(instruction)
-            else:
-                if isinstance(instruction, Send) and isinstance(instruction.message, Push):
-                    self._note(cluster, instruction.message.decision)
+            if not isinstance(instruction, Persist):
                 self.outbox.append(instruction)
+            elif self.disk is None:
+                raise Violation("PERSIST-1: a coordinator without a directory writes")
+            else:
+                self.writing.append(instruction)
         if state.decision is not known and state.decision is not None and state.decision.term.name != self.name:
             self.is_granted = False  # another coordinator has decided
+
+    def _note_all(self, cluster: Cluster, instructions: list[CoordinatorInstruction], number: int) -> None:
+        """Decisions of this coordinator under the term `number`."""
+        for instruction in instructions:
+            decision = instruction.decision if isinstance(instruction, Persist) else None
+            if isinstance(instruction, Send) and isinstance(instruction.message, Push):
+                decision = instruction.message.decision
+            if decision is not None and decision.term == Term(number, self.name):
+                self._note(cluster, decision)
 
     def _note(self, cluster: Cluster, decision: Decision) -> None:
         if decision.record.digest in cluster.chain.decided:

@@ -83,7 +83,6 @@ class Host:
         self.mismatch = mismatch
         self.job = "another job" if mismatch == "job" else "job"
         self.layout = cluster.layout if mismatch != "layout" else replace(cluster.layout, min_replicas=2)
-        self.protocol = PROTOCOL + (mismatch == "protocol")
         self.num_ranks = num_ranks
         self.num_spares = min(cluster.setting.num_spares, num_ranks - 1)
         self.num_seats = num_ranks - self.num_spares if self.num_spares else None
@@ -364,7 +363,9 @@ class Host:
                 generation = rank.generation.record.generation
                 raise Violation(f"RULE-3: {self.name} is ready while {rank.name} runs in {generation}")
         report = self.agent_state.report()
-        self.do(cluster, ReportCollected(replace(report, protocol=self.protocol)))
+        if self.mismatch == "protocol":
+            report = replace(report, protocol=PROTOCOL + 1)
+        self.do(cluster, ReportCollected(report))
 
     def _inform(self, cluster: Cluster, event: Any) -> None:
         if isinstance(event, events.RecordAnswered) and isinstance(event.answer, Undecided) and not self.has_begun:

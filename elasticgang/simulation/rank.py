@@ -350,7 +350,8 @@ class Rank:
             next(self._script)
         if through is not None and self._paused is through:
             outcome = self._carry_out(cluster, through)
-        self.lifecycle.observed = self._observe(cluster.num_successors(self.host), is_blind)
+        is_voting = self.phase is REDUCING  # the only phase in which it reads how many successors there are
+        self.lifecycle.observed = self._observe(cluster.num_successors(self.host) if is_voting else 0, is_blind)
         try:
             while True:
                 self._paused = self._script.send(outcome) if error is None else self._script.throw(error)

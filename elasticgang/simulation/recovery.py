@@ -6,30 +6,30 @@ happened for long. A recovery that is unattended has no operator beyond the repa
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticgang.simulation import promises
 from elasticgang.simulation.invariants import Violation
 
 if TYPE_CHECKING:
-    from elasticgang.simulation.cluster import Cluster, Move
+    from elasticgang.simulation.cluster import Actor, Cluster, Move
     from elasticgang.simulation.host import Host
 
 _QUIET_MOVES = 12_000
 _IDLE_PASSES = 20
 _MAX_WAITS = 16
 _MAX_ADDED = 3
+_TRIES = 4
 
 
-def in_turn() -> Callable[[Sequence[Move]], Move]:
-    """Picks so that every process has its turn."""
-    turn = 0
+def by_chance(seed: int) -> Callable[[Sequence[Any]], Any]:
+    """Picks so that, before long, every process has its turn. Equal seeds give equal picks."""
+    chance = random.Random(seed).random
 
-    def pick(options: Sequence[Move]) -> Move:
-        nonlocal turn
-        turn += 1
-        return options[turn % len(options)]
+    def pick(options: Sequence[Any]) -> Any:
+        return options[int(chance() * len(options))]
 
     return pick
 
@@ -38,7 +38,7 @@ def recover(
     cluster: Cluster,
     do: Callable[[Move], None],
     make: Callable[[Move], None],
-    pick: Callable[[Sequence[Move]], Move],
+    pick: Callable[[Sequence[Any]], Any],
     *,
     attended: bool = True,
 ) -> None:
@@ -52,7 +52,7 @@ def recover(
     goal: int | None = None
     num_waits = num_added = 0
     for number in range(1, _QUIET_MOVES):
-        options = [(a.name, verb) for a in cluster.actors for verb in cluster.moves_of(a) if not cluster.is_rare(verb)]
+        options = some_moves(cluster, cluster.actors, pick)
         if options:
             make(pick(options))
             if _is_over(cluster):
@@ -81,6 +81,16 @@ def _may_end(host: Host, cluster: Cluster) -> bool:
         or any(host.ended.values())
         or any(rank.draining or (not rank.alive and rank.status == 0) for rank in host.ranks)
     )
+
+
+def some_moves(cluster: Cluster, actors: Sequence[Actor], pick: Callable[[Sequence[Any]], Any]) -> list[Move]:
+    """What one of `actors` could do, or, when the first few have nothing to do, all of them."""
+    for number in range(_TRIES + 1 if actors else 0):
+        polled = [pick(actors)] if number < _TRIES else actors
+        options = [(a.name, verb) for a in polled for verb in cluster.moves_of(a) if not cluster.is_rare(verb)]
+        if options:
+            return options
+    return []
 
 
 def _check_end(cluster: Cluster, may_end: bool) -> None:

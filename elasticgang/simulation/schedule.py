@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.coordinator_messages import Push
@@ -20,7 +21,7 @@ from elasticgang.simulation.coordinator_process import CoordinatorProcess
 from elasticgang.simulation.host import Host
 from elasticgang.simulation.invariants import Model, Violation
 from elasticgang.simulation.rank import APPLYING, REDUCING, VOTING, Rank
-from elasticgang.simulation.recovery import recover
+from elasticgang.simulation.recovery import recover, some_moves
 
 FLAT = ParallelLayout()
 TP = ParallelLayout(tp=2)
@@ -106,7 +107,7 @@ _HICCUP_WORDS = (
     *("fails", "times"),
 )
 _AIMS = ("deciding", "pushing", "pushed to one", "written")
-_FAULT_PHASE_MOVES = (600, 3000)
+_FAULT_PHASE_MOVES = (500, 2200)
 _FIRST_QUIET_MOVES = 300
 _PASSES = (*(1, 1, 1, 2, 2, 5, 8, 15, 15, 15) * 3, 45)  # of 0.9 s each
 _PASS_RATES = (0.002, 0.005, 0.015)
@@ -183,7 +184,7 @@ class Schedule:
     def _quiet_phase(self) -> None:
         recover(self.cluster, self._do, self._make, self._pick)
 
-    def _pick(self, options: Sequence[Move]) -> Move:
+    def _pick(self, options: Sequence[Any]) -> Any:
         return options[int(self._chance.random() * len(options))]
 
     def _rate_of(self, verb: str) -> float:
@@ -201,6 +202,8 @@ class Schedule:
         for number in range(self._chance.randint(*_FAULT_PHASE_MOVES)):
             if cluster.given_up:
                 return
+            if not cluster.actors:
+                self._do(("operator", self._restart()))
             if self._aim or number == self._restart_at:
                 self._crash_where_aimed(number)
             if chance() < self._repair_rate:
@@ -253,8 +256,7 @@ class Schedule:
             if is_stuck or len(cluster.chain.records) >= until or cluster.given_up:
                 break
             actors = [actor for actor in cluster.actors if actor.home != name]
-            options = [(actor.name, verb) for actor in actors for verb in cluster.moves_of(actor)]
-            options = [(who, verb) for who, verb in options if not cluster.is_rare(verb)]
+            options = some_moves(cluster, actors, self._pick)
             running = [rank for rank in cluster.ranks.values() if rank.alive and "breaks" in rank.faults()]
             if running and number % _LEFT_BEHIND_PAUSE == 0:
                 self._do((self._chance.choice(running).name, "breaks"))

@@ -274,7 +274,7 @@ FOUND = {
     "a rank prepares whoever failed": 40,
     "a script that has raised is waited for": 200,
     "an agent that ends starts ranks": 400,
-    "directories and promises are mixed": 100,
+    "directories and promises are mixed": 600,
     "office is kept at a higher term": 40,
     "what was told does not count": 600,
 }

@@ -54,9 +54,7 @@ TOLD = [
     ("leaves_in_order", "a commit is applied before it is reported", "MANAGER-8: "),
     ("leaves_in_order", "a draining rank leaves without a vote", "MANAGER-10: "),
     ("led_elsewhere", "a promise is not told", "a rejoins as "),
-    ("led_elsewhere", "a vote that cannot begin makes nothing ready", "MANAGER-5: "),
     ("led_elsewhere", "joiners go on alone", "COMMIT-1: "),
-    ("led_elsewhere", "others' records are not learned", "OFFICE-1: "),
     ("left_behind_for_long", "chains are told apart by number", "coordinator1: generation 21 "),
     ("left_behind_for_long", "lost agents come back as they are", "RULE-7: "),
     ("lost_but_alive", "any part will do", "RECOVERY-2: "),
@@ -70,6 +68,7 @@ TOLD = [
     ("office_is_left", "office is kept", "LOST-1: "),
     ("office_is_left", "the highest term alone decides", "LOST-1: "),
     ("only_learners_left", "learners never decide", "COMMIT-1: "),
+    ("promise_outlives_its_session", "others' records are not learned", "RULE-7: "),
     ("promise_outlives_its_session", "promises count by sessions", "RULE-7: "),
     ("pushed_before_written", "pushed before it is written", "RULE-1: "),
     ("raised_and_hangs", "an agent exits before its restarts", "SIMHOST-1: "),
@@ -85,6 +84,7 @@ TOLD = [
     ("stale_holder_first", "the first to come is trusted", "OFFICE-1: "),
     ("start_expires", "ranks that start are waited for", "RULE-7: "),
     ("torn_apply", "a torn state has a share", "RULE-5: "),
+    ("vote_cannot_begin", "a vote that cannot begin makes nothing ready", "MANAGER-5: "),
 ]
 
 
