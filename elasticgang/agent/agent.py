@@ -32,6 +32,7 @@ from elasticgang.agent.job import Events, Job, Output
 from elasticgang.agent.process_supervisor import ProcessSupervisor
 from elasticgang.agent.rank_launch import RankLaunch
 from elasticgang.agent.rank_processes import RankProcess, RankProcesses
+from elasticgang.agent.rank_rendezvous import RankRendezvous
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.observe.change_report import ChangeReporter, format_change
 from elasticgang.process import stacks
@@ -77,6 +78,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS
 from elasticgang.protocol.hang_detector import CommHung, HangReport, Standstill
 from elasticgang.protocol.record import Record, layout_from_json, member_from_json
+from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 
 log = logging.getLogger("elasticgang")
 
@@ -95,6 +97,7 @@ class Agent:
         self._exit: asyncio.Future[int] | None = None
         self._stopping = threading.Event()
         self._supervisor = ProcessSupervisor(job.env, job.preload, self._stopping, self._spawn_task)
+        self._rendezvous = RankRendezvous(self._send_keys, self._spawn_task, output.write_line)
         self._ranks = RankProcesses(self._supervisor, output, _AgentCallbacks(self))
         self._tasks: set[asyncio.Task[None]] = set()
         self._coordinator: EmbeddedCoordinator | None = None  # None: the job uses one that the user runs
@@ -177,6 +180,9 @@ class Agent:
         self._events.write("started", agent=agent, coordinator=control.coordinator, ranks=self._job.num_processes)
         self._handle(CoordinatorConnected(control.host, "", control.address))
         control.begin()
+
+    def _send_keys(self, message: RendezvousKeys) -> None:
+        self._control_plane.send_keys(message)
 
     def _kill_coordinator(self) -> None:
         if self._coordinator is not None:
@@ -268,6 +274,7 @@ class Agent:
         match instruction:
             case Abort(members, generation, reason):
                 self._change_reporter.caused(reason, time.monotonic())
+                self._rendezvous.end(generation)
                 self._ranks.send(members, "abort", generation=generation, reason=reason)
                 self._control_plane.broadcast_over(generation, reason)
             case AnnounceJoin(members, generation):
@@ -275,7 +282,8 @@ class Agent:
                 self._ranks.send(members, "join", generation=generation)
                 self._control_plane.broadcast_join(generation)
             case DeliverRecord(members, record):
-                self._ranks.send(members, "record", text=record.text, store=self._control_plane.store)
+                self._rendezvous.begin(record, self._lifecycle.agent)
+                self._ranks.send(members, "record", text=record.text)
                 self._announce(record)
             case RequestRecord():
                 self._control_plane.request()
@@ -357,6 +365,7 @@ class Agent:
         except OperationalError as exc:
             self._handle(NotStarted(local_rank, str(exc)))
             return
+        self._rendezvous.add_rank(rank.member, rank.door)
         self._events.write("spawned", member=rank.member, local_rank=local_rank, pid=rank.pid)
         self._handle(Started(rank.member, local_rank))
         self._ranks.follow(rank)
@@ -370,7 +379,6 @@ class Agent:
                 "command": self._job.command,
                 "agent_pid": os.getpid(),
                 "num_ranks": self._job.num_processes,
-                "store": self._control_plane.store,
                 "host": self._control_plane.host,
                 "job": self._job.job_id,
                 "collective_timeout": self._job.collective_timeout,
@@ -430,6 +438,7 @@ class Agent:
 
     def _on_exit(self, rank: RankProcess, died_at: float) -> None:
         assert rank.status is not None
+        self._rendezvous.remove_rank(rank.member)
         status, failure = rank.status, rank.failure
         is_dismissed = self._lifecycle.is_retired(rank.member)
         self._collect_commit(rank)
@@ -530,6 +539,8 @@ class _AgentCallbacks:
         self.spawn_task = agent._spawn_task
         self.on_peer_blocked = agent._on_peer_blocked
         self.on_successors_changed = agent._stamp_successors
+        self.on_session_renewed = agent._rendezvous.renew
+        self.on_rendezvous_keys = agent._rendezvous.receive
         self.kill_coordinator = agent._kill_coordinator
         self.write_line = agent._output.write_line
         self.log = agent._events.write

@@ -48,13 +48,13 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.coordinator_messages import Finished as JobFinished
 from elasticgang.protocol.record import Record, Report, Undecided
+from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials
 
 _CHECK_S = 0.1
 _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is killed
 _SUCCESSORS_S = 0.5
-_ALL_ADDRESSES = ("", "0.0.0.0", "::")
 _ANYWHERE = ("192.0.2.1", 9)  # an address for examples, beyond the default route
 
 
@@ -75,6 +75,12 @@ class ControlPlaneCallbacks(Protocol):
     def on_successors_changed(self) -> None:
         """`ControlPlane.num_successors` may have changed."""
 
+    def on_session_renewed(self) -> None:
+        """A coordinator in office is told of this generation's rendezvous keys again."""
+
+    def on_rendezvous_keys(self, message: RendezvousKeys) -> None:
+        """Of the other agents. Raises WireError."""
+
     def kill_coordinator(self) -> None:
         """It does not answer. If it is the agent's own, and there, it is killed, and started again."""
 
@@ -92,8 +98,8 @@ class Limits:
 
 
 class ControlPlane:
-    """`host`: this machine's address as other agents reach it; `store`: "host:port" for the rendezvous of ranks;
-    `address`: where this agent listens (CONTROL-3). All three are known once a coordinator has answered."""
+    """`host`: this machine's address as other agents reach it. `address`: where this agent listens (CONTROL-3). Both
+    are known once a coordinator has answered."""
 
     def __init__(
         self,
@@ -105,7 +111,7 @@ class ControlPlane:
         timeouts: Timeouts,
         lease: Lease,
     ) -> None:
-        self.coordinator, self.host, self.store, self.address = coordinator, "", "", ""
+        self.coordinator, self.host, self.address = coordinator, "", ""
         self._callbacks, self._job, self._credentials = callbacks, job, credentials
         self._limits, self._timeouts, self._lease = limits, timeouts, lease
         self._incarnation = secrets.token_hex(8)  # of this process
@@ -261,7 +267,13 @@ class ControlPlane:
         self._requested_s = self._requested_s or time.monotonic()
         self._client.request_report()
 
+    def send_keys(self, message: RendezvousKeys) -> None:
+        self._client.send_keys(message)
+
     # -- of its client
+
+    def receive_keys(self, message: RendezvousKeys) -> None:
+        self._callbacks.on_rendezvous_keys(message)
 
     def set_lease(self, until_s: float) -> None:
         self._lease.until = until_s
@@ -283,11 +295,9 @@ class ControlPlane:
         return state.report() if self._begun and state.may_request() else None
 
     def welcomed(self, welcome: Welcome, host: str) -> None:
-        store_host, _, store_port = welcome.store.rpartition(":")
-        if store_host in _ALL_ADDRESSES:
-            store_host = self.coordinator.rpartition(":")[0]
-            host = _seen_from_outside(host)
-        self.host, self.store = self.host or host, f"{store_host}:{store_port}"
+        self.host = self.host or (_seen_from_outside(host) if welcome.everywhere else host)
+        if welcome.in_office:
+            self._callbacks.on_session_renewed()
         if welcome.in_office and self._disconnected_s is not None:
             self._disconnected_s = None
             if self._begun:

@@ -22,10 +22,11 @@ from elasticgang.process.status_page import StatusPage
 
 @dataclass(frozen=True)
 class LaunchedRank(Spawned):
-    """The receiver also owns and closes `link` and `stack_file`."""
+    """The receiver also owns and closes `link`, `door` and `stack_file`. `door`: see `rank_rendezvous.py`."""
 
     member: str
     link: socket.socket
+    door: socket.socket
     page: StatusPage
     stack_file: int
 
@@ -59,6 +60,9 @@ class RankLaunch:
         with contextlib.ExitStack() as failed, contextlib.ExitStack() as given:
             failed.enter_context(ours)  # LAUNCH-1
             given.enter_context(theirs)
+            door, their_door = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            failed.enter_context(door)
+            given.enter_context(their_door)
             page = StatusPage.create()
             given.callback(os.close, page)
             stack_file = stacks.create_file()
@@ -70,12 +74,12 @@ class RankLaunch:
             spawned = server.spawn(
                 self.target,
                 {**self.args, "member": member, "local_rank": self.local_rank},
-                fds=[theirs.fileno(), forks.fileno(), page, self.lease, stack_file],
+                fds=[theirs.fileno(), forks.fileno(), page, self.lease, stack_file, their_door.fileno()],
                 stdio=stdio,
                 name=f"eg-rank-{self.local_rank}",
                 env={**self.env, "LOCAL_RANK": str(self.local_rank)},
             )
             failed.callback(os.close, spawned.pidfd)
-            launched = LaunchedRank(spawned.pid, spawned.pidfd, member, ours, StatusPage(page), stack_file)
+            launched = LaunchedRank(spawned.pid, spawned.pidfd, member, ours, door, StatusPage(page), stack_file)
             failed.pop_all()
         return launched

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class RankProcess:
     pidfd: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    door: socket.socket
     page: StatusPage
     stack_file: int
     committed: Attempt = _NOTHING
@@ -132,6 +134,7 @@ class RankProcesses:
             launched.pidfd,
             reader,
             writer,
+            launched.door,
             launched.page,
             launched.stack_file,
         )

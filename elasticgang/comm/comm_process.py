@@ -78,11 +78,12 @@ class CommProcess:
         group: int = 0,
         name: str = "eg-comm",
         page: StatusPage | None = None,
+        agent: socket.socket | None = None,
     ) -> None:
         """Start the process. `timeout`: seconds for a collective. `store`: "host:port" of the one to connect to at
-        once. `host`: the address that its peers reach it by; None is Gloo's choice. `group`: the process group that it
-        joins, 0 for one of its own. `name`: its name for `ps`. `page`: the rank's, where both sides stamp how far
-        they are."""
+        once. `agent`: a connection to the rank's agent, in place of a store; the caller closes it. `host`: the address
+        that its peers reach it by; None is Gloo's choice. `group`: the process group that it joins, 0 for one of its
+        own. `name`: its name for `ps`. `page`: the rank's, where both sides stamp how far they are."""
         self.timeout = timeout
         self._page = page
         self.block: CommBlock | None = None if page is None or page.fd is None else page.take_block()
@@ -102,7 +103,14 @@ class CommProcess:
         self._replied = threading.Condition(self._lock)
         self._found: deque[tuple[int, str]] = deque()  # the errors of works, until the server reports them
         self._on_error: Callable[[GangError], None] = self.abort
-        arguments = {"store": store, "host": host, "timeout_s": timeout, "block": self.block and self.block.index}
+        arguments = {
+            "store": store,
+            "host": host,
+            "timeout_s": timeout,
+            "block": None if self.block is None else self.block.index,
+            "has_agent": agent is not None,
+        }
+        further = [] if agent is None else [agent.fileno()]
         with contextlib.ExitStack() as undo:
             undo.callback(self._give_back_block)
             try:
@@ -116,7 +124,7 @@ class CommProcess:
                         spawned = forkserver.spawn(
                             self.target,
                             {**arguments, **self._start_arguments()},
-                            fds=[theirs.fileno(), watch, *self._page_fds()],
+                            fds=[theirs.fileno(), watch, *self._page_fds(), *further],
                             stdio=_stdio(),
                             group=group,
                             name=name,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, TCPStore
+from torch._C._distributed_c10d import AllToAllOptions, Store
 
 from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.table import TABLE, Issued, options_of
@@ -60,8 +60,7 @@ class NCCLWorker(Worker):
         else:
             super()._learn(command)
 
-    def _create(self, client: TCPStore, prefix: str, group: dict[str, Any], timeout: timedelta) -> Any:
-        store = PrefixStore(f"{prefix}/{group['name']}", client)
+    def _create(self, store: Store, group: dict[str, Any], timeout: timedelta) -> Any:
         return self._cuda.new_group(store, group["rank"], group["size"], self._device, timeout)
 
     def _handshake(self, group: Any) -> None:

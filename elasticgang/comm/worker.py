@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation
 from elasticgang.collectives.table import TABLE, Step
+from elasticgang.comm.agent_store import AgentStoreClient
 from elasticgang.comm.arena import bytes_as, map_memory
 from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
 from elasticgang.torch_private import new_gloo
@@ -69,8 +70,9 @@ def decoded(body: Sequence[Any], tensor: Callable[..., Tensor]) -> tuple[str, Co
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
-    """`args`: store ("host:port", or none yet), host (the address that peers reach this one by, or none: Gloo's
-    choice), timeout_s, block (of the page). `fds`: the socket to the rank, the rank's pidfd, its page if it has one."""
+    """`args`: store ("host:port" of a `TCPStore`; or none: the agent, if there is a connection to it), host (the
+    address that peers reach this one by, or none: Gloo's choice), timeout_s, block (of the page, or none), has_agent.
+    `fds`: the socket to the rank, the rank's pidfd, its page and the connection to its agent if it has them."""
     _let_ranks_compute()
     return run(lambda sock, block: Worker(sock, args, block), args, fds)
 
@@ -80,8 +82,10 @@ def run(make: Callable[[socket.socket, CommBlock], Worker], args: dict[str, Any]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
     sock = socket.socket(fileno=fds[0])
-    page = StatusPage(fds[2]) if len(fds) > 2 else StatusPage()
-    block = page.block(args.get("block") or 0)
+    block_index = args.get("block")
+    page = StatusPage() if block_index is None else StatusPage(fds[2])
+    block = page.block(block_index or 0)
+    args["agent"] = fds[-1] if args.get("has_agent") else None
     block.start()
     threading.Thread(target=_die_with, args=(fds[1], block), name="rank-watch", daemon=True).start()
     torch.set_num_threads(1)
@@ -139,6 +143,8 @@ class Worker:
         self._groups: dict[str, Any] = {}
         self._prepared: dict[bytes, tuple[str, Collective]] = {}
         self._pool = ThreadPoolExecutor(_MAX_THREADS)  # each task may block, and keeps no other from its thread
+        agent: int | None = args["agent"]
+        self._agent = None if agent is None else AgentStoreClient(socket.socket(fileno=agent))
         self._store: str | None = args["store"]
         # One client a group: on one client, a group that waits for a peer's key keeps another from setting its own.
         self._stores: list[TCPStore] = []
@@ -198,8 +204,7 @@ class Worker:
         self._timeout = timedelta(seconds=command["timeout_s"])
         if command["store"] is not None and command["store"] != self._store:
             self._store, self._stores = command["store"], []
-        assert self._store is not None
-        while len(self._stores) < len(command["groups"]):
+        while self._store is not None and len(self._stores) < len(command["groups"]):
             self._stores.append(self._connect(self._store))
         started = {
             group["name"]: self._pool.submit(self._create_with, number, command, group)
@@ -208,17 +213,26 @@ class Worker:
         self._groups = {name: future.result() for name, future in started.items()}
 
     def _create_with(self, number: int, command: dict[str, Any], group: dict[str, Any]) -> Any:
-        """By a client that was made before: with a new one if that one's server has died. It never recovers."""
-        prefix = command["prefix"]
-        try:
-            self._stores[number].check([prefix])
-        except RuntimeError:
-            assert self._store is not None
-            self._stores[number] = self._connect(self._store)
-        made = self._create(self._stores[number], prefix, group, self._timeout)
+        made = self._create(self._store_of(number, command["prefix"], group), group, self._timeout)
         if command["handshake"]:
             self._handshake(made)
         return made
+
+    def _store_of(self, number: int, prefix: str, group: dict[str, Any]) -> Store:
+        """The agent's; else by a client that was made before: with a new one if that one's server has died. It never
+        recovers."""
+        if self._store is None:
+            return self._agent_store(prefix, group, self._timeout)
+        try:
+            self._stores[number].check([prefix])
+        except RuntimeError:
+            self._stores[number] = self._connect(self._store)
+        return PrefixStore(f"{prefix}/{group['name']}", self._stores[number])
+
+    def _agent_store(self, prefix: str, group: dict[str, Any], timeout: timedelta) -> Store:
+        if self._agent is None:
+            raise RuntimeError("there is neither a store nor a connection to an agent")
+        return self._agent.store(prefix, group["name"], timeout)
 
     def _handshake(self, group: Any) -> None:
         """WORKER-4. A barrier of the group itself, not of the store, whose server may end with the first rank that is
@@ -229,11 +243,14 @@ class Worker:
     def _add(self, command: dict[str, Any]) -> None:
         """One more group beside those that are configured."""
         (group,) = command["groups"]
-        groups = self._groups
-        store = command["store"] or self._store
-        assert store is not None
+        groups, prefix = self._groups, command["prefix"]
+        address = command["store"] or self._store
         timeout = timedelta(seconds=command["timeout_s"])
-        made = self._create(self._connect(store), command["prefix"], group, timeout)
+        if address is None:
+            store = self._agent_store(prefix, group, timeout)
+        else:
+            store = PrefixStore(f"{prefix}/{group['name']}", self._connect(address))
+        made = self._create(store, group, timeout)
         self._handshake(made)
         groups[group["name"]] = made
 
@@ -245,8 +262,7 @@ class Worker:
         client.set_timeout(self._timeout)
         return client
 
-    def _create(self, client: TCPStore, prefix: str, group: dict[str, Any], timeout: timedelta) -> Any:
-        store = PrefixStore(f"{prefix}/{group['name']}", client)
+    def _create(self, store: Store, group: dict[str, Any], timeout: timedelta) -> Any:
         return new_gloo(store, group["rank"], group["size"], timeout, self._host)
 
     def _close(self, command: dict[str, Any]) -> None:

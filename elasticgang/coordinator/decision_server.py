@@ -10,6 +10,8 @@ SERVE-EXITED   An agent without a session has exited, with all that it had start
 SERVE-FORGET   A job that is abandoned (ABANDON) is forgotten at once if a state directory has what is known of it, or
                if nothing is known. Without a directory, the last `MAX_ENDED` that have finished or are lost keep no
                more than that; any other is forgotten once there are `MAX_JOBS`.
+SERVE-KEYS     An agent of the newest record exchanges the rendezvous keys of its generation, until the generation is
+               over; one without a seat there may put none.
 SERVE-STOP     When the state machine raises, or the disk does not write, the process ends: what it held is in the state
                directory and with the agents.
 """
@@ -48,6 +50,7 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import PROTOCOL, Record
+from elasticgang.protocol.rendezvous_keys import KeyExchange, RendezvousKeys
 from elasticgang.session.connection import Connection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT, OPERATOR
@@ -59,6 +62,7 @@ _TICK_S = 0.2
 _PROBE_S = 1.0
 MAX_JOBS = 1024
 MAX_ENDED = 16384
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
 MIN_DELTA_BYTES = 32 << 10  # a smaller record is sent whole: an agent reads it faster than a delta
 
 
@@ -73,18 +77,18 @@ class _Job:
     num_writes: int = 0
     refused_s: dict[str, float] = field(default_factory=dict)  # since when each agent's host refuses (SERVE-EXITED)
     probes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    exchange: KeyExchange[int] | None = None  # of the present generation; its parties are sessions
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """`founds`: without a directory, whether a job of which nothing is known is new. `store`: as of `Welcome`."""
+    """`founds`: without a directory, whether a job of which nothing is known is new."""
 
     credentials: Credentials = field(default_factory=Credentials)
     directory: StateDirectory | None = None
     founds: bool = False
     founds_after_s: float = 0.0
     timeouts: Timeouts = JOB_TIMEOUTS
-    store: str = ""
 
 
 class CoordinatorServer:
@@ -107,7 +111,7 @@ class CoordinatorServer:
         self._order = asyncio.Lock()
         self._ticker: asyncio.TimerHandle | None = None
         self._founds_at_s = clock() + options.founds_after_s
-        self._has_failed = False
+        self._has_failed = self._is_everywhere = False
         credentials = options.credentials
         self.listener = Listener(self, lambda job: credentials.key, log, (AGENT, OPERATOR), tls=credentials.tls)
 
@@ -118,6 +122,7 @@ class CoordinatorServer:
     async def start(self, host: str, port: int) -> int:
         """Returns the port that it listens on. Raises OperationalError (CRED-LOCAL)."""
         self._options.credentials.check_address(host, f"the coordinator listens on loopback only, not on {host!r}")
+        self._is_everywhere = host in _ALL_ADDRESSES
         await self.listener.start(host, port)
         self._tick()
         return self.listener.port
@@ -197,6 +202,9 @@ class CoordinatorServer:
             return
         job, number = found
         message = decode_from_agent(payload)
+        if isinstance(message, RendezvousKeys):
+            self._exchange_keys(job, number, message)
+            return
         if isinstance(message, Hello):
             known = job.state.record
             if known is not None and message.decision is not None and message.decision.digest == known.digest:
@@ -211,7 +219,24 @@ class CoordinatorServer:
             job, number = found
             job.connections.pop(number, None)
             job.known.pop(number, None)
+            if job.exchange is not None:
+                job.exchange.leave(number)
             self._handle(job, SessionClosed(number))
+
+    @staticmethod
+    def _exchange_keys(job: _Job, number: int, message: RendezvousKeys) -> None:
+        """SERVE-KEYS. Keys of another generation are dropped: they may have crossed its end."""
+        record, session = job.state.record, job.state.sessions.get(number)
+        if record is None or message.prefix != record.prefix or job.state.over >= record.generation:
+            return
+        if session is None or session.agent not in record.agents:
+            raise WireError("an agent puts rendezvous keys of a generation that it is not in")
+        if job.exchange is None:
+            job.exchange = KeyExchange(record.prefix)
+        for other, keys in job.exchange.take(number, message.groups, message.keys).items():
+            connection = job.connections.get(other)
+            if connection is not None:
+                connection.send(encode(RendezvousKeys(record.prefix, (), tuple(keys))))
 
     # -- the state machines
 
@@ -229,7 +254,7 @@ class CoordinatorServer:
                 finished=kept.finished,
                 granted=directory is not None or (self._options.founds and self._clock() >= self._founds_at_s),
                 timeouts=self._options.timeouts,
-                store=self._options.store,
+                everywhere=self._is_everywhere,
             )
             if directory is not None:
                 directory.write(name, Kept(state.term, kept.decision, kept.finished))
@@ -312,10 +337,20 @@ class CoordinatorServer:
         try:
             while job.events and not self._has_failed:
                 self._carry_out(job, job.state.handle(job.events.popleft(), self._clock()))
+            self._drop_keys(job)
         except Exception as error:  # SERVE-STOP
             self._stop_for(error)
         finally:
             job.is_busy = False
+
+    @staticmethod
+    def _drop_keys(job: _Job) -> None:
+        """SERVE-KEYS."""
+        record, exchange = job.state.record, job.exchange
+        if exchange is not None and (
+            record is None or record.prefix != exchange.prefix or job.state.over >= record.generation
+        ):
+            job.exchange = None
 
     def _stop_for(self, error: BaseException) -> None:
         if not self._has_failed:

@@ -1,9 +1,4 @@
-"""The coordinator's process: sessions and decisions, and the store for the rendezvous of ranks.
-
-The store holds nothing but keys of one generation, which is lost with it and configured again. It has a port of its
-own, which agents are told in their session. It needs torch, whose import takes seconds: the sessions do not wait for
-it, and who connects to the store meanwhile does.
-"""
+"""The coordinator's process: sessions and decisions."""
 
 from __future__ import annotations
 
@@ -21,7 +16,6 @@ from typing import Any
 from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
 from elasticgang.coordinator.state_directory import StateDirectory
 from elasticgang.errors import OperationalError
-from elasticgang.process.daemon_thread import in_daemon_thread
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
 from elasticgang.session.credentials import Credentials, credentials_from_json
 
@@ -76,44 +70,25 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
             failed.set_exception(OperationalError(f"the coordinator cannot go on: {error}"))
 
     try:
-        store_socket = socket.create_server((host, 0))
-        store_port = store_socket.getsockname()[1]
         server_options = ServerOptions(
             options.credentials,
             directory,
             options.founds,
             options.grace_s,
             options.timeouts,
-            store=f"{host}:{store_port}",
         )
         server = CoordinatorServer(server_options, log, fail)
         port = await server.start(host, options.port)
     except OSError as exc:
         reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)
         raise OperationalError(f"cannot listen on {host}:{options.port}: {reason}") from exc
-    opening = in_daemon_thread(_open_store, host, store_port, store_socket.detach())
-    stores: list[object] = []  # its server ends with it
     try:
         listening(f"{host}:{port}")
-        either: list[asyncio.Future[Any]] = [opening, failed]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if opening.done():
-            stores.append(opening.result())
         await failed
     finally:
         await server.stop()
-        stores.clear()
         if directory is not None:
             directory.close()
-
-
-def _open_store(host: str, port: int, listener: int) -> object:
-    try:
-        from torch._C._distributed_c10d import TCPStore
-
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
-    except (ImportError, RuntimeError) as exc:
-        raise OperationalError(f"the store for the rendezvous cannot be opened: {exc}") from exc
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:

@@ -442,7 +442,7 @@ def _check_reachable(address: str, timeout: float) -> None:
 def _coordinator(args: argparse.Namespace) -> int:
     import socket
 
-    if args.port:  # before torch is imported
+    if args.port:  # a short answer, before the modules of the coordinator are imported
         try:
             socket.create_server((args.host, args.port)).close()
         except OSError as exc:

@@ -8,6 +8,7 @@ LINK-2  When the agent has died, the thread kills the rank's whole process group
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -17,19 +18,35 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from elasticgang.errors import WireError
+from elasticgang.errors import OperationalError, WireError
 from elasticgang.process import framing
 from elasticgang.protocol.record import Record
+
+
+class AgentDoor:
+    """Makes further connections to the agent, for rendezvous keys. Thread-safe."""
+
+    def __init__(self, fd: int) -> None:
+        self._sock = socket.socket(fileno=fd)
+
+    def connect(self) -> socket.socket:
+        """Raises OperationalError: the agent is gone, or no descriptor is left."""
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs, contextlib.ExitStack() as failed:
+                failed.enter_context(ours)
+                socket.send_fds(self._sock, [b"c"], [theirs.fileno()])
+                failed.pop_all()
+        except OSError as exc:
+            raise OperationalError(f"no connection to the agent can be made: {exc}") from exc
+        return ours
 
 
 class AgentLink:
     """Messages to and from the agent. `send` is thread-safe."""
 
-    def __init__(
-        self, fd: int, store: str, *, on_abort: Callable[[int, str], None], on_join: Callable[[int], None]
-    ) -> None:
+    def __init__(self, fd: int, *, on_abort: Callable[[int, str], None], on_join: Callable[[int], None]) -> None:
         self._sock = socket.socket(fileno=fd)
-        self.store = store  # "host:port" for the rendezvous, as of the newest record
         self._lock = threading.Lock()
         self._on_abort, self._on_join = on_abort, on_join
         self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()  # None only wakes the waiting thread
@@ -52,7 +69,6 @@ class AgentLink:
             while (message := framing.receive(self._sock)) is not None:
                 match message["kind"]:
                     case "record":
-                        self.store = message["store"]
                         self.records.put(Record.from_text(message["text"]))
                     case "over":
                         self.is_job_over = True

@@ -27,8 +27,8 @@ class Generation:
 
     @property
     def prefix(self) -> str:
-        """The prefix of this generation's keys in the store (RULE-1)."""
-        return f"{self.record.job}/{self.record.generation}/{self.record.digest}"
+        """As of the record."""
+        return self.record.prefix
 
     @property
     def error(self) -> GangError | None:

@@ -10,22 +10,22 @@ from elasticgang.session.credentials import Credentials
 
 @dataclass(frozen=True)
 class RankContext:
-    """What an agent passes to a rank process that it starts. `store`: the address of the rendezvous store. `host`: the
-    address at which peers reach this host. `process_group`: the kind that carries the data. `credentials`
-    authenticate the rank and the peers that heal from it. `link`, `forks`, `page` and `lease` are descriptors: the
-    connections to the agent and to its fork server, the rank's status page, and the host's lease. `drain`: whether the
-    rank drains."""
+    """What an agent passes to a rank process that it starts. `host`: the address at which peers reach this host.
+    `process_group`: the kind that carries the data. `credentials` authenticate the rank and the peers that heal from
+    it. `link`, `door`, `forks`, `page` and `lease` are descriptors: the connection to the agent, the socket by which
+    the agent takes further ones, the connection to its fork server, the rank's status page, and the host's lease.
+    `drain`: whether the rank drains."""
 
     member: str
     local_rank: int
     num_ranks: int
     job: str
-    store: str
     host: str
     collective_timeout: float
     process_group: str
     credentials: Credentials
     link: int
+    door: int
     forks: int
     page: int
     lease: int

@@ -26,7 +26,7 @@ _MAX_TRACEBACK = 1 << 16
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
-    link, forks, page_fd, lease, stack_file = fds
+    link, forks, page_fd, lease, stack_file, door = fds
     for name in environment.OF_A_RANK:  # the agent's own environment does not describe this job
         os.environ.pop(name, None)
     stacks.serve(stack_file)
@@ -39,12 +39,12 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
             local_rank=args["local_rank"],
             num_ranks=args["num_ranks"],
             job=args["job"],
-            store=args["store"],
             host=args["host"],
             collective_timeout=args["collective_timeout"],
             process_group=args["process_group"],
             credentials=credentials_from_json(args["credentials"]),
             link=link,
+            door=door,
             forks=forks,
             page=page_fd,
             lease=lease,

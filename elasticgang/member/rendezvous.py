@@ -41,7 +41,8 @@ from elasticgang.errors import (
 from elasticgang.gang import Gang, Gangs
 from elasticgang.gang.elastic import Binding, ElasticGang, Group
 from elasticgang.layout import RUNTIME_GANGS, ParallelLayout
-from elasticgang.member.agent_link import AgentLink
+from elasticgang.member.agent_link import AgentDoor, AgentLink
+from elasticgang.member.data_store import DataStore
 from elasticgang.member.generation import Generation
 from elasticgang.member.rank_context import RankContext
 from elasticgang.member.torch_environment import TorchEnvironment
@@ -108,10 +109,12 @@ class ElasticRendezvous:
         self._phases: dict[str, float] = {}  # of the change under way, and when each ended
         self.drain, self.page = context.drain, context.drain.page
         self._lease = Lease(context.lease)
+        self._door = AgentDoor(context.door)
         self._comm_launcher = CommLauncher(ForkServerClient(socket.socket(fileno=context.forks)))
         self._groups = GroupSet(lambda: self._comm_launcher.start(self._make_process), on_stuck=self._end_rank)
         self._data = self._make_data_groups(process_group or context.process_group, device)
-        self._link = AgentLink(context.link, context.store, on_abort=self._on_abort, on_join=self._on_join)
+        self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
+        self._data_store: DataStore | None = None  # of the present generation
         self._link.send("joined")
         self.drain.wake = lambda: self._link.records.put(None)
         os.register_at_fork(after_in_child=self._close_in_child)
@@ -267,6 +270,7 @@ class ElasticRendezvous:
             gang.bind(None)
         if self._data is not None:
             self._data.leave()
+            self._data_store = None
         self._groups.leave()
 
     def _open(self, record: Record, seat: Seat) -> Generation:
@@ -291,10 +295,14 @@ class ElasticRendezvous:
                 specs.setdefault(group, GroupSpec(group, ranks.index(generation.rank), len(ranks)))
                 firsts.setdefault(group, name)
         if generation.data is None:
-            groups.connect(generation.prefix, list(specs.values()), store=self._link.store)
+            groups.connect(generation.prefix, list(specs.values()))
         else:  # votes and totals alone
             voting = [specs[group] for group, name in firsts.items() if name == CONTROL]
-            groups.connect(generation.prefix, voting, store=self._link.store)
+            groups.connect(generation.prefix, voting)
+            if firsts:
+                context = self._context
+                timeout = context.collective_timeout
+                self._data_store = DataStore(generation, context.host, self._door.connect, timeout)
             for group, name in firsts.items():
                 if name != CONTROL:
                     self._connect_data(generation, name, specs[group])
@@ -312,7 +320,8 @@ class ElasticRendezvous:
 
     def _connect_data(self, generation: Generation, name: str, spec: GroupSpec) -> None:
         assert generation.data is not None
-        address = f"{self._link.store}/{generation.prefix}/data/{spec.name}"
+        assert self._data_store is not None
+        address = f"{self._data_store.address}/{generation.prefix}/data/{spec.name}"
         generation.data.connect(name, address, self.member, spec, generation.record.generation)
 
     def _bound(self, generation: Generation, spec: GroupSpec) -> Group:
@@ -332,7 +341,7 @@ class ElasticRendezvous:
         spec = GroupSpec(name, list(ranks).index(generation.rank), len(ranks))
         try:
             if generation.data is None:
-                generation.groups.add(generation.prefix, spec, store=self._link.store)
+                generation.groups.add(generation.prefix, spec)
             else:
                 self._connect_data(generation, name, spec)
         except GangError as error:
@@ -377,16 +386,17 @@ class ElasticRendezvous:
         return DataGroups(make, device, timeout, self._end_rank)
 
     def _make_process(self, client: ForkServerClient, arena: Arena) -> CommProcess:
-        return CommProcess(
-            client,
-            arena,
-            store=self._context.store,
-            host=self._context.host,
-            timeout=self._context.collective_timeout,
-            group=os.getpgid(0),
-            name=f"eg-comm-{self._context.local_rank}",
-            page=self.page,
-        )
+        with self._door.connect() as agent:
+            return CommProcess(
+                client,
+                arena,
+                host=self._context.host,
+                timeout=self._context.collective_timeout,
+                group=os.getpgid(0),
+                name=f"eg-comm-{self._context.local_rank}",
+                page=self.page,
+                agent=agent,
+            )
 
     def _end_rank(self, stuck: OperationalError) -> None:
         """RULE-3: what cannot be fenced off must not go on beside a new generation."""
@@ -399,7 +409,7 @@ class ElasticRendezvous:
 
         disinherit()
         generation = self._generation
-        descriptors = {self._context.link, *self._comm_launcher.descriptors()}
+        descriptors = {self._context.link, self._context.door, *self._comm_launcher.descriptors()}
         if generation is not None:
             descriptors.update(generation.groups.comm.descriptors())
         for descriptor in descriptors:

@@ -216,14 +216,14 @@ AgentMessage = (
 @dataclass(frozen=True)
 class Welcome:
     """A snapshot: first in each session, and again when the term or the office changes. Notices that were lost with a
-    former session are in it. `store`: "host:port" on which the store for the rendezvous of ranks listens."""
+    former session are in it. `everywhere`: the coordinator listens on all addresses of its machine."""
 
     term: Term
     in_office: bool
     over: int = 0
     joining: int = 0
     finished: bool = False
-    store: str = ""
+    everywhere: bool = False
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class _Session:
 class CoordinatorState:
     """`handle` is the only way in. `decision`: the newest, from the state directory or from agents. `granted`: in
     office by (a) or (c), or by its own last decision. `reason`: why there is no next record yet. `proposal`: what the
-    last decision of this coordinator was made from. `store`: as of `Welcome`."""
+    last decision of this coordinator was made from. `everywhere`: as of `Welcome`."""
 
     name: str
     number: int = 1
@@ -130,7 +130,7 @@ class CoordinatorState:
     decision: Decision | None = None
     granted: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
-    store: str = ""
+    everywhere: bool = False
     over: int = 0
     joining: int = 0
     finished: bool = False
@@ -389,7 +389,7 @@ class CoordinatorState:
         return self._incarnations.setdefault(hello.agent, hello.incarnation) != hello.incarnation
 
     def _welcome(self) -> Welcome:
-        return Welcome(self.term, self.in_office, self.over, self.joining, self.finished, self.store)
+        return Welcome(self.term, self.in_office, self.over, self.joining, self.finished, self.everywhere)
 
     def _promise(self, number: int, promise: Promise) -> Instructions:
         session = self.sessions[number]

@@ -177,6 +177,11 @@ class Record:
     def ref(self) -> RecordRef:
         return RecordRef(self.generation, self.digest)
 
+    @property
+    def prefix(self) -> str:
+        """Of this generation's rendezvous keys (RULE-1)."""
+        return f"{self.job}/{self.generation}/{self.digest}"
+
     def builds_on(self, ref: RecordRef) -> bool:
         """Whether `ref` is this record or one of its recent ancestors."""
         chain = (self.digest, *self.ancestor_digests())

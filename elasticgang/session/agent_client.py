@@ -37,6 +37,7 @@ from elasticgang.protocol.coordinator_messages import (
     Welcome,
 )
 from elasticgang.protocol.record import PROTOCOL, Report
+from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.addresses import connect
 from elasticgang.session.connection import ClientConnection, Connection
 from elasticgang.session.credentials import Credentials
@@ -69,6 +70,9 @@ class SessionOwner(Protocol):
 
     def welcomed(self, welcome: Welcome, host: str) -> None:
         """The session's coordinator has taken this agent in. `host`: this machine's address as the session shows it."""
+
+    def receive_keys(self, message: RendezvousKeys) -> None:
+        """Raises WireError to end the session."""
 
     def disconnected(self, reason: str) -> None:
         """There is no session, or an attempt to open one has failed."""
@@ -123,6 +127,11 @@ class AgentClient:
     def notify(self, notify: Notify) -> None:
         self._handle(notify)
 
+    def send_keys(self, message: RendezvousKeys) -> None:
+        """A session that is not open drops it: the owner sends all keys again in the next one."""
+        if self._connection is not None and self._session.is_welcome:
+            self._connection.send(encode(message))
+
     # -- of its connection
 
     def opened(self, connection: Connection) -> None:
@@ -133,6 +142,9 @@ class AgentClient:
         if connection is self._connection:
             known = self._session.decision
             message = decode_from_coordinator(payload, None if known is None else known.record)
+            if isinstance(message, RendezvousKeys):
+                self._owner.receive_keys(message)
+                return
             self._handle(Answer(message))
             if isinstance(message, Welcome) and self._session.is_welcome:
                 self._owner.welcomed(message, connection.host)

@@ -13,8 +13,9 @@ from elasticgang.errors import ElasticGangError, WireError
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.record import Record, Report, report_from_json, report_to_json
 from elasticgang.protocol.record_delta import apply_delta, delta_of
+from elasticgang.protocol.rendezvous_keys import MAX_NAME_CHARS, MAX_VALUE_CHARS, Key, RendezvousKeys
 
-Message = m.AgentMessage | m.CoordinatorMessage | m.GrantOffice | m.Granted
+Message = m.AgentMessage | m.CoordinatorMessage | m.GrantOffice | m.Granted | RendezvousKeys
 
 _INVALID = (
     ArithmeticError,
@@ -26,16 +27,15 @@ _INVALID = (
     AttributeError,
     ElasticGangError,
 )
-_MAX_NAME_CHARS = 256
 
 
 def encode(message: Message) -> bytes:
     return json.dumps([type(message).__name__, *_ENCODERS[type(message)](message)], separators=(",", ":")).encode()
 
 
-def decode_from_agent(payload: bytes) -> m.AgentMessage:
+def decode_from_agent(payload: bytes) -> m.AgentMessage | RendezvousKeys:
     """Raises WireError when `payload` is none of an agent's messages."""
-    message: m.AgentMessage = _decode(payload, _FROM_AGENT)
+    message: m.AgentMessage | RendezvousKeys = _decode(payload, _FROM_AGENT)
     return message
 
 
@@ -55,7 +55,7 @@ def decode_for_operator(payload: bytes) -> m.Granted | m.Refused:
     return answer
 
 
-def decode_from_coordinator(payload: bytes, known: Record | None = None) -> m.CoordinatorMessage:
+def decode_from_coordinator(payload: bytes, known: Record | None = None) -> m.CoordinatorMessage | RendezvousKeys:
     """Raises WireError when `payload` is none of a coordinator's messages, or changes another record than `known`."""
 
     def push_delta(parent: Any, term: Any, delta: Any, durable: Any, over: Any, joining: Any) -> m.Push:
@@ -64,7 +64,7 @@ def decode_from_coordinator(payload: bytes, known: Record | None = None) -> m.Co
         decision = m.Decision(_term(term), apply_delta(known, delta), _flag(durable))
         return m.Push(decision, _number(over), _number(joining))
 
-    message: m.CoordinatorMessage = _decode(payload, {**_FROM_COORDINATOR, "PushDelta": push_delta})
+    message: m.CoordinatorMessage | RendezvousKeys = _decode(payload, {**_FROM_COORDINATOR, "PushDelta": push_delta})
     return message
 
 
@@ -90,7 +90,7 @@ def _text(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    if not 0 < len(_text(value)) <= _MAX_NAME_CHARS:
+    if not 0 < len(_text(value)) <= MAX_NAME_CHARS:
         raise ValueError("a name has a wrong length")
     return str(value)
 
@@ -172,7 +172,7 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.Goodbye: lambda x: [x.reason],
     m.Heartbeat: lambda x: [x.number],
     m.PeerMessage: lambda x: [x.topic, x.data, x.agent],
-    m.Welcome: lambda x: [x.term, x.in_office, x.over, x.joining, x.finished, x.store],
+    m.Welcome: lambda x: [x.term, x.in_office, x.over, x.joining, x.finished, x.everywhere],
     m.Push: lambda x: [decision_to_json(x.decision), x.over, x.joining],
     m.RequestDecision: lambda x: [x.digest],
     m.HeartbeatAnswer: lambda x: [x.number, x.in_office],
@@ -183,11 +183,21 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.GrantOffice: lambda x: [],
     m.Granted: lambda x: [x.reason],
     m.JobUnrecoverable: lambda x: [x.reason],
+    RendezvousKeys: lambda x: [x.prefix, x.groups, x.keys],
 }
 
 
 def _peer_message(topic: Any, data: Any, agent: Any) -> m.PeerMessage:
     return m.PeerMessage(_name(topic), _text(data), _text(agent))
+
+
+def _rendezvous_keys(prefix: Any, groups: Any, keys: Any) -> RendezvousKeys:
+    found = []
+    for group, name, value in keys:
+        if len(_text(value)) > MAX_VALUE_CHARS:
+            raise ValueError("the value of a rendezvous key is too long")
+        found.append(Key(_name(group), _name(name), value))
+    return RendezvousKeys(_name(prefix), tuple(_name(group) for group in groups), tuple(found))
 
 
 def _end_generation(generation: Any, reason: Any) -> m.EndGeneration:
@@ -215,11 +225,12 @@ _FROM_AGENT: dict[str, Callable[..., Any]] = {
     "Goodbye": lambda reason: m.Goodbye(_text(reason)),
     "Heartbeat": lambda number: m.Heartbeat(_number(number)),
     "PeerMessage": _peer_message,
+    "RendezvousKeys": _rendezvous_keys,
 }
 
 _FROM_COORDINATOR: dict[str, Callable[..., Any]] = {
-    "Welcome": lambda term, in_office, over, joining, finished, store: m.Welcome(
-        _term(term), _flag(in_office), _number(over), _number(joining), _flag(finished), _text(store)
+    "Welcome": lambda term, in_office, over, joining, finished, everywhere: m.Welcome(
+        _term(term), _flag(in_office), _number(over), _number(joining), _flag(finished), _flag(everywhere)
     ),
     "Push": lambda decision, over, joining: m.Push(decision_from_json(decision), _number(over), _number(joining)),
     "RequestDecision": lambda digest: m.RequestDecision(_name(digest)),
@@ -232,4 +243,5 @@ _FROM_COORDINATOR: dict[str, Callable[..., Any]] = {
     "Evicted": lambda reason: m.Evicted(_text(reason)),
     "Refused": lambda reason: m.Refused(_text(reason)),
     "JobUnrecoverable": lambda reason: m.JobUnrecoverable(_text(reason)),
+    "RendezvousKeys": _rendezvous_keys,
 }

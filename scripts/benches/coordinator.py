@@ -43,6 +43,7 @@ from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import EndGeneration, JoinRequest, Notify, Welcome
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
+from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials, credentials_from_json
 from elasticgang.session.secret import Secret
@@ -169,6 +170,9 @@ class SimulatedAgent:
         self._tell("said", reason)
 
     def welcomed(self, welcome: Welcome, host: str) -> None: ...
+
+    def receive_keys(self, message: RendezvousKeys) -> None:
+        raise AssertionError(message)
 
     def disconnected(self, reason: str) -> None: ...
 

@@ -34,6 +34,7 @@ from elasticgang.protocol.agent_events import (
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import JOB_TIMEOUTS
 from elasticgang.protocol.record import MemberReport, Record
+from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.protocol.restarts import Restarts
 from elasticgang.session.credentials import Credentials
 from tests.support import REPOSITORY
@@ -137,6 +138,11 @@ class Host:
             self._reports[member] = MemberReport(
                 member, mine.local_rank, mine.address, record.committed, None, (0, 0, 0), record.generation, True
             )
+
+    def on_session_renewed(self) -> None: ...
+
+    def on_rendezvous_keys(self, message: RendezvousKeys) -> None:
+        raise AssertionError(message)
 
     def spawn_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
 from elasticgang.coordinator.server import CoordinatorOptions, ReservedPort, serve
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.coordinator_messages import Welcome
 from elasticgang.protocol.record import Report
+from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.secret import Secret
@@ -55,6 +55,8 @@ class Agent:
         if welcome.in_office and not self.welcome.done():
             self.welcome.set_result((welcome, host))
 
+    def receive_keys(self, message: RendezvousKeys) -> None: ...
+
     def disconnected(self, reason: str) -> None:
         self.refused.set()
 
@@ -76,18 +78,15 @@ def play(options: CoordinatorOptions, story: Callable[[str], Awaitable[None]]) -
     asyncio.run(run())
 
 
-def test_an_agent_is_told_of_a_store_that_answers() -> None:
+@pytest.mark.parametrize(("host", "everywhere"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_an_agent_is_told_whether_the_coordinator_listens_everywhere(host: str, everywhere: bool) -> None:
     async def story(address: str) -> None:
-        agent = Agent(address)
-        welcome, host = await agent.welcome
-        assert host == "127.0.0.1"
-        store_host, _, port = welcome.store.rpartition(":")
-        store = TCPStore(store_host, int(port), is_master=False, wait_for_workers=False)
-        store.set("key", "value")
-        assert store.get("key") == b"value"
+        agent = Agent(f"127.0.0.1:{address.rpartition(':')[2]}")
+        welcome, seen = await agent.welcome
+        assert (welcome.everywhere, seen) == (everywhere, "127.0.0.1")
         await agent.client.stop()
 
-    play(LOOPBACK, story)
+    play(replace(LOOPBACK, host=host, credentials=Credentials(insecure=True), grace_s=0.0), story)
 
 
 def test_a_coordinator_without_a_directory_leads_no_new_job_before_others_could_come_back() -> None:

@@ -28,6 +28,7 @@ from elasticgang.protocol.coordinator_messages import (
     Welcome,
 )
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Undecided
+from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.secret import Secret
@@ -47,6 +48,7 @@ class Agent:
         self.name, self.num_ranks, self.job = name, num_ranks, job
         self.record: Record | None = None
         self.records: asyncio.Queue[Record] = asyncio.Queue()
+        self.keys: asyncio.Queue[RendezvousKeys] = asyncio.Queue()
         self.events: list[Any] = []
         self.leases: list[float] = []
         self.hosts: list[str] = []
@@ -120,6 +122,9 @@ class Agent:
 
     def welcomed(self, welcome: Welcome, host: str) -> None:
         self.hosts.append(host)
+
+    def receive_keys(self, message: RendezvousKeys) -> None:
+        self.keys.put_nowait(message)
 
     def disconnected(self, reason: str) -> None:
         self.reasons.append(reason)

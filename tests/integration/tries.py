@@ -73,7 +73,6 @@ async def _twin(supervisor: ProcessSupervisor) -> dict[str, Any]:
         "command": {"script": str(script), "args": [], "module": False},
         "agent_pid": os.getpid(),
         "num_ranks": 1,
-        "store": "127.0.0.1:1",
         "host": "127.0.0.1",
         "job": "job",
         "collective_timeout": 1.0,

@@ -79,10 +79,10 @@ def test_agents_are_told_once_why_no_record_follows() -> None:
     assert sent(driver.wait(5.0), m.Notice) == []
 
 
-def test_where_the_store_listens_is_in_each_welcome() -> None:
-    driver = Driver(granted=True, store="127.0.0.1:7")
+def test_each_welcome_says_whether_the_coordinator_listens_everywhere() -> None:
+    driver = Driver(granted=True, everywhere=True)
     (welcome,) = sent(driver.hear(1, m.Hello("a", "a", 1)), m.Welcome)
-    assert welcome[1].store == "127.0.0.1:7"
+    assert welcome[1].everywhere
 
 
 def test_absent_agents_are_those_without_a_session_that_may_live() -> None:

@@ -36,7 +36,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "simulation": ("errors", "layout", "protocol"),
     "session": ("errors", "protocol"),
     "state": ("errors", "torch_private", "testing", "protocol", "session"),
-    "coordinator": ("errors", "process", "protocol", "session"),
+    "coordinator": ("errors", "protocol", "session"),
     "agent": ("errors", "environment", "protocol", "process", "session", "coordinator", "observe"),
     "member": (
         *(
@@ -160,6 +160,50 @@ def read_package() -> tuple[dict[str, str], frozenset[str]]:
 
 def test_the_package_keeps_its_arrows() -> None:
     assert violations(*read_package()) == []
+
+
+# The agent's process and the coordinator's import no torch: it costs them 200 MB and two seconds.
+NO_TORCH_ROOMS = ("layout", "protocol", "process", "observe", "session", "coordinator", "agent", "launch")
+
+
+def ways_to_torch(sources: Mapping[str, str], packages: frozenset[str]) -> list[str]:
+    """One line for each module of `NO_TORCH_ROOMS` that imports torch, itself or through others."""
+    targets = {
+        module: [target for _, target in imports(module, source, is_package=module in packages, known=sources)]
+        for module, source in sources.items()
+    }
+    found = []
+    for start in (module for module in sources if room_of(module) in NO_TORCH_ROOMS):
+        ways = [[start]]
+        seen = {start}
+        while ways:
+            way = ways.pop()
+            for target in targets[way[-1]]:
+                parents = [".".join(target.split(".")[:depth]) for depth in range(2, target.count(".") + 2)]
+                for reached in dict.fromkeys((target, *parents)):
+                    if reached.split(".")[0] in ("torch", "torchft"):
+                        found.append(" -> ".join([*way, reached]))
+                    elif reached in targets and reached not in seen and reached != ROOT:
+                        seen.add(reached)
+                        ways.append([*way, reached])
+    return found
+
+
+def test_no_module_of_the_agent_or_the_coordinator_imports_torch() -> None:
+    assert ways_to_torch(*read_package()) == []
+
+
+def test_a_way_to_torch_through_others_is_found() -> None:
+    sources = {
+        "elasticgang.agent.agent": "from elasticgang.comm.kinds import NAMES",
+        "elasticgang.comm": "from elasticgang.comm import worker",
+        "elasticgang.comm.kinds": "",
+        "elasticgang.comm.worker": "def f():\n    import torch.distributed",
+        "elasticgang.session.frames": "if TYPE_CHECKING:\n    import torch",
+    }
+    assert ways_to_torch(sources, frozenset({"elasticgang.comm"})) == [
+        "elasticgang.agent.agent -> elasticgang.comm -> elasticgang.comm.worker -> torch.distributed"
+    ]
 
 
 PRIVATE = f"{ROOT}.torch_private"

@@ -16,6 +16,7 @@ from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.next_record import next_record
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
+from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, RendezvousKeys
 from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter
 from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity, ServerHandshake
 from elasticgang.session.messages import decode_from_agent, decode_from_coordinator, encode, encode_delta
@@ -197,7 +198,10 @@ def test_what_is_no_hello_is_refused(hello: bytes) -> None:
 # -- messages
 
 
-def agent_messages(record: Record) -> list[m.AgentMessage]:
+KEYS = RendezvousKeys("job/1/digest", ("0-1",), (Key("0-1", "0/1", "dmFsdWU="),))
+
+
+def agent_messages(record: Record) -> list[m.AgentMessage | RendezvousKeys]:
     decision = m.Decision(m.Term(2, "c"), record, True)
     return [
         m.Hello("a", "i", 3, m.Term(1, "c"), decision.ref, 4, True),
@@ -213,10 +217,11 @@ def agent_messages(record: Record) -> list[m.AgentMessage]:
         m.Goodbye("bye"),
         m.Heartbeat(7),
         m.PeerMessage("hangs", "{}"),
+        KEYS,
     ]
 
 
-def coordinator_messages(record: Record) -> list[m.CoordinatorMessage]:
+def coordinator_messages(record: Record) -> list[m.CoordinatorMessage | RendezvousKeys]:
     return [
         m.Welcome(m.Term(2, "c"), True, 3, 4, False),
         m.Push(m.Decision(m.Term(2, "c"), record), 1, 2),
@@ -230,6 +235,7 @@ def coordinator_messages(record: Record) -> list[m.CoordinatorMessage]:
         m.Evicted("e"),
         m.Refused("r"),
         m.JobUnrecoverable("u"),
+        KEYS,
     ]
 
 
@@ -241,7 +247,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
     known = received[4]
     assert isinstance(known, m.KnownDecision)
     assert known.decision.ref == m.Decision(m.Term(2, "c"), record, True).ref
-    assert {type(message) for message in sent} == set(m.AgentMessage.__args__)
+    assert {type(message) for message in sent} == {*m.AgentMessage.__args__, RendezvousKeys}
     for message in coordinator_messages(record):
         found = decode_from_coordinator(encode(message))
         if isinstance(found, m.Push):
@@ -250,14 +256,32 @@ def test_messages_arrive_as_they_were_sent() -> None:
             assert found.decision.record.text == record.text
         else:
             assert found == message
-    assert {type(message) for message in coordinator_messages(record)} == set(m.CoordinatorMessage.__args__)
+    assert {type(message) for message in coordinator_messages(record)} == {
+        *m.CoordinatorMessage.__args__,
+        RendezvousKeys,
+    }
 
 
 def test_an_agent_cannot_send_what_only_a_coordinator_says() -> None:
     for message in coordinator_messages(first_record("a")):
-        if not isinstance(message, m.AgentMessage.__args__):
+        if not isinstance(message, (*m.AgentMessage.__args__, RendezvousKeys)):
             with pytest.raises(WireError, match="not valid"):
                 decode_from_agent(encode(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        RendezvousKeys("p", ("",), ()),
+        RendezvousKeys("p", ("g" * 257,), ()),
+        RendezvousKeys("p" * 257, (), ()),
+        RendezvousKeys("p", (), (Key("g", "k" * 257, "v"),)),
+        RendezvousKeys("p", (), (Key("g", "k", "v" * (MAX_VALUE_CHARS + 1)),)),
+    ],
+)
+def test_rendezvous_keys_are_bounded(message: RendezvousKeys) -> None:
+    with pytest.raises(WireError, match="not valid"):
+        decode_from_agent(encode(message))
 
 
 def test_mutilated_messages_are_refused_or_valid_but_never_raise_anything_else() -> None:

@@ -1,0 +1,213 @@
+"""Brings the ranks' rendezvous keys to each other, and to the coordinator when the generation has several agents.
+
+A rank has a door to its agent: a socket over which it sends one end of a new connection for each of its comm processes.
+
+DOOR-1  Only a holder of the door can connect. It exists in the agent and in the rank alone.
+DOOR-2  A connection takes part in a generation only while its rank has a seat in the newest record.
+DOOR-3  Keys that come in one turn of the event loop are sent on together. What has come is sent again in each session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from elasticgang.errors import WireError
+from elasticgang.process import framing
+from elasticgang.protocol.record import Record
+from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, KeyExchange, RendezvousKeys
+
+_MAX_FRAME_BYTES = 4 * MAX_VALUE_CHARS
+_MAX_UNSENT_BYTES = 128 << 20
+_MAX_SENT_CHARS = 4 << 20  # in one message to the coordinator
+_COORDINATOR = None  # the party
+
+
+class RankRendezvous:
+    """Belongs to the agent's event loop. `send`: to the coordinator. `spawn_task`: runs a task whose failure ends the
+    agent."""
+
+    def __init__(
+        self,
+        send: Callable[[RendezvousKeys], None],
+        spawn_task: Callable[[Coroutine[Any, Any, None]], object],
+        write_line: Callable[[str], None],
+    ) -> None:
+        self._send, self._spawn_task, self._write_line = send, spawn_task, write_line
+        self._doors: dict[str, socket.socket] = {}  # by member
+        self._connections: set[RankConnection] = set()
+        self._generation = 0
+        self._members: frozenset[str] = frozenset()  # of this agent, with a seat
+        self._exchange: KeyExchange[RankConnection | None] = KeyExchange("")
+        self._has_peers = False
+        self._outbox: dict[RankConnection | None, list[Key]] = defaultdict(list)
+        self._joined: list[str] = []
+        self._flushing: asyncio.Handle | None = None
+
+    def begin(self, record: Record, agent: str) -> None:
+        """`agent`: this one's id."""
+        if record.prefix != self._exchange.prefix:
+            self._generation, self._exchange = record.generation, KeyExchange(record.prefix)
+            self._members = frozenset(seat.member for seat in record.seats_of(agent))
+            self._has_peers = len(record.agents) > 1
+            self._forget_unsent()
+
+    def end(self, generation: int) -> None:
+        """The keys of that generation, and of older ones, are dropped; whoever waits for one is told so."""
+        if self._members and self._generation <= generation:
+            over = framing.pack("over", prefix=self._exchange.prefix)
+            self._members, self._exchange = frozenset(), KeyExchange("")
+            self._forget_unsent()
+            for connection in list(self._connections):
+                connection.send(over)
+
+    def _forget_unsent(self) -> None:
+        self._outbox.clear()
+        self._joined.clear()
+
+    def add_rank(self, member: str, door: socket.socket) -> None:
+        self._doors[member] = door
+        asyncio.get_running_loop().add_reader(door, self._accept, member, door)
+
+    def remove_rank(self, member: str) -> None:
+        door = self._doors.pop(member, None)
+        if door is not None:
+            asyncio.get_running_loop().remove_reader(door)
+            door.close()
+        for connection in [each for each in self._connections if each.member == member]:
+            connection.close()
+
+    def renew(self) -> None:
+        """There is a new session, and a coordinator in office: it may know nothing of this generation."""
+        if self._has_peers:
+            self._exchange.leave(_COORDINATOR)
+            self._joined = list(self._exchange.groups)
+            self._outbox[_COORDINATOR] = self._exchange.take(_COORDINATOR, self._joined, ()).get(_COORDINATOR, [])
+            self._plan_flush()
+
+    def receive(self, message: RendezvousKeys) -> None:
+        """From the coordinator."""
+        if message.prefix == self._exchange.prefix:
+            self._take(_COORDINATOR, (), message.keys)
+
+    # -- of its connections
+
+    def opened(self, connection: RankConnection) -> None:
+        self._connections.add(connection)
+        if connection.member not in self._doors:  # the rank has exited meanwhile
+            connection.close()
+
+    def closed(self, connection: RankConnection) -> None:
+        self._connections.discard(connection)
+        self._outbox.pop(connection, None)
+        self._exchange.leave(connection)
+
+    def received(self, connection: RankConnection, message: dict[str, Any]) -> None:
+        """Raises WireError, KeyError, TypeError or ValueError: it is invalid."""
+        prefix, groups = message["prefix"], [str(group) for group in message["groups"]]
+        keys = [Key(str(group), str(name), str(value)) for group, name, value in message["keys"]]
+        if prefix != self._exchange.prefix or connection.member not in self._members:  # DOOR-2
+            connection.send(framing.pack("over", prefix=str(prefix)))
+            return
+        self._take(connection, groups, keys)
+
+    def _accept(self, member: str, door: socket.socket) -> None:
+        """DOOR-1."""
+        try:
+            _, descriptors, _, _ = socket.recv_fds(door, 16, 1)
+        except OSError:
+            descriptors = []
+        if not descriptors:  # the rank has exited, and `remove_rank` follows
+            asyncio.get_running_loop().remove_reader(door)
+            return
+        sock = socket.socket(fileno=descriptors[0])
+        sock.setblocking(False)
+        self._spawn_task(self._open(member, sock))
+
+    async def _open(self, member: str, sock: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: RankConnection(self, member), sock)
+        except OSError:
+            sock.close()
+
+    def report(self, line: str) -> None:
+        self._write_line(line)
+
+    # -- the exchange
+
+    def _take(self, party: RankConnection | None, groups: Any, keys: Any) -> None:
+        sends = self._exchange.take(party, groups, keys)
+        if self._has_peers and party is not _COORDINATOR:
+            joined = [group for group in groups if not self._exchange.has_joined(_COORDINATOR, group)]
+            self._joined += joined
+            self._outbox[_COORDINATOR] += self._exchange.take(_COORDINATOR, joined, ()).get(_COORDINATOR, [])
+        for other, found in sends.items():
+            self._outbox[other] += found
+        self._plan_flush()
+
+    def _plan_flush(self) -> None:
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """DOOR-3."""
+        self._flushing = None
+        outbox, self._outbox = self._outbox, defaultdict(list)
+        prefix = self._exchange.prefix
+        groups, self._joined = tuple(self._joined), []
+        to_coordinator = outbox.pop(_COORDINATOR, [])
+        for connection, keys in outbox.items():
+            if connection is not None:
+                connection.send(framing.pack("keys", prefix=prefix, keys=keys))
+        while groups or to_coordinator:
+            num, size = 0, 0
+            while num < len(to_coordinator) and (size := size + len(to_coordinator[num].value)) <= _MAX_SENT_CHARS:
+                num += 1
+            self._send(RendezvousKeys(prefix, groups, tuple(to_coordinator[: num or 1])))
+            groups, to_coordinator = (), to_coordinator[num or 1 :]
+
+
+class RankConnection(asyncio.Protocol):
+    """Of one comm process of the rank `member`, or of the rank itself."""
+
+    def __init__(self, owner: RankRendezvous, member: str) -> None:
+        self._owner, self.member = owner, member
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._owner.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        try:
+            while len(self._buffer) >= framing.HEADER_BYTES:
+                end = framing.HEADER_BYTES + framing.body_size(
+                    bytes(self._buffer[: framing.HEADER_BYTES]), _MAX_FRAME_BYTES
+                )
+                if len(self._buffer) < end:
+                    return
+                message = framing.unpack(bytes(self._buffer[framing.HEADER_BYTES : end]))
+                del self._buffer[:end]
+                self._owner.received(self, message)
+        except (WireError, KeyError, TypeError, ValueError) as exc:
+            self._owner.report(f"elasticgang: {self.member} sent an invalid rendezvous key ({exc})")
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.closed(self)
+
+    def send(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+        if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,135 @@
+"""torch's store, for the keys by which process groups connect, over a connection to the rank's agent.
+
+The agent pushes the keys of every group that this side has joined: `get` and `wait` send nothing, and read what has
+come. There are the operations that the rendezvous of process groups needs; every other one raises.
+
+AGENT-STORE-1  A wait ends by its deadline, by the loss of the connection, or when the agent says that the generation is
+    over.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from elasticgang.errors import WireError
+from elasticgang.process import framing
+
+_MAX_NAME_CHARS = 64
+
+
+class AgentStoreClient:
+    """One connection. Any number of threads use its stores."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._send_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._keys: dict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)  # by prefix and group
+        self._prefix = ""  # of the newest generation; the keys of others are dropped
+        self._over = ""
+        self._is_lost = False
+        self._reader = threading.Thread(target=self._read, name="agent-store", daemon=True)
+        self._reader.start()
+
+    def store(self, prefix: str, group: str, timeout: timedelta) -> AgentStore:
+        """The store of one group of the generation with that prefix."""
+        if len(group) > _MAX_NAME_CHARS:  # it names all ranks
+            group = hashlib.sha256(group.encode()).hexdigest()
+        with self._changed:
+            if prefix != self._prefix:
+                self._prefix, self._keys = prefix, defaultdict(dict)
+        return AgentStore(self, prefix, group, timeout)
+
+    def put(self, prefix: str, group: str, name: str, value: bytes) -> None:
+        """Joins the group too. Raises RuntimeError: the agent is gone."""
+        with self._changed:
+            self._keys[prefix, group][name] = value
+        self._send(prefix, group, [(group, name, base64.b64encode(value).decode())])
+
+    def join(self, prefix: str, group: str) -> None:
+        """Raises RuntimeError: the agent is gone."""
+        self._send(prefix, group, [])
+
+    def close(self) -> None:
+        """End the connection, and with it every wait."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._sock.close()
+
+    def wait(self, prefix: str, group: str, names: Sequence[str], timeout: timedelta) -> list[bytes]:
+        """Their values, once all have come. Raises RuntimeError (AGENT-STORE-1)."""
+        keys = self._keys[prefix, group]
+
+        def is_decided() -> bool:
+            return self._is_lost or self._over == prefix or all(name in keys for name in names)
+
+        with self._changed:
+            if not self._changed.wait_for(is_decided, timeout.total_seconds()):
+                missing = [name for name in names if name not in keys]
+                raise RuntimeError(
+                    f"wait timeout after {timeout.total_seconds():g} s for the rendezvous keys {missing}"
+                )
+            if all(name in keys for name in names):
+                return [keys[name] for name in names]
+        raise RuntimeError("the agent is gone" if self._is_lost else "the generation is over")
+
+    def _send(self, prefix: str, group: str, keys: list[tuple[str, str, str]]) -> None:
+        data = framing.pack("keys", prefix=prefix, groups=[group], keys=keys)
+        with self._send_lock:
+            try:
+                self._sock.sendall(data)
+            except OSError as exc:
+                raise RuntimeError(f"the agent is gone: {exc}") from exc
+
+    def _read(self) -> None:
+        try:
+            while (message := framing.receive(self._sock)) is not None:
+                with self._changed:
+                    if message["kind"] == "over":
+                        self._over = message["prefix"]
+                    elif message["prefix"] == self._prefix:
+                        for group, name, value in message["keys"]:
+                            self._keys[self._prefix, group][name] = base64.b64decode(value)
+                    self._changed.notify_all()
+        except (OSError, WireError):
+            pass
+        with self._changed:
+            self._is_lost = True
+            self._changed.notify_all()
+
+
+class AgentStore(Store):
+    """The keys of one group."""
+
+    def __init__(self, client: AgentStoreClient, prefix: str, group: str, timeout: timedelta) -> None:
+        super().__init__()
+        self._client, self._prefix, self._group, self._timeout = client, prefix, group, timeout
+        self._has_joined = False
+
+    def set(self, key: str, value: Any) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._client.put(self._prefix, self._group, key, data)
+        self._has_joined = True
+
+    def get(self, key: str) -> bytes:
+        return self._values([key], None)[0]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._values(keys, timeout)
+
+    def _values(self, keys: Sequence[str], timeout: timedelta | None) -> list[bytes]:
+        if not self._has_joined:
+            self._client.join(self._prefix, self._group)
+            self._has_joined = True
+        return self._client.wait(self._prefix, self._group, keys, timeout or self._timeout)

@@ -1,0 +1,190 @@
+"""An agent's exchange of its ranks' rendezvous keys, with the stores of comm processes at the other end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+from collections.abc import Callable, Coroutine
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from elasticgang.agent.rank_rendezvous import RankRendezvous
+from elasticgang.comm.agent_store import AgentStore, AgentStoreClient
+from elasticgang.layout import Member, ParallelLayout, plan
+from elasticgang.process import framing
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import ACTIVE, Record, Seat
+from elasticgang.protocol.rendezvous_keys import Key, RendezvousKeys
+
+DEADLINE_S = 30.0
+LONG = timedelta(seconds=DEADLINE_S)
+
+
+def record_of(*members: str, generation: int = 1) -> Record:
+    """Members are named "agent/rank"."""
+    agents = tuple(dict.fromkeys(member.partition("/")[0] for member in members))
+    seats = tuple(Seat(member, member.partition("/")[0], "host", 0, "", ACTIVE) for member in members)
+    planned = plan([Member(member, "host") for member in members], ParallelLayout())
+    return Record("job", generation, "", ParallelLayout(), planned, seats, agents, Attempt(0, 1))
+
+
+class Host:
+    """An agent that has nothing but the exchange."""
+
+    def __init__(self) -> None:
+        self.sent: asyncio.Queue[RendezvousKeys] = asyncio.Queue()
+        self.lines: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.rendezvous = RankRendezvous(self.sent.put_nowait, self._spawn, self.lines.append)
+        self.clients: list[AgentStoreClient] = []
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.ensure_future(coroutine))
+
+    def connect(self, member: str) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self.rendezvous.add_rank(member, ours)
+        connection, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs, end:
+            socket.send_fds(theirs, [b"c"], [end.fileno()])
+        return connection
+
+    def client(self, member: str) -> AgentStoreClient:
+        self.clients.append(AgentStoreClient(self.connect(member)))
+        return self.clients[-1]
+
+
+def play(test: Callable[[Host], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        host = Host()
+        try:
+            await asyncio.wait_for(test(host), DEADLINE_S)
+        finally:
+            for member in ("a/0", "a/1", "a/2"):
+                host.rendezvous.remove_rank(member)
+            for client in host.clients:
+                await aside(client.close)
+        assert [task.exception() for task in host.tasks if task.done()] == [None] * len(host.tasks)
+
+    asyncio.run(run())
+
+
+async def aside(function: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *args))
+
+
+def store(client: AgentStoreClient, record: Record, group: str = "g", timeout: timedelta = LONG) -> AgentStore:
+    return client.store(record.prefix, group, timeout)
+
+
+# DOOR-1
+def test_ranks_of_one_host_exchange_keys_without_the_coordinator() -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "a/1")
+        host.rendezvous.begin(record, "a")
+        zero, one = store(host.client("a/0"), record), store(host.client("a/1"), record)
+        await aside(zero.set, "0", b"\x00zero")
+        waiting = asyncio.ensure_future(aside(zero.get, "1"))
+        assert await aside(one.get, "0") == b"\x00zero"
+        await aside(one.set, "1", "one")
+        assert await waiting == b"one"
+        assert host.sent.empty()
+
+    play(test)
+
+
+# DOOR-3
+def test_keys_of_several_agents_go_by_the_coordinator_and_again_in_a_new_session() -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "b/0")
+        host.rendezvous.begin(record, "a")
+        mine = store(host.client("a/0"), record)
+        await aside(mine.set, "0", "zero")
+        first = await host.sent.get()
+        assert (first.prefix, first.groups, [key.name for key in first.keys]) == (record.prefix, ("g",), ["0"])
+        host.rendezvous.renew()
+        assert await host.sent.get() == first
+        host.rendezvous.receive(RendezvousKeys(record.prefix, (), (Key("g", "1", "b25l"),)))
+        assert await aside(mine.get, "1") == b"one"
+        host.rendezvous.receive(RendezvousKeys("another", (), (Key("g", "2", "b25l"),)))
+        with pytest.raises(RuntimeError, match=r"wait timeout after 0.05 s .* \['2'\]"):
+            await aside(mine.wait, ["2"], timedelta(seconds=0.05))
+
+    play(test)
+
+
+# DOOR-2
+def test_a_rank_without_a_seat_puts_no_key() -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "a/1")
+        host.rendezvous.begin(record, "a")
+        seated, outside = store(host.client("a/0"), record), store(host.client("a/2"), record)
+        await aside(outside.set, "0", "forged")
+        with pytest.raises(RuntimeError, match="the generation is over"):
+            await aside(outside.get, "1")
+        await aside(seated.set, "0", "true")
+        assert await aside(seated.get, "0") == b"true"
+        assert host.lines == []
+
+    play(test)
+
+
+# AGENT-STORE-1
+@pytest.mark.parametrize("how", ["the generation is over", "the agent is gone"])
+def test_a_wait_ends_with_its_generation_and_its_agent(how: str) -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "a/1")
+        host.rendezvous.begin(record, "a")
+        mine = store(host.client("a/0"), record)
+        await aside(mine.set, "0", "zero")
+        waiting = asyncio.ensure_future(aside(mine.get, "1"))
+        await asyncio.sleep(0)
+        if how == "the generation is over":
+            host.rendezvous.end(1)
+        else:
+            host.rendezvous.remove_rank("a/0")
+        with pytest.raises(RuntimeError, match=how):
+            await waiting
+
+    play(test)
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "not an elasticgang message"),
+        (framing._HEADER.pack(b"EG1\n", 2 << 30), "2147483648 bytes is over the limit"),
+        (framing.pack("keys", prefix="p"), "'groups'"),
+        (framing.pack("keys", prefix="p", groups=["g"], keys=[[1]]), "not enough values"),
+    ],
+)
+def test_a_connection_with_an_invalid_message_is_closed_and_says_why(sent: bytes, why: str) -> None:
+    async def test(host: Host) -> None:
+        with host.connect("a/0") as connection:
+            connection.sendall(sent)
+            connection.settimeout(DEADLINE_S)
+            assert await aside(connection.recv, 1) == b""
+        assert len(host.lines) == 1
+        assert why in host.lines[0]
+
+    play(test)
+
+
+def test_a_generation_begins_without_the_keys_of_the_former() -> None:
+    async def test(host: Host) -> None:
+        former, record = record_of("a/0", "a/1"), record_of("a/0", "a/1", generation=2)
+        host.rendezvous.begin(former, "a")
+        zero, one = host.client("a/0"), host.client("a/1")
+        await aside(store(zero, former).set, "0", "former")
+        assert await aside(store(one, former).get, "0") == b"former"
+        host.rendezvous.begin(record, "a")
+        with pytest.raises(RuntimeError, match="wait timeout"):
+            await aside(store(one, record, timeout=timedelta(seconds=0.05)).get, "0")
+        await aside(store(zero, record).set, "0", "present")
+        assert await aside(store(one, record).get, "0") == b"present"
+
+    play(test)

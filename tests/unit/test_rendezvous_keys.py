@@ -1,0 +1,54 @@
+"""The exchange of rendezvous keys among parties."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticgang.errors import WireError
+from elasticgang.protocol import rendezvous_keys
+from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, KeyExchange
+
+
+def key(group: str, name: str, value: str = "v") -> Key:
+    return Key(group, name, value)
+
+
+# KEYS-GROUP
+def test_a_party_gets_the_keys_of_its_groups_alone() -> None:
+    exchange: KeyExchange[str] = KeyExchange("p")
+    assert exchange.take("a", ["g"], [key("g", "0")]) == {}
+    assert exchange.take("b", ["h"], [key("h", "0"), key("g", "1")]) == {"a": [key("g", "1")]}
+    assert exchange.take("c", ["g"], []) == {"c": [key("g", "0"), key("g", "1")]}
+    assert exchange.take("a", ["g"], [key("g", "2")]) == {"c": [key("g", "2")]}
+
+
+def test_a_party_that_comes_back_gets_what_the_others_have_put() -> None:
+    exchange: KeyExchange[str] = KeyExchange("p")
+    exchange.take("a", ["g"], [key("g", "0")])
+    exchange.leave("a")
+    assert exchange.take("b", ["g"], [key("g", "1")]) == {"b": [key("g", "0")]}
+    assert exchange.take("a", ["g"], [key("g", "0")]) == {"a": [key("g", "1")]}
+    assert exchange.take("a", ["g"], [key("g", "0")]) == {}
+
+
+# KEYS-FIRST
+def test_the_first_value_stays() -> None:
+    exchange: KeyExchange[str] = KeyExchange("p")
+    exchange.take("a", ["g"], [key("g", "0", "true")])
+    with pytest.raises(WireError, match="'0' of group g has another value already"):
+        exchange.take("b", ["g"], [key("g", "0", "forged")])
+    assert exchange.take("c", ["g"], []) == {"c": [key("g", "0", "true")]}
+
+
+# KEYS-BOUND
+def test_what_an_exchange_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange: KeyExchange[str] = KeyExchange("p")
+    with pytest.raises(WireError, match="over the limit"):
+        exchange.take("a", [], [key("g", "0", "v" * (MAX_VALUE_CHARS + 1))])
+    with pytest.raises(WireError, match="over the limit"):
+        exchange.take("a", [], [key("g" * 257, "0")])
+    monkeypatch.setattr(rendezvous_keys, "MAX_CHARS", 1000)
+    exchange.take("a", [], [key("g", "0", "v" * 990)])
+    with pytest.raises(WireError, match="the rendezvous keys of a generation exceed 1000 characters"):
+        exchange.take("b", [], [key("g", "1", "v" * 990)])
+    assert exchange.take("c", ["g"], []) == {"c": [key("g", "0", "v" * 990)]}
