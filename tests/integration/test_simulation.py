@@ -39,7 +39,6 @@ PER_MILLE = {
     "founded anew": 50,
     "ghost": 300,
     "given up": 50,
-    "gone back": 1,
     "half-open session": 500,
     "host paused beyond its lease": 100,
     "joiner waited": 100,
