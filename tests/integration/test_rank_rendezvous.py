@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+import struct
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any
@@ -157,7 +158,7 @@ def test_a_wait_ends_with_its_generation_and_its_agent(how: str) -> None:
     ("sent", "why"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "not an elasticgang message"),
-        (framing._HEADER.pack(b"EG1\n", 2 << 30), "2147483648 bytes is over the limit"),
+        (struct.pack("!4sI", b"EG1\n", 2 << 30), "2147483648 bytes is over the limit"),
         (framing.pack("keys", prefix="p"), "'groups'"),
         (framing.pack("keys", prefix="p", groups=["g"], keys=[[1]]), "not enough values"),
     ],
