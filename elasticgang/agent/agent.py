@@ -107,6 +107,7 @@ class Agent:
         self._change_reporter = ChangeReporter()
         self._counts: dict[str, int] = {}
         self._is_reporting = False  # a standstill
+        self._confirming: asyncio.Future[None] | None = None  # that the coordinator knows the end of the job
 
     def run(self) -> int:
         """Raises OperationalError: the job could not be started. No process is left running."""
@@ -141,7 +142,11 @@ class Agent:
                 await starting
             return self._exit.result()
         starting.result()
-        return await self._exit
+        code = await self._exit
+        if code == 0 and self._lifecycle.state.finished and self._coordinator is None:
+            self._confirming = asyncio.ensure_future(self._control_plane.confirm_finished())
+            await asyncio.wait([self._confirming])
+        return code
 
     async def _unless_exiting(self, future: asyncio.Future[Any]) -> bool:
         """Wait for `future`. False: the agent exits before it is done."""
@@ -202,6 +207,8 @@ class Agent:
 
     def _on_signal(self, number: int) -> None:
         self._events.write("signal", signal=signal.Signals(number).name)
+        if self._confirming is not None:
+            self._confirming.cancel()
         self._handle(SignalReceived(number))
 
     async def _kill_everything(self) -> None:

@@ -9,6 +9,8 @@ CONTROL-2  What other agents must know of this one (successors, waits, failed sc
 CONTROL-3  An agent's process listens at its address while it lives: once the address refuses connections, the
     coordinator may declare the agent dead.
 CONTROL-4  The agent is told of nothing before `begin`.
+CONTROL-5  An agent whose ranks have finished the job exits only once the coordinator knows so, or after `FINISHED_S`:
+    otherwise the coordinator would declare it dead, and the state that its ranks held lost.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials
 
+FINISHED_S = 10.0  # CONTROL-5
 _CHECK_S = 0.1
 _STUCK_S = 2.0  # for a coordinator of this agent's own that does not answer, before it is killed
 _SUCCESSORS_S = 0.5
@@ -126,6 +129,7 @@ class ControlPlane:
         self._blocked_on: list[list[Any]] = []
         self._successors: dict[str, int] = {}  # by agent
         self._sent_successors, self._sent_successors_s = 0, 0.0
+        self._finish_known = asyncio.Event()
         self._new_session("")
 
     def _new_session(self, former: str) -> None:
@@ -193,6 +197,16 @@ class ControlPlane:
     def end(self) -> None:
         """The agent exits: it is told of nothing more."""
         self._begun = False
+
+    async def confirm_finished(self) -> None:
+        """CONTROL-5."""
+        try:
+            await asyncio.wait_for(self._finish_known.wait(), FINISHED_S)
+        except asyncio.TimeoutError:
+            self._callbacks.write_line(
+                f"elasticgang: warning: the coordinator at {self.coordinator} could not be told within "
+                f"{FINISHED_S:g} s that job {self._job} has finished: {self._reason or 'it does not answer'}"
+            )
 
     async def leave(self, reason: str) -> None:
         """All members of the agent have exited, and it does not come back."""
@@ -321,6 +335,8 @@ class ControlPlane:
                 self._callbacks.on_successors_changed()
 
     def inform(self, event: Any) -> None:
+        if isinstance(event, Finished):
+            self._finish_known.set()
         if isinstance(event, RecordAnswered) and isinstance(event.answer, Undecided) and not self._welcome.done():
             why = event.answer.refused[0][1]
             self._welcome.set_exception(OperationalError(f"the job refused this host: {why}"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from elasticgang.agent import control_plane
 from elasticgang.agent.control_plane import ControlPlane, Limits
 from elasticgang.coordinator.server import CoordinatorOptions, ReservedPort, serve
 from elasticgang.errors import OperationalError
@@ -309,6 +310,40 @@ def test_an_agent_whose_process_is_gone_is_lost_long_before_its_lease_is_over() 
             coordinator.close()
 
     asyncio.run(run())
+
+
+# CONTROL-5
+def test_the_end_of_a_job_is_told_before_its_agent_exits() -> None:
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        await coordinator.stop()
+        for host in (one, other):
+            await host.until(lambda host=host: "coordinator unreachable" in host.logged)  # type: ignore[misc]
+        one.control_plane.broadcast_finished()
+        confirming = asyncio.ensure_future(one.control_plane.confirm_finished())
+        await asyncio.sleep(0)
+        assert not confirming.done()
+        await coordinator.start(founds=False)
+        await confirming
+        await other.until(lambda: other.state.finished)
+        assert one.said == []
+
+    play(story)
+
+
+def test_an_agent_exits_with_a_warning_where_nobody_can_be_told_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_plane, "FINISHED_S", 0.2)
+
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        await coordinator.stop()
+        await one.until(lambda: "coordinator unreachable" in one.logged)
+        one.control_plane.broadcast_finished()
+        await one.control_plane.confirm_finished()
+        (line,) = one.said
+        assert line.startswith(
+            f"elasticgang: warning: the coordinator at {coordinator.address} could not be told within"
+        )
+
+    play(story)
 
 
 def live(agent: str, coordinator: str) -> None:
