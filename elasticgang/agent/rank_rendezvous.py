@@ -5,11 +5,13 @@ A rank has a door to its agent: a socket over which it sends one end of a new co
 DOOR-1  Only a holder of the door can connect. It exists in the agent and in the rank alone.
 DOOR-2  A connection takes part in a generation only while its rank has a seat in the newest record.
 DOOR-3  Keys that come in one turn of the event loop are sent on together. What has come is sent again in each session.
+DOOR-4  While this process has no free descriptor it receives no connection: the kernel would drop it. It tries again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
@@ -23,6 +25,7 @@ from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, KeyExchan
 _MAX_FRAME_BYTES = 4 * MAX_VALUE_CHARS
 _MAX_UNSENT_BYTES = 128 << 20
 _MAX_SENT_CHARS = 4 << 20  # in one message to the coordinator
+_RETRY_S = 0.5
 _COORDINATOR = None  # the party
 
 
@@ -70,7 +73,7 @@ class RankRendezvous:
 
     def add_rank(self, member: str, door: socket.socket) -> None:
         self._doors[member] = door
-        asyncio.get_running_loop().add_reader(door, self._accept, member, door)
+        self._listen(member, door)
 
     def remove_rank(self, member: str) -> None:
         door = self._doors.pop(member, None)
@@ -114,18 +117,29 @@ class RankRendezvous:
             return
         self._take(connection, groups, keys)
 
+    def _listen(self, member: str, door: socket.socket) -> None:
+        if self._doors.get(member) is door:
+            asyncio.get_running_loop().add_reader(door, self._accept, member, door)
+
     def _accept(self, member: str, door: socket.socket) -> None:
         """DOOR-1."""
+        loop = asyncio.get_running_loop()
         try:
-            _, descriptors, _, _ = socket.recv_fds(door, 16, 1)
-        except OSError:
-            descriptors = []
-        if not descriptors:  # the rank has exited, and `remove_rank` follows
-            asyncio.get_running_loop().remove_reader(door)
+            os.close(os.dup(door.fileno()))
+        except OSError:  # DOOR-4
+            loop.remove_reader(door)
+            loop.call_later(_RETRY_S, self._listen, member, door)
             return
-        sock = socket.socket(fileno=descriptors[0])
-        sock.setblocking(False)
-        self._spawn_task(self._open(member, sock))
+        try:
+            data, descriptors, _, _ = socket.recv_fds(door, 16, 1)
+        except OSError:
+            data, descriptors = b"", []
+        if not data:  # the rank has exited, and `remove_rank` follows
+            loop.remove_reader(door)
+        for descriptor in descriptors:
+            sock = socket.socket(fileno=descriptor)
+            sock.setblocking(False)
+            self._spawn_task(self._open(member, sock))
 
     async def _open(self, member: str, sock: socket.socket) -> None:
         try:

@@ -322,15 +322,15 @@ class CoordinatorState:
         if record is None or not agents:
             return []
         out: Instructions = []
+        is_harmless = dead and self.finished  # the connections to its ranks break by themselves
         for agent in agents:
             out += self._close(agent, f"agent {agent} is declared lost")
-            if agent not in self.lost:
+            if agent not in self.lost and not is_harmless:
                 out += self._broadcast(Notice("lost", "", agent))
         self.lost.update(agents)
         self.dead.update(agents if dead else ())
         if self._parents and self._parents <= self.dead:
             out += self._lift()
-        is_harmless = dead and self.finished  # the connections to its ranks break by themselves
         if not is_harmless and any(record.seats_of(agent) for agent in agents):
             out += self._end(record.generation, f"agent {', '.join(agents)} is lost")
         return out + self._decide()

@@ -6,45 +6,29 @@ ADDRESS-ALL  Each address is tried in the resolver's order. An error names all o
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
-
-from elasticgang.session.connection import ClientConnection
-
-
-async def connect(make: Callable[[], ClientConnection], host: str, port: int) -> None:
-    """Raises OSError (ADDRESS-ALL)."""
-    loop = asyncio.get_running_loop()
-    errors: dict[str, OSError] = {}
-    for address in _distinct(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
-        try:
-            await loop.create_connection(make, address, port)
-            return
-        except OSError as exc:
-            errors[address] = exc
-    raise _failure(errors)
 
 
 def probe(host: str, port: int, timeout_s: float) -> None:
     """Whether something listens there. Raises OSError (ADDRESS-ALL)."""
     deadline_s = time.monotonic() + timeout_s
     errors: dict[str, OSError] = {}
-    for address in _distinct(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+    for address in distinct(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
         try:
             return socket.create_connection((address, port), max(0.05, deadline_s - time.monotonic())).close()
         except OSError as exc:
             errors[address] = exc
-    raise _failure(errors)
+    raise failure_of(errors)
 
 
-def _distinct(found: Iterable[tuple[Any, ...]]) -> list[str]:
+def distinct(found: Iterable[tuple[Any, ...]]) -> list[str]:
     return list(dict.fromkeys(str(info[4][0]) for info in found))
 
 
-def _failure(errors: dict[str, OSError]) -> OSError:
+def failure_of(errors: dict[str, OSError]) -> OSError:
     """ADDRESS-ALL"""
     (first, *others) = errors.values()
     if not others:

@@ -38,8 +38,7 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.record import PROTOCOL, Report
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
-from elasticgang.session.addresses import connect
-from elasticgang.session.connection import ClientConnection, Connection
+from elasticgang.session.connection import ClientConnection, Connection, connect
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT, Identity
 from elasticgang.session.messages import decode_from_coordinator, encode

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import ssl
 from collections.abc import Callable
 from typing import Protocol
 
 from elasticgang.errors import WireError
+from elasticgang.session.addresses import distinct, failure_of
 from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, body_frame
 from elasticgang.session.handshake import (
     MAX_HANDSHAKE_BYTES,
@@ -265,3 +267,16 @@ class ClientConnection(Connection):
             return
         keys: SessionKeys = self._handshake.finish(body)
         self._open(keys.to_client, keys.to_server)
+
+
+async def connect(make: Callable[[], ClientConnection], host: str, port: int) -> None:
+    """Raises OSError (ADDRESS-ALL)."""
+    loop = asyncio.get_running_loop()
+    errors: dict[str, OSError] = {}
+    for address in distinct(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+        try:
+            await loop.create_connection(make, address, port)
+            return
+        except OSError as exc:
+            errors[address] = exc
+    raise failure_of(errors)

@@ -7,8 +7,7 @@ import asyncio
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.coordinator_messages import GrantOffice, Refused
 from elasticgang.protocol.record import PROTOCOL
-from elasticgang.session.addresses import connect
-from elasticgang.session.connection import ClientConnection, Connection
+from elasticgang.session.connection import ClientConnection, Connection, connect
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import OPERATOR, Identity
 from elasticgang.session.messages import decode_for_operator, encode

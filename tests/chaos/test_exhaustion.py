@@ -18,6 +18,7 @@ def allow_descriptors(pid: int, limit: int) -> int:
     return soft
 
 
+# DOOR-4
 def test_a_rank_that_cannot_be_started_comes_back_once_it_can(tmp_path: Path) -> None:
     with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=2) as job:
         job.expect_file(tmp_path / "at-1")

@@ -183,10 +183,11 @@ def test_a_comm_process_imports_little() -> None:
     found = subprocess.check_output([sys.executable, "-c", code], cwd=REPOSITORY, text=True).split()
     assert {*found} <= {
         *(f"elasticgang.{room}" for room in ("collectives", "comm", "process")),
-        *(f"elasticgang.comm.{name}" for name in ("arena", "torch_backend", "worker")),
-        *(f"elasticgang.collectives.{name}" for name in ("backend_name", "collective", "dtypes", "table", "work")),
+        *(f"elasticgang.comm.{name}" for name in ("agent_store", "arena", "torch_backend", "worker")),
+        *(f"elasticgang.collectives.{name}" for name in ("backend_name", "collective", "dtypes", "exchange")),
+        *(f"elasticgang.collectives.{name}" for name in ("table", "work")),
         *(f"elasticgang.{name}" for name in ("errors", "integers", "torch_private")),
-        "elasticgang.process.status_page",
+        *(f"elasticgang.process.{name}" for name in ("framing", "status_page")),
     }
 
 

@@ -130,6 +130,16 @@ def test_a_silent_agent_is_lost_after_the_time_and_not_before() -> None:
     assert m.Send(a, m.EndGeneration(1, "agent b is lost")) in out
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_an_agent_that_leaves_a_finished_job_is_not_announced_as_lost(finished: bool) -> None:
+    driver, a, b = found()
+    if finished:
+        driver.hear(b, m.Finished())
+    out = driver.hear(b, m.Goodbye("all ranks have ended"))
+    assert driver.state.lost == {"b"}
+    assert (m.Send(a, m.Notice("lost", "", "b")) in out) is not finished
+
+
 def test_a_coordinator_that_stood_still_declares_nobody_lost() -> None:
     driver, _, _ = found()
     driver.now_s += 1000
