@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -60,6 +61,9 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
     Raises:
         OperationalError: it cannot listen there, the directory cannot be used, or it cannot go on.
     """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:  # an agent's session takes a descriptor
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host = options.host
     options.credentials.check_address(host, f"the coordinator listens on loopback only, not on {host!r}")
     directory = None if options.state_dir is None else StateDirectory(options.state_dir)

@@ -1,12 +1,16 @@
 """Where sessions come in, and how many connections may wait to be authenticated.
 
-LISTEN-BOUND  At most `MAX_PENDING` connections wait for their handshake: one more ends the oldest of them.
+LISTEN-BOUND  At most `MAX_PENDING` connections wait for their handshake. Further ones stay in the kernel's queue until
+              one of these is done, or the oldest has had `MIN_PENDING_S` and is ended. So the agents of a large job can
+              all come at once, and an attacker's connections keep nobody out for long.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
+import socket
 import ssl
 from collections.abc import Callable
 
@@ -16,7 +20,11 @@ from elasticgang.session.handshake import AGENT
 from elasticgang.session.incidents import Incidents
 from elasticgang.session.tls import Tls, TlsStream
 
-MAX_PENDING = 256
+MAX_PENDING = 1024
+MIN_PENDING_S = 0.5
+_MAX_QUEUED = 4096
+_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # this host has no such address: another one of the name may do
+_RETRY_S = 0.5  # while the process has no descriptor to spare
 
 
 class Listener:
@@ -35,9 +43,11 @@ class Listener:
         self._context: ssl.SSLContext | None = None if tls is None else tls.server_context()
         self._certificate = "" if tls is None else tls.path
         self._decoy = secrets.token_bytes(32)
-        self._pending: dict[Connection, None] = {}
+        self._pending: dict[Connection, float] = {}  # when it was accepted
         self._open: set[Connection] = set()
-        self._server: asyncio.Server | None = None
+        self._sockets: list[socket.socket] = []
+        self._accepted: set[asyncio.Task[object]] = set()
+        self._pause: asyncio.TimerHandle | None = None
         self.incidents = Incidents(log)
 
     @property
@@ -46,37 +56,104 @@ class Listener:
 
     @property
     def port(self) -> int:
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
+        return int(self._sockets[0].getsockname()[1])
 
     async def start(self, host: str, port: int) -> None:
+        """Raises OSError, and listens nowhere then."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, host, port, backlog=4096)
+        found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        errors = []
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
+                self._sockets.append(socket.create_server(address[:2], family=family, backlog=_MAX_QUEUED))
+            except OSError as exc:
+                errors.append(exc)
+            else:
+                self._sockets[-1].setblocking(False)
+        taken = [error for error in errors if error.errno not in _ABSENT]
+        if taken or not self._sockets:
+            self._close()
+            raise (taken or errors)[0]
+        self._resume()
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._close()
         for connection in [*self._pending, *self._open]:
             connection.abort("the coordinator stops")
-        if self._server is not None:
-            await self._server.wait_closed()
+        for task in self._accepted:
+            task.cancel()
+        await asyncio.gather(*self._accepted, return_exceptions=True)
 
-    def _accept(self) -> Connection:
-        while len(self._pending) >= MAX_PENDING:
-            oldest = next(iter(self._pending))
-            oldest.abort(f"more than {MAX_PENDING} connections wait for their handshake")
-            self._pending.pop(oldest, None)
+    def _close(self) -> None:
+        self._stop_accepting()
+        for listening in self._sockets:
+            listening.close()
+        self._sockets.clear()
+
+    def _resume(self) -> None:
+        self._stop_accepting()
+        for listening in self._sockets:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    def _stop_accepting(self, for_s: float | None = None) -> None:
+        """`for_s`: None for until it is resumed."""
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        loop = asyncio.get_running_loop()
+        for listening in self._sockets:
+            loop.remove_reader(listening)
+        if for_s is not None:
+            self._pause = loop.call_later(for_s, self._resume)
+
+    def _accept(self, listening: socket.socket) -> None:
+        """Take one connection: the loop calls again while there are more."""
+        loop = asyncio.get_running_loop()
+        if (wait_s := self._make_room(loop.time())) > 0.0:
+            self._stop_accepting(wait_s)
+            return
+        try:
+            accepted = listening.accept()[0]
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as exc:
+            self.incidents.note("an unknown host", f"it cannot be accepted: {exc}")
+            self._stop_accepting(_RETRY_S)
+            return
         stream = None if self._context is None else TlsStream(self._context, is_server=True)
         connection = ServerConnection(
             self, self._secret_of, self._decoy, self._roles, self._max_bytes, stream, self._certificate
         )
-        self._pending[connection] = None
-        return connection
+        self._pending[connection] = loop.time()
+        task = loop.create_task(loop.connect_accepted_socket(lambda: connection, accepted))
+        self._accepted.add(task)
+        task.add_done_callback(lambda done: self._handed_over(connection, done))
+
+    def _handed_over(self, connection: Connection, task: asyncio.Task[object]) -> None:
+        self._accepted.discard(task)
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            connection.abort(str(failure))
+
+    def _make_room(self, now_s: float) -> float:
+        """Returns how long to wait before the oldest connection may be ended, 0 if there is room."""
+        if len(self._pending) < MAX_PENDING:
+            return 0.0
+        oldest, since_s = next(iter(self._pending.items()))
+        if (wait_s := since_s + MIN_PENDING_S - now_s) > 0.0:
+            return wait_s
+        oldest.abort(f"more than {MAX_PENDING} connections wait for their handshake")
+        self._forget(oldest)
+        return 0.0
+
+    def _forget(self, connection: Connection) -> None:
+        """LISTEN-BOUND"""
+        if self._pending.pop(connection, None) is not None and self._pause is not None and self._sockets:
+            self._resume()
 
     # -- of its connections
 
     def opened(self, connection: Connection) -> None:
-        self._pending.pop(connection, None)
+        self._forget(connection)
         self._open.add(connection)
         self._user.opened(connection)
 
@@ -88,6 +165,6 @@ class Listener:
             self._open.discard(connection)
             self._user.closed(connection, reason)
             return
-        self._pending.pop(connection, None)
+        self._forget(connection)
         if reason:
             self.incidents.note(connection.peer.rsplit(":", 1)[0], reason)

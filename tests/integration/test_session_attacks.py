@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import socket
 import struct
 from collections.abc import Callable
 
@@ -158,6 +160,7 @@ def test_frames_recorded_in_one_session_are_worthless_in_another() -> None:
 
 def test_half_open_connections_are_bounded_and_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "MAX_PENDING", 16)
+    monkeypatch.setattr(listeners, "MIN_PENDING_S", 0.01)
 
     async def test(echo: Echo) -> None:
         opened = []
@@ -173,6 +176,57 @@ def test_half_open_connections_are_bounded_and_do_not_keep_others_out(monkeypatc
         assert len(echo.log) == 1
         for _, writer in opened[100:]:
             writer.close()
+
+    serve(test)
+
+
+# LISTEN-BOUND
+def test_many_honest_clients_come_at_once_and_none_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "MAX_PENDING", 16)
+
+    async def test(echo: Echo) -> None:
+        assert all(await asyncio.gather(*(is_served(echo) for _ in range(200))))
+        assert echo.log == []
+        assert echo.listener.num_pending == 0
+
+    serve(test)
+
+
+# LISTEN-BOUND
+def test_who_waits_in_the_queue_is_served_once_the_oldest_had_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "MAX_PENDING", 4)
+    monkeypatch.setattr(listeners, "MIN_PENDING_S", 0.2)
+
+    async def test(echo: Echo) -> None:
+        silent = [await raw(echo) for _ in range(4)]
+        began_s = asyncio.get_running_loop().time()
+        assert await is_served(echo)
+        assert asyncio.get_running_loop().time() - began_s > 0.1
+        assert await ended(silent[0][0]) == b""
+        assert not silent[3][0].at_eof()
+        assert echo.log == ["rejected a connection from 127.0.0.1: more than 4 connections wait for their handshake"]
+
+    serve(test)
+
+
+# LISTEN-BOUND
+def test_a_coordinator_without_descriptors_accepts_again_once_it_has_some() -> None:
+    async def test(echo: Echo) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        waiting = socket.socket()
+        waiting.setblocking(False)
+        lowest = os.dup(waiting.fileno())
+        os.close(lowest)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            waiting.connect_ex(("127.0.0.1", echo.listener.port))
+            await echo.has_logged.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert "Too many open files" in echo.log[0]
+        assert await is_served(echo)
+        waiting.close()
+        assert len(echo.log) == 1
 
     serve(test)
 

@@ -348,6 +348,7 @@ def test_slow_tls_handshakes_are_bounded_and_keep_nobody_out(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listeners, "MAX_PENDING", 16)
+    monkeypatch.setattr(listeners, "MIN_PENDING_S", 0.01)
     tls = authority.issue().read()
     hello = hello_of(tls)
 
