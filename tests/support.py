@@ -138,6 +138,8 @@ class Command:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            print(f"{self.directory.name} wrote\n{self.stderr[-4000:]}", file=sys.stderr)
         self.process.kill()
         self.process.wait()
         for process in self.processes():

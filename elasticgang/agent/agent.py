@@ -38,6 +38,7 @@ from elasticgang.observe.change_report import ChangeReporter, format_change
 from elasticgang.process import stacks
 from elasticgang.process.daemon_thread import in_daemon_thread
 from elasticgang.process.lease import Lease
+from elasticgang.process.stop_signals import STOP_SIGNALS, release_stop_signals
 from elasticgang.protocol.agent_events import (
     Abort,
     AgentEvent,
@@ -119,8 +120,9 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._on_bug)
         self._exit = self._loop.create_future()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
+        release_stop_signals()
         self._supervisor.open()  # it imports torch while the agent connects
         try:
             return await self._serve()

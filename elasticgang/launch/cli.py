@@ -359,6 +359,15 @@ def _run(args: argparse.Namespace) -> int:
         host = args.coordinator.rpartition(":")[0]
         _check_reachable(args.coordinator, args.connect_timeout)
         _check_open(host, credentials, f"the agent uses a coordinator on loopback only, not at {host!r}")
+    from elasticgang.errors import NotSupportedError
+    from elasticgang.launch.availability import check_available
+    from elasticgang.process.stop_signals import hold_stop_signals
+
+    try:
+        check_available(args.process_group)
+    except NotSupportedError as exc:
+        raise _UsageError(f"--process-group {args.process_group}: {exc}") from exc
+    hold_stop_signals()
     from elasticgang.launch.run import run_job
 
     code = run_job(args, credentials)
@@ -450,6 +459,9 @@ def _coordinator(args: argparse.Namespace) -> int:
             raise _UsageError(f"cannot listen on {args.host}:{args.port}: {reason}") from exc
     credentials = _find_credentials(args, is_client=False)
     _check_open(args.host, credentials, f"the coordinator listens on loopback only, not on {args.host!r}")
+    from elasticgang.process.stop_signals import hold_stop_signals
+
+    hold_stop_signals()
     from elasticgang.launch.run import run_coordinator
 
     return run_coordinator(args, credentials)

@@ -7,20 +7,18 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import uuid
 from pathlib import Path
 
 from elasticgang.agent.agent import Agent
 from elasticgang.agent.job import Job
-from elasticgang.errors import NotSupportedError, OperationalError
+from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
+from elasticgang.process.stop_signals import release_stop_signals
 from elasticgang.session.credentials import Credentials
 
-_AVAILABILITY = "elasticgang.comm.availability"
-_AVAILABILITY_S = 120.0
 _RANK_TARGET = "elasticgang.member.rank_main:main"
 # Modules that the fork server imports once for all processes of a host: ranks, comm processes, and a coordinator.
 _PRELOAD = (
@@ -37,11 +35,6 @@ _PRELOAD = (
 
 
 def run_job(args: argparse.Namespace, credentials: Credentials) -> int:
-    try:
-        _check_available(args.process_group)
-    except NotSupportedError as exc:
-        print(f"elasticgang: error: --process-group {args.process_group}: {exc}", file=sys.stderr)
-        return 2
     env = {}
     if args.nproc_per_node + args.spares > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
@@ -76,21 +69,6 @@ def run_job(args: argparse.Namespace, credentials: Credentials) -> int:
         output.close()
 
 
-def _check_available(process_group: str) -> None:
-    """Raise NotSupportedError if this machine does not have the process group. Only NCCL's are asked about: every build
-    of torch for Linux has Gloo. torch is asked in a process of its own, because an agent imports none."""
-    if process_group.endswith("nccl"):
-        command = [sys.executable, "-m", _AVAILABILITY, process_group]
-        try:
-            asked = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_AVAILABILITY_S
-            )
-        except subprocess.TimeoutExpired:
-            raise NotSupportedError(f"torch was not imported within {_AVAILABILITY_S:g} s, to look for NCCL") from None
-        if asked.returncode:
-            raise NotSupportedError(asked.stdout.strip() or asked.stderr.strip())
-
-
 def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
     from elasticgang.coordinator.server import CoordinatorOptions, serve
 
@@ -101,6 +79,7 @@ def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
         serving = asyncio.ensure_future(serve(options, log, listening))
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+        release_stop_signals()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -224,6 +225,31 @@ def test_a_signal_while_it_starts_ends_everything_in_time(tmp_path: Path, number
         assert job.wait() in (128 + number, -number)
         job.assert_nothing_left(began + ENDED_S - time.monotonic())
         assert time.monotonic() - began < ENDED_S
+
+
+# STOP-HELD
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_callback_of_an_import_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
+    """Python forgets an exception, and so a KeyboardInterrupt, in a callback of a weak reference."""
+    interrupting = f"""\
+        import importlib.abc, os, signal, sys, weakref
+        class Referent: pass
+        class Interrupt(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name == "elasticgang.agent.agent":
+                    sys.meta_path.remove(self)
+                    referent = Referent()
+                    reference = weakref.ref(referent, lambda dead: os.kill(os.getpid(), {int(number)}))
+                    del referent
+        if "elasticgang" in sys.orig_argv:
+            sys.meta_path.insert(0, Interrupt())
+        """
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(interrupting))
+    path = f"{REPOSITORY}:{tmp_path / 'site'}"
+    with Job(tmp_path, ignoring(tmp_path), env={"PYTHONPATH": path}) as job:
+        assert job.wait() == 128 + number
+        job.assert_nothing_left()
 
 
 def wait_for_moment(job: Job, moment: str) -> None:

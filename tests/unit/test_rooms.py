@@ -53,10 +53,13 @@ KNOWS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "train": ("errors", "torch_private", "layout", "protocol", "collectives", "comm", "gang", "member", "state"),
-    "launch": ("errors", "comm", "session", "agent", "coordinator", "member", "observe", "train"),
+    "launch": ("errors", "comm", "process", "session", "agent", "coordinator", "member", "observe", "train"),
 }
 # What one room may take from another alone, where the arrow is no more than that.
-ONLY = {("gang", "comm"): ("elasticgang.comm.torch_backend",)}
+ONLY = {
+    ("gang", "comm"): ("elasticgang.comm.torch_backend",),
+    ("launch", "process"): ("elasticgang.process.stop_signals",),
+}
 
 PURE_ROOMS = ("layout", "protocol")
 PURE_MODULES = (
