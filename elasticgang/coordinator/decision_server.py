@@ -10,8 +10,9 @@ SERVE-EXITED   An agent without a session has exited, with all that it had start
 SERVE-FORGET   A job that is abandoned (ABANDON) is forgotten at once if a state directory has what is known of it, or
                if nothing is known. Without a directory, the last `MAX_ENDED` that have finished or are lost keep no
                more than that; any other is forgotten once there are `MAX_JOBS`.
-SERVE-KEYS     An agent of the newest record exchanges the rendezvous keys of its generation, until the generation is
-               over; one without a seat there may put none.
+SERVE-KEYS     In office, an agent of the newest record exchanges the rendezvous keys of its generation, until the
+               generation is over; one without a seat there may put none. Out of office keys are dropped: agents send
+               all of them again to a coordinator that takes office.
 SERVE-STOP     When the state machine raises, or the disk does not write, the process ends: what it held is in the state
                directory and with the agents.
 """
@@ -56,6 +57,7 @@ from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT, OPERATOR
 from elasticgang.session.listener import Listener
 from elasticgang.session.messages import decode_from_agent, decode_from_operator, encode, encode_delta
+from elasticgang.testing import reached
 
 EXITED_S = 1.2
 _TICK_S = 0.2
@@ -78,6 +80,12 @@ class _Job:
     refused_s: dict[str, float] = field(default_factory=dict)  # since when each agent's host refuses (SERVE-EXITED)
     probes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     exchange: KeyExchange[int] | None = None  # of the present generation; its parties are sessions
+
+    @property
+    def exchanging(self) -> Record | None:
+        """The record whose agents exchange rendezvous keys now (SERVE-KEYS)."""
+        record, state = self.state.record, self.state
+        return record if record is not None and state.in_office and state.over < record.generation else None
 
 
 @dataclass(frozen=True)
@@ -226,11 +234,12 @@ class CoordinatorServer:
     @staticmethod
     def _exchange_keys(job: _Job, number: int, message: RendezvousKeys) -> None:
         """SERVE-KEYS. Keys of another generation are dropped: they may have crossed its end."""
-        record, session = job.state.record, job.state.sessions.get(number)
-        if record is None or message.prefix != record.prefix or job.state.over >= record.generation:
+        record, session = job.exchanging, job.state.sessions.get(number)
+        if record is None or message.prefix != record.prefix:
             return
         if session is None or session.agent not in record.agents:
             raise WireError("an agent puts rendezvous keys of a generation that it is not in")
+        reached("keys_received")
         if job.exchange is None:
             job.exchange = KeyExchange(record.prefix)
         for other, keys in job.exchange.take(number, message.groups, message.keys).items():
@@ -346,10 +355,8 @@ class CoordinatorServer:
     @staticmethod
     def _drop_keys(job: _Job) -> None:
         """SERVE-KEYS."""
-        record, exchange = job.state.record, job.exchange
-        if exchange is not None and (
-            record is None or record.prefix != exchange.prefix or job.state.over >= record.generation
-        ):
+        record, exchange = job.exchanging, job.exchange
+        if exchange is not None and (record is None or record.prefix != exchange.prefix):
             job.exchange = None
 
     def _stop_for(self, error: BaseException) -> None:
