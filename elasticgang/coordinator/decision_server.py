@@ -13,6 +13,7 @@ SERVE-FORGET   A job that is abandoned (ABANDON) is forgotten at once if a state
 SERVE-KEYS     In office, an agent of the newest record exchanges the rendezvous keys of its generation, until the
                generation is over; one without a seat there may put none. Out of office keys are dropped: agents send
                all of them again to a coordinator that takes office.
+SERVE-LOG      Why a session of a job was closed is logged once for each host and reason.
 SERVE-STOP     When the state machine raises, or the disk does not write, the process ends: what it held is in the state
                directory and with the agents.
 """
@@ -55,6 +56,7 @@ from elasticgang.protocol.rendezvous_keys import KeyExchange, RendezvousKeys
 from elasticgang.session.connection import Connection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT, OPERATOR
+from elasticgang.session.incidents import Incidents
 from elasticgang.session.listener import Listener
 from elasticgang.session.messages import decode_from_agent, decode_from_operator, encode, encode_delta
 from elasticgang.testing import reached
@@ -72,6 +74,7 @@ MIN_DELTA_BYTES = 32 << 10  # a smaller record is sent whole: an agent reads it 
 class _Job:
     name: str
     state: CoordinatorState
+    closings: Incidents  # SERVE-LOG
     connections: dict[int, Connection] = field(default_factory=dict)
     known: dict[int, Record] = field(default_factory=dict)  # by session: the newest record that its agent has
     events: deque[CoordinatorEvent] = field(default_factory=deque)
@@ -269,7 +272,7 @@ class CoordinatorServer:
                 directory.write(name, Kept(state.term, kept.decision, kept.finished))
             if name in self._ended:
                 state.finished, state.unrecoverable = self._ended.pop(name)
-            self._jobs[name] = _Job(name, state)
+            self._jobs[name] = _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
         return self._jobs[name]
 
     def _tick(self) -> None:
@@ -391,7 +394,7 @@ class CoordinatorServer:
                 case CloseSession(number, reason):
                     connection = job.connections.get(number)
                     if connection is not None:
-                        self._log(f"job {job.name}: closing a session with {connection.peer}: {reason}")
+                        job.closings.note(connection.peer.rsplit(":", 1)[0], reason)
                         connection.close()
 
     @staticmethod

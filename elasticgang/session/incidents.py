@@ -1,4 +1,4 @@
-"""What goes wrong with unauthenticated peers.
+"""Why connections of peers were closed.
 
 INCIDENT-ONCE  It is logged once for each host and reason, and counted. The number of both is bounded.
 """
@@ -24,4 +24,4 @@ class Incidents:
             key = ("other hosts", "more of the same")
         self.counts[key] += 1
         if self.counts[key] == 1:
-            self._log(f"rejected a connection from {key[0]}: {key[1]}")
+            self._log(f"closed a connection from {key[0]}: {key[1]}")
