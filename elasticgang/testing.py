@@ -29,6 +29,8 @@ PLACES = {
     "requested": "the request is sent",
     "record_received": "the next record has come; the rank has not acted on it",
     "configuring": "the rank has acted on the record; its groups are not configured",
+    "keys_collected": "an agent has rendezvous keys of its ranks; it has not sent them to the coordinator",
+    "keys_received": "a coordinator has received rendezvous keys of an agent; it has forwarded none of them",
     "entered": "the rank has entered the generation",
     "healing": "a learner is about to ask its peers for the state",
     "source_agreed": "a learner of a large state has agreed with one peer on its chunks; that peer has sent none",

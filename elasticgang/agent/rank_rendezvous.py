@@ -21,6 +21,7 @@ from elasticgang.errors import WireError
 from elasticgang.process import framing
 from elasticgang.protocol.record import Record
 from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, KeyExchange, RendezvousKeys
+from elasticgang.testing import reached
 
 _MAX_FRAME_BYTES = 4 * MAX_VALUE_CHARS
 _MAX_UNSENT_BYTES = 128 << 20
@@ -176,6 +177,8 @@ class RankRendezvous:
         for connection, keys in outbox.items():
             if connection is not None:
                 connection.send(framing.pack("keys", prefix=prefix, keys=keys))
+        if to_coordinator:
+            reached("keys_collected")
         while groups or to_coordinator:
             num, size = 0, 0
             while num < len(to_coordinator) and (size := size + len(to_coordinator[num].value)) <= _MAX_SENT_CHARS:

@@ -12,8 +12,10 @@ SERVE-FORGET   An abandoned job (ABANDON) is removed from memory at once if the 
                server knows no record of it. Without a directory, the server remembers only the outcome of the last
                `MAX_ENDED` jobs that have finished or are lost, and removes other abandoned jobs once it leads
                `MAX_JOBS`.
-SERVE-KEYS     Agents of the newest record exchange the rendezvous keys of its generation until the generation is over.
-               An agent without a seat in it may not put a key.
+SERVE-KEYS     In office, agents of the newest record exchange the rendezvous keys of its generation until it is over.
+               An agent without a seat in it may not put a key. Out of office, keys are dropped: agents send all of
+               them again to a coordinator that takes office.
+SERVE-LOG      Why a session of a job was closed is logged once for each host and reason.
 SERVE-STOP     The process ends when the state machine raises or a write fails. The state directory and the agents have
                all of its state.
 """
@@ -56,8 +58,10 @@ from elasticgang.protocol.rendezvous_keys import KeyExchange, RendezvousKeys
 from elasticgang.session.connection import Connection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT, OPERATOR
+from elasticgang.session.incidents import Incidents
 from elasticgang.session.listener import Listener
 from elasticgang.session.messages import decode_from_agent, decode_from_operator, encode, encode_delta
+from elasticgang.testing import reached
 
 EXITED_S = 1.2
 _TICK_S = 0.2
@@ -72,6 +76,7 @@ MIN_DELTA_BYTES = 32 << 10  # smaller records are sent whole, which is faster
 class _Job:
     name: str
     state: CoordinatorState
+    closings: Incidents  # SERVE-LOG
     connections: dict[int, Connection] = field(default_factory=dict)
     known: dict[int, Record] = field(default_factory=dict)  # by session: the newest record that was sent to the agent
     events: deque[CoordinatorEvent] = field(default_factory=deque)
@@ -80,6 +85,12 @@ class _Job:
     refused_s: dict[str, float] = field(default_factory=dict)  # by agent: when its host began to refuse (SERVE-EXITED)
     probes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     exchange: KeyExchange[int] | None = None  # of the present generation; the parties are sessions
+
+    @property
+    def exchanging(self) -> Record | None:
+        """The record whose agents exchange rendezvous keys now (SERVE-KEYS)."""
+        record, state = self.state.record, self.state
+        return record if record is not None and state.in_office and state.over < record.generation else None
 
 
 @dataclass(frozen=True)
@@ -230,11 +241,12 @@ class CoordinatorServer:
     @staticmethod
     def _exchange_keys(job: _Job, number: int, message: RendezvousKeys) -> None:
         """SERVE-KEYS. Keys of another generation are dropped: they may have been sent before its end was known."""
-        record, session = job.state.record, job.state.sessions.get(number)
-        if record is None or message.prefix != record.prefix or job.state.over >= record.generation:
+        record, session = job.exchanging, job.state.sessions.get(number)
+        if record is None or message.prefix != record.prefix:
             return
         if session is None or session.agent not in record.agents:
             raise WireError("an agent puts rendezvous keys of a generation that it is not in")
+        reached("keys_received")
         if job.exchange is None:
             job.exchange = KeyExchange(record.prefix)
         for other, keys in job.exchange.take(number, message.groups, message.keys).items():
@@ -264,7 +276,7 @@ class CoordinatorServer:
                 directory.write(name, Kept(state.term, kept.decision, kept.finished))
             if name in self._ended:
                 state.finished, state.unrecoverable = self._ended.pop(name)
-            self._jobs[name] = _Job(name, state)
+            self._jobs[name] = _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
         return self._jobs[name]
 
     def _tick(self) -> None:
@@ -350,10 +362,8 @@ class CoordinatorServer:
     @staticmethod
     def _drop_keys(job: _Job) -> None:
         """SERVE-KEYS."""
-        record, exchange = job.state.record, job.exchange
-        if exchange is not None and (
-            record is None or record.prefix != exchange.prefix or job.state.over >= record.generation
-        ):
+        record, exchange = job.exchanging, job.exchange
+        if exchange is not None and (record is None or record.prefix != exchange.prefix):
             job.exchange = None
 
     def _stop_for(self, error: BaseException) -> None:
@@ -388,7 +398,7 @@ class CoordinatorServer:
                 case CloseSession(number, reason):
                     connection = job.connections.get(number)
                     if connection is not None:
-                        self._log(f"job {job.name}: closing a session with {connection.peer}: {reason}")
+                        job.closings.note(connection.peer.rsplit(":", 1)[0], reason)
                         connection.close()
 
     @staticmethod

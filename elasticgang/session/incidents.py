@@ -1,6 +1,6 @@
-"""Counts and logs rejected connections.
+"""Counts and logs why connections of peers were closed.
 
-INCIDENT-ONCE  A rejection is logged once for each host and reason, and counted. At most `_MAX_INCIDENTS` pairs are
+INCIDENT-ONCE  A reason is logged once for each host and reason, and counted. At most `_MAX_INCIDENTS` pairs are
                kept; further ones share one entry.
 """
 
@@ -25,4 +25,4 @@ class Incidents:
             key = ("other hosts", "more of the same")
         self.counts[key] += 1
         if self.counts[key] == 1:
-            self._log(f"rejected a connection from {key[0]}: {key[1]}")
+            self._log(f"closed a connection from {key[0]}: {key[1]}")

@@ -31,11 +31,13 @@ class Coordinator(Command):
         port: int = 0,
         state: bool = False,
         credentials: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "elasticgang"),
         prefix: Sequence[str] = (),
     ) -> None:
+        """`program` and `prefix`: see `Job`."""
         options = ["--state-dir", str(directory / "state")] if state else []
         options += credentials
-        command = [*prefix, sys.executable, "-m", "elasticgang", "coordinator", "--host", host, "--port", str(port)]
+        command = [*prefix, sys.executable, *program, "coordinator", "--host", host, "--port", str(port)]
         super().__init__(directory, [*command, *options])
 
     @functools.cached_property
@@ -72,10 +74,11 @@ class Cluster:
         state: bool = False,
         host: str = "127.0.0.1",
         credentials: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "elasticgang"),
         prefix: Sequence[str] = (),
     ) -> None:
         """`state`: the coordinator keeps a file. `credentials`: options of all; a secret where it listens beyond
-        loopback. `host` and `prefix`: where it listens, and what runs it."""
+        loopback. `host`, `program` and `prefix`: where the first coordinator listens, and what runs it."""
         self.directory = directory
         self.output = directory / "output"
         self.output.mkdir(parents=True)
@@ -88,7 +91,12 @@ class Cluster:
         self._num_started = 0
         self.agents: list[Job] = []
         coordinator = Coordinator(
-            directory / "coordinator", host=host, state=state, credentials=self._credentials, prefix=prefix
+            directory / "coordinator",
+            host=host,
+            state=state,
+            credentials=self._credentials,
+            program=program,
+            prefix=prefix,
         )
         self.coordinator = self._stack.enter_context(coordinator)
 

@@ -15,6 +15,7 @@ from elasticgang.launch import cli
 from elasticgang.protocol import agent_events
 from elasticgang.protocol.coordinator_messages import ConnectionRefused, Finished, Goodbye, GrantOffice, Notify
 from elasticgang.protocol.record import PROTOCOL
+from elasticgang.session.addresses import failure_of
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.connection import ClientConnection, Connection
 from elasticgang.session.credentials import Credentials
@@ -214,6 +215,14 @@ def test_the_command_says_what_the_coordinator_does(
 
 
 # -- addresses
+
+
+# ADDRESS-ALL, CLIENT-REFUSED
+def test_a_refusal_by_one_address_of_several_is_none() -> None:
+    errors: dict[str, OSError] = {"10.0.0.1": ConnectionRefusedError(), "10.0.0.2": TimeoutError("timed out")}
+    failure = failure_of(errors)
+    assert not isinstance(failure, ConnectionRefusedError)
+    assert str(failure) == "no address answers: 10.0.0.1: Connection refused; 10.0.0.2: timed out"
 
 
 # ADDRESS-ALL

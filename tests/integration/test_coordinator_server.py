@@ -58,7 +58,16 @@ class Agent:
         self.killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.has_event = asyncio.Event()
         self.session = AgentSession(name, incarnation=os.urandom(4).hex(), timeouts=QUICK)
-        self.client = AgentClient(self.session, self, ("127.0.0.1", port), job, credentials, self.log.append)
+        self._credentials = credentials
+        self._connect(port)
+
+    def _connect(self, port: int) -> None:
+        self.client = AgentClient(self.session, self, ("127.0.0.1", port), self.job, self._credentials, self.log.append)
+
+    def restart(self, port: int) -> None:
+        """After its client was stopped."""
+        self._connect(port)
+        self.client.start()
 
     def start(self) -> Agent:
         self.client.start()
@@ -274,8 +283,7 @@ def test_without_a_directory_a_restarted_coordinator_waits_for_every_promise() -
         while state.record is None:
             await asyncio.sleep(0.02)
         assert not state.in_office
-        b.client = AgentClient(b.session, b, ("127.0.0.1", job.port), "job", CREDENTIALS, b.log.append)
-        b.client.start()
+        b.restart(job.port)
         while not state.in_office:
             await asyncio.sleep(0.02)
         a.end_generation()

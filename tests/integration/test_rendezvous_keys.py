@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from elasticgang.protocol.coordinator_messages import JoinRequest, Notify
 from elasticgang.protocol.rendezvous_keys import Key, RendezvousKeys
 from tests.integration.test_coordinator_server import Agent, Job, found, play
 
@@ -28,6 +29,7 @@ async def answered(agent: Agent) -> None:
     await agent.client.stop()
 
 
+AGAIN = Key("g", "0", "again")
 FIRST, SECOND, FORGED = Key("g", "0", "true"), Key("g", "1", "other"), Key("g", "1", "forged")
 
 
@@ -102,6 +104,31 @@ def test_the_keys_of_a_generation_are_dropped_with_it() -> None:
         put(a)
         assert await got(a) == (SECOND,)
         assert b.keys.empty()
+
+    play(test, Job())
+
+
+# SERVE-KEYS
+def test_keys_that_come_before_the_coordinator_takes_office_are_dropped() -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        await job.stop()
+        await b.client.stop()
+        job.founds = False
+        server = await job.start()
+        while (state := server.state_of("job")) is None or state.record is None:
+            await asyncio.sleep(0.01)
+        put(a, FIRST)
+        a.client.notify(Notify(JoinRequest(1)))
+        while state.joining != 1:  # the keys were read before
+            await asyncio.sleep(0.01)
+        assert not state.in_office
+        b.restart(job.port)
+        while not state.in_office:
+            await asyncio.sleep(0.01)
+        put(b)
+        put(a, AGAIN)
+        assert await got(b) == (AGAIN,)
 
     play(test, Job())
 

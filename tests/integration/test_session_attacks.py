@@ -204,7 +204,7 @@ def test_who_waits_in_the_queue_is_served_once_the_oldest_had_its_time(monkeypat
         assert asyncio.get_running_loop().time() - began_s > 0.1
         assert await ended(silent[0][0]) == b""
         assert not silent[3][0].at_eof()
-        assert echo.log == ["rejected a connection from 127.0.0.1: more than 4 connections wait for their handshake"]
+        assert echo.log == ["closed a connection from 127.0.0.1: more than 4 connections wait for their handshake"]
 
     serve(test)
 

@@ -225,7 +225,7 @@ def test_half_open_connections_are_bounded_and_keep_nobody_out(
         assert ended(sock) == b""
     wait_until(lambda: threading.active_count() <= num_threads + 12, "the end of their threads")
     assert [record.getMessage() for record in caplog.records] == [
-        f"rejected a connection from {HERE}: more than 8 connections wait to be authenticated"
+        f"closed a connection from {HERE}: more than 8 connections wait to be authenticated"
     ]
     for sock in opened[80:]:
         sock.close()

@@ -36,8 +36,8 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "simulation": ("errors", "layout", "protocol"),
     "session": ("errors", "protocol"),
     "state": ("errors", "torch_private", "testing", "protocol", "session"),
-    "coordinator": ("errors", "protocol", "session"),
-    "agent": ("errors", "environment", "protocol", "process", "session", "coordinator", "observe"),
+    "coordinator": ("errors", "testing", "protocol", "session"),
+    "agent": ("errors", "environment", "testing", "protocol", "process", "session", "coordinator", "observe"),
     "member": (
         *(
             "errors",

@@ -1,0 +1,222 @@
+"""An attacker reaches the ports of a running job: it loses no step, holds no more memory, and logs each attack once."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import struct
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from elasticgang.protocol.coordinator_messages import (
+    Decision,
+    EndGeneration,
+    Hello,
+    KnownDecision,
+    PeerMessage,
+    Term,
+)
+from elasticgang.protocol.record import PROTOCOL
+from elasticgang.protocol.rendezvous_keys import Key, RendezvousKeys
+from elasticgang.session.frames import FrameWriter, body_frame
+from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity
+from tests.chaos.attacked import JOB_ID, AttackedJob, Session, close_all, connect, until_closed
+from tests.integration.test_rank_rendezvous import record_of
+
+pytestmark = pytest.mark.timeout(600)
+
+MB = 1 << 20
+TIMES = 20
+NUM_HALF_OPEN = 10_000
+TWO_GB = struct.pack("!I", 2 << 30)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedJob]:
+    with AttackedJob(tmp_path_factory.mktemp("attacked")) as made:
+        yield made
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def hello(role: str, secret: bytes = b"") -> bytes:
+    return body_frame(ClientHandshake(Identity(JOB_ID, role, PROTOCOL), secret, b"n" * 32).hello())
+
+
+# -- without the secret
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes is over the limit of 1024"),
+        (TWO_GB + b"x" * 1000, "a frame of 2147483648 bytes is over the limit of 1024"),
+        (body_frame(os.urandom(300)), "what opens a connection is no hello"),
+        (hello(AGENT) + body_frame(b"w" * 32), "a client does not hold the secret of the job"),
+        (hello(RANK), "role rank has no session here"),
+    ],
+)
+def test_the_coordinator_rejects_what_is_no_agent(job: AttackedJob, sent: bytes, reason: str) -> None:
+    with job.unharmed(8 * MB):
+        for _ in range(TIMES):
+            until_closed(connect(job.port, sent))
+        assert len(job.logged(reason)) == 1
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_ten_thousand_half_open_connections(job: AttackedJob) -> None:
+    opened: list[socket.socket] = []
+    with job.unharmed(32 * MB):
+        try:
+            for _ in range(NUM_HALF_OPEN):
+                opened.append(connect(job.port, hello(AGENT)[:100]))
+            job.make_steps()
+            assert len(job.logged("connections wait for their handshake")) == 1
+        finally:
+            close_all(opened)
+
+
+def test_a_recorded_session_is_worthless(job: AttackedJob) -> None:
+    with job.unharmed(8 * MB):
+        for _ in range(3):
+            until_closed(connect(job.port, job.relay.recorded))
+        assert len(job.logged("a client does not hold the secret of the job")) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("replay", "came in place of frame"), ("flip", "the MAC of a frame is wrong")]
+)
+def test_frames_are_changed_on_their_way(job: AttackedJob, how: str, reason: str) -> None:
+    """The agent opens another session."""
+    agent = job.agents[1]
+    with job.unharmed(8 * MB):
+        num = len([event for event in agent.events() if event["event"] == "coordinator reachable"])
+        job.relay.tamper(how)
+        assert job.relay.tampered.wait(60.0)
+        agent.expect("coordinator reachable", count=num + 1)
+        assert len(job.logged(reason)) == 1
+
+
+# -- with the secret
+
+
+Attack = Callable[[FrameWriter], bytes]
+
+
+@pytest.mark.parametrize("job_id", [JOB_ID, "another job"])
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (lambda w: TWO_GB + b"x" * 1000, "a frame of 2147483648 bytes is over the limit of 1677"),
+        (lambda w: w.frame(os.urandom(1000)), "a message is not valid: UnicodeDecodeError"),
+        (lambda w: w.frame(b'["Finished",1]'), "a message is not valid: TypeError"),
+        (lambda w: w.frame(b"[" * 100_000), "a message is not valid: RecursionError"),
+        (lambda w: w.frame(b'["GrantOffice"]'), "a message is not valid: KeyError"),
+    ],
+)
+def test_a_session_ends_at_its_first_fault(job: AttackedJob, job_id: str, attack: Attack, reason: str) -> None:
+    with job.unharmed(16 * MB):
+        for _ in range(TIMES):
+            session = job.session(job=job_id)
+            session.sock.sendall(attack(session.writer))
+            until_closed(session.sock)
+        assert len(job.logged(reason)) == 1
+
+
+def say_hello(job: AttackedJob, job_id: str = JOB_ID, name: str = "stranger") -> Session:
+    """An agent that is in no record."""
+    session = job.session(job=job_id)
+    session.send(Hello(name, f"incarnation of {name}", 1))
+    session.receive()  # Welcome
+    return session
+
+
+# SENDER, SERVE-KEYS
+def test_a_stranger_speaks_for_nobody(job: AttackedJob) -> None:
+    """Of the generation that runs: its end, and a rendezvous key."""
+    with job.unharmed(16 * MB):
+        session = say_hello(job)
+        session.send(EndGeneration(1, "forged"))
+        session.send(RendezvousKeys(job.prefix, ("root",), (Key("root", "0", "forged"),)))
+        until_closed(session.sock)
+        assert len(job.logged("rendezvous keys of a generation that it is not in")) == 1
+
+
+# SERVE-LOG
+def test_a_forged_record_that_nobody_has_asked_for(job: AttackedJob) -> None:
+    record = record_of("stranger/0", generation=2)
+    with job.unharmed(16 * MB):
+        for _ in range(TIMES):
+            session = say_hello(job)
+            session.send(KnownDecision(Decision(Term(99, "forged"), record)))
+            until_closed(session.sock)
+        assert len(job.logged("it sends a decision that it was not asked for")) == 1
+
+
+# SERVE-APART
+def test_a_holder_of_the_secret_in_another_job_reaches_nobody(job: AttackedJob) -> None:
+    with job.unharmed(16 * MB):
+        name = job.agents[0].expect("started")["agent"]
+        session = say_hello(job, "yet another job", name)
+        session.send(EndGeneration(1, "forged"))
+        session.send(RendezvousKeys(job.prefix, ("root",), (Key("root", "0", "forged"),)))
+        session.send(PeerMessage("failed", '["m", 0, 1]'))
+        session.sock.close()
+
+
+# CONN-UNREAD
+def test_a_slow_reader_is_cut_off(job: AttackedJob) -> None:
+    with job.unharmed(96 * MB):
+        reader, writer = (say_hello(job, "a slow job", name) for name in ("reader", "writer"))
+        for _ in range(60):
+            writer.send(PeerMessage("topic", "x" * MB))
+        assert len(job.logged("bytes unread")) == 1
+        close_all([reader.sock, writer.sock])
+
+
+# -- the other ports
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes is over the limit of 1024"),
+        (TWO_GB + b"x" * 1000, "a frame of 2147483648 bytes is over the limit of 1024"),
+        (hello(AGENT), "role agent has no session here"),
+        (hello(RANK) + body_frame(b"w" * 32), "a client does not hold the secret of the job"),
+    ],
+)
+def test_a_rank_serves_its_state_to_no_stranger(job: AttackedJob, sent: bytes, reason: str) -> None:
+    with job.unharmed(16 * MB):
+        for _ in range(TIMES):
+            until_closed(connect(job.ports()["rank"], sent))
+        agent = job.agents[0]
+        agent.expect_line(reason)
+        assert agent.stderr.count(reason) == 1
+
+
+@pytest.mark.parametrize("process", ["agent", "rank"])
+def test_a_thousand_half_open_connections_to_an_agent_and_a_rank(job: AttackedJob, process: str) -> None:
+    opened: list[socket.socket] = []
+    with job.unharmed(32 * MB):
+        try:
+            port = job.ports()[process]
+            for _ in range(1000):
+                opened.append(connect(port, b"\0\0"))
+            job.make_steps()
+        finally:
+            close_all(opened)
+        if process == "rank":
+            assert job.agents[0].stderr.count("connections wait to be authenticated") == 1
+
+
+def test_afterwards_a_rank_is_lost_and_heals(job: AttackedJob) -> None:
+    job.lose_rank()

@@ -1,0 +1,80 @@
+"""An agent or the coordinator is killed while rendezvous keys are on their way between agents: the groups of the new
+generation are half made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.several import Cluster, generation_of
+from tests.support import Job, kill
+
+pytestmark = pytest.mark.timeout(600)
+
+# The command line, in a process that gets SIGKILL when it reaches a place and a file is there.
+_KILLED = """\
+import pathlib
+from elasticgang import testing
+from elasticgang.launch.cli import main
+armed = pathlib.Path({armed!r})
+testing.fail_at({place!r}, lambda: armed.exists() and testing.kill_this_process())
+raise SystemExit(main())
+"""
+
+
+def killed_at(place: str, armed: Path) -> list[str]:
+    return ["-c", _KILLED.format(place=place, armed=str(armed))]
+
+
+def has(job: Job, event: str, **fields: object) -> bool:
+    return any(seen["event"] == event and fields.items() <= seen.items() for seen in job.events())
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_an_agent_is_killed_before_it_has_sent_its_keys(tmp_path: Path, alone: str, generation: int) -> None:
+    """The ranks of the others wait for keys that do not come."""
+    armed = tmp_path / "armed"
+    if generation == 1:
+        armed.touch()
+    with Cluster(tmp_path, holds=[5]) as cluster:
+        first = cluster.start(nnodes="3:3", ranks=1)
+        second = cluster.start(nnodes="3:3", ranks=2)
+        victim = cluster.start(nnodes="3:3", ranks=1, program=killed_at("keys_collected", armed))
+        if generation == 2:
+            cluster.reached(5, 4)
+            armed.touch()
+            kill(second.rank_pid(1))
+        assert victim.wait() == -9
+        victim.assert_nothing_left()
+        cluster.agents.remove(victim)
+        for agent in (first, second):
+            generation_of(agent, generation + 1)
+            assert not has(agent, "entered", generation=generation)
+            assert has(agent, "host lost", agent=victim.expect("started")["agent"])
+        cluster.release(5)
+        cluster.check(alone, [first, second])
+
+
+@pytest.mark.parametrize(("generation", "state"), [(1, False), (2, True), (2, False)])
+def test_the_coordinator_is_killed_before_it_has_forwarded_keys(
+    tmp_path: Path, alone: str, generation: int, state: bool
+) -> None:
+    """The generation begins with the keys that agents send again, and no other one is needed."""
+    armed = tmp_path / "armed"
+    if generation == 1:
+        armed.touch()
+    with Cluster(tmp_path, holds=[5], state=state, program=killed_at("keys_received", armed)) as cluster:
+        agents = [cluster.start(nnodes="2:2") for _ in range(2)]
+        if generation == 2:
+            cluster.reached(5, 4)
+            armed.touch()
+            kill(agents[0].rank_pid(0))
+        assert cluster.coordinator.wait() == -9
+        assert not any(has(agent, "entered", generation=generation) for agent in agents)
+        cluster.restart_coordinator()
+        for agent in agents:
+            agent.expect("entered", generation=generation)
+            assert not has(agent, "generation", generation=generation + 1)
+        cluster.release(5)
+        cluster.check(alone, agents)
