@@ -251,7 +251,7 @@ class AgentState:
     def may_request(self) -> bool:
         """AGENT-1. Check it again when a `RequestRecord` is carried out: an answer may have arrived in between."""
         asking = self._in(_Phase.REQUESTING)
-        if self._in(_Phase.SEATED) or not (asking or self.is_awaited()):
+        if not (asking or self.is_awaited()) or self._in(_Phase.SEATED):
             return False
         if self.waits_for_start:
             return False
@@ -267,7 +267,9 @@ class AgentState:
         return self.record is None and self._waits_for_start and self._is_starting()
 
     def _is_starting(self) -> bool:
-        return self._num_started < self.num_ranks + self.num_spares or bool(self._in(_Phase.STARTING))
+        if self._num_started < self.num_ranks + self.num_spares:
+            return True
+        return any(rank.phase is _Phase.STARTING for rank in self._ranks.values())
 
     def _member_left(self, member: str, finished: bool, in_order: bool) -> list[Instruction]:
         rank = self._ranks.get(member)

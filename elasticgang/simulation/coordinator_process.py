@@ -47,6 +47,9 @@ TIMEOUTS = replace(JOB_TIMEOUTS, founding_s=20.0)
 PATIENT = Timeouts(fenced_limit_s=90.0, dead_after_s=120.0, founding_s=20.0)
 
 
+_NOBODY: frozenset[str] = frozenset()
+
+
 def clock_rate(number: int) -> float:
     """The clocks of the simulation run as unlike as `Timeouts.drift` allows."""
     return 1 + TIMEOUTS.drift * (1 if number % 2 else -1)
@@ -115,11 +118,13 @@ class CoordinatorProcess:
             return []
         moves = []
         for number, session in self.sessions.items():
+            if not session.to_coordinator and session.is_agent_open and session.host.zone == self.zone:
+                continue  # idle: an open end is that of a living agent
             if not self.reaches(session):
                 moves.append(f"resets {number}")
             elif session.to_coordinator:
                 moves += [f"receives {number}", f"resets {number}"]
-            elif not session.is_agent_open:
+            else:
                 moves.append(f"loses {number}")
         if self.outbox:
             moves.append("sends")
@@ -186,33 +191,39 @@ class CoordinatorProcess:
     def do(self, cluster: Cluster, event: CoordinatorEvent) -> None:
         state = self.state
         number, known = state.number, state.decision
-        lost, dead = frozenset(state.lost), frozenset(state.dead)
+        lost = frozenset(state.lost) if state.lost else _NOBODY
+        dead = frozenset(state.dead) if state.dead else _NOBODY
         instructions = state.handle(event, cluster.now_s * self.rate)
         if state.number != number:
             self._note_all(cluster, instructions, number)  # decided before it took another term, at the same event
             self.promises.clear()
             self.is_granted = self.is_granted and self.disk is not None
-        if (state.lost or state.dead) and not isinstance(event, AgentExited):
-            promises.check_lost(cluster, self, state.lost - lost, state.dead - dead, silent=isinstance(event, Ticked))
-        if state.lost and " may live" in state.reason:
-            cluster.seen.add("waited for a silent agent")
-        self._note_all(cluster, instructions, state.number)
-        for instruction in instructions:
-            if not isinstance(instruction, Persist):
-                self.outbox.append(instruction)
-            elif self.disk is None:
-                raise Violation("PERSIST-1: a coordinator without a directory writes")
-            else:
-                self.writing.append(instruction)
+        if state.lost:
+            if not isinstance(event, AgentExited):
+                is_tick = isinstance(event, Ticked)
+                promises.check_lost(cluster, self, state.lost - lost, state.dead - dead, silent=is_tick)
+            if " may live" in state.reason:
+                cluster.seen.add("waited for a silent agent")
+        if instructions:
+            self._note_all(cluster, instructions, state.number)
+            for instruction in instructions:
+                if not isinstance(instruction, Persist):
+                    self.outbox.append(instruction)
+                elif self.disk is None:
+                    raise Violation("PERSIST-1: a coordinator without a directory writes")
+                else:
+                    self.writing.append(instruction)
         if state.decision is not known and state.decision is not None and state.decision.term.name != self.name:
             self.is_granted = False  # another coordinator has decided
 
     def _note_all(self, cluster: Cluster, instructions: list[CoordinatorInstruction], number: int) -> None:
         """Decisions of this coordinator under the term `number`."""
         for instruction in instructions:
-            decision = instruction.decision if isinstance(instruction, Persist) else None
-            if isinstance(instruction, Send) and isinstance(instruction.message, Push):
-                decision = instruction.message.decision
+            if isinstance(instruction, Send):
+                message = instruction.message
+                decision = message.decision if isinstance(message, Push) else None
+            else:
+                decision = instruction.decision if isinstance(instruction, Persist) else None
             if decision is not None and decision.term == Term(number, self.name):
                 self._note(cluster, decision)
 

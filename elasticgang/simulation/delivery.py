@@ -26,9 +26,7 @@ def pass_time(cluster: Cluster, num_steps: int) -> None:
         for coordinator in cluster.living():
             if not coordinator.is_stopped:
                 coordinator.do(cluster, Ticked())
-        _exchange(
-            cluster,
-        )
+        _exchange(cluster)
 
 
 def _exchange(cluster: Cluster) -> None:

@@ -322,7 +322,7 @@ class Host:
 
     def do(self, cluster: Cluster, event: SessionEvent) -> None:
         session, known = self.session, self.session.decision
-        for instruction in session.handle(event, self.clock_s(cluster)):
+        for instruction in session.handle(event, cluster.now_s * self.rate):
             if not self.alive:
                 return
             match instruction:
@@ -430,7 +430,8 @@ class Host:
     def handle(self, cluster: Cluster, event: events.AgentEvent) -> None:
         agent_state, before = self.agent_state, self.agent_state.record
         instructions = self.agent.handle(event, self.clock_s(cluster) + self.ahead_s)
-        self._check_starts(instructions)
+        if instructions:
+            self._check_starts(instructions)
         for instruction in instructions:
             if self.alive:
                 self._follow(cluster, instruction)
