@@ -185,7 +185,7 @@ class Agent:
     def _connected(self) -> None:
         agent, control = self._lifecycle.agent, self._control_plane
         self._events.write("started", agent=agent, coordinator=control.coordinator, ranks=self._job.num_processes)
-        self._handle(CoordinatorConnected(control.host, "", control.address))
+        self._handle(CoordinatorConnected(control.host, control.address))
         control.begin()
 
     def _send_keys(self, message: RendezvousKeys) -> None:

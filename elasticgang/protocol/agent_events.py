@@ -135,7 +135,6 @@ class CoordinatorConnected:
     address as the coordinator sees it; `address`: where it listens for other agents."""
 
     host: str
-    incarnation: str
     address: str
 
 

@@ -130,7 +130,6 @@ class AgentLifecycle:
             agent=agent,
             host="",
             job=options.job,
-            coordinator="",
             restarts=self._restarts,
             num_ranks=options.num_ranks,
             num_spares=options.num_spares,
@@ -276,7 +275,7 @@ class AgentLifecycle:
             return []
         self._phase, self._is_fenced = _Phase.SERVING, False
         agent_state = self.state
-        agent_state.host, agent_state.coordinator, agent_state.address = event.host, event.incarnation, event.address
+        agent_state.host, agent_state.address = event.host, event.address
         self._start_expires_s = self._now_s + START_TIMEOUT_S
         self._to_start.extend(range(self._options.num_ranks + self._options.num_spares))
         return []

@@ -86,7 +86,6 @@ class AgentState:
     agent: str
     host: str
     job: str
-    coordinator: str
     restarts: Restarts
     num_ranks: int
     num_spares: int = 0
@@ -153,7 +152,6 @@ class AgentState:
             agent=self.agent,
             host=self.host,
             job=self.job,
-            coordinator=self.coordinator,
             layout=self._layout,
             newest_record=NO_RECORD if self.record is None else self.record.ref,
             members=tuple(rank.report for rank in self._in(_Phase.REQUESTING).values() if rank.report is not None),

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from elasticgang.protocol.coordinator_messages import (
@@ -535,7 +535,7 @@ class CoordinatorState:
             return self._close(session.agent, wrong)
         if self.record is not None and (why := mismatch(self.record, report)) is not None:
             return self._refuse(Undecided(why, ((session.agent, why),)))
-        self._reports[session.agent] = replace(report, dead_agents=(), coordinator="")
+        self._reports[session.agent] = report
         if self._first_report_s is None:
             self._first_report_s = self._now_s
         return self._announce([session.agent]) + self._decide()
@@ -627,8 +627,8 @@ class CoordinatorState:
         if record is not None and (needed := self._needed(record, reports)) is not None:
             self.reason = needed
             return []
-        proposal = self._with_lost(reports, self.lost)
-        answer = next_record(record, proposal)
+        proposal = list(reports.values())
+        answer = next_record(record, proposal, self.lost)
         if isinstance(answer, Undecided):
             self.reason = answer.reason
             if answer.reason != self._undecided:
@@ -650,7 +650,7 @@ class CoordinatorState:
         """LAST: for what a silent agent is waited for; None when for nothing."""
         if self.lost <= self.dead:
             return None
-        careful = next_record(record, self._with_lost(reports, self.dead))
+        careful = next_record(record, list(reports.values()), self.dead)
         return careful.reason if isinstance(careful, Undecided) and not careful.refused else None
 
     def _is_alone(self, record: Record, reports: dict[str, Report]) -> bool:
@@ -659,11 +659,6 @@ class CoordinatorState:
         if self.decision.durable or self._word == record.digest:
             return False
         return not any(agent in reports for agent in record.agents) and not self._exited.issuperset(record.agents)
-
-    @staticmethod
-    def _with_lost(reports: dict[str, Report], lost: set[str]) -> list[Report]:
-        first, *rest = (reports[agent] for agent in sorted(reports))
-        return [replace(first, dead_agents=tuple(sorted(lost.difference(reports)))), *rest]
 
     def _refuse(self, void: Undecided) -> Instructions:
         out: Instructions = []

@@ -4,14 +4,14 @@ Pure: equal inputs give equal records on every host. `recovery.py` determines th
 the formats.
 
 NEXT-1  A record is derived from its parent and one proposal; generations are numbered by this chain alone (RULE-2).
-NEXT-2  A proposal that may lack a member that knows more is undecided, and every agent requests again.
+NEXT-2  An agent with another job, layout or protocol is refused, and so is one that the others cannot reach.
 NEXT-3  A draining member takes no other member's seat. While there are spares, one heals its part of the state beside
     it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elasticgang.errors import LayoutError
@@ -25,20 +25,23 @@ from elasticgang.protocol.record import (
     Undecided,
     Unrecoverable,
 )
-from elasticgang.protocol.recovery import CommittedState, absent_agents, recover, without_witness
+from elasticgang.protocol.recovery import CommittedState, recover, without_witness
 
 
-def next_record(record: Record | None, proposal: Sequence[Report]) -> Record | Undecided | Unrecoverable:
-    """The record that follows `record` (None: the job has none yet) when the agents of `proposal` go on together."""
-    lost = {agent: report.agent for report in proposal for agent in report.dead_agents}
-    reports = sorted((report for report in proposal if report.agent not in lost), key=lambda report: report.agent)
-    undecided = _mismatched(record, reports) or _outdated(record, reports) or without_witness(record, reports)
-    undecided = undecided or _too_few(record, reports)
+def next_record(
+    record: Record | None, proposal: Sequence[Report], lost: Collection[str] = ()
+) -> Record | Undecided | Unrecoverable:
+    """The record that follows `record` (None: the job has none yet) when the agents of `proposal` go on together.
+
+    `proposal`: one report of each agent that is ready, at least one; each knows `record`, or is of a joiner that knows
+    an ancestor of it or none (REPORT). `lost`: other agents of `record` that are not waited for.
+    """
+    reports = sorted(proposal, key=lambda report: report.agent)
+    undecided = _mismatched(record, reports) or without_witness(record, reports, lost) or _too_few(record, reports)
     if undecided is not None:
         return undecided
-    known = {report.newest_commit for report in proposal}  # lost agents included: their reports are true
-    known.update(member.tip for report in proposal if report.agent in lost for member in report.members)
-    state = recover(record, reports, [attempt for attempt in known if attempt is not None])
+    known = {report.newest_commit for report in reports}
+    state = recover(record, reports, [attempt for attempt in known if attempt is not None], lost)
     holds = state.holds(reports) if isinstance(state, CommittedState) else {}
     waiting = _surplus_agents(record, reports, holds)
     seatable = [
@@ -83,8 +86,7 @@ def next_record(record: Record | None, proposal: Sequence[Report]) -> Record | U
         rolled_forward=state.rolled_forward,
         rolled_back=state.rolled_back,
         ancestors=() if record is None else record.ancestor_digests(),
-        dead_agents=() if record is None else tuple((agent, lost[agent]) for agent in record.agents if agent in lost),
-        absent_agents=absent_agents(record, reports),
+        dead_agents=() if record is None else tuple(agent for agent in record.agents if agent in lost),
         addresses=tuple(report.address for report in reports),
         draining_members=_draining_members(reports),
     )
@@ -105,22 +107,13 @@ def _max_replicas(record: Record | None, reports: Sequence[Report]) -> int:
 
 
 def _mismatched(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
-    """NEXT-2: agents with another job, layout, protocol or coordinator are refused. The record's values apply, and
-    before the first record the most common ones."""
-    if not reports:
-        return Undecided("nobody asked")
-    if len({report.agent for report in reports}) != len(reports):
-        return Undecided("an agent appears twice")
+    """NEXT-2: the record's values apply, and before the first record the most common ones."""
     wanted: dict[str, object] = {"protocol": PROTOCOL}
     wanted["job"] = record.job if record is not None else _most_common(report.job for report in reports)
     wanted["layout"] = record.layout if record is not None else _most_common(report.layout for report in reports)
     refused = tuple((report.agent, why) for report in reports for why in _differences(report, wanted))
     refused = refused or _unreachable(record, reports)
-    if refused:
-        return _refuse(refused)
-    if len({report.coordinator for report in reports}) > 1:
-        return Undecided("the agents know different incarnations of the coordinator; those with an old one reconnect")
-    return None
+    return _refuse(refused) if refused else None
 
 
 def mismatch(record: Record, report: Report) -> str | None:
@@ -153,28 +146,6 @@ def _most_common(values: Iterable[Any]) -> Any:
     for value in values:
         counted[repr(value)] = (counted.get(repr(value), (0, value))[0] + 1, value)
     return min(counted.items(), key=lambda item: (-item[1][0], item[0]))[1][1]
-
-
-def _outdated(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
-    """NEXT-2: a report that is older than the record is left over from a call that timed out. An agent on another chain
-    of records is refused: its attempts mean something else."""
-    generation = record.generation if record is not None else 0
-    known = frozenset() if record is None else frozenset(record.agents)
-    for report in reports:
-        seen = report.newest_record.generation
-        if seen > generation:
-            return Undecided(f"agent {report.agent} knows generation {seen}, but the record is of {generation}")
-        if seen < generation and report.agent in known:
-            return Undecided(f"the report of agent {report.agent} is of generation {seen}, before {generation}")
-    mismatched_agents = tuple(
-        (
-            report.agent,
-            f"its generation {report.newest_record.generation} is not one that generation {generation} builds on",
-        )
-        for report in reports
-        if record is not None and report.newest_record != record.ref and not record.builds_on(report.newest_record)
-    )
-    return _refuse(mismatched_agents) if mismatched_agents else None
 
 
 def _too_few(record: Record | None, reports: Sequence[Report]) -> Undecided | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.protocol.commit import Attempt
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
@@ -66,24 +66,21 @@ class Report:
     """One agent's request for the next generation.
 
     `newest_record`: the newest record it knows. `newest_commit`: the highest attempt it knows to be committed.
-    `exited`: its own members of the recorded generation that have died or left. `dead_agents`: agents that it has
-    declared dead with all of their members, for good. `checkpoint`: the newest durable checkpoint that
-    its members can load. `num_seats`: how many seats it requests for its members; None for all; the others are spares.
-    `num_ranks`: how many ranks it runs, without spares; 0 if unknown. `address`: where the other agents reach it,
-    "host:port". `min_agents`: how many agents the first generation waits for. `max_agents`: how many agents may have
-    active or learning seats; 0 for no limit.
+    `exited`: its own members of the recorded generation that have died or left. `checkpoint`: the newest durable
+    checkpoint that its members can load. `num_seats`: how many seats it requests for its members; None for all; the
+    others are spares. `num_ranks`: how many ranks it runs, without spares; 0 if unknown. `address`: where the other
+    agents reach it, "host:port". `min_agents`: how many agents the first generation waits for. `max_agents`: how many
+    agents may have active or learning seats; 0 for no limit.
     """
 
     agent: str
     host: str
     job: str
-    coordinator: str
     layout: ParallelLayout
     newest_record: RecordRef
     members: tuple[MemberReport, ...]
     newest_commit: Attempt | None = None
     exited: tuple[str, ...] = ()
-    dead_agents: tuple[str, ...] = ()
     checkpoint: Attempt | None = None
     num_seats: int | None = None
     num_ranks: int = 0
@@ -110,8 +107,7 @@ class Record:
 
     `parent`: the digest of the record before it, "" for the first. `ancestors`: digests of some records before that,
     newest first. `seats`: grouped by agent, in the order of `agents`; every member in `plan` has one. `addresses`:
-    those of `agents`, in their order. `dead_agents`: agents of the generation before that were declared dead, each with
-    the agent that declared it. `absent_agents`: agents that took part once, are not present, and may be alive.
+    those of `agents`, in their order. `dead_agents`: agents of the generation before that were declared lost.
     `draining_members`: members that leave. `rolled_forward`: `committed` was in doubt until this record. `rolled_back`:
     a later attempt was or may have been committed, but no whole copy of it is left.
     """
@@ -127,8 +123,7 @@ class Record:
     rolled_forward: bool = False
     rolled_back: bool = False
     ancestors: tuple[str, ...] = ()
-    dead_agents: tuple[tuple[str, str], ...] = ()
-    absent_agents: tuple[str, ...] = ()
+    dead_agents: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
     draining_members: tuple[str, ...] = ()
     digest: str = field(default="", compare=False)
@@ -221,7 +216,6 @@ class Record:
             "rolled_back": self.rolled_back,
             "ancestors": self.ancestors,
             "dead_agents": self.dead_agents,
-            "absent_agents": self.absent_agents,
             "addresses": self.addresses,
             "draining_members": self.draining_members,
         }
@@ -242,8 +236,7 @@ class Record:
             "rolled_forward": bool(data["rolled_forward"]),
             "rolled_back": bool(data["rolled_back"]),
             "ancestors": tuple(map(str, data["ancestors"])),
-            "dead_agents": tuple((str(agent), str(by)) for agent, by in data["dead_agents"]),
-            "absent_agents": tuple(map(str, data["absent_agents"])),
+            "dead_agents": tuple(map(str, data["dead_agents"])),
             "addresses": tuple(map(str, data["addresses"])),
             "draining_members": tuple(map(str, data["draining_members"])),
             "digest": digest_of(text),
@@ -289,12 +282,10 @@ def _seats(agent: str, line: str) -> tuple[tuple[Seat, ...], tuple[int | None, .
 
 @dataclass(frozen=True)
 class Undecided:
-    """No record may follow from the proposal: every agent requests again, except the `refused` (agent id, reason).
-    `absent_agents`: agents that must request too, or be declared dead, before a record can follow."""
+    """No record may follow from the proposal: every agent requests again, except the `refused` (agent id, reason)."""
 
     reason: str
     refused: tuple[tuple[str, str], ...] = ()
-    absent_agents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -365,7 +356,6 @@ def report_from_json(data: dict[str, Any]) -> Report:
             "newest_commit": attempt_from_json(data["newest_commit"]),
             "newest_record": RecordRef(int(data["newest_record"][0]), str(data["newest_record"][1])),
             "exited": tuple(data["exited"]),
-            "dead_agents": tuple(data["dead_agents"]),
             "checkpoint": attempt_from_json(data["checkpoint"]),
         }
     )

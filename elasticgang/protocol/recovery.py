@@ -16,7 +16,7 @@ RECOVERY-4  A committed attempt is dropped only if no whole copy of it is left, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elasticgang.layout import ModelCoordinates, Plan
@@ -68,29 +68,13 @@ class CommittedState:
         return held
 
 
-@dataclass(frozen=True)
-class _Absent:
-    """A member, or a whole agent, that is neither present nor known to have ended."""
-
-    name: str
-    agent: str
-
-
-def absent_agents(record: Record | None, reports: Sequence[Report]) -> tuple[str, ...]:
-    """Agents that took part once, are not present, and have not been declared dead since."""
-    if record is None:
-        return ()
-    accounted = {report.agent for report in reports}.union(*(report.dead_agents for report in reports))
-    return tuple(sorted({*record.agents, *record.absent_agents} - accounted))
-
-
-def without_witness(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
+def without_witness(record: Record | None, reports: Sequence[Report], lost: Collection[str] = ()) -> Undecided | None:
     """RECOVERY-1: without a witness of the recorded generation, what was committed in it may be unknown here."""
     if record is None:
         return None
     if any(_is_witness(record, member) for report in reports for member in report.members):
         return None
-    living = [_Absent(seat.member, seat.agent) for seat in _absent(record, reports) if seat.status != SPARE]
+    living = [seat.member for seat in _absent(record, reports, lost) if seat.status != SPARE]
     return _wait_for(f"no witness of generation {record.generation} is here", living) if living else None
 
 
@@ -109,17 +93,22 @@ def _is_active(record: Record, member: MemberReport) -> bool:
 
 
 def recover(
-    record: Record | None, reports: Sequence[Report], known: Sequence[Attempt]
+    record: Record | None, reports: Sequence[Report], known: Sequence[Attempt], lost: Collection[str] = ()
 ) -> CommittedState | Undecided | Unrecoverable:
     """The committed state when the agents of `reports` go on together. `known`: attempts that agents report as
-    committed."""
+    committed. `lost`: agents whose members are not waited for."""
     if record is None:
         return CommittedState(Attempt(0, 1), designated=True)
-    return _recover(record, reports, [member for report in reports for member in report.members], known)
+    absent = _absent(record, reports, lost)
+    return _recover(record, reports, [member for report in reports for member in report.members], known, absent)
 
 
 def _recover(
-    record: Record, reports: Sequence[Report], members: Sequence[MemberReport], known: Sequence[Attempt]
+    record: Record,
+    reports: Sequence[Report],
+    members: Sequence[MemberReport],
+    known: Sequence[Attempt],
+    absent: Sequence[Seat],
 ) -> CommittedState | Undecided | Unrecoverable:
     standings: list[Standing] = []  # neighbours are alike: told once
     for member in members:
@@ -131,14 +120,14 @@ def _recover(
     is_blind = _is_blind(record, reports)
     if not missing:
         return CommittedState(fate.committed, fate.rolled_forward, rolled_back=is_blind)
-    if living := _may_hold_all(record, reports, fate.committed, missing):
+    if living := _may_hold_all(record, absent, missing):
         return _wait_for(f"nobody here holds {_name(fate.committed)}", living)
     if fate.rolled_forward:  # no present member has applied it, and no whole copy of it is left
         dropped = [replace(m, pending=None) if m.pending == fate.committed else m for m in members]
-        return _recover(record, reports, dropped, known)
+        return _recover(record, reports, dropped, known, absent)
     if fate.committed.step == 0 and not is_blind:
         return CommittedState(Attempt(0, record.generation + 1), designated=True)
-    return _roll_back(record, reports, members, fate.committed)
+    return _roll_back(record, reports, members, fate.committed, absent)
 
 
 def _is_blind(record: Record, reports: Sequence[Report]) -> bool:
@@ -149,7 +138,11 @@ def _is_blind(record: Record, reports: Sequence[Report]) -> bool:
 
 
 def _roll_back(
-    record: Record, reports: Sequence[Report], members: Sequence[MemberReport], committed: Attempt
+    record: Record,
+    reports: Sequence[Report],
+    members: Sequence[MemberReport],
+    committed: Attempt,
+    absent: Sequence[Seat],
 ) -> CommittedState | Undecided | Unrecoverable:
     """RECOVERY-4: a part of `committed` is lost, so go back to an earlier attempt that is whole. The candidates are the
     attempts known to be committed in the recorded generation, the recorded attempt, and then the checkpoint."""
@@ -161,7 +154,7 @@ def _roll_back(
         missing = _missing(record, members, attempt)
         if not missing:
             return CommittedState(attempt, rolled_back=True)
-        if living := _may_hold_all(record, reports, attempt, missing):
+        if living := _may_hold_all(record, absent, missing):
             return _wait_for(f"{_name(committed)} is lost, and nobody here holds {_name(attempt)}", living)
     if checkpoint is not None:
         return CommittedState(checkpoint, rolled_back=True)
@@ -188,41 +181,28 @@ def _holds(member: MemberReport, committed: Attempt, model: Model) -> bool:
     return member.tip == committed or action(member.tip, member.pending, committed) is not Action.HEAL
 
 
-def _may_hold_all(
-    record: Record, reports: Sequence[Report], attempt: Attempt, missing: Sequence[Model]
-) -> list[_Absent]:
-    """The absent members that may hold some of `missing`; none if one part cannot have a holder."""
-    holders = [_may_hold(record, reports, attempt, model) for model in missing]
+def _may_hold_all(record: Record, absent: Sequence[Seat], missing: Sequence[Model]) -> list[str]:
+    """The `absent` members that may hold some of `missing`; none if one part cannot have a holder."""
+    holders = [_may_hold(record, absent, model) for model in missing]
     return list(dict.fromkeys(itertools.chain(*holders))) if all(holders) else []
 
 
-def _may_hold(record: Record, reports: Sequence[Report], attempt: Attempt, model: Model) -> list[_Absent]:
-    """The absent members that may hold the model coordinates `model` of `attempt`. Learners and spares may hold any
-    part from an earlier seat, and so may agents that were left behind, if `attempt` is that old."""
-    seats = [
-        _Absent(seat.member, seat.agent)
-        for seat in _absent(record, reports)
-        if seat.status != ACTIVE or record.model_coordinates(seat.member) == model
-    ]
-    if attempt.generation == record.generation:
-        return seats
-    return seats + [
-        _Absent(f"agent {agent}", agent) for agent in absent_agents(record, reports) if agent in record.absent_agents
-    ]
+def _may_hold(record: Record, absent: Sequence[Seat], model: Model) -> list[str]:
+    """The `absent` members that may hold the model coordinates `model`. Learners and spares may hold any part from an
+    earlier seat."""
+    return [seat.member for seat in absent if seat.status != ACTIVE or record.model_coordinates(seat.member) == model]
 
 
-def _absent(record: Record, reports: Sequence[Report]) -> list[Seat]:
+def _absent(record: Record, reports: Sequence[Report], lost: Collection[str]) -> list[Seat]:
     """Seats of members that are neither present nor known to have ended."""
     accounted = {member.id for report in reports for member in report.members}
     accounted.update(gone for report in reports for gone in report.exited)
-    lost = {agent for report in reports for agent in report.dead_agents}
     return [seat for seat in record.seats if seat.member not in accounted and seat.agent not in lost]
 
 
-def _wait_for(what: str, living: Sequence[_Absent]) -> Undecided:
+def _wait_for(what: str, living: Sequence[str]) -> Undecided:
     """RECOVERY-1: undecided because of `what`, which `living` may hold."""
-    names = ", ".join(absent.name for absent in living)
-    return Undecided(f"{what}, but {names} may live", absent_agents=tuple(sorted({absent.agent for absent in living})))
+    return Undecided(f"{what}, but {', '.join(living)} may live")
 
 
 def _name(attempt: Attempt) -> str:

@@ -136,13 +136,13 @@ def decision_from_json(value: Any, is_checked: bool = False) -> m.Decision:
 
 def _report(value: Any) -> Report:
     report = report_from_json(value)
-    for name in ("agent", "host", "job", "coordinator", "address"):
+    for name in ("agent", "host", "job", "address"):
         (_name if name in ("agent", "host", "job") else _text)(getattr(report, name))
     for name in ("num_ranks", "min_agents", "max_agents", "protocol"):
         _number(getattr(report, name))
     if report.num_seats is not None:
         _number(report.num_seats)
-    for name in (*report.exited, *report.dead_agents):
+    for name in report.exited:
         _name(name)
     if len({_name(member.id) for member in report.members}) != len(report.members):
         raise ValueError("a member is reported twice")

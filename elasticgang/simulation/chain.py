@@ -69,10 +69,9 @@ class Chain:
 
     def _lives_of(self, record: Record) -> set[tuple[str, str]]:
         """The hosts that `record` declares lost, with their ids."""
-        dead = [agent for agent, _ in record.dead_agents]
         return {
             (host.name, agent)
-            for agent in dead
+            for agent in record.dead_agents
             for host in (self._cluster.agents[agent], *self._cluster.hosts_of(agent))
         }
 
@@ -133,8 +132,5 @@ def describe(record: Record) -> str:
     words += [f" {format_attempt(record.committed)}"]
     words += [" rolled forward"] if record.rolled_forward else []
     words += [" goes back"] if record.rolled_back else []
-    words += (
-        [f" lost {', '.join(f'{agent} (says {by})' for agent, by in record.dead_agents)}"] if record.dead_agents else []
-    )
-    words += [f" away {' '.join(record.absent_agents)}"] if record.absent_agents else []
+    words += [f" lost {', '.join(record.dead_agents)}"] if record.dead_agents else []
     return " ".join(words)

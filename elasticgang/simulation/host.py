@@ -299,7 +299,7 @@ class Host:
             cluster.seen.add("rejoined")
             self.num_not_started = 0  # each id has its own budget
         self.has_begun, self.is_fenced = True, False
-        self.handle(cluster, events.CoordinatorConnected(self.name, "", self.name))
+        self.handle(cluster, events.CoordinatorConnected(self.name, self.name))
         early, self.early = self.early, []
         for event in early:
             self._inform(cluster, event)

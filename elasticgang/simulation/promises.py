@@ -107,8 +107,9 @@ def check_decision(cluster: Cluster, coordinator: CoordinatorProcess, decision: 
     """`coordinator` has decided it just now."""
     record = decision.record
     before = cluster.chain.decided.get(record.parent)
-    if record.absent_agents:
-        raise Violation(f"PRESENT-1: generation {record.generation} goes on without {record.absent_agents}")
+    left_out = {*(() if before is None else before.agents)}.difference(record.agents, record.dead_agents)
+    if left_out:
+        raise Violation(f"PRESENT-1: generation {record.generation} goes on without {sorted(left_out)}")
     present = [coordinator.sessions[n] for n in coordinator.state.sessions if n in coordinator.sessions]
     promised = {session.agent for session in present if session.agent_session.promised >= decision.term}
     if not promised.issuperset(record.agents):
@@ -139,15 +140,12 @@ def check_size(cluster: Cluster, record: Record, proposal: Sequence[Report]) -> 
     """PLAN-2: as many replica groups as possible, but no more than seats are requested or than before, not counting
     groups with a draining member."""
     layout, setting = cluster.layout, cluster.setting
-    lost = {agent for report in proposal for agent in report.dead_agents}
-    num_members = {report.agent: len(report.members) for report in proposal if report.agent not in lost}
+    num_members = {report.agent: len(report.members) for report in proposal}
     asked = {agent: cluster.agents[agent].num_seats for agent in num_members}
     num_asked = sum(num_members[agent] if num is None else num for agent, num in asked.items())
     before, num_going, present = 0, 0, cluster.chain.record
     if present is not None:
-        draining = [
-            member.id for report in proposal if report.agent not in lost for member in report.members if member.draining
-        ]
+        draining = [member.id for report in proposal for member in report.members if member.draining]
         before = present.plan.shape[1] - present.groups_of(present.draining_members)
         num_going = present.groups_of(draining)
     most = max(max(num_asked // layout.unit, before) + num_going, layout.min_replicas)

@@ -142,7 +142,6 @@ class SimulatedAgent:
             agent=self._name,
             host=self._name,
             job=_JOB,
-            coordinator="",
             layout=_LAYOUT,
             newest_record=NO_RECORD if record is None else record.ref,
             members=tuple(members),

@@ -81,7 +81,7 @@ class Host:
         restarts = Restarts(max_restarts)
         for local_rank in range(2):
             restarts.committed(local_rank)
-        self.state = AgentState(agent, "127.0.0.1", JOB, "", restarts, num_ranks=2, min_agents=2)
+        self.state = AgentState(agent, "127.0.0.1", JOB, restarts, num_ranks=2, min_agents=2)
         limits = Limits(connect_s, reconnect_s)
         self.lease = Lease.create()
         self.control_plane = ControlPlane(self, coordinator, JOB, Credentials(), limits, JOB_TIMEOUTS, self.lease)

@@ -114,7 +114,7 @@ class Agent:
             for rank in range(self.num_ranks)
         )
         seen = NO_RECORD if record is None else record.ref
-        return Report(self.name, self.name, self.job, "", ParallelLayout(), seen, members, min_agents=2)
+        return Report(self.name, self.name, self.job, ParallelLayout(), seen, members, min_agents=2)
 
     def inform(self, event: Any) -> None:
         self.events.append(event)
@@ -230,7 +230,7 @@ def test_a_silent_agent_is_lost_and_the_job_goes_on() -> None:
         a, b = await found(job)
         await b.client.stop()
         second = await a.next()
-        assert second.dead_agents == (("b", "a"),)
+        assert second.dead_agents == ("b",)
         assert second.agents == ("a",)
 
     play(test, Job())

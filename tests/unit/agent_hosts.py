@@ -47,9 +47,7 @@ class Host:
     """An agent's state and the events it got, in words: `a0` is the first process of rank 0, `a0'` its next one."""
 
     def __init__(self, num_ranks: int = 3, max_restarts: int = 0) -> None:
-        self.state = AgentState(
-            agent="a", host="host", job="job", coordinator="c", restarts=Restarts(max_restarts), num_ranks=num_ranks
-        )
+        self.state = AgentState(agent="a", host="host", job="job", restarts=Restarts(max_restarts), num_ranks=num_ranks)
 
     def start(self, *members: str) -> None:
         for member in members:

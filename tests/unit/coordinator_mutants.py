@@ -70,6 +70,10 @@ def _counts_without_promise(self: CoordinatorState, agent: str, report: Report) 
     return report.newest_record.generation == 0 or (record is not None and record.builds_on(report.newest_record))
 
 
+def _counts_whatever_it_knows(self: CoordinatorState, agent: str, report: Report) -> bool:
+    return self.sessions[self._session_of[agent]].promised
+
+
 def _skip_absent(self: CoordinatorState, record: Record) -> str | None:
     reports = self.reports()
     present = [a for a in record.agents if a not in self.lost and a in self._session_of]
@@ -143,7 +147,7 @@ def _finish_once(self: AgentSession, address: str, now_s: float) -> Any:
 def _dead_are_waited_for(self: CoordinatorState, record: Record, reports: dict[str, Report]) -> str | None:
     if not self.lost:
         return None
-    careful = next_record(record, self._with_lost(reports, set()))
+    careful = next_record(record, list(reports.values()))
     return careful.reason if isinstance(careful, Undecided) and not careful.refused else None
 
 
@@ -220,6 +224,7 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
         (CoordinatorState, "_counts", _counts_without_promise),
         (CoordinatorState, "_forget_session", _forget_but_reports),
     ),
+    "reports of earlier generations count": ((CoordinatorState, "_counts", _counts_whatever_it_knows),),
     "lost before it is fenced": ((Silences, "of", _silent_at_once),),
     "who is silent is dead": ((CoordinatorState, "_declare_lost", _lost_is_dead),),
     "a coordinator's standstill counts": ((Silences, "advance", _never_advance),),

@@ -80,9 +80,8 @@ def _holds_any_part(member: MemberReport, committed: Attempt, _: object) -> bool
     return member.holds is not None and action(member.tip, member.pending, committed) is not Action.HEAL
 
 
-def _may_hold_but_spares(record: Record, reports: Sequence[Report], attempt: Attempt, model: Any) -> Any:
-    spares = set(record.members(SPARE))
-    return [absent for absent in _may_hold(record, reports, attempt, model) if absent.name not in spares]
+def _may_hold_but_spares(record: Record, absent: Sequence[Seat], model: Any) -> Any:
+    return _may_hold(record, [seat for seat in absent if seat.status != SPARE], model)
 
 
 def _enter_and_keep_pending(self: member_state.MemberState, record: Record, seat: Seat) -> None:
@@ -276,6 +275,7 @@ FOUND = {
     "an agent that ends starts ranks": 400,
     "directories and promises are mixed": 600,
     "office is kept at a higher term": 40,
+    "reports of earlier generations count": 40,
     "what was told does not count": 600,
 }
 

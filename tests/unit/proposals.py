@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from elasticgang.layout import ParallelLayout
@@ -29,19 +30,19 @@ def member(id: str, tip: Attempt | None = None, pending: Attempt | None = None, 
 
 
 def report(agent: str, *members: MemberReport, seen: Record | RecordRef | None = None, **facts: Any) -> Report:
-    known = {"host": agent, "job": "job", "coordinator": "c1", "layout": FLAT, **facts}
+    known = {"host": agent, "job": "job", "layout": FLAT, **facts}
     name = seen.ref if isinstance(seen, Record) else seen or NO_RECORD
     return Report(agent=agent, newest_record=name, members=members, **known)
 
 
-def agreed(record: Record | None, *proposal: Report) -> Record:
-    answer = next_record(record, proposal)
+def agreed(record: Record | None, *proposal: Report, lost: Collection[str] = ()) -> Record:
+    answer = next_record(record, proposal, lost)
     assert isinstance(answer, Record), answer
     return answer
 
 
-def undecided(record: Record | None, *proposal: Report) -> Undecided:
-    answer = next_record(record, proposal)
+def undecided(record: Record | None, *proposal: Report, lost: Collection[str] = ()) -> Undecided:
+    answer = next_record(record, proposal, lost)
     assert isinstance(answer, Undecided), answer
     return answer
 

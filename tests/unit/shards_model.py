@@ -39,7 +39,10 @@ class ShardedRule(Rule):
             raise commit_model.Violation(
                 f"RECOVERY-2: nobody holds all of {commit_model.format_attempt(truth.committed)}"
             )
-        away = [mem for mem, fate in zip(world.mems, fates, strict=True) if fate == AWAY]
+        # A member that a record has left out was declared lost: its state is given up (LOST).
+        away = [
+            mem for mem, fate in zip(world.mems, fates, strict=True) if fate == AWAY and mem.seat == world.generation
+        ]
         check_truth(world, truth.committed, [*present.values(), *away])
         return Outcome(truth.committed, actions, is_lost=truth.designated)
 
@@ -51,9 +54,10 @@ class ShardedRule(Rule):
         if key not in self.known:
             record = _record(world)
             reports = _reports(world, fates)
-            undecided = recovery.without_witness(record, reports)
+            lost = [_name(at) for at, fate in enumerate(fates) if fate == DIES]
+            undecided = recovery.without_witness(record, reports, lost)
             known = [] if heard is None else [heard]
-            self.known[key] = undecided if undecided is not None else recovery.recover(record, reports, known)
+            self.known[key] = undecided if undecided is not None else recovery.recover(record, reports, known, lost)
         return self.known[key]
 
 
@@ -99,22 +103,20 @@ def _record_of(mems: tuple[tuple[int, str, int], ...], generation: int, committe
         seats=tuple(Seat(_name(at), _name(at), _name(at), 0, "", mems[at][1]) for at in seated),
         agents=tuple(_name(at) for at in seated),
         committed=committed,
-        absent_agents=tuple(_name(at) for at, (seat, _, _) in enumerate(mems) if 0 < seat < generation),
         digest="record",
     )
 
 
 def _reports(world: World, fates: Sequence[str]) -> list[Report]:
-    lost = tuple(_name(at) for at, fate in enumerate(fates) if fate == DIES)
     return [
-        _report(at, mem, world.generation, world.num_parts, lost)
+        _report(at, mem, world.generation, world.num_parts)
         for at, (mem, fate) in enumerate(zip(world.mems, fates, strict=True))
         if fate == PRESENT
     ]
 
 
 @functools.cache
-def _report(at: int, mem: Mem, generation: int, num_parts: int, lost: tuple[str, ...]) -> Report:
+def _report(at: int, mem: Mem, generation: int, num_parts: int) -> Report:
     holds = (0, 0, mem.part) if mem.tip is not None else None
     is_active = mem.generation == generation and mem.role == commit_model.ACTIVE
     member = MemberReport(_name(at), 0, "", mem.tip, mem.pending, holds, mem.generation, is_active)
@@ -122,11 +124,9 @@ def _report(at: int, mem: Mem, generation: int, num_parts: int, lost: tuple[str,
         agent=_name(at),
         host=_name(at),
         job="job",
-        coordinator="c",
         layout=_layout(num_parts),
         newest_record=RecordRef(generation, "record"),
         members=(member,),
-        dead_agents=lost,
     )
 
 

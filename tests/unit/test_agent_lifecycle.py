@@ -74,7 +74,7 @@ class Host:
         return self.agent.handle(event, self.now_s)
 
     def connect(self) -> list[AgentInstruction]:
-        return self(CoordinatorConnected("host", "c", "127.0.0.1:7"))
+        return self(CoordinatorConnected("host", "127.0.0.1:7"))
 
     def start(self, *members: str) -> list[AgentInstruction]:
         for member in members:
@@ -119,7 +119,7 @@ def running(*others: str, num_ranks: int = 2) -> Host:
 def test_ranks_start_one_at_a_time_once_the_coordinator_answers() -> None:
     host = Host(2, num_spares=1)
     assert host.connect() == [StartRank(0)]
-    assert (host.agent.state.host, host.agent.state.coordinator) == ("host", "c")
+    assert (host.agent.state.host, host.agent.state.address) == ("host", "127.0.0.1:7")
     assert host.start("a0") == [StartRank(1)]
     assert host.start("a1") == [StartRank(2)]
     assert host.start("a2") == []

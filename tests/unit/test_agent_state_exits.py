@@ -255,7 +255,7 @@ def test_ranks_that_declare_different_layouts_end_the_job_with_both_named() -> N
     assert "min_replicas=1" in failed.reason
 
 
-def test_the_report_contains_the_newest_commit_and_dead_agents() -> None:
+def test_the_report_contains_the_newest_commit() -> None:
     host = running()
     host.state.handle(Committed("a0", Attempt(4, 1)))
     host.state.handle(Committed("a1", Attempt(3, 1)))  # late
@@ -263,7 +263,7 @@ def test_the_report_contains_the_newest_commit_and_dead_agents() -> None:
     host.asks("a1", broken=True, tip=Attempt(3, 1))
     host.asks("a2", broken=True, tip=Attempt(4, 1))
     report = host.state.report()
-    assert (report.agent, report.host, report.job, report.coordinator) == ("a", "host", "job", "c")
+    assert (report.agent, report.host, report.job) == ("a", "host", "job")
     assert report.newest_record == record_of(["a0", "a1", "a2"]).ref
     assert report.newest_commit == Attempt(4, 1)
     assert report.exited == ("a0",)

@@ -16,7 +16,7 @@ from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, RecordR
 
 def report(agent: str, seen: RecordRef = NO_RECORD, member: str = "") -> Report:
     members = (MemberReport(member or f"{agent}/0", 0, "127.0.0.1:1"),)
-    return Report(agent, agent, "job", "", ParallelLayout(), seen, members)
+    return Report(agent, agent, "job", ParallelLayout(), seen, members)
 
 
 class Driver:
@@ -206,6 +206,21 @@ def test_a_lost_agent_with_an_ancestor_of_the_record_may_come_back_and_another_i
     assert number in driver.state.sessions
     out = driver.hear(99, m.Hello("z", "z", 1, decision=first.ref._replace(digest="0" * 16, term=m.Term(0, ""))))
     assert any(isinstance(i.message, m.Evicted) for i in out if isinstance(i, m.Send))
+
+
+def test_a_report_of_another_record_does_not_count() -> None:
+    """REPORT. It was left over from an earlier generation, or knows another chain of records."""
+    driver, a, b = found()
+    driver.hear(a, m.Ready(report("a")))
+    driver.hear(b, m.Ready(report("b", record(driver).ref)))
+    joiner, stranger = driver.open("c"), driver.open("d")
+    driver.hear(joiner, m.Ready(report("c")))
+    driver.hear(stranger, m.Ready(report("d", RecordRef(1, "of another chain"))))
+    assert sorted(driver.state.reports()) == ["b", "c"]
+    assert driver.state.record is not None
+    assert driver.state.record.generation == 1
+    driver.hear(a, m.Ready(report("a", record(driver).ref)))
+    assert record(driver).agents == ("a", "b", "c")
 
 
 def test_a_job_that_finishes_is_persisted() -> None:

@@ -73,7 +73,6 @@ class Job:
     passed: set[Attempt] = field(default_factory=set)
     committed: set[Attempt] = field(default_factory=set)
     given_up: set[Attempt] = field(default_factory=set)
-    old_reports: list[Report] = field(default_factory=list)
     num_started: int = 0
     broken: int = 0
     seen: set[str] = field(default_factory=set)
@@ -173,13 +172,8 @@ class Job:
             for rank in host.ranks.values():
                 if rank.running and self.chance.random() < 0.3:
                     self.hear_vote(rank)
-        if self.old_reports and not everyone and self.chance.random() < 0.1:
-            ghost = self.chance.choice(self.old_reports)
-            proposal = [ghost, *(mine for mine in proposal if mine.agent != ghost.agent)]
-            self.check_ghost(ghost, proposal)
-            return
-        self.old_reports += proposal
-        self.decide(asking, proposal, must_decide=everyone)
+        if proposal:
+            self.decide(asking, proposal, must_decide=everyone)
 
     def report(self, host: Host) -> Report:
         if host.record is None or (self.record and host.agent in self.record.agents):
@@ -190,14 +184,18 @@ class Job:
             seen=host.record,
             newest_commit=host.known,
             exited=tuple(sorted(host.gone)),
-            dead_agents=tuple(sorted(host.lost)),
             layout=self.layout,
         )
 
     def decide(self, asking: list[Host], proposal: list[Report], must_decide: bool) -> None:
-        answer = next_record(self.record, proposal)
+        lost = set().union(*(host.lost for host in asking)).difference(host.agent for host in asking)
+        answer = next_record(self.record, proposal, lost)
+        if self.record is not None and not isinstance(answer, Undecided):
+            # Nothing is needed of agents that are silent (LAST): the job goes on without them.
+            lost |= {agent for agent in self.record.agents if agent not in {mine.agent for mine in proposal}}
+            answer = next_record(self.record, proposal, lost)
         self.seen.add(type(answer).__name__)
-        assert next_record(self.record, self.chance.sample(proposal, len(proposal))) == answer
+        assert next_record(self.record, self.chance.sample(proposal, len(proposal)), lost) == answer
         if isinstance(answer, Undecided):
             if must_decide:  # nothing stands in the way but that there are too few
                 with pytest.raises(LayoutError):
@@ -299,17 +297,6 @@ class Job:
         truths = {self.record.committed} | {a for a in self.committed if a.generation == self.record.generation}
         assert any(self.parts(truth, self.reachable(proposal)) != set(MODELS[self.layout]) for truth in truths)
 
-    def check_ghost(self, ghost: Report, proposal: list[Report]) -> None:
-        if any(ghost.agent in mine.dead_agents for mine in proposal):
-            return
-        if (
-            self.record
-            and ghost.agent in self.record.agents
-            and ghost.newest_record.generation < self.record.generation
-        ):
-            self.seen.add("ghost")
-            assert isinstance(next_record(self.record, proposal), Undecided)
-
 
 @pytest.mark.parametrize("layout", [FLAT, PAIRS], ids=["flat", "pairs"])
 def test_random_schedules(layout: ParallelLayout) -> None:
@@ -323,4 +310,4 @@ def test_random_schedules(layout: ParallelLayout) -> None:
                 job.propose(everyone=job.chance.random() < 0.4)
             else:
                 job.chance.choices([job.run, job.kill_rank, job.kill_host, job.add_host], [10, 3, 1, 1])[0]()
-    assert seen >= {"Record", "Undecided", "Unrecoverable", "rolled forward", "resolved", "designated", "ghost", "lost"}
+    assert seen >= {"Record", "Undecided", "Unrecoverable", "rolled forward", "resolved", "designated", "lost"}

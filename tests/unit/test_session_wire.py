@@ -36,7 +36,7 @@ def report(agent: str, num_ranks: int = 2, record: Record | None = None, **field
         for rank in range(num_ranks)
     )
     seen = NO_RECORD if record is None else record.ref
-    return Report(agent, agent, "job", "", ParallelLayout(), seen, members, **fields)  # type: ignore[arg-type]
+    return Report(agent, agent, "job", ParallelLayout(), seen, members, **fields)  # type: ignore[arg-type]
 
 
 def first_record(*agents: str) -> Record:
@@ -332,7 +332,7 @@ def test_what_is_no_message_is_refused(payload: bytes) -> None:
 
 def test_a_delta_makes_the_record_or_is_refused() -> None:
     parent = first_record("a", "b", "c")
-    child = next_record(parent, [report("a", record=parent), report("c", record=parent, dead_agents=("b",))])
+    child = next_record(parent, [report("a", record=parent), report("c", record=parent)], "b")
     assert isinstance(child, Record)
     payload = encode_delta(parent, m.Push(m.Decision(m.Term(2, "c"), child), 1, 0))
     assert payload is not None
