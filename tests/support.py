@@ -22,10 +22,12 @@ from typing import Any, TypeVar
 import psutil
 
 from scripts.demo_job.driver import Tail
+from tests.preloaded import MARK, PreloadedProcess
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE_S = 180.0  # a guard against a hang; no test waits for it to pass
-_MARK = "ELASTICGANG_TEST_JOB"
+
+_PROGRAM = ("-m", "elasticgang")
 
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound="Command")
@@ -78,18 +80,25 @@ class Command:
     """One command as a subprocess, its output in files. As a context manager, ends everything it has started."""
 
     def __init__(
-        self, directory: Path, command: Sequence[str], *, env: dict[str, str] | None = None, stdout: int | None = None
+        self,
+        directory: Path,
+        command: Sequence[str],
+        *,
+        env: dict[str, str] | None = None,
+        stdout: int | None = None,
+        preloaded: bool = False,
     ) -> None:
+        """`preloaded`: a Python command that imports torch, or runs an agent; it starts as `PreloadedProcess` does."""
         self.directory = directory
         self.mark = uuid.uuid4().hex
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / "stdout").open("wb") as out, (directory / "stderr").open("wb") as err:
-            self.process = subprocess.Popen(
+            self.process = (PreloadedProcess if preloaded else subprocess.Popen)(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out if stdout is None else stdout,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(env or {}), _MARK: self.mark},
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(env or {}), MARK: self.mark},
                 cwd=directory,
             )
 
@@ -116,7 +125,7 @@ class Command:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -148,6 +157,28 @@ class Command:
         wait_until(lambda: not self.processes(), "the end of all processes")
 
 
+def run_preloaded(
+    command: Sequence[str], *, env: dict[str, str] | None = None, timeout: float = DEADLINE_S
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of a Python command that imports torch, in the repository. `env`: in addition."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(env or {}), MARK: uuid.uuid4().hex}
+    with PreloadedProcess(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=REPOSITORY,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
 class Job(Command):
     """`elasticgang run`."""
 
@@ -160,12 +191,15 @@ class Job(Command):
         options: Sequence[str] = (),
         env: dict[str, str] | None = None,
         stdout: int | None = None,
-        program: Sequence[str] = ("-m", "elasticgang"),
+        program: Sequence[str] = _PROGRAM,
         prefix: Sequence[str] = (),
+        fresh: bool = False,
     ) -> None:
-        """`program`: Python's arguments for the command line; `prefix`: a command that runs it."""
+        """`program`: Python's arguments for the command line; `prefix`: a command that runs it. `fresh`: its fork
+        server imports torch, as a user's does."""
         run = [*prefix, sys.executable, *program, "run", "--nproc-per-node", str(ranks), "--log-dir", str(directory)]
-        super().__init__(directory, [*run, *options, str(script), *args], env=env, stdout=stdout)
+        preloaded = not (fresh or prefix) and tuple(program) == _PROGRAM
+        super().__init__(directory, [*run, *options, str(script), *args], env=env, stdout=stdout, preloaded=preloaded)
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened until now."""

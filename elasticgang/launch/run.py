@@ -21,7 +21,7 @@ from elasticgang.session.credentials import Credentials
 
 _RANK_TARGET = "elasticgang.member.rank_main:main"
 # Modules that the fork server imports once for all processes of a host: ranks, comm processes, and a coordinator.
-_PRELOAD = (
+PRELOAD = (
     "torch",
     "torch.distributed",
     "torch.nn.parallel.distributed",
@@ -41,7 +41,7 @@ def run_job(args: argparse.Namespace, credentials: Credentials) -> int:
     job = Job(
         command={"script": args.script, "args": args.args, "module": args.module},
         rank_target=_RANK_TARGET,
-        preload=_PRELOAD,
+        preload=PRELOAD,
         num_ranks=args.nproc_per_node,
         num_spares=args.spares,
         job_id=args.job_id or uuid.uuid4().hex[:12],

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import secrets
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.chaos.test_kills import JOB, check_samples, histories
-from tests.support import REPOSITORY, Command, Job, is_alive, kill, wait_until
+from tests.support import Command, Job, is_alive, kill, run_preloaded, wait_until
 
 NUM_STEPS = 30
 SLOW_S = 240.0  # processes import torch; a guard, as `support.DEADLINE_S`
@@ -182,7 +181,8 @@ class Cluster:
 def run_alone(directory: Path) -> str:
     """The digest of the state that an undisturbed run of one process ends with."""
     command = [sys.executable, str(JOB), "--steps", str(NUM_STEPS), "--output-dir", str(directory)]
-    subprocess.run(command, check=True, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, timeout=240)
+    done = run_preloaded(command)
+    assert done.returncode == 0, done.stderr
     ((*_, last),) = histories(directory)
     return str(last["digest"])
 

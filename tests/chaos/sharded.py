@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from elasticgang.train.data import GlobalBatch
 from tests.chaos.sharded_job import BATCH_SIZE, NUM_SAMPLES, SEED, SLOT, whole_parameters
-from tests.support import REPOSITORY, Job
+from tests.support import REPOSITORY, Job, run_preloaded
 
 JOB = REPOSITORY / "tests" / "chaos" / "sharded_job.py"
 NUM_STEPS = 20
@@ -55,7 +54,8 @@ class Reference:
 
 def reference_in(directory: Path, steps: int = NUM_STEPS) -> Reference:
     command = [sys.executable, str(JOB), "--steps", str(steps), "--output-dir", str(directory)]
-    subprocess.run(command, check=True, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, timeout=300)
+    done = run_preloaded(command)
+    assert done.returncode == 0, done.stderr
     ((*lines, last),) = histories(directory).values()
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "prepared"}
     assert sorted(losses) == list(range(steps))

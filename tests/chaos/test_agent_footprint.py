@@ -31,7 +31,7 @@ def with_libraries(pid: int) -> list[str]:
 @pytest.mark.timeout(240)
 def test_the_agent_of_a_running_job_has_no_torch(tmp_path: Path) -> None:
     """Through a restart too. A rank has torch, so that the test can tell."""
-    with Job(tmp_path, training(tmp_path, steps=100_000, body=_HELD)) as job:
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=_HELD), fresh=True) as job:
         job.expect_file(tmp_path / "at-0")
         psutil.Process(job.rank_pid(1)).kill()
         job.expect("entered", count=5)

@@ -6,7 +6,6 @@ Where a rank dies is decided by the job itself (`job.py`), so that each moment i
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ import pytest
 
 from elasticgang.train.data import GlobalBatch
 from tests.chaos.job import BATCH_SIZE, NUM_SAMPLES, PLACES, SEED, SLOT
-from tests.support import REPOSITORY, Job
+from tests.support import REPOSITORY, Job, run_preloaded
 
 NUM_STEPS = 30
 JOB = REPOSITORY / "tests" / "chaos" / "job.py"
@@ -46,7 +45,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the state that an undisturbed run of one process ends with."""
     directory = tmp_path_factory.mktemp("alone")
     command = [sys.executable, str(JOB), "--steps", str(NUM_STEPS), "--output-dir", str(directory)]
-    subprocess.run(command, check=True, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, timeout=60)
+    done = run_preloaded(command)
+    assert done.returncode == 0, done.stderr
     ((*_, last),) = histories(directory)
     assert last["kind"] == "finished"
     assert last["steps"] == NUM_STEPS

@@ -108,7 +108,7 @@ def test_a_server_that_is_no_coordinator_is_named(tmp_path: Path, listener: sock
     """It accepts, and says nothing."""
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     options = ["--connect-timeout", "1", "--coordinator", address]
-    with Job(tmp_path, script(tmp_path, ""), options=options) as job:
+    with Job(tmp_path, script(tmp_path, ""), options=options, fresh=True) as job:
         assert job.wait() == 2
         assert job.stderr.splitlines() == [
             f"elasticgang: error: what answers at {address} is not a coordinator of elasticgang"
@@ -126,7 +126,7 @@ def test_a_layout_that_can_never_be_filled_ends_the_job_in_one_line(tmp_path: Pa
             raise AssertionError("not reached")
         """,
     )
-    with Job(tmp_path, path, ranks=3) as job:
+    with Job(tmp_path, path, ranks=3, fresh=True) as job:
         assert job.wait() == 2
         job.assert_nothing_left()
         assert job.stderr.splitlines() == [
@@ -183,7 +183,7 @@ def started(job: Job, ranks: int = 2) -> None:
 @pytest.mark.parametrize("make", [loading, ignoring])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_in_time(tmp_path: Path, number: signal.Signals, make: Callable[[Path], Path]) -> None:
-    with Job(tmp_path, make(tmp_path)) as job:
+    with Job(tmp_path, make(tmp_path), fresh=True) as job:
         started(job)
         began = time.monotonic()
         job.process.send_signal(number)
@@ -207,7 +207,7 @@ def test_a_rank_may_use_the_grace_period(tmp_path: Path) -> None:
         time.sleep(600)
         """,
     )
-    with Job(tmp_path, path, options=["--grace-period", "30"]) as job:
+    with Job(tmp_path, path, options=["--grace-period", "30"], fresh=True) as job:
         started(job)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(20.0) == 143
@@ -218,7 +218,7 @@ def test_a_rank_may_use_the_grace_period(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["the agent imports", "the fork server imports", "ranks are started"])
 def test_a_signal_while_it_starts_ends_everything_in_time(tmp_path: Path, number: signal.Signals, moment: str) -> None:
-    with Job(tmp_path, ignoring(tmp_path)) as job:
+    with Job(tmp_path, ignoring(tmp_path), fresh=True) as job:
         wait_for_moment(job, moment)
         began = time.monotonic()
         job.process.send_signal(number)
@@ -266,7 +266,7 @@ def wait_for_moment(job: Job, moment: str) -> None:
 @pytest.mark.alone  # it has a time bound
 @pytest.mark.parametrize("make", [loading, ignoring])
 def test_nothing_is_left_of_a_killed_agent(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    with Job(tmp_path, make(tmp_path)) as job:
+    with Job(tmp_path, make(tmp_path), fresh=True) as job:
         started(job)
         assert len(job.processes()) >= 1 + 1 + 1 + 2 + 2  # agent, fork server, coordinator, ranks, their children
         job.process.kill()
@@ -275,14 +275,14 @@ def test_nothing_is_left_of_a_killed_agent(tmp_path: Path, make: Callable[[Path]
 
 @pytest.mark.parametrize("moment", ["the fork server imports", "ranks are started"])
 def test_nothing_is_left_of_an_agent_that_is_killed_while_it_starts(tmp_path: Path, moment: str) -> None:
-    with Job(tmp_path, ignoring(tmp_path)) as job:
+    with Job(tmp_path, ignoring(tmp_path), fresh=True) as job:
         wait_for_moment(job, moment)
         job.process.kill()
         job.assert_nothing_left(AT_ONCE_S)
 
 
 def test_nothing_is_left_when_the_fork_server_is_killed_and_then_the_agent(tmp_path: Path) -> None:
-    with Job(tmp_path, loading(tmp_path)) as job:
+    with Job(tmp_path, loading(tmp_path), fresh=True) as job:
         started(job)
         job.fork_server().kill()
         job.process.kill()
@@ -295,7 +295,7 @@ def test_a_coordinator_of_its_own_ends_by_a_signal(tmp_path: Path) -> None:
         wait_until(lambda: coordinator.stdout.endswith("\n"), "its address")
         address = coordinator.stdout.removeprefix("coordinator listening on ").strip()
         path = training(tmp_path, steps=3)
-        with Job(tmp_path / "job", path, options=["--coordinator", address]) as job:
+        with Job(tmp_path / "job", path, options=["--coordinator", address], fresh=True) as job:
             assert job.wait() == 0, job.stderr
         coordinator.process.send_signal(signal.SIGTERM)
         assert coordinator.wait(10.0) == 0
@@ -309,7 +309,7 @@ def test_output_has_its_rank_and_step_in_front(tmp_path: Path) -> None:
     body = """print("in step", step.index)
                 print("to stderr", step.index, file=sys.stderr)"""
     path = training(tmp_path, steps=3, body=body, after='os.write(1, b"two\\nlines, and no end")')
-    with Job(tmp_path, path) as job:
+    with Job(tmp_path, path, fresh=True) as job:
         assert job.wait() == 0
         for text, name in ((job.stdout, "in step"), (job.stderr, "to stderr")):
             for rank in range(2):
@@ -378,7 +378,7 @@ assert not me.net_connections()
     command = [sys.executable, "-c", code]
     subprocess.run(command, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=60)
     together = tmp_path / "together"
-    with Job(together, job_script, "--steps", "10", "--output-dir", str(together)) as job:
+    with Job(together, job_script, "--steps", "10", "--output-dir", str(together), fresh=True) as job:
         assert job.wait() == 0, job.stderr
     digests = [
         json.loads(path.read_text().splitlines()[-1])["digest"]
@@ -392,7 +392,7 @@ assert not me.net_connections()
 def test_what_torch_says_of_a_lost_coordinator_is_said_by_ranks_alone(tmp_path: Path) -> None:
     body = 'time.sleep(0.01); (here / f"at-{rank}").write_text(os.environ["TORCH_CPP_LOG_LEVEL"] + chr(10))'
     path = training(tmp_path, steps=100_000, body=body)
-    with Job(tmp_path, path, ranks=2, env={"TORCH_CPP_LOG_LEVEL": "WARNING"}) as job:
+    with Job(tmp_path, path, ranks=2, env={"TORCH_CPP_LOG_LEVEL": "WARNING"}, fresh=True) as job:
         assert job.expect_file(tmp_path / "at-1") == "WARNING\n"  # as the user has set it
         (coordinator,) = [process for process in job.processes() if process.name() == "eg-coordinator"]
         coordinator.kill()

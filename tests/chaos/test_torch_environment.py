@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import REPOSITORY, Job
+from tests.support import REPOSITORY, Job, run_preloaded
 
 DEADLINE_S = 120
 
@@ -321,12 +320,6 @@ def test_a_job_of_one_has_torch_distributed_too(tmp_path: Path) -> None:
                 optim.step(weight=1.0)
         assert (dist.get_rank(), manager.gangs.root.size) == (0, 1)
     """
-    done = subprocess.run(
-        [sys.executable, str(script(tmp_path, text)), str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, "LOCAL_RANK": "0", "PYTHONPATH": str(REPOSITORY)},
-    )
+    command = [sys.executable, str(script(tmp_path, text)), str(tmp_path)]
+    done = run_preloaded(command, env={"LOCAL_RANK": "0"}, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr

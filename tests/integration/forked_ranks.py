@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import elasticgang.gang  # noqa: F401  # what the ranks would import otherwise
+from tests.preloaded import offer_fork_server
 
 
 def fork_ranks(size: int, function: Callable[[int, int], int]) -> int:
@@ -39,6 +40,7 @@ def fork_ranks(size: int, function: Callable[[int, int], int]) -> int:
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                 TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
             )  # fmt: skip
+            offer_fork_server()
             _end(lambda: function(rank, port))  # noqa: B023  # called at once
         pids.append(pid)
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

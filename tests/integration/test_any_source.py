@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,7 +19,7 @@ from elasticgang.errors import CollectiveTimeoutError, GangError, InvalidOperati
 from elasticgang.gang import FakeGang
 from tests.integration.conftest import Rings
 from tests.integration.rings import Ring
-from tests.support import REPOSITORY, Job, wait_until
+from tests.support import REPOSITORY, Job, run_preloaded, wait_until
 
 SIZE = 3
 DEADLINE_S = 120
@@ -246,14 +245,8 @@ def test_a_timeout_is_a_timedelta(timeout: Any, rings: Rings) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "elasticgang"])
 def test_torchs_function_names_who_did_not_come(backend: str) -> None:
     launcher = [sys.executable, "-m", "tests.integration.forked_ranks", "3"]
-    done = subprocess.run(
-        [*launcher, "tests/integration/monitored_ranks.py", "--backend", backend],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    command = [*launcher, "tests/integration/monitored_ranks.py", "--backend", backend]
+    done = run_preloaded(command, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     assert sorted(found) == [0, 1]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from tests.support import REPOSITORY
+from tests.support import run_preloaded
 
 FORMS = (
     "ddp", "hsdp", "fsdp-allocates", "tp", "by-hand", "any-source", "split", "monitored-barrier", "checkpoint",
@@ -22,14 +20,8 @@ pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)
 def results(backend: str) -> list[dict[str, Any]]:
     """Of each rank, by form."""
     launcher = [sys.executable, "-m", "tests.integration.forked_ranks", "--train", "4"]
-    done = subprocess.run(
-        [*launcher, "tests/integration/backend_ranks.py", "--backend", backend],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    command = [*launcher, "tests/integration/backend_ranks.py", "--backend", backend]
+    done = run_preloaded(command, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

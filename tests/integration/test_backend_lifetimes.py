@@ -27,7 +27,12 @@ def ranks(directory: Path, case: str, store: str) -> Iterator[list[Command]]:
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(
-                Command(directory / str(rank), [*command, str(rank), str(SIZE)], env={**env, "RANK": str(rank)})
+                Command(
+                    directory / str(rank),
+                    [*command, str(rank), str(SIZE)],
+                    env={**env, "RANK": str(rank)},
+                    preloaded=True,
+                )
             )
             for rank in range(SIZE)
         ]

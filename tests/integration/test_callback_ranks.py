@@ -37,7 +37,9 @@ def test_nested_waits_over_the_backend_end_when_a_rank_dies_inside(tmp_path: Pat
     command = [sys.executable, "-m", "tests.integration.callback_ranks", str(tmp_path), "backend"]
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(Command(tmp_path / f"command{rank}", command, env={**env, "RANK": str(rank)}))
+            stack.enter_context(
+                Command(tmp_path / f"command{rank}", command, env={**env, "RANK": str(rank)}, preloaded=True)
+            )
             for rank in range(SIZE)
         ]
         assert [rank.wait() for rank in ranks] == [0] * (SIZE - 1) + [-signal.SIGKILL], ranks[0].stderr

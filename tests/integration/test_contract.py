@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from elasticgang.errors import InvalidOperationError, LayoutError
 from elasticgang.gang import FakeGang, GangGrid, ReduceOperation
 from elasticgang.process.forkserver import ForkServer
 from tests.integration import contract
+from tests.support import run_preloaded
 
 _ROOT = Path(__file__).parents[2]
 _DEADLINE_S = 60
@@ -97,6 +97,6 @@ def _status(pidfd: int) -> int:
 def test_elastic_gangs_keep_the_contract() -> None:
     script = str(_ROOT / "tests/integration/contract_ranks.py")
     command = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "3", script]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_DEADLINE_S)
+    done = run_preloaded(command, timeout=_DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("contract kept") == 3

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -27,6 +29,7 @@ from elasticgang.errors import NotSupportedError, OperationalError, PeerLostErro
 from elasticgang.gang import ElasticGang, Gang, ReduceOperation
 from elasticgang.gang.elastic import Binding
 from tests.integration import contract
+from tests.preloaded import MARK, PreloadedProcess
 from tests.support import REPOSITORY
 
 CPU = torch.device("cpu")
@@ -180,14 +183,15 @@ def test_a_configure_whose_peers_do_not_come_ends_with_the_configuration(store: 
 def ranks(store: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
     address = f"{store}/ranks/{time.monotonic_ns()}"
     command = [sys.executable, "-m", "tests.integration.data_ranks", address]
-    started = [
-        subprocess.Popen(
+    started: list[subprocess.Popen[str]] = [
+        PreloadedProcess(
             [*command, str(rank), str(size)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=REPOSITORY,
+            env={**os.environ, MARK: uuid.uuid4().hex},
         )
         for rank in range(size)
     ]

@@ -22,7 +22,7 @@ def written(program: Program, directory: Path) -> str:
 def test_the_blocks_on_gangs_run_as_under_torchrun(tmp_path: Path) -> None:
     script = written(GANGS, tmp_path)
     command = [sys.executable, "-m", "tests.integration.forked_ranks", str(GANGS.num_ranks), script]
-    with Command(tmp_path, command, env={"REPORTS": str(tmp_path)}) as ranks:
+    with Command(tmp_path, command, env={"REPORTS": str(tmp_path)}, preloaded=True) as ranks:
         assert ranks.wait(DEADLINE_S) == 0, ranks.stderr
     assert reports(tmp_path) == [GANGS.expected] * GANGS.num_ranks
 

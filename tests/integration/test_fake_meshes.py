@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import elasticgang as eg
 from elasticgang.gang.elastic import Binding, ElasticGang
-from tests.support import REPOSITORY
+from tests.support import run_preloaded
 
 TORCHS_OWN = dist.init_process_group  # as it is while the tests are collected
 CPU = torch.device("cpu")
@@ -174,7 +173,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
 def test_further_axes_of_four_ranks_go_to_a_mesh_and_back(launcher: str) -> None:
     command = [*LAUNCHERS[launcher], "-m", "tests.integration.test_fake_meshes", launcher]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = run_preloaded(command, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("mesh kept") == 4
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 from tests.integration.hook_ranks import HOOKS
-from tests.support import REPOSITORY
+from tests.support import run_preloaded
 
 SIZE = 2
 DEADLINE_S = 120
@@ -32,14 +30,7 @@ Found = list[dict[str, dict[str, Any]]]
 def results(*arguments: str) -> Found:
     """Of each rank, by kind of group and hook."""
     launcher = [sys.executable, "-m", "tests.integration.forked_ranks", "--train", str(SIZE)]
-    done = subprocess.run(
-        [*launcher, "tests/integration/hook_ranks.py", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = run_preloaded([*launcher, "tests/integration/hook_ranks.py", *arguments], timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     found: Found = json.loads(line.removeprefix("RESULT "))

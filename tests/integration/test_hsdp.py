@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
-from tests.support import REPOSITORY
+from tests.support import run_preloaded
 
 RECIPE = "tests/integration/hsdp_recipe.py"
 MESH = "tests/integration/mesh_ranks.py"
@@ -22,7 +21,7 @@ DEADLINE_S = 120
 
 def run(launcher: str, script: str, *arguments: str) -> str:
     command = [*LAUNCHERS[launcher], script, "--launcher", launcher, *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = run_preloaded(command, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -5,7 +5,6 @@ What is expected was derived by hand from what Megatron-LM documents."""
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import elasticgang as eg
-from tests.support import REPOSITORY
+from tests.support import run_preloaded
 
 CPU = torch.device("cpu")
 DEADLINE_S = 120
@@ -216,7 +215,7 @@ def test_what_is_no_integer_is_none(bad: Any) -> None:
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
 def test_four_ranks_use_the_grid_as_megatron_does(launcher: str) -> None:
     command = [*LAUNCHERS[launcher], "-m", "tests.integration.test_hyper_comm_grid", launcher]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = run_preloaded(command, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("grid kept") == 4
 

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-import subprocess
 import sys
 import time
 import weakref
@@ -20,7 +19,7 @@ from torch.distributed import ReduceOp
 from elasticgang.comm.error_swallowing import SwallowingProcessGroup
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from tests.integration.conftest import Rings
-from tests.support import REPOSITORY, Command, busy_core, is_alive, wait_dead, wait_until
+from tests.support import Command, busy_core, is_alive, run_preloaded, wait_dead, wait_until
 
 GUARD_S = 20.0
 RANKS = [sys.executable, "-m", "tests.integration.isolated_ranks"]
@@ -32,7 +31,7 @@ ALLOWED = {
 
 
 def test_nothing_grows_over_a_thousand_configurations(capsys: pytest.CaptureFixture[str]) -> None:
-    done = subprocess.run([*RANKS, "reconfigure"], cwd=REPOSITORY, capture_output=True, text=True, timeout=110)
+    done = run_preloaded([*RANKS, "reconfigure"], timeout=110)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     with capsys.disabled():
@@ -45,7 +44,7 @@ def test_nothing_grows_over_a_thousand_configurations(capsys: pytest.CaptureFixt
 
 # ARENA-3
 def test_few_descriptors_are_enough_and_none_is_an_error_that_passes() -> None:
-    done = subprocess.run([*RANKS, "with_few_descriptors"], cwd=REPOSITORY, capture_output=True, text=True, timeout=110)
+    done = run_preloaded([*RANKS, "with_few_descriptors"], timeout=110)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.layout_recipe import OPTIMIZERS, STEPS
-from tests.support import REPOSITORY
+from tests.support import run_preloaded
 
 RECIPE = "tests/integration/layout_recipe.py"
 LAUNCHER = ["-m", "elasticgang", "run", "--nproc-per-node", "4"]
@@ -20,7 +19,7 @@ DEADLINE_S = 180
 
 def run(output: Path, optimizer: str, launcher: list[str], *layout: str) -> list[dict[str, Any]]:
     command = [sys.executable, *launcher, RECIPE, "--output", str(output), "--optimizer", optimizer, *layout]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = run_preloaded(command, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in output.read_text().splitlines()]
 

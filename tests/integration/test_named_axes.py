@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 from pathlib import Path
@@ -15,7 +14,7 @@ from elasticgang.gang import FakeGang, Gangs
 from elasticgang.layout import Axes, Member, ParallelLayout, plan
 from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.rendezvous import CONTROL, FAMILIES, REDUCE, REDUCE_RDP, ElasticRendezvous
-from tests.support import REPOSITORY, Command, Job
+from tests.support import Command, Job
 
 CPU = torch.device("cpu")
 
@@ -134,8 +133,7 @@ def test_a_script_with_further_axes_runs_alone(tmp_path: Path) -> None:
     path = script(
         tmp_path, 'views=(Axes((1,), ("cp",)),)', 'print(total("cp"))\nmanager.commit(1.0, lambda total: None)\n'
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with Command(tmp_path / "alone", [sys.executable, str(path)], env=environment) as command:
+    with Command(tmp_path / "alone", [sys.executable, str(path)], preloaded=True) as command:
         assert command.wait() == 0, command.stderr
         assert command.stdout.splitlines() == ["cp 0/1 1"] * 4
 

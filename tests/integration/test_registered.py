@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from elasticgang.gang import ElasticGang, torch_registry
 from elasticgang.gang.elastic import Binding
 from elasticgang.gang.torch_process_group import GangProcessGroup
 from tests.integration.extended_ranks import model, train
-from tests.support import REPOSITORY
+from tests.support import Command
 
 DEADLINE_S = 100
 
@@ -107,20 +108,19 @@ def test_a_mesh_without_names_is_refused(default_group: None) -> None:
 
 
 @pytest.mark.timeout(260)
-def test_hsdp_over_an_extended_mesh_trains_as_one_process_does(store: str) -> None:
+def test_hsdp_over_an_extended_mesh_trains_as_one_process_does(store: str, tmp_path: Path) -> None:
     """Two replicas of two shards. The group's true size scales the gradients; the mesh says 1."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.extended_ranks", store, str(replica), str(shard)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for replica in range(2)
-        for shard in range(2)
-    ]
-    found = [json.loads(rank.communicate(timeout=200)[0]) for rank in ranks]  # each imports torch first
-    assert [rank.returncode for rank in ranks] == [0] * 4
+    command = [sys.executable, "-m", "tests.integration.extended_ranks", store]
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                Command(tmp_path / f"{replica}-{shard}", [*command, str(replica), str(shard)], preloaded=True)
+            )
+            for replica in range(2)
+            for shard in range(2)
+        ]
+        assert [rank.wait() for rank in ranks] == [0] * 4, [rank.stderr for rank in ranks]
+        found = [json.loads(rank.stdout) for rank in ranks]
     alone = train(model(), range(1), 0)
     for attempt in range(2):
         parts = [each[f"losses{attempt}"] for each in found]

@@ -36,7 +36,7 @@ class Outcomes:
         """How many of `names` had their turn: after a program that ended differently on some ranks, nothing goes on."""
         launcher = [*JOB, str(size)] if mode == "run" else []
         arguments = [RUNNER, "--mode", mode, "--size", str(size), "--output", str(self._output), *names]
-        with Command(directory, [sys.executable, *launcher, *arguments], env={"OMP_NUM_THREADS": "1"}) as command:
+        with Command(directory, [sys.executable, *launcher, *arguments], preloaded=True) as command:
             code = self._wait(command)
         started = [number for number, name in enumerate(names, 1) if started_file(self._output, name).exists()]
         if not started:

@@ -80,7 +80,9 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("changes")
     for part in (THREE, FOUR):
         (output / part).mkdir()
-    with Command(output / "job", [sys.executable, *JOB, "4", CHANGES, "--output", str(output)]) as command:
+    with Command(
+        output / "job", [sys.executable, *JOB, "4", CHANGES, "--output", str(output)], preloaded=True
+    ) as command:
         code = command.wait(CHANGES_DEADLINE_S)
         assert code == 0, command.stderr[-4000:]
     return output

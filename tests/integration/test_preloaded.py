@@ -1,0 +1,69 @@
+"""Commands of tests that are forked from a process that has imported torch are as those that are executed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.chaos.training_scripts import script, training
+from tests.support import Command, Job, run_preloaded, wait_until
+
+BODY = '(here / f"at-{rank}").write_text(f"{os.getppid()}\\n"); time.sleep(600)'
+
+
+def is_subreaper() -> int:
+    found = ctypes.c_int()
+    ctypes.CDLL(None).prctl(37, ctypes.byref(found), 0, 0, 0)
+    return found.value
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_all_processes_of_a_job_are_found_and_end_with_its_agent(fresh: bool, tmp_path: Path) -> None:
+    with Job(tmp_path, training(tmp_path, body=BODY), ranks=2, fresh=fresh) as job:
+        assert {job.expect_file(tmp_path / f"at-{rank}") for rank in range(2)} == {f"{job.process.pid}\n"}
+        found = {process.pid: process for process in job.processes()}
+        agent, server = found[job.process.pid], found[job.fork_server().pid]
+        assert {job.rank_pid(0), job.rank_pid(1)} < found.keys()
+        assert (server.name(), server.ppid()) == ("eg-forkserver", agent.pid)
+        assert "libtorch" not in "".join(entry.path for entry in agent.memory_maps())
+        assert any("elasticgang.process.forkserver" in part for part in server.cmdline())
+        job.process.kill()
+        job.assert_nothing_left(5.0)
+
+
+def test_a_job_replaces_the_fork_server_that_it_was_offered(tmp_path: Path) -> None:
+    with Job(tmp_path, training(tmp_path, body=BODY), ranks=1) as job:
+        job.expect_file(tmp_path / "at-0")
+        before = job.fork_server()
+        before.kill()
+        wait_until(
+            lambda: [new for new in job.processes() if new.name() == "eg-forkserver" and new != before], "another"
+        )
+
+
+def test_a_program_has_its_arguments_environment_and_exit_code(tmp_path: Path) -> None:
+    text = """
+        import os, pathlib, sys
+        print(__name__, sys.argv[1:], os.environ["GIVEN"], pathlib.Path.cwd().name, sys.path[0] in sys.argv[0])
+        print("told", file=sys.stderr)
+        sys.exit(3)
+    """
+    command = [sys.executable, str(script(tmp_path, text)), "a", "b"]
+    with Command(tmp_path / "folder", command, env={"GIVEN": "value"}, preloaded=True) as process:
+        assert process.wait() == 3
+        assert process.stdout == "__main__ ['a', 'b'] value folder True\n"
+        assert process.stderr == "told\n"
+
+
+def test_a_program_that_raises_fails() -> None:
+    before = is_subreaper()
+    done = run_preloaded([sys.executable, "-m", "tests.integration.no_such_module"])
+    assert done.returncode == 1
+    assert "No module named tests.integration.no_such_module" in done.stderr
+    assert is_subreaper() == before
+    assert psutil.Process(os.getpid()).children() != []  # what it was forked from

@@ -1,0 +1,186 @@
+"""Starts Python commands without the seconds in which an interpreter imports torch.
+
+One process has imported what all of them need: a fork server of this pytest process. A `PreloadedProcess` is forked
+from it. For its own fork server it gets a copy of that process, forked beforehand, which then runs the whole of
+`elasticgang.process.forkserver.main`: only the modules are there already. An agent (`-m elasticgang`) is executed, as
+ever, and imports no torch.
+
+What starts while modules are imported is tested with `Job(..., fresh=True)`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elasticgang.launch.run import PRELOAD
+from elasticgang.process import forkserver
+
+MARK = "ELASTICGANG_TEST_JOB"  # the environment variable by which all processes of a command are found
+_NO_MARK = "0" * 32
+_FORK_SERVER = ["-m", forkserver.__name__]
+_MAX_MESSAGE = 1 << 17
+_EXTRA = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.utils.data", "elasticgang.gang")
+# As the agent sets them for its fork server: torch reads them when it is imported.
+_ENVIRONMENT = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: _NO_MARK}
+
+_getenv = ctypes.CDLL(None).getenv
+_getenv.restype = ctypes.c_void_p
+_mark_address: int | None = _getenv(MARK.encode())  # before anything changes the environment
+
+
+@functools.cache
+def _server(pid: int) -> forkserver.ForkServer:
+    server = forkserver.ForkServer((*PRELOAD, *_EXTRA, __name__), env=_ENVIRONMENT)
+    server.wait_ready()
+    atexit.register(server.close)
+    return server
+
+
+class PreloadedProcess(subprocess.Popen[Any]):
+    """`python ...` with an environment that has `MARK`, forked from a process that has imported torch."""
+
+    _lock = threading.Lock()
+
+    def _execute_child(self, args: Sequence[str], *given: Any) -> None:
+        _, _, _, _, cwd, env, _, _, _, *files = given
+        stdin, _, _, stdout, _, stderr = files[:6]
+        request = {"command": list(args), "cwd": str(cwd), "env": dict(env)}
+        with self._lock, _as_subreaper():
+            spawned = _server(os.getpid()).spawn(
+                f"{__name__}:run", request, fds=(stdin,), stdio=(stdout, stderr), name="eg-test"
+            )
+        os.close(spawned.pidfd)
+        _created(self, spawned.pid, files)
+
+
+def _created(process: Any, pid: int, files: Sequence[int]) -> None:
+    """What `Popen` does once there is a process."""
+    process.pid = pid
+    process._child_created = True
+    process._close_pipe_fds(*files[:6])
+
+
+class _as_subreaper:
+    """Meanwhile what a fork server starts becomes a child of this process; afterwards orphans do not."""
+
+    def __enter__(self) -> None:
+        before = ctypes.c_int()
+        ctypes.CDLL(None).prctl(37, ctypes.byref(before), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+        self._before = before.value
+        forkserver.become_subreaper()
+
+    def __exit__(self, *_: object) -> None:
+        ctypes.CDLL(None).prctl(36, self._before, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def run(request: dict[str, Any], fds: list[int]) -> int:
+    """The forked process: becomes the command."""
+    os.dup2(fds[0], 0)
+    os.close(fds[0])
+    env: dict[str, str] = request["env"]
+    python, *command = request["command"]
+    assert _mark_address is not None
+    ctypes.memmove(_mark_address, env[MARK].encode(), len(_NO_MARK))  # where /proc shows it, of forks too
+    _set_environment(env)
+    os.chdir(request["cwd"])
+    offer_fork_server()
+    if command[:2] == ["-m", "elasticgang"]:
+        sock, pid = _offered[os.getpid()]
+        sock.set_inheritable(True)
+        os.execve(python, [python, "-m", __name__, str(sock.fileno()), str(pid), *command[2:]], env)
+    is_module = command[0] == "-m"
+    sys.argv = command[is_module:]
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
+
+
+def _set_environment(env: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+
+
+# -- a fork server that has imported already
+
+_offered: dict[int, tuple[socket.socket, int]] = {}  # of the process with that id: its child, which waits
+
+
+def offer_fork_server() -> None:
+    """The first fork server of this process, which has one thread, is a fork of it. It ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _become_fork_server(theirs)
+    theirs.close()
+    _offer(ours, pid)
+
+
+def _offer(sock: socket.socket, pid: int) -> None:
+    _offered.clear()  # what a parent was offered
+    _offered[os.getpid()] = sock, pid
+    subprocess.Popen = _OfferedProcess  # type: ignore[misc]
+
+
+def _become_fork_server(sock: socket.socket) -> None:
+    owner = os.getppid()
+    data, fds, _, _ = socket.recv_fds(sock, _MAX_MESSAGE, 1)
+    sock.close()
+    if not data:  # the owner has ended, and needed none
+        os._exit(0)
+    request = json.loads(data)
+    if request["new_session"]:
+        os.setsid()
+    _set_environment(request["env"])
+    sys.exit(forkserver.main([forkserver.__name__, str(fds[0]), str(owner), *request["preload"]]))
+
+
+class _OfferedProcess(subprocess.Popen[Any]):
+    """`Popen`; the first fork server is the one that was offered."""
+
+    def __init__(self, args: Any, *given: Any, start_new_session: bool = False, **options: Any) -> None:
+        self._is_session_leader = start_new_session
+        super().__init__(args, *given, start_new_session=start_new_session, **options)
+
+    def _execute_child(self, args: Any, *given: Any) -> None:
+        offered = _offered.pop(os.getpid(), None) if isinstance(args, list) and args[1:3] == _FORK_SERVER else None
+        if offered is None:
+            execute: Callable[..., None] = getattr(super(), "_execute_child")  # noqa: B009  # typeshed has it not
+            execute(args, *given)
+            return
+        _, _, _, pass_fds, _, env, _, _, _, *files = given
+        sock, pid = offered
+        _, _, _, _, _, *preload = args  # python -m module descriptor owner
+        request = {"env": dict(env), "preload": preload, "new_session": self._is_session_leader}
+        socket.send_fds(sock, [json.dumps(request).encode()], list(pass_fds))
+        sock.close()
+        _created(self, pid, files)
+
+
+def main() -> int:
+    """The agent: `python -m tests.preloaded DESCRIPTOR PID run ...`."""
+    _, descriptor, pid, *arguments = sys.argv
+    sock = socket.socket(fileno=int(descriptor))
+    sock.set_inheritable(False)
+    _offer(sock, int(pid))
+    from elasticgang.launch.cli import main
+
+    return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
