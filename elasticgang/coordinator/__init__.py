@@ -1,1 +1,1 @@
-"""The coordinator's server, and an agent's client of it."""
+"""The coordinator's process: the server that decides records, and its state directory."""

@@ -1,19 +1,21 @@
 """The coordinator: one `CoordinatorState` for each job, driven by the sessions of its agents, the clock and the disk.
 
-SERVE-ORDER    The instructions of one event are carried out before the next event of that job.
-SERVE-PERSIST  A decision is written and fsynced, off the event loop, before the state machine is told so.
-SERVE-APART    Jobs have nothing in common but the process.
-SERVE-FOUND    Without a directory, a job of which nothing is known is new once the agents of a job that ran here before
-               had `founds_after_s` to come back.
-SERVE-EXITED   An agent without a session has exited, with all that it had started, once its host refuses connections to
-               its address for `EXITED_S`: within it, the fork server kills what the agent had started.
-SERVE-FORGET   A job that is abandoned (ABANDON) is forgotten at once if a state directory has what is known of it, or
-               if nothing is known. Without a directory, the last `MAX_ENDED` that have finished or are lost keep no
-               more than that; any other is forgotten once there are `MAX_JOBS`.
-SERVE-KEYS     An agent of the newest record exchanges the rendezvous keys of its generation, until the generation is
-               over; one without a seat there may put none.
-SERVE-STOP     When the state machine raises, or the disk does not write, the process ends: what it held is in the state
-               directory and with the agents.
+SERVE-ORDER    The instructions of one event are executed before the next event of that job is handled.
+SERVE-PERSIST  A decision is written and fsynced, off the event loop, before the state machine gets `Persisted`.
+SERVE-APART    Jobs share nothing but the process.
+SERVE-FOUND    Without a state directory, an unknown job counts as new only `founds_after_s` after the start: the agents
+               of a running job reconnect within that time.
+SERVE-EXITED   An agent without a session counts as exited, with every process that it started, once its host has
+               refused connections to its address for `EXITED_S`. Within that time the agent's fork server has killed
+               these processes.
+SERVE-FORGET   An abandoned job (ABANDON) is removed from memory at once if the state directory has its state, or if the
+               server knows no record of it. Without a directory, the server remembers only the outcome of the last
+               `MAX_ENDED` jobs that have finished or are lost, and removes other abandoned jobs once it leads
+               `MAX_JOBS`.
+SERVE-KEYS     Agents of the newest record exchange the rendezvous keys of its generation until the generation is over.
+               An agent without a seat in it may not put a key.
+SERVE-STOP     The process ends when the state machine raises or a write fails. The state directory and the agents have
+               all of its state.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ _PROBE_S = 1.0
 MAX_JOBS = 1024
 MAX_ENDED = 16384
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
-MIN_DELTA_BYTES = 32 << 10  # a smaller record is sent whole: an agent reads it faster than a delta
+MIN_DELTA_BYTES = 32 << 10  # smaller records are sent whole, which is faster
 
 
 @dataclass
@@ -71,18 +73,18 @@ class _Job:
     name: str
     state: CoordinatorState
     connections: dict[int, Connection] = field(default_factory=dict)
-    known: dict[int, Record] = field(default_factory=dict)  # by session: the newest record that its agent has
+    known: dict[int, Record] = field(default_factory=dict)  # by session: the newest record that was sent to the agent
     events: deque[CoordinatorEvent] = field(default_factory=deque)
     is_busy: bool = False
     num_writes: int = 0
-    refused_s: dict[str, float] = field(default_factory=dict)  # since when each agent's host refuses (SERVE-EXITED)
+    refused_s: dict[str, float] = field(default_factory=dict)  # by agent: when its host began to refuse (SERVE-EXITED)
     probes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    exchange: KeyExchange[int] | None = None  # of the present generation; its parties are sessions
+    exchange: KeyExchange[int] | None = None  # of the present generation; the parties are sessions
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """`founds`: without a directory, whether a job of which nothing is known is new."""
+    """`founds`: whether an unknown job counts as new, without a state directory (SERVE-FOUND)."""
 
     credentials: Credentials = field(default_factory=Credentials)
     directory: StateDirectory | None = None
@@ -92,7 +94,8 @@ class ServerOptions:
 
 
 class CoordinatorServer:
-    """`fail` is called once, with the reason, when the server cannot go on."""
+    """Leads jobs. Runs on the event loop; not thread-safe. `fail` is called once, with the error, after which the
+    server handles no event (SERVE-STOP)."""
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class CoordinatorServer:
         return sum(connection.num_bytes_sent for connection in self._session_of)
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port that it listens on. Raises OperationalError (CRED-LOCAL)."""
+        """Listen, and return the port. Raises OperationalError (CRED-LOCAL), or OSError: it cannot listen there."""
         self._options.credentials.check_address(host, f"the coordinator listens on loopback only, not on {host!r}")
         self._is_everywhere = host in _ALL_ADDRESSES
         await self.listener.start(host, port)
@@ -139,7 +142,8 @@ class CoordinatorServer:
         self._writer.shutdown()
 
     def grant(self, job: str) -> Granted | Refused:
-        """The operator's word (see OFFICE). Refused where nothing waits for it."""
+        """Grant this coordinator office over `job`, by the word of an operator (see OFFICE). Refused unless the job
+        waits for it."""
         found = self._jobs.get(job)
         if found is None or not found.connections:
             return Refused(f"no agent of job {job} has a session with this coordinator: start the agents first")
@@ -157,14 +161,14 @@ class CoordinatorServer:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that are not forgotten (SERVE-FORGET)."""
+        """The number of jobs in memory (SERVE-FORGET)."""
         return len(self._jobs)
 
     def state_of(self, job: str) -> CoordinatorState | None:
         found = self._jobs.get(job)
         return None if found is None else found.state
 
-    # -- of its listener
+    # -- the listener's `SessionUser`
 
     def opened(self, connection: Connection) -> None:
         identity = connection.identity
@@ -225,7 +229,7 @@ class CoordinatorServer:
 
     @staticmethod
     def _exchange_keys(job: _Job, number: int, message: RendezvousKeys) -> None:
-        """SERVE-KEYS. Keys of another generation are dropped: they may have crossed its end."""
+        """SERVE-KEYS. Keys of another generation are dropped: they may have been sent before its end was known."""
         record, session = job.state.record, job.state.sessions.get(number)
         if record is None or message.prefix != record.prefix or job.state.over >= record.generation:
             return
@@ -247,7 +251,7 @@ class CoordinatorServer:
             directory = self._options.directory
             kept = Kept() if directory is None else directory.read(name)
             state = CoordinatorState(
-                secrets.token_hex(8),  # of each job: a forgotten one had another term
+                secrets.token_hex(8),  # per job: a job that comes back after it was forgotten gets another term
                 number=kept.term.number + 1,
                 has_directory=directory is not None,
                 decision=kept.decision,
@@ -329,7 +333,7 @@ class CoordinatorServer:
             writer.close()
 
     def _handle(self, job: _Job, event: CoordinatorEvent) -> None:
-        """To carry out an instruction may bring the next event: it waits for its turn (SERVE-ORDER)."""
+        """Handle `event`. An event that arises while an instruction is executed is queued (SERVE-ORDER)."""
         job.events.append(event)
         if job.is_busy:
             return
@@ -358,7 +362,7 @@ class CoordinatorServer:
             self._fail(error)
 
     def _carry_out(self, job: _Job, instructions: list[Send | Persist | CloseSession]) -> None:
-        payloads: dict[tuple[int, str], bytes] = {}  # of this batch: a message to many is encoded once
+        payloads: dict[tuple[int, str], bytes] = {}  # a message to several sessions is encoded once
         for instruction in instructions:
             match instruction:
                 case Send(number, message):
@@ -374,7 +378,7 @@ class CoordinatorServer:
                         job.known[number] = message.decision.record
                     try:
                         connection.send(payloads[key])
-                    except WireError as error:  # too long
+                    except WireError as error:  # over the frame limit
                         connection.abort(str(error))
                 case Persist():
                     job.num_writes += 1

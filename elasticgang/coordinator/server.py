@@ -1,4 +1,4 @@
-"""The coordinator's process: sessions and decisions."""
+"""Runs a coordinator: the process that `elasticgang coordinator` starts, and the embedded coordinator of one job."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from elasticgang.errors import OperationalError
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
 from elasticgang.session.credentials import Credentials, credentials_from_json
 
-GRACE_S = 1.0  # for the agents of a running job, before a coordinator without a directory founds one
+GRACE_S = 1.0  # without a state directory: time for the agents of a running job to reconnect (SERVE-FOUND)
 
 
 class ReservedPort:
-    """A port on `host` that is this process's, and on which nobody listens: whoever connects is refused, while a
-    coordinator that is given the port can listen on it, again and again."""
+    """A port on `host` that no other process can take. Connections to it are refused until a coordinator listens on it,
+    and again after that coordinator has exited."""
 
     def __init__(self, host: str) -> None:
-        """Raises OperationalError: there is none to be had."""
+        """Raises OperationalError: no port is free, or `host` is not an address of this machine."""
         self._sock = socket.socket()
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -44,7 +44,7 @@ class ReservedPort:
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """`founds`: whether a job of which nothing is known may be new; `grace_s`: after so long."""
+    """`founds`: whether an unknown job counts as new; `grace_s`: after how many seconds (SERVE-FOUND)."""
 
     host: str
     port: int
@@ -56,10 +56,10 @@ class CoordinatorOptions:
 
 
 async def serve(options: CoordinatorOptions, log: Callable[[str], None], listening: Callable[[str], None]) -> None:
-    """Lead jobs until this is cancelled. `listening` is called once, with the address.
+    """Lead jobs until the task is cancelled. `listening` is called once, with the address.
 
     Raises:
-        OperationalError: it cannot listen there, the directory cannot be used, or it cannot go on.
+        OperationalError: the address or the state directory cannot be used, or the server has failed (SERVE-STOP).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:  # an agent's session takes a descriptor
@@ -71,7 +71,7 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
 
     def fail(error: BaseException) -> None:
         if not failed.done():
-            failed.set_exception(OperationalError(f"the coordinator cannot go on: {error}"))
+            failed.set_exception(OperationalError(f"the coordinator failed: {error}"))
 
     try:
         server_options = ServerOptions(
@@ -96,8 +96,8 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
-    """The embedded coordinator's process. `fds`: where to announce the address, the pidfd of the owner, with whom it
-    ends."""
+    """The process of an embedded coordinator. `fds`: the pipe on which it announces its address, and the pidfd of its
+    owner, with which it exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     announce, owner = fds
     options = CoordinatorOptions(
@@ -113,7 +113,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
         try:
             os.write(announce, json.dumps({"address": address}).encode())
         except OSError:
-            os._exit(1)  # whoever asked for it has given it up
+            os._exit(1)  # the owner no longer waits for it
         os.close(announce)
 
     async def run() -> None:

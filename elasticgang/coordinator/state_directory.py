@@ -1,8 +1,7 @@
-"""Where a coordinator keeps what it must not forget: each job's term, its newest decision, and whether it has finished.
+"""The state directory of a coordinator: each job's term, its newest decision, and whether the job has finished.
 
-STATE-LOCK   One process holds a directory at a time, from before it reads until it ends.
-STATE-WHOLE  A file is replaced as a whole, and is on the disk when `write` returns: a crash leaves the former one, or
-             the new one.
+STATE-LOCK   One process at a time holds a directory, from before its first read until it exits.
+STATE-WHOLE  `write` replaces a file atomically and returns once it is on disk. A crash leaves the old or the new file.
 """
 
 from __future__ import annotations
@@ -22,15 +21,18 @@ _LOCK = "lock"
 
 
 class Kept(NamedTuple):
+    """The persistent state of one job."""
+
     term: Term = NO_TERM
     decision: Decision | None = None
     finished: bool = False
 
 
 class StateDirectory:
-    """Raises OperationalError when the directory cannot be used, or another process holds it."""
+    """Reads and writes one file per job."""
 
     def __init__(self, path: Path) -> None:
+        """Raises OperationalError: the directory cannot be used, or another process holds it (STATE-LOCK)."""
         self.path = path
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -47,12 +49,13 @@ class StateDirectory:
         os.close(self._lock)
 
     def read(self, job: str) -> Kept:
-        """Raises OperationalError when the file is damaged: an operator must say what the job goes on from."""
+        """The state of `job`; `Kept()` for an unknown one. Raises OperationalError: the file cannot be read or is
+        damaged, and an operator must decide how the job continues."""
         path = self._path(job)
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             if fields["job"] != job:
-                raise ValueError("it is of another job")
+                raise ValueError("it belongs to another job")
             number, name = fields["term"]
             decision = None if fields["decision"] is None else decision_from_json(fields["decision"], True)
             return Kept(Term(int(number), str(name)), decision, bool(fields["finished"]))
@@ -64,6 +67,7 @@ class StateDirectory:
             raise OperationalError(f"{path} is damaged ({error}): move it away to begin job {job} anew") from error
 
     def write(self, job: str, kept: Kept) -> None:
+        """Replace the state of `job` (STATE-WHOLE). Raises OSError."""
         decision = None if kept.decision is None else decision_to_json(kept.decision)
         text = json.dumps({"job": job, "term": kept.term, "decision": decision, "finished": kept.finished})
         path = self._path(job)

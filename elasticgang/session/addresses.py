@@ -1,7 +1,7 @@
-"""Connecting to a host that may have several addresses.
+"""Connects to a host that may have several addresses.
 
-ADDRESS-ALL  Each address is tried in the resolver's order. An error names all of them; it is a refusal only if every
-             address has refused.
+ADDRESS-ALL  Each address is tried in the resolver's order. The error names every address, and is a
+             ConnectionRefusedError only if every address refused the connection.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 
 def probe(host: str, port: int, timeout_s: float) -> None:
-    """Whether something listens there. Raises OSError (ADDRESS-ALL)."""
+    """Connect to `port` of `host`, and close the connection. Raises OSError (ADDRESS-ALL): nothing accepts it in
+    time."""
     deadline_s = time.monotonic() + timeout_s
     errors: dict[str, OSError] = {}
     for address in distinct(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
@@ -33,10 +34,10 @@ def failure_of(errors: dict[str, OSError]) -> OSError:
     (first, *others) = errors.values()
     if not others:
         return first
-    told = "; ".join(f"{address}: {_reason(exc)}" for address, exc in errors.items())
+    reasons = "; ".join(f"{address}: {_reason(exc)}" for address, exc in errors.items())
     if all(isinstance(exc, ConnectionRefusedError) for exc in errors.values()):
-        return ConnectionRefusedError(f"all its addresses refuse: {told}")
-    return OSError(f"no address of it answers: {told}")
+        return ConnectionRefusedError(f"every address refuses: {reasons}")
+    return OSError(f"no address answers: {reasons}")
 
 
 def _reason(error: OSError) -> str:

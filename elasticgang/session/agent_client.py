@@ -1,9 +1,9 @@
-"""An agent's session over asyncio: it connects, and connects again, and drives the `AgentSession`.
+"""An agent's session with its coordinator, over asyncio: connects, reconnects, and drives the `AgentSession`.
 
-CLIENT-LEASE   The lease is set before the agent's state machine hears of what it allows.
-CLIENT-RETRY   An attempt to connect ends after `CONNECT_S`; the next begins `RETRY_S` later, forever: how long an agent
-               waits for its coordinator is decided by its owner.
-CLIENT-REFUSED Only a refused connection counts as refused, not one that timed out.
+CLIENT-LEASE   The client sets the lease before the agent's state machine gets the event that the lease permits.
+CLIENT-RETRY   An attempt to connect ends after `CONNECT_S`, and the next one begins `RETRY_S` later. The client never
+               gives up: its owner decides how long to wait for the coordinator.
+CLIENT-REFUSED Only a refused connection counts as refused. A connection that times out does not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CLOSE_S = 0.5
 
 
 class SessionOwner(Protocol):
-    """The agent, as its session sees it. None of these may block."""
+    """What the client calls on its agent. No method may block."""
 
     def set_lease(self, until_s: float) -> None: ...
 
@@ -60,24 +60,26 @@ class SessionOwner(Protocol):
     def unfence(self) -> None: ...
 
     def collect_report(self) -> Report | None:
-        """None unless every live rank waits for the next record."""
+        """The report of the host's members; None unless every live rank waits for the next record."""
 
     def inform(self, event: Any) -> None:
-        """An event of `agent_events.py`, or a `PeerMessage`."""
+        """Take an event of `agent_events.py`, or a `PeerMessage`."""
 
     def kill_ranks(self, reason: str) -> None: ...
 
     def welcomed(self, welcome: Welcome, host: str) -> None:
-        """The session's coordinator has taken this agent in. `host`: this machine's address as the session shows it."""
+        """The coordinator has accepted the session. `host`: the address of this end of its connection."""
 
     def receive_keys(self, message: RendezvousKeys) -> None:
         """Raises WireError to end the session."""
 
     def disconnected(self, reason: str) -> None:
-        """There is no session, or an attempt to open one has failed."""
+        """The session has ended, or an attempt to open one has failed."""
 
 
 class AgentClient:
+    """Keeps one session open with the coordinator at `address`. Runs on the event loop; not thread-safe."""
+
     def __init__(
         self,
         session: AgentSession,
@@ -101,7 +103,7 @@ class AgentClient:
         self._lost = asyncio.Event()
         self._is_stopped = False
         self._last_reason = ""
-        self.has_connected = False  # to whatever listens there
+        self.has_connected = False  # a connection was accepted at the address, by a coordinator or not
 
     def start(self) -> None:
         self._tick()
@@ -120,18 +122,19 @@ class AgentClient:
                 await asyncio.wait_for(self._lost.wait(), _CLOSE_S)
 
     def request_report(self) -> None:
-        """The ranks may be ready."""
+        """Collect and send a report, if every live rank waits. Call it when a rank has begun to wait."""
         self._handle(ReportRequested())
 
     def notify(self, notify: Notify) -> None:
         self._handle(notify)
 
     def send_keys(self, message: RendezvousKeys) -> None:
-        """A session that is not open drops it: the owner sends all keys again in the next one."""
+        """Send rendezvous keys. Without an open session they are dropped: the owner sends all keys in each new
+        session."""
         if self._connection is not None and self._session.is_welcome:
             self._connection.send(encode(message))
 
-    # -- of its connection
+    # -- the connection's `SessionUser`
 
     def opened(self, connection: Connection) -> None:
         self._last_reason = ""
@@ -152,14 +155,14 @@ class AgentClient:
         if connection is not self._connection:
             return
         self._connection = None
-        self._say(f"the session with the coordinator at {self._address} has ended: {reason or 'it was closed'}")
+        self._say(f"the session with the coordinator at {self._address} ended: {reason or 'it was closed'}")
         if self._session.is_connected:
             self._handle(Disconnected())
         self._lost.set()
         if not self._is_stopped:
             self._owner.disconnected(self._last_reason)
 
-    # -- inside
+    # -- internal
 
     @property
     def _address(self) -> str:
@@ -197,7 +200,7 @@ class AgentClient:
         self._owner.disconnected(line)
 
     def _say(self, line: str) -> None:
-        """Once, until it is another."""
+        """Log `line`, unless it repeats the last one."""
         if line != self._last_reason and not self._is_stopped:
             self._last_reason = line
             self._log(line)

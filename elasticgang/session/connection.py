@@ -1,9 +1,9 @@
-"""One end of a session over asyncio: handshake, frames, and bounds on what a peer may make this process hold.
+"""One end of a session over asyncio: the handshake, frames, and limits on the memory that a peer can make it use.
 
-CONN-DEADLINE  A handshake that is not done after `HANDSHAKE_S` ends its connection.
-CONN-UNREAD    A peer that leaves more than `MAX_UNSENT_BYTES` unread is cut off.
-CONN-BOUND     Before the handshake a frame has at most `MAX_HANDSHAKE_BYTES`, afterwards `max_bytes`.
-CONN-TLS       With TLS nothing is sent or taken before its handshake is done, within the same deadline.
+CONN-DEADLINE  A connection whose handshake is not complete after `HANDSHAKE_S` is closed.
+CONN-UNREAD    A connection whose peer leaves more than `MAX_UNSENT_BYTES` unread is closed.
+CONN-BOUND     A frame has at most `MAX_HANDSHAKE_BYTES` during the handshake, and at most `max_bytes` after it.
+CONN-TLS       With TLS, nothing is sent or accepted before the TLS handshake is complete, within the same deadline.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ MAX_UNSENT_BYTES = 32 << 20
 
 
 class SessionUser(Protocol):
-    """What a connection tells its owner."""
+    """What a connection calls on its owner."""
 
     def opened(self, connection: Connection) -> None:
-        """The peer has proved itself."""
+        """The peer is authenticated: messages may be sent."""
 
     def received(self, connection: Connection, payload: bytes) -> None:
-        """Raises WireError to end the session."""
+        """Take one message. Raises WireError to end the session."""
 
     def closed(self, connection: Connection, reason: str) -> None:
-        """Once, whether it was opened or not. `reason`: "" when the peer closed it in order."""
+        """Called once, whether the connection was opened or not. `reason`: "" if the peer closed it normally."""
 
 
 class Connection(asyncio.Protocol):
-    """Both ends have this in common."""
+    """What both ends share."""
 
-    _PEER: str  # in messages
+    _PEER: str  # the peer's name in messages
 
     def __init__(self, user: SessionUser, max_bytes: int, tls: TlsStream | None, certificate: str) -> None:
         self._user, self._max_bytes = user, max_bytes
@@ -64,7 +64,7 @@ class Connection(asyncio.Protocol):
         self._is_closed = False
         self.identity: Identity | None = None
         self.peer = "?"
-        self.host = ""  # this end's address
+        self.host = ""  # the address of this end
         self.num_bytes_sent = 0
 
     @property
@@ -73,11 +73,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def num_unread_bytes(self) -> int:
-        """That wait for the rest of their frame."""
+        """Received bytes of an incomplete frame."""
         return self._buffer.num_bytes
 
     def send(self, payload: bytes) -> None:
-        """Queue a message. A session that is not open drops it."""
+        """Queue a message. It is dropped if the session is not open."""
         if self._writer is None or self._transport is None or self._is_closed:
             return
         frame = self._writer.frame(payload)
@@ -89,22 +89,23 @@ class Connection(asyncio.Protocol):
             self.abort(f"it leaves more than {MAX_UNSENT_BYTES} bytes unread")
 
     def close(self) -> None:
-        """After what was sent."""
+        """Close the connection once all queued bytes are sent."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, reason: str) -> None:
+        """Close the connection at once. Queued bytes are dropped; the owner gets `reason`."""
         self._reason = self._reason or reason
         if self._transport is not None:
             self._transport.abort()
         self._end()
 
-    # -- asyncio's side
+    # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if self._is_closed:  # the listener gave it up before it began
+        if self._is_closed:  # the listener dropped it before it began
             transport.abort()
             return
         peer = transport.get_extra_info("peername")
@@ -113,7 +114,7 @@ class Connection(asyncio.Protocol):
         self.host = str(own[0]) if isinstance(own, tuple) else ""
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(
-            HANDSHAKE_S, lambda: self.abort(f"its handshake was not done after {HANDSHAKE_S:g} s")
+            HANDSHAKE_S, lambda: self.abort(f"its handshake was not complete after {HANDSHAKE_S:g} s")
         )
         try:
             self._take(b"")
@@ -163,7 +164,7 @@ class Connection(asyncio.Protocol):
         return len(data)
 
     def _end_tls(self, error: ssl.SSLError) -> None:
-        """The peer gets the alert that says why."""
+        """Close the connection after the TLS alert that names the error is sent."""
         self._flush()
         self._reason = self._reason or explain(error, self._PEER, self._certificate)
         self.close()
@@ -187,8 +188,9 @@ class Connection(asyncio.Protocol):
         self._user.closed(self, self._reason)
 
     def _lost_early(self) -> str:
-        """Why the peer may have closed the connection before it was opened."""
-        return "it closed the connection in the midst of the handshake" if self._has_data else ""  # "": only a probe
+        """The likely reason for which the peer closed the connection before it was opened; "" for a probe, which sends
+        nothing."""
+        return "it closed the connection during the handshake" if self._has_data else ""
 
     def _begin(self) -> None: ...
 
@@ -208,6 +210,8 @@ class Connection(asyncio.Protocol):
 
 
 class ServerConnection(Connection):
+    """The end that checks a client. `secret_of`, `decoy` and `roles`: see `ServerHandshake`."""
+
     _PEER = "a client"
 
     def __init__(
@@ -236,6 +240,8 @@ class ServerConnection(Connection):
 
 
 class ClientConnection(Connection):
+    """The end that connects, as `identity`. `secret`: the job's, b"" without one."""
+
     _PEER = "the coordinator"
 
     def __init__(
@@ -270,7 +276,7 @@ class ClientConnection(Connection):
 
 
 async def connect(make: Callable[[], ClientConnection], host: str, port: int) -> None:
-    """Raises OSError (ADDRESS-ALL)."""
+    """Open a connection that `make` makes. Raises OSError (ADDRESS-ALL)."""
     loop = asyncio.get_running_loop()
     errors: dict[str, OSError] = {}
     for address in distinct(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)):

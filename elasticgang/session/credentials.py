@@ -1,6 +1,6 @@
-"""By what the processes of a job authenticate each other: a secret, TLS, or both.
+"""The credentials by which the processes of a job authenticate each other: a secret, TLS, or both.
 
-CRED-LOCAL  Without either, addresses of this host's loopback only, unless `insecure` says otherwise.
+CRED-LOCAL  Without credentials, only loopback addresses are used, unless `insecure` is set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elasticgang.session.tls import Tls, tls_from_json
 
 @dataclass(frozen=True)
 class Credentials:
-    """`insecure`: addresses beyond loopback are used without any."""
+    """`insecure`: allow addresses beyond loopback without credentials."""
 
     secret: Secret | None = None
     tls: Tls | None = None
@@ -30,16 +30,17 @@ class Credentials:
 
     @property
     def key(self) -> bytes:
-        """For the handshake of a session; empty without a secret."""
+        """The key of the session handshake; empty without a secret."""
         return b"" if self.secret is None else self.secret.reveal()
 
     def is_open_at(self, host: str) -> bool:
-        """Whether anybody who reaches `host` could take part. Raises OSError or UnicodeError: it is no name of a
-        host."""
+        """Whether unauthenticated peers could connect at `host`. Raises OSError or UnicodeError: `host` cannot be
+        resolved."""
         return not (self.are_given or is_loopback(host))
 
     def check_address(self, host: str, what: str) -> None:
-        """Raises OperationalError: sessions at `host` would be open to other hosts (CRED-LOCAL)."""
+        """Raises OperationalError: unauthenticated peers on other hosts could connect at `host` (CRED-LOCAL). `what`:
+        the clause of the message that names the process and the address."""
         if not self.insecure and self.is_open_at(host):
             raise OperationalError(
                 f"without a secret or TLS {what}: give `--secret-file` or `--tls-cert`, or `--insecure` in a network "
@@ -47,7 +48,7 @@ class Credentials:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """For a process that this one starts, over a socket that nobody else holds."""
+        """For a child process, over a socket that only the two hold. Contains the secret and the private key."""
         return {
             "secret": self.key.hex(),
             "tls": None if self.tls is None else self.tls.to_json(),
@@ -65,6 +66,6 @@ def credentials_from_json(fields: Mapping[str, Any]) -> Credentials:
 
 
 def is_loopback(host: str) -> bool:
-    """Raises OSError: it is no name of a host."""
+    """Raises OSError: `host` cannot be resolved."""
     addresses = {info[4][0] for info in socket.getaddrinfo(host or "0.0.0.0", None)}
     return all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in addresses)

@@ -1,11 +1,10 @@
 """Frames of a session: a length, a sequence number, a payload and its HMAC-SHA256. Pure: bytes in, bytes out.
 
-FRAME-BOUND  No more than `limit` bytes of a frame are ever held: a longer one is refused by its length alone.
-FRAME-MAC    A payload is returned only after its MAC was checked, under the key of its direction.
-FRAME-ORDER  The sequence number is under the MAC and counts from 0: a frame that is replayed, left out or moved is
-             refused.
+FRAME-BOUND  A frame over `limit` bytes is refused by its length, before its body is read.
+FRAME-MAC    A payload is returned only after its MAC was checked, with the key of its direction.
+FRAME-ORDER  The MAC covers the sequence number, which counts from 0. A replayed, missing or reordered frame is refused.
 
-Whoever gets a `WireError` closes the session.
+The caller closes the session after a `WireError`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NUMBER = struct.Struct("!Q")
 
 
 class FrameBuffer:
-    """Cuts a stream into bodies of at most `limit` bytes. The limit may be raised between two frames."""
+    """Splits a byte stream into frame bodies of at most `limit` bytes. `limit` may be raised between two frames."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -35,11 +34,12 @@ class FrameBuffer:
         self._data += data
 
     def bodies(self) -> Iterator[bytes]:
-        """What is whole. Raises WireError when a length is over the limit."""
+        """The complete bodies. Raises WireError: a body is over the limit."""
         while (body := self.next()) is not None:
             yield body
 
     def next(self) -> bytes | None:
+        """The next body; None until it is complete. Raises WireError: it is over the limit."""
         if len(self._data) < _LENGTH.size:
             return None
         (size,) = _LENGTH.unpack_from(self._data)
@@ -58,12 +58,12 @@ class FrameBuffer:
 
 
 def body_frame(body: bytes) -> bytes:
-    """As on the wire, without a number or a MAC: before there are keys."""
+    """A frame of the handshake: a length and `body`, without a sequence number or a MAC."""
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameWriter:
-    """One direction of a session."""
+    """The sending end of one direction of a session."""
 
     def __init__(self, key: bytes, limit: int = MAX_PAYLOAD_BYTES) -> None:
         self._key, self._limit, self._number = key, limit, 0
@@ -77,7 +77,7 @@ class FrameWriter:
 
 
 class FrameReader:
-    """The other end of a `FrameWriter`."""
+    """The receiving end of one direction of a session."""
 
     OVERHEAD_BYTES = _NUMBER.size + MAC_BYTES
 
@@ -85,7 +85,7 @@ class FrameReader:
         self._key, self._number = key, 0
 
     def payload(self, body: bytes) -> bytes:
-        """Raises WireError when `body` is not the next one that the peer wrote with the same key."""
+        """The payload of `body`. Raises WireError: its MAC or sequence number is wrong (FRAME-MAC, FRAME-ORDER)."""
         if len(body) < self.OVERHEAD_BYTES:
             raise WireError(f"a frame of {len(body)} bytes is too short for a MAC")
         number, payload, mac = body[: _NUMBER.size], body[_NUMBER.size : -MAC_BYTES], body[-MAC_BYTES:]

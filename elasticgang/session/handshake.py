@@ -1,18 +1,17 @@
-"""How the two ends of a session prove to each other that they hold the job's secret. Pure: bytes in, bytes out.
+"""The handshake by which both ends of a session prove that they hold the job's secret. Pure: bytes in, bytes out.
 
     client -> server   hello: wire version, protocol version, job, role, the client's nonce
     server -> client   challenge: the server's nonce
     client -> server   proof: HMAC(secret, "client", transcript)
     server -> client   proof: HMAC(secret, "server", transcript)
 
-AUTH-MUTUAL  Neither end sends or takes a message before it has checked the other's proof.
-AUTH-BOUND   The transcript has both nonces, the job, the role and both versions, each with its length: a proof for
-             another of them is none.
-AUTH-KEYS    Each direction has a key of its own, derived from the secret and the transcript.
-AUTH-EQUAL   An unknown job and a wrong secret look alike to the client.
+AUTH-MUTUAL  Neither end sends or accepts a message before it has checked the other's proof.
+AUTH-BOUND   The transcript contains both nonces, the job, the role and both versions, each with its length. A proof is
+             valid for this transcript only.
+AUTH-KEYS    Each direction has its own key, derived from the secret and the transcript.
+AUTH-EQUAL   A client cannot distinguish an unknown job from a wrong secret.
 
-Without a secret anybody passes, and the MACs of the frames only find damage: see `credentials.py`, which allows that on
-loopback.
+Without a secret, every client passes, and the MACs detect damage only. `credentials.py` restricts that to loopback.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ AGENT, RANK, OPERATOR = ROLES = ("agent", "rank", "operator")
 
 @dataclass(frozen=True)
 class Identity:
-    """Whom a session is for, as its client says and its proof shows."""
+    """The job, the role and the protocol version of a client. Its proof covers them."""
 
     job: str
     role: str
@@ -55,7 +54,7 @@ class SessionKeys:
 
 
 class ClientHandshake:
-    """`server`: what the other end is, for messages."""
+    """`server`: the name of the other end in messages."""
 
     def __init__(self, identity: Identity, secret: bytes, nonce: bytes, server: str = "the coordinator") -> None:
         self._identity, self._secret, self._nonce, self._server = identity, secret, nonce, server
@@ -85,8 +84,8 @@ class ClientHandshake:
 
 
 class ServerHandshake:
-    """`secret_of`: the secret of a job; None when there is no such job. `decoy`: random, drawn once per process; stands
-    in for the secret of an unknown job."""
+    """`secret_of`: returns the secret of a job, or None for an unknown job. `decoy`: random bytes, drawn once per
+    process, used in place of an unknown job's secret (AUTH-EQUAL). `roles`: the accepted roles."""
 
     def __init__(
         self, secret_of: Callable[[str], bytes | None], nonce: bytes, decoy: bytes, roles: tuple[str, ...] = ROLES
@@ -99,14 +98,14 @@ class ServerHandshake:
     def challenge(self, hello: bytes) -> bytes:
         self.identity, client_nonce = _read_hello(hello)
         if self.identity.role not in self._roles:
-            raise WireError(f"role {self.identity.role} has no session here")
+            raise WireError(f"role {self.identity.role} is not accepted here")
         secret = self._secret_of(self.identity.job)
         self._secret = self._decoy if secret is None else secret
         self._transcript = _transcript(self.identity, client_nonce, self._nonce)
         return self._nonce
 
     def finish(self, proof: bytes) -> tuple[bytes, SessionKeys]:
-        """The proof to send, and the keys."""
+        """The server's proof, and the keys. Raises WireError: the client's proof is wrong."""
         if not hmac.compare_digest(proof, _proof(self._secret, b"client", self._transcript)):
             raise WireError("a client does not hold the secret of the job that it names")
         return _proof(self._secret, b"server", self._transcript), _keys(self._secret, self._transcript)
@@ -118,7 +117,7 @@ def _read_hello(hello: bytes) -> tuple[Identity, bytes]:
         wire, nonce = fields["wire"], bytes.fromhex(fields["nonce"])
         job, role, protocol = fields["job"], fields["role"], fields["protocol"]
     except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise WireError("what opens a connection is no hello") from exc
+        raise WireError("the first frame is not a hello") from exc
     if wire != WIRE_VERSION:
         raise WireError(f"the client's wire version is {wire!r}, but must be {WIRE_VERSION}")
     if not (isinstance(job, str) and isinstance(role, str) and type(protocol) is int and 0 <= protocol < 1 << 32):

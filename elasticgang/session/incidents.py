@@ -1,6 +1,7 @@
-"""What goes wrong with unauthenticated peers.
+"""Counts and logs rejected connections.
 
-INCIDENT-ONCE  It is logged once for each host and reason, and counted. The number of both is bounded.
+INCIDENT-ONCE  A rejection is logged once for each host and reason, and counted. At most `_MAX_INCIDENTS` pairs are
+               kept; further ones share one entry.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The messages of a session as JSON: strictly typed, and refused as a whole when anything in them is not as it must be.
+"""The messages of a session as JSON, with strict types: a message with one invalid field is refused as a whole.
 
-Pure. A message is `[kind, field, ...]` in the order of its fields.
+Pure. A message is `[kind, field, ...]`, with the fields in the order of its class.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def encode(message: Message) -> bytes:
 
 
 def decode_from_agent(payload: bytes) -> m.AgentMessage | RendezvousKeys:
-    """Raises WireError when `payload` is none of an agent's messages."""
+    """Raises WireError: `payload` is not a valid message of an agent."""
     message: m.AgentMessage | RendezvousKeys = _decode(payload, _FROM_AGENT)
     return message
 
 
 def decode_from_operator(payload: bytes) -> m.GrantOffice:
-    """Raises WireError when `payload` is none of an operator's messages."""
+    """Raises WireError: `payload` is not a valid message of an operator."""
     message: m.GrantOffice = _decode(payload, {"GrantOffice": lambda: m.GrantOffice()})
     return message
 
 
 def decode_for_operator(payload: bytes) -> m.Granted | m.Refused:
-    """Raises WireError when `payload` is none of a coordinator's answers to an operator."""
+    """Raises WireError: `payload` is not a valid answer of a coordinator to an operator."""
     answers: dict[str, Callable[..., Any]] = {
         "Granted": lambda reason: m.Granted(_text(reason)),
         "Refused": _FROM_COORDINATOR["Refused"],
@@ -56,11 +56,12 @@ def decode_for_operator(payload: bytes) -> m.Granted | m.Refused:
 
 
 def decode_from_coordinator(payload: bytes, known: Record | None = None) -> m.CoordinatorMessage | RendezvousKeys:
-    """Raises WireError when `payload` is none of a coordinator's messages, or changes another record than `known`."""
+    """`known`: the record to which a delta applies. Raises WireError: `payload` is not a valid message of a
+    coordinator, or a delta of another record."""
 
     def push_delta(parent: Any, term: Any, delta: Any, durable: Any, over: Any, joining: Any) -> m.Push:
         if known is None or known.digest != parent:
-            raise ValueError("a delta is of a record that is not known")
+            raise ValueError("the delta is of an unknown record")
         decision = m.Decision(_term(term), apply_delta(known, delta), _flag(durable))
         return m.Push(decision, _number(over), _number(joining))
 
@@ -73,7 +74,7 @@ def _decode(payload: bytes, decoders: dict[str, Callable[..., Any]]) -> Any:
         kind, *fields = json.loads(payload, parse_constant=_refuse)
         return decoders[kind](*fields)
     except _INVALID as exc:
-        raise WireError(f"a message is not valid: {type(exc).__name__}") from exc
+        raise WireError(f"invalid message: {type(exc).__name__}") from exc
 
 
 def _refuse(constant: str) -> None:
@@ -85,7 +86,7 @@ def _refuse(constant: str) -> None:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError("a text is expected")
+        raise TypeError("a string is expected")
     return value
 
 
@@ -97,7 +98,7 @@ def _name(value: Any) -> str:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise TypeError("a number that is not negative is expected")
+        raise TypeError("an integer of at least 0 is expected")
     return value
 
 
@@ -124,8 +125,8 @@ def decision_to_json(decision: m.Decision) -> list[Any]:
 
 
 def decision_from_json(value: Any, is_checked: bool = False) -> m.Decision:
-    """Raises ValueError, TypeError or KeyError when `value` is none. `is_checked`: whether its seats are read now, and
-    not when they are first needed."""
+    """Raises ValueError, TypeError or KeyError: `value` is not a decision. `is_checked`: parse its seats now, not on
+    first use."""
     term, text, durable = value
     record = Record.from_text(_text(text))
     if is_checked and not (record.plan.ranks and record.seats):
@@ -149,7 +150,7 @@ def _report(value: Any) -> Report:
 
 
 def encode_delta(parent: Record, push: m.Push) -> bytes | None:
-    """`push` for an agent that has `parent`; None when the record is better sent whole."""
+    """`push` as a delta, for an agent that has `parent`; None if the whole record is not larger."""
     decision = push.decision
     delta = delta_of(parent, decision.record)
     if delta is None:

@@ -1,4 +1,4 @@
-"""An operator's one session with a coordinator: it gives the operator's word for a job."""
+"""An operator's session with a coordinator: grants it office over one job (`elasticgang grant`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Operator:
         self._set(OperationalError(f"it refuses: {answer.reason}") if refused else answer.reason)
 
     def closed(self, connection: Connection, reason: str) -> None:
-        self._set(OperationalError(f"the session has ended: {reason or 'the coordinator closed it'}"))
+        self._set(OperationalError(f"the session ended: {reason or 'the coordinator closed it'}"))
 
     def _set(self, answer: str | OperationalError) -> None:
         if self.answer.done():
@@ -39,7 +39,11 @@ class _Operator:
 
 
 async def grant(host: str, port: int, job: str, credentials: Credentials, timeout_s: float) -> str:
-    """What the coordinator does now. Raises OperationalError: it was not reached, or it refuses."""
+    """Grant the coordinator office over `job`, and return its answer: what it does now.
+
+    Raises:
+        OperationalError: the coordinator did not answer within `timeout_s`, or it refuses.
+    """
     operator = _Operator()
     stream = client_stream(credentials.tls, host)
     certificate = "" if credentials.tls is None else credentials.tls.path

@@ -1,7 +1,7 @@
-"""The job's secret: read from a file, never from a command line, never shown.
+"""The job's secret, read from a file.
 
-SECRET-FILE  Only its owner may read or write the file. The same holds for a private key.
-SECRET-SIZE  It has at least 16 bytes, not counting white space at its ends.
+SECRET-FILE  Only the owner of the file may read or write it. The same holds for a private key.
+SECRET-SIZE  The secret has at least 16 bytes, without white space at either end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_SECRET_BYTES = 4096
 
 
 class Secret:
-    """Its text never shows the value."""
+    """A secret value, which `repr` does not show and pickle refuses."""
 
     __slots__ = ("_value",)
 
@@ -37,10 +37,10 @@ class Secret:
 
 
 def find_secret(path: Path | None, environment: Mapping[str, str]) -> Secret | None:
-    """From `path`, else from the file that the environment names; None without either.
+    """The secret in `path`, otherwise in the file that ELASTICGANG_SECRET_FILE names; None without either.
 
     Raises:
-        OperationalError: the file cannot be read, others may read it, or what it holds is too short.
+        OperationalError: the file cannot be read, other users may read it, or the secret is too short.
     """
     if path is None and (named := environment.get(SECRET_FILE_VARIABLE)):
         path = Path(named)
@@ -48,6 +48,7 @@ def find_secret(path: Path | None, environment: Mapping[str, str]) -> Secret | N
 
 
 def read_secret(path: Path) -> Secret:
+    """Raises OperationalError (SECRET-FILE, SECRET-SIZE)."""
     value = read_private(path, "secret file", _MAX_SECRET_BYTES).strip()
     if len(value) < MIN_SECRET_BYTES:
         raise OperationalError(
@@ -58,7 +59,8 @@ def read_secret(path: Path) -> Secret:
 
 
 def read_private(path: Path, what: str, max_bytes: int) -> bytes:
-    """SECRET-FILE. `what`: the file's name in messages. Raises OperationalError."""
+    """The contents of a file that only its owner may read (SECRET-FILE). `what`: the kind of file, in messages. Raises
+    OperationalError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:

@@ -1,11 +1,11 @@
-"""TLS 1.3 between the processes of a job: the files, the contexts, and one end of a connection as bytes in, bytes out.
+"""TLS 1.3 between the processes of a job: the files, the contexts, and one end of a connection, as bytes in, bytes out.
 
-TLS-BOTH  Each end requires the other's certificate and checks it against the CA of its own `--tls-ca`. A holder of a
-          certificate of this CA is a member: use a CA that signs nothing else.
+TLS-BOTH  Each end requires the other's certificate and checks it against its own `--tls-ca`. Every certificate of this
+          CA authenticates a member: use a CA that signs nothing else.
 TLS-NAME  An agent also checks that the coordinator's certificate is for the host that it connects to, unless that is a
-          loopback address. Ranks check no names of each other.
-TLS-SELF  Before anything is started, a process makes one handshake with itself, in memory: a certificate that its own
-          CA does not accept, or that has expired, is found there.
+          loopback address. Ranks do not check each other's names.
+TLS-SELF  At its start a process performs one handshake with itself, in memory. It fails for a certificate that has
+          expired or that the process's own CA does not accept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_FILE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 _RECORD_STARTS = (b"\x15\x03", b"\x16\x03")  # a TLS alert, a TLS handshake
 
-# What each end does about a certificate that it refuses, by OpenSSL's verify code.
+# Why a certificate is refused and what to do, by OpenSSL's verify code.
 _ADVICE = {
     9: "it is not valid yet: compare the clocks of both hosts",
     10: "it has expired: issue a new one",
@@ -48,7 +48,7 @@ _ALERTS = {
 
 @dataclass(frozen=True, repr=False)
 class Tls:
-    """The contents of the three files, as PEM, and the path of the certificate, for messages."""
+    """The contents of the three files, as PEM. `path`: of the certificate, for messages."""
 
     cert: str
     key: str
@@ -57,7 +57,7 @@ class Tls:
 
     def server_context(self) -> ssl.SSLContext:
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # no session is resumed
+        context.num_tickets = 0  # no session resumption
         return context
 
     def client_context(self, *, checks_name: bool) -> ssl.SSLContext:
@@ -70,7 +70,9 @@ class Tls:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED  # TLS-BOTH
         context.load_verify_locations(cadata=self.ca)
-        with contextlib.closing(_MemoryFile(f"{self.cert}\n{self.key}")) as file:  # the module reads files alone
+        with contextlib.closing(
+            _MemoryFile(f"{self.cert}\n{self.key}")
+        ) as file:  # `ssl` loads certificates from files only
             context.load_cert_chain(file.path, password=_refuse_password)
         return context
 
@@ -85,6 +87,8 @@ class Tls:
 
 
 class _MemoryFile:
+    """A file with a path and no directory entry: the private key stays in memory."""
+
     def __init__(self, text: str) -> None:
         self._fd = os.memfd_create("tls", os.MFD_CLOEXEC)
         os.write(self._fd, text.encode())
@@ -99,11 +103,12 @@ def _refuse_password() -> str:
 
 
 def read_tls(cert: Path | None, key: Path | None, ca: Path | None, *, is_client: bool) -> Tls | None:
-    """None without any of the files. `is_client`: this process also connects to others with its certificate.
+    """Read and check the three files; None if none is given. `is_client`: this process also connects to others with its
+    certificate.
 
     Raises:
-        OperationalError: one of the files is missing or cannot be used, others may read the key, or the CA does not
-            accept the certificate.
+        OperationalError: a file is missing or cannot be used, other users may read the key, or the CA does not accept
+            the certificate (TLS-SELF).
     """
     given = {"--tls-cert": cert, "--tls-key": key, "--tls-ca": ca}
     missing = [option for option, path in given.items() if path is None]
@@ -169,7 +174,7 @@ def tls_from_json(fields: Mapping[str, str]) -> Tls:
 
 
 def name_to_check(host: str) -> str | None:
-    """TLS-NAME: what the certificate of a coordinator at `host` must be for; None for anything."""
+    """The name that the certificate of a coordinator at `host` must have; None for any name (TLS-NAME)."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host.split("%")[0]).is_loopback:
             return None
@@ -185,8 +190,8 @@ def client_stream(tls: Tls | None, host: str) -> TlsStream | None:
 
 
 class TlsStream:
-    """One end of a connection. The caller carries bytes between `receive`, `outgoing` and its socket, and bounds the
-    time of the handshake."""
+    """One end of a connection. The caller moves bytes between its socket and `receive` and `outgoing`, and sets the
+    deadline of the handshake."""
 
     def __init__(self, context: ssl.SSLContext, *, is_server: bool, name: str | None = None) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -194,7 +199,7 @@ class TlsStream:
         self.is_open = False
 
     def receive(self, data: bytes) -> bytes:
-        """The plain text of what came. Raises ssl.SSLError: `outgoing` then has the alert for the peer."""
+        """Decrypt received bytes. Raises ssl.SSLError; `outgoing` then returns the alert for the peer."""
         self._incoming.write(data)
         parts = []
         with contextlib.suppress(ssl.SSLWantReadError):
@@ -206,21 +211,23 @@ class TlsStream:
         return b"".join(parts)
 
     def send(self, data: bytes) -> None:
+        """Encrypt `data`, for `outgoing`."""
         view = memoryview(data)
         while view:
             view = view[self._ssl.write(view) :]
 
     def outgoing(self) -> bytes:
+        """The bytes to write to the socket. Removes them."""
         return self._outgoing.read()
 
 
 def looks_like_tls(start: bytes) -> bool:
-    """Whether a connection without TLS begins like one with it."""
+    """Whether `start` begins a TLS record."""
     return start[:2] in _RECORD_STARTS
 
 
 def explain(error: ssl.SSLError, peer: str, own: str) -> str:
-    """What is wrong between `peer` and this end, whose certificate is at `own`, and what to do."""
+    """Why TLS with `peer` failed, and what to do. `own`: the path of this end's certificate."""
     if isinstance(error, ssl.SSLCertVerificationError):
         why = _ADVICE.get(error.verify_code, error.verify_message)
         return f"the certificate of {peer} is refused: {why}"

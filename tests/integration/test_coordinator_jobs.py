@@ -179,13 +179,13 @@ class Impostor:
 
 def test_an_operator_needs_the_secret_and_an_agent_is_none() -> None:
     async def test(job: Job) -> None:
-        with pytest.raises(OperationalError, match="it closed the connection in the midst of the handshake"):
+        with pytest.raises(OperationalError, match="it closed the connection during the handshake"):
             await word(job, credentials=Credentials(Secret(b"another secret of it")))
         impostor = Impostor()
         connection = ClientConnection(impostor, Identity("job", AGENT, PROTOCOL), CREDENTIALS.key)
         await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", job.port)
         await impostor.ended.wait()
-        assert any("a message is not valid" in line for line in job.log)
+        assert any("invalid message" in line for line in job.log)
         assert job.server is not None
         state = job.server.state_of("job")
         assert state is None or not state.in_office
@@ -245,7 +245,7 @@ def test_a_refusal_by_every_address_is_a_refusal_and_names_them(monkeypatch: pyt
         client.start()
         await asyncio.wait_for(until(lambda: agent.log), DEADLINE_S)
         assert agent.log == [
-            f"nothing listens at coordinator.example:{port} (all its addresses refuse: 127.0.0.1: Connection refused; "
+            f"nothing listens at coordinator.example:{port} (every address refuses: 127.0.0.1: Connection refused; "
             "127.0.0.2: Connection refused)"
         ]
         await asyncio.wait_for(until(lambda: any(isinstance(each, ConnectionRefused) for each in events)), DEADLINE_S)

@@ -50,14 +50,14 @@ def test_an_honest_client_is_served() -> None:
     [
         (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes is over the limit of 1024"),
         (struct.pack("!I", 2 << 30), "a frame of 2147483648 bytes is over the limit of 1024"),
-        (body_frame(os.urandom(300)), "what opens a connection is no hello"),
+        (body_frame(os.urandom(300)), "the first frame is not a hello"),
         (
             body_frame(ClientHandshake(IDENTITY, b"", b"n" * 32).hello()) + body_frame(b"x" * 32),
             "does not hold the secret",
         ),
         (
             body_frame(ClientHandshake(Identity("job", RANK, 8), b"", b"n" * 32).hello()),
-            "role rank has no session here",
+            "role rank is not accepted here",
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(await ended(slow[0])) == 36  # the challenge
         assert echo.listener.num_pending == 0
         assert len(echo.log) == 1
-        assert "its handshake was not done after 0.2 s" in echo.log[0]
+        assert "its handshake was not complete after 0.2 s" in echo.log[0]
         for _, writer in (silent, slow):
             writer.close()
 

@@ -131,7 +131,7 @@ def test_a_healer_takes_nothing_from_a_source_without_the_secret(caplog: pytest.
     ("identity", "complaint"),
     [
         (Identity("other", RANK, PROTOCOL), "does not hold the secret of the job that it names"),
-        (Identity(JOB, AGENT, PROTOCOL), "role agent has no session here"),
+        (Identity(JOB, AGENT, PROTOCOL), "role agent is not accepted here"),
     ],
 )
 def test_the_right_secret_for_another_job_or_role_is_refused(
@@ -186,7 +186,7 @@ def test_a_chunk_that_was_changed_with_its_digest_is_found(ranks: Ranks) -> None
     [
         (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes is over the limit of 1024"),
         (struct.pack("!I", 2 << 30), "a frame of 2147483648 bytes is over the limit of 1024"),
-        (body_frame(os.urandom(300)), "what opens a connection is no hello"),
+        (body_frame(os.urandom(300)), "the first frame is not a hello"),
         (body_frame(ClientHandshake(HELLO, b"", b"n" * 32).hello()) + body_frame(b"x" * 32), "not hold the secret"),
         (b"\x16\x03\x01\x02\x00" + b"x" * 512, "a healer speaks TLS, and this end does not"),
     ],

@@ -380,6 +380,6 @@ def test_a_tls_handshake_has_the_deadline_of_the_whole(authority: Authority, mon
         await ended(reader)
         writer.close()
         assert echo.listener.num_pending == 0
-        assert "its handshake was not done after 0.3 s" in echo.log[0]
+        assert "its handshake was not complete after 0.3 s" in echo.log[0]
 
     serve(test, tls)
