@@ -2,10 +2,4 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
-
 BACKEND_NAME = "elasticgang"

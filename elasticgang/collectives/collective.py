@@ -1,4 +1,4 @@
-"""One checked collective, and how tensors are combined."""
+"""A checked collective, and the operations that reduce tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticgang.integers import integer
 
 
 class ReduceOperation(enum.Enum):
-    """How the tensors of the ranks are combined."""
+    """The operation that combines the tensors of all ranks."""
 
     SUM = 1
     MEAN = 2
@@ -24,19 +24,21 @@ class ReduceOperation(enum.Enum):
 
 
 class BitwiseOperation(enum.Enum):
-    """What torch can reduce with beyond fairseq2's `ReduceOperation`."""
+    """The reductions of torch that fairseq2's `ReduceOperation` lacks. Integers only."""
 
     BAND = 1
     BOR = 2
     BXOR = 3
 
 
-@dataclass(slots=True)  # frozen, it takes three times as long to make
+@dataclass(slots=True)  # not frozen: that takes three times as long to construct
 class Collective:
-    """One checked call, which nobody changes. `call`: its row of the `TABLE` of collectives. `outputs` are written; a
-    tensor reduced in place is in both. `peer`: the source, destination or partner, as a rank of the gang. `op`: a
-    `ReduceOperation` or a `BitwiseOperation`. `timeout_s`: of this call alone; None is the gang's. `wait_all_ranks`: of
-    a monitored barrier: its error names all that are absent.
+    """One checked call. Do not change it.
+
+    `call`: its row in the `TABLE` of collectives. `outputs`: the tensors to write; an in-place call has the same
+    tensors in `outputs` and `inputs`. `op`: a `ReduceOperation` or a `BitwiseOperation`. `peer`: the root, or the
+    partner of a message, as a rank of the gang. `timeout_s`: of this call; None for the gang's. `wait_all_ranks`: the
+    error of a monitored barrier names all absent ranks, not only the first.
     """
 
     call: str
@@ -50,8 +52,7 @@ class Collective:
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> list[int]:
-    """`ranks` in ascending order. Raise ValueError unless they are at least one, distinct, and ranks of a gang of
-    `size`."""
+    """`ranks` in ascending order. Raises ValueError: they are empty, not distinct, or not ranks of a gang of `size`."""
     given: object = ranks
     if isinstance(given, str | bytes) or not (isinstance(given, Sequence) or hasattr(given, "__array__")):
         raise ValueError(f"`ranks` must be a list of ranks, but is {ranks!r} instead.")
@@ -72,5 +73,5 @@ def check_ranks(ranks: Sequence[int], size: int) -> list[int]:
 
 
 def writing(tensor: Tensor) -> AbstractContextManager[None]:
-    """In which `tensor` may be written to, by whichever thread, and nothing is tracked."""
+    """A context in which any thread may write to `tensor`, without autograd."""
     return torch.inference_mode() if tensor.is_inference() else torch.no_grad()

@@ -1,4 +1,4 @@
-"""Which dtypes are reduced between processes, and on the CPU as what: Gloo adds few of them."""
+"""The dtypes that Gloo and NCCL reduce, and the wider dtypes in which Gloo reduces others."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NATIVE = frozenset(
         torch.float64,
     }
 )
-# What Gloo cannot add, in what it can.
+# Dtypes that Gloo cannot reduce, and the dtype in which it reduces them.
 WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _BITWISE = frozenset({"band", "bor", "bxor"})
 
 
 def check_nccl_dtype(call: str, op: str, dtype: torch.dtype) -> None:
-    """Raise ValueError when NCCL cannot reduce tensors of `dtype` by `op` ("sum", "mean", …) in `call`."""
+    """Raises ValueError: NCCL cannot reduce tensors of `dtype` by `op` ("sum", "mean", …) in `call`."""
     if op in _BITWISE:
-        raise ValueError(f"`{call}` by {op} is nothing that NCCL has; use a group of another backend.")
+        raise ValueError(f"NCCL has no `{call}` by {op}; use a group of another backend.")
     if dtype in NATIVE or (dtype in _REAL and op in ("sum", "mean")):
         return
     names = ", ".join(sorted(str(known).removeprefix("torch.") for known in NATIVE))
@@ -37,12 +37,12 @@ def check_nccl_dtype(call: str, op: str, dtype: torch.dtype) -> None:
 
 
 def gloo_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype Gloo reduces tensors of `dtype`, which `check_gloo_dtype` has let pass."""
+    """The dtype in which Gloo reduces tensors of `dtype`, one that `check_gloo_dtype` accepts."""
     return WIDENED.get(dtype) or _REAL.get(dtype, dtype)
 
 
 def check_gloo_dtype(call: str, op: str, dtype: torch.dtype) -> None:
-    """Raise ValueError when Gloo cannot reduce tensors of `dtype` by `op` ("sum", "mean", …) in `call`."""
+    """Raises ValueError: Gloo cannot reduce tensors of `dtype` by `op` ("sum", "mean", …) in `call`."""
     if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"`{call}` by {op} needs integers, but the tensor is of {dtype} instead.")
     if dtype in NATIVE or dtype in WIDENED or (dtype in _REAL and op in ("sum", "mean")):

@@ -1,7 +1,7 @@
-"""The sum of a few numbers over all ranks, by messages that grow with the logarithm of their number.
+"""An all-reduce of a few numbers by recursive doubling: each rank sends O(log size) messages.
 
-EXCHANGE-1  Every rank gets the same sum, bit by bit: two partners add up the same two parts.
-EXCHANGE-2  Whoever has the sum has it of every rank: each number is in it once. A rank whose exchange breaks has none.
+EXCHANGE-1  Every rank gets the same sum, bit by bit: both partners of a round add the same two partial sums.
+EXCHANGE-2  The sum contains the numbers of every rank exactly once. A rank whose exchange fails gets no sum.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 from elasticgang.collectives.collective import Collective
 
-DIRECT_SIZE = 7  # so many ranks send to all others at once: one round is quicker than three
+DIRECT_SIZE = 7  # up to this size, each rank sends to all others at once: one round is faster than three
 
 
 class Round(NamedTuple):
-    """With `peer`. What a rank receives is added to its own part if it `adds`; else it takes the place of that."""
+    """One round with `peer`. `adds`: add the received partial sum to the own one; otherwise replace the own one."""
 
     peer: int
     sends: bool
@@ -27,8 +27,8 @@ class Round(NamedTuple):
 
 
 def rounds(rank: int, size: int) -> Iterator[Round]:
-    """What `rank` of `size` does: recursive doubling among the first 2**k ranks. Each rank beyond gives its part to one
-    of those before, and gets the sum from it after."""
+    """The rounds of `rank` of `size`: recursive doubling among the first 2**k ranks. Each further rank sends its
+    numbers to a partner among them beforehand, and receives the sum from it afterwards."""
     num_paired = 1 << (size.bit_length() - 1)
     partner = rank + num_paired
     if rank >= num_paired:
@@ -46,8 +46,11 @@ def rounds(rank: int, size: int) -> Iterator[Round]:
 
 
 class Exchange:
-    """Of `c.inputs[0]` into `c.outputs[0]`, over the process group `pg`. torch has no work of that kind: `wait`
-    performs it, in one thread. One at a time on a group, since the messages of two have the same tag."""
+    """The work of one exchange: sums `c.inputs[0]` over the ranks of `pg` into `c.outputs[0]`.
+
+    `wait` performs all rounds on the calling thread. Only one exchange at a time may run on a group: the messages of
+    all of them have the same tag.
+    """
 
     def __init__(self, pg: Any, c: Collective) -> None:
         self._pg, self._collective = pg, c
@@ -63,7 +66,7 @@ class Exchange:
             for work in works:
                 work.wait()
             if each.receives:
-                total = total + part if each.adds else part  # EXCHANGE-1: the same two on both sides
+                total = total + part if each.adds else part  # EXCHANGE-1
         c.outputs[0].copy_(total)
 
     def get_future(self) -> Any:

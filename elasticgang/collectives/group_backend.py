@@ -1,6 +1,6 @@
-"""What torch asks of a process group beside collectives: which devices it serves, and what its backend can do.
+"""The queries of torch about a process group: its devices, and the abilities of its backend.
 
-torch's own group answers from the backends that are registered with it in C++. Ours have none there: they are the
+torch's own process group answers them from its C++ backends. A process group of this package has none: it is its own
 backend.
 """
 
@@ -17,7 +17,7 @@ from elasticgang.errors import NotSupportedError
 
 
 class GroupBackend:
-    """What `pg._get_backend(device)` gives: Gloo's answers to what torch asks, for a group of ours."""
+    """The result of `pg._get_backend(device)`. Answers as Gloo's backend does."""
 
     supports_coalescing = False
     supports_shrinking = False
@@ -49,7 +49,7 @@ class GroupBackend:
 
 
 class BackendQueries:
-    """The queries, for a group that serves the devices of the types that `_served` names."""
+    """A mixin that answers the queries. `_served` names the device types of the group."""
 
     use_pg_for_symm_mem_rendezvous = False
 
@@ -61,7 +61,7 @@ class BackendQueries:
         return [torch.device(kind) for kind in self._served()]
 
     def _get_backend(self, device: torch.device) -> GroupBackend:
-        """Raises RuntimeError, as torch's does, when the group does not serve `device`."""
+        """Raises RuntimeError, as torch does: the group does not serve `device`."""
         kind = torch.device(device).type
         if kind not in self._served():
             raise RuntimeError(f"No backend type associated with device type {kind}")
@@ -79,10 +79,10 @@ class BackendQueries:
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> ProcessGroup | None:
-        """The group of some of the ranks; None on the others. Called on every rank.
+        """The group of some of the ranks; None on the others. Call it on every rank.
 
         Raises:
-            NotSupportedError: groups of this kind are not made out of one another.
+            NotSupportedError: groups of this kind cannot be split.
         """
         raise NotSupportedError(f"{type(self).__name__} cannot be split: make the other group as this one was made.")
 

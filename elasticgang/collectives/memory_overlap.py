@@ -1,4 +1,4 @@
-"""Whether tensors that a call writes to lie over one another: no result is right for it then."""
+"""Detects output tensors that share memory. A collective that writes to them has no defined result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from elasticgang.torch_private import internal_overlap
 
-_CERTAIN = {0: False, 1: True}  # torch does not find out for all
+_CERTAIN = {0: False, 1: True}  # torch returns a third value where it cannot decide
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -17,7 +17,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     known = _CERTAIN.get(internal_overlap(tensor))
     if known is not None or not tensor.numel():
         return bool(known)
-    reach = 0  # from the first element to the last one, along the dimensions so far
+    reach = 0  # offset of the last element, over the dimensions so far
     dimensions = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     for stride, length in dimensions:
         if length > 1 and stride <= reach:
@@ -31,11 +31,11 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def check_distinct(outputs: Sequence[Tensor]) -> None:
-    """Raise ValueError when two of `outputs`, each of which shares no memory among its own elements, share some."""
+    """Raises ValueError: two of `outputs` share memory. Each must have passed `overlaps_itself`."""
     if len(outputs) < 2:
         return
     extents = sorted((*_extent(output), index) for index, output in enumerate(outputs) if output.numel())
-    highest = -1  # of the tensors so far, the one that ends last
+    highest = -1  # the index of the extent that ends last, so far
     for place, (first, _, index) in enumerate(extents):
         if highest >= 0 and first < extents[highest][1]:
             for _, last, other in extents[:place]:
@@ -49,14 +49,14 @@ def check_distinct(outputs: Sequence[Tensor]) -> None:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of its first byte, and after its last one."""
+    """The address of the first byte, and the address after the last one."""
     start = tensor.data_ptr()
     steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (steps + 1) * tensor.element_size()
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Of two whose extents overlap. Columns of a matrix do so, and share nothing."""
+    """Whether two tensors with overlapping extents share memory. Columns of a matrix do not."""
     if one.is_contiguous() and other.is_contiguous():
         return True
     start = min(one.data_ptr(), other.data_ptr())
@@ -66,7 +66,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor, marked: Tensor, start: int) -> Tensor:
-    """Where `tensor` lies in `marked`, which begins at the address `start`."""
+    """The view of `marked`, one flag per byte from the address `start` on, for the bytes of `tensor`."""
     size = tensor.element_size()
     shape, strides = (*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1)
     return marked.as_strided(shape, strides, tensor.data_ptr() - start)

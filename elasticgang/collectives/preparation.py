@@ -1,4 +1,4 @@
-"""A collective on contiguous tensors of a dtype that the backend takes."""
+"""Prepares a collective for a backend: contiguous tensors of a supported dtype."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from elasticgang.collectives.work import Work
 
 
 def start_prepared(collective: Collective, device: torch.device, issue: Callable[[Collective], Work]) -> Work:
-    """`issue` the collective on contiguous tensors of a dtype that the backend of `device` takes."""
+    """Call `issue` with the prepared collective. The returned work ends with the copies back into the caller's
+    tensors."""
     taken, unpack = contiguous(collective)
     taken, narrow = _as_backend_takes(taken, device)
     return issue(taken).then(narrow).then(unpack)
 
 
 def contiguous(c: Collective) -> tuple[Collective, Step | None]:
-    """The collective on contiguous tensors, and a last step. Gloo goes by where elements lie, not by their index: with
-    gaps between them, or other strides on other ranks, it gives wrong results and says nothing."""
+    """The collective on contiguous tensors, and the copy back after it. Gloo ignores strides: for tensors with gaps, or
+    with different strides on different ranks, it silently gives wrong results."""
     if all(tensor.is_contiguous() for tensor in (*c.inputs, *c.outputs)):
         return c, None
     with torch.no_grad():
@@ -45,8 +46,8 @@ def contiguous(c: Collective) -> tuple[Collective, Step | None]:
 
 
 def _as_backend_takes(c: Collective, device: torch.device) -> tuple[Collective, Step | None]:
-    """The collective in a dtype that the backend knows: what moves over Gloo, as bytes; what is reduced, wider; complex
-    numbers as real ones. And a last step."""
+    """The collective in a dtype that the backend supports, and the copy back after it. Gloo moves other dtypes as bytes
+    and reduces them in a wider dtype. Complex numbers become pairs of real ones."""
     tensors = (*c.inputs, *c.outputs)
     if not tensors:
         return c, None

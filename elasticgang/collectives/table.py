@@ -1,12 +1,13 @@
-"""The one table of collectives: what each is, and how a process group performs it.
+"""The table of collectives: the properties of each, and the function that issues it on a process group.
 
-A new collective is one row of `TABLE`, the function that issues it, and its test. Gangs, the comm process, data groups
-and fake gangs work from the row. What users call is one function of `torch_calls.py`, or one method of `Gang`.
+To add a collective, add a row to `TABLE` with the function that issues it, and a test. Gangs, the comm process, data
+groups and fake gangs all read the row. The public call is a method of `Gang` (`gang/base.py`) or a function of
+`torch_calls.py`.
 
-TABLE-1  `issue` gives contiguous tensors of one dtype that the backend takes (`preparation.py`) to a process group of
-    torch or of torchft. It never waits.
-TABLE-2  What is not basic is made of one basic collective by `compose`, where only basic ones are there: every torchft
-    process group has those.
+TABLE-1  `issue` gets contiguous tensors of one supported dtype (`preparation.py`) and a process group of torch or
+    torchft. It never waits.
+TABLE-2  Every torchft process group has the basic collectives. `compose` builds any other one from one basic
+    collective, for groups that have no others.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from elasticgang.collectives.work import Work
 from elasticgang.torch_private import AllgatherOptions, all_gather_single, reduce_scatter_single, source_rank
 
 Step = Callable[[], None]
-Issued = tuple[Any, Step | None]  # torch's work, and what is left to do when it has completed
-Composed = tuple[Collective, Step | None]  # the basic collective, and what is left to do when it has completed
+Issued = tuple[Any, Step | None]  # torch's work, and the step to run after it has completed
+Composed = tuple[Collective, Step | None]  # the basic collective, and the step to run after it has completed
 
 TORCH_OPERATIONS: dict[Any, Any] = {
     ReduceOperation.SUM: ReduceOp.SUM,
@@ -54,8 +55,9 @@ TORCH_OPERATIONS: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """One row. `reduces`: it computes, so that the dtype matters. `is_in_place`: its inputs are its outputs.
-    `is_message`: between two ranks. `grace_s`: how much longer than its timeout it is waited for.
+    """One row. `compose`: the equivalent basic collective (TABLE-2). `reduces`: it computes with the elements, so the
+    dtype matters. `is_in_place`: the outputs are the inputs. `is_message`: between two ranks. `grace_s`: additional
+    seconds to wait after its timeout.
     """
 
     issue: Callable[[Any, Collective], Issued]
@@ -68,7 +70,7 @@ class Kind:
 
 
 def compose(c: Collective, rank: int, size: int) -> Composed:
-    """`c` as a basic collective (TABLE-2), for rank `rank` of `size`; `c` itself where it cannot be one."""
+    """The basic collective equivalent to `c` on rank `rank` of `size` (TABLE-2); `c` itself if it has none."""
     made = TABLE[c.call].compose
     if made is None:
         return c, None
@@ -77,7 +79,7 @@ def compose(c: Collective, rank: int, size: int) -> Composed:
 
 
 def check_reduction(c: Collective, check: Callable[[str, str, torch.dtype], None] = check_gloo_dtype) -> None:
-    """Raise ValueError when `c` reduces, and its dtype has no mean, or is none that the backend's `check` takes."""
+    """Raises ValueError: `c` is a reduction of a dtype that has no mean, or that the backend's `check` refuses."""
     if TABLE[c.call].reduces:
         if c.op is ReduceOperation.MEAN:
             check_mean(c.outputs[0])
@@ -85,13 +87,13 @@ def check_reduction(c: Collective, check: Callable[[str, str, torch.dtype], None
 
 
 def check_mean(tensor: Tensor) -> None:
-    """Raise ValueError when `tensor` has no mean."""
+    """Raises ValueError: `tensor` has a dtype without a mean."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"MEAN needs a floating-point or complex dtype, but the tensor's is {tensor.dtype} instead.")
 
 
 def start_mean(start: Callable[[Collective], Work], c: Collective, size: int) -> Work:
-    """MEAN over `size` as SUM and a division, which every backend can do."""
+    """Start MEAN over `size` ranks as a SUM and a division, which every backend supports."""
     tensor = c.outputs[0]
 
     def divide() -> None:
@@ -102,16 +104,16 @@ def start_mean(start: Callable[[Collective], Work], c: Collective, size: int) ->
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """The elements of `source`, in order, into `target`, by whichever thread."""
+    """Copy the elements of `source`, in order, into `target`. Any thread may call it."""
     with writing(target):
         target.copy_(source.view(target.shape))
 
 
-# -- in torch's terms
+# -- issue: calls of torch's process groups
 
 
 def options_of(kind: Callable[[], Any], c: Collective, **values: object) -> Any:
-    """A call without a timeout of its own has the group's."""
+    """torch's options of the given `kind`. Without a timeout of its own, the call has the group's."""
     options = kind()
     for name, value in values.items():
         setattr(options, name, value)
@@ -123,7 +125,7 @@ def options_of(kind: Callable[[], Any], c: Collective, **values: object) -> Any:
 def _operation(c: Collective) -> Any:
     op = c.op
     if op is ReduceOperation.SUM and c.outputs[0].dtype is torch.bool:
-        op = ReduceOperation.MAX  # Gloo adds up bytes: what is no bool any more
+        op = ReduceOperation.MAX  # Gloo would add the bytes, and 2 is not a bool
     return TORCH_OPERATIONS[op]
 
 
@@ -144,7 +146,8 @@ def _all_gather_single(pg: Any, c: Collective) -> Issued:
 
 
 def _all_to_all(pg: Any, c: Collective) -> Issued:
-    """One tensor on either side is equal parts for all ranks. Lists are sent as one: Gloo has no exchange of lists."""
+    """With one tensor on each side, it has an equal part for each rank. Gloo has no all-to-all of lists: they are
+    concatenated."""
     options = options_of(AllToAllOptions, c)
     if len(c.outputs) == 1:
         return pg.alltoall_base(c.outputs[0], c.inputs[0], [], [], options), None
@@ -177,7 +180,7 @@ def _reduce_scatter(pg: Any, c: Collective) -> Issued:
 
 
 def _reduce_scatter_single(pg: Any, c: Collective) -> Issued:
-    """Flat: Gloo ends the process where the shapes do not multiply."""
+    """Flat, because Gloo aborts the process if the shapes do not match."""
     options = options_of(ReduceScatterOptions, c, reduceOp=_operation(c))
     flat, source = c.outputs[0].view(-1), c.inputs[0].view(-1)
     return reduce_scatter_single(pg, flat, source, options), None
@@ -203,7 +206,7 @@ def _recv_anysource(pg: Any, c: Collective) -> Issued:
 
 
 class _Barrier:
-    """torch gives no work for its monitored barrier: `wait` performs it."""
+    """A work whose `wait` performs torch's monitored barrier, which blocks and returns no work."""
 
     def __init__(self, pg: Any, c: Collective) -> None:
         self._pg, self._collective = pg, c
@@ -217,11 +220,11 @@ class _Barrier:
         raise RuntimeError("a monitored barrier has no future")
 
 
-# -- in terms of basic collectives
+# -- compose: basic collectives (TABLE-2)
 
 
 def _by_all_gather(c: Collective, rank: int, size: int) -> Composed:
-    """Into the parts of one output; or, of a gather, into tensors that only its destination keeps."""
+    """An all-gather into the parts of one output. For a gather: into tensors that only the root keeps."""
     if c.call == "gather":
         outputs = c.outputs or tuple(torch.empty_like(c.inputs[0]) for _ in range(size))
         return replace(c, call="all_gather", outputs=outputs), None
@@ -233,7 +236,7 @@ def _by_all_gather(c: Collective, rank: int, size: int) -> Composed:
 
 
 def _by_all_reduce(c: Collective, rank: int, size: int) -> Composed:
-    """All ranks reduce all of it, and keep their part of a reduce-scatter, or the destination the whole."""
+    """An all-reduce of the whole tensor. Each rank keeps its part of a reduce-scatter; only the root keeps a reduce."""
     total = torch.cat([source.reshape(-1) for source in c.inputs])
     reduced = replace(c, call="all_reduce", outputs=(total,), inputs=(total,))
     if c.call == "reduce":
@@ -247,7 +250,7 @@ def _by_sum(c: Collective, rank: int, size: int) -> Composed:
 
 
 def _by_broadcast(c: Collective, rank: int, size: int) -> Composed:
-    """Every rank gets the parts of all."""
+    """A broadcast of the parts of all ranks. Each rank keeps its own."""
     parts = torch.stack(c.inputs or c.outputs * size)
     return replace(c, call="broadcast", outputs=(parts,), inputs=(parts,)), lambda: copy(parts[rank], c.outputs[0])
 

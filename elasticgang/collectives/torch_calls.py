@@ -1,12 +1,12 @@
-"""torch's process-group methods as `Collective`s: their argument forms are told apart here, and nowhere else.
+"""Translates the calls of torch's process-group methods to checked `Collective`s.
 
-Each function takes what torch's callers pass to the method of the same name (Python's `torch.distributed`, and C++ by
-the trampoline) and returns what is to be done. Nothing is sent here.
+Each function takes the arguments of the torch method of the same name, in all forms in which `torch.distributed` and
+torch's C++ code call it. It returns the collectives to start, and sends nothing.
 
-CALL-1  What does not fit raises ValueError, naming both sides, before anything is sent; what no method of torch's takes
-    (an unknown keyword, a timeout that is a number) raises TypeError.
-CALL-2  Tensors need not be contiguous. Outputs that share memory, among their elements or with each other, are refused,
-    since no result is right for them. An input may share memory with an output.
+CALL-1  Arguments that do not match raise ValueError, which names both sides, before anything is sent. Arguments that no
+    torch method accepts (an unknown keyword, a number as timeout) raise TypeError.
+CALL-2  Tensors need not be contiguous. An output must not share memory among its elements or with another output. An
+    input may share memory with an output.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ _Form = TypeVar("_Form", bound=Callable[..., "Call"])
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a process group: its parts, started in this order, and what its future resolves to.
+    """One call of a process group: `parts` are started in order; its future resolves to `result`.
 
-    `is_exact`: nothing but the true result will do (objects and barriers); a poisoned group raises `StepAborted`.
+    `is_exact`: only the true result is acceptable (objects and barriers), so that a poisoned group raises
+    `StepAborted`. `source`: a tensor for the rank that sent the message, of a receive from any rank.
     """
 
     parts: tuple[Collective, ...]
     result: list[Any]
     is_exact: bool = False
     is_barrier: bool = False
-    source: Tensor | None = None  # where the rank is written that a message came from
+    source: Tensor | None = None
 
 
-FORMS: dict[str, Callable[..., Call]] = {}  # by the name of the method
+FORMS: dict[str, Callable[..., Call]] = {}  # by torch's method name
 _NAMES: dict[Callable[..., Call], dict[str, str]] = {}
 
 
 def _form(*methods: str, **names: str) -> Callable[[_Form], _Form]:
-    """The function that follows gives the calls of torch's `methods`. `names`: torch's names of arguments, and
-    torchft's, where ours are others. Overloads differ by the argument's type here."""
+    """Register the decorated function for torch's `methods`. `names`: names of torch's and torchft's parameters that
+    differ from the function's own, and the own names. The function tells torch's overloads apart by argument type."""
 
     def register(form: _Form) -> _Form:
         FORMS.update(dict.fromkeys(methods, form))
@@ -60,7 +61,7 @@ def _form(*methods: str, **names: str) -> Callable[[_Form], _Form]:
 
 
 def named(form: Callable[..., Call], keywords: dict[str, Any]) -> dict[str, Any]:
-    """`keywords` by the names of the parameters of `form`. Raises TypeError when two of them name one."""
+    """`keywords` under the parameter names of `form`. Raises TypeError: two of them name the same parameter."""
     names = _NAMES[form]
     found: dict[str, Any] = {}
     for given, value in keywords.items():
@@ -90,7 +91,7 @@ def broadcast(size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, t
 def reduce(
     size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, op: Any = None, timeout: Any = None
 ) -> Call:
-    """`reduce(tensors, options)`, or `reduce(tensor, root, op)`."""
+    """Called as `reduce(tensors, options)` or `reduce(tensor, root, op)`."""
     outputs = _as_list(tensors)
     root, operation = _root(opts, size), _operation(op if op is not None else getattr(opts, "reduceOp", None))
     return Call(tuple(Collective("reduce", (t,), (t,), operation, root) for t in _writable(outputs)), outputs)
@@ -104,7 +105,7 @@ def allgather(
     opts: Any = None,
     timeout: Any = None,
 ) -> Call:
-    """One list of outputs for each of the inputs; or one list, and a tensor."""
+    """One list of outputs for each input; or one list of outputs and one input tensor."""
     _check_options(opts)
     inputs = _as_list(input_tensors)
     lists: list[Any] = [output_tensors] if isinstance(input_tensors, Tensor) else list(output_tensors)
@@ -122,7 +123,7 @@ def allgather(
 def allgather_coalesced(
     size: int, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
 ) -> Call:
-    """One list of outputs for each of the ranks, with one output for each of the inputs."""
+    """One list of outputs for each rank, with one output for each input."""
     _check_options(opts)
     if len(output_lists) != size or any(len(outputs) != len(inputs) for outputs in output_lists):
         raise ValueError(
@@ -160,7 +161,7 @@ def reduce_scatter(
     opts: Any = None,
     timeout: Any = None,
 ) -> Call:
-    """One list of inputs for each of the outputs; or one list, and a tensor."""
+    """One list of inputs for each output; or one list of inputs and one output tensor."""
     outputs = _as_list(output_tensors)
     lists: list[Any] = [input_tensors] if isinstance(output_tensors, Tensor) else list(input_tensors)
     _same_length("output_tensors", outputs, "input_tensors", lists)
@@ -216,7 +217,7 @@ def all_to_all_single(
     opts: Any = None,
     timeout: Any = None,
 ) -> Call:
-    """Splits are along the first dimension; none are equal ones."""
+    """Split sizes are along the first dimension; without them, all parts are equal."""
     _check_options(opts)
     _fits("`output`", output, input, output.numel())
     _writable([output])
@@ -233,7 +234,7 @@ def gather(
     opts: Any = None,
     timeout: Any = None,
 ) -> Call:
-    """Outputs are given on the root only; elsewhere there is an empty list (or none)."""
+    """Only the root gives outputs; the other ranks give an empty list, or none."""
     inputs = _as_list(input_tensors)
     lists: list[Any] = [output_tensors] if isinstance(input_tensors, Tensor) else list(output_tensors)
     root = _root(opts, size)
@@ -256,7 +257,7 @@ def scatter(
     opts: Any = None,
     timeout: Any = None,
 ) -> Call:
-    """Inputs are given on the root only; elsewhere there is an empty list (or none)."""
+    """Only the root gives inputs; the other ranks give an empty list, or none."""
     outputs = _as_list(output_tensors)
     lists: list[Any] = [input_tensors] if isinstance(output_tensors, Tensor) else list(input_tensors)
     root = _root(opts, size)
@@ -286,7 +287,7 @@ def recv(size: int, tensors: Sequence[Tensor], src_rank: int, tag: int = 0) -> C
 
 @_form("recv_anysource")
 def recv_anysource(size: int, tensors: Sequence[Tensor], tag: int = 0) -> Call:
-    """One tensor, from whichever rank sends it first under the `tag`."""
+    """One tensor, from the first rank that sends one under `tag`."""
     tensors = list(tensors)
     if len(tensors) != 1:
         raise ValueError(f"`tensors` must be one tensor, but are {len(tensors)} instead.")
@@ -296,7 +297,7 @@ def recv_anysource(size: int, tensors: Sequence[Tensor], tag: int = 0) -> Call:
 
 
 def source_of(call: Call) -> int:
-    """The rank that sent what `call`, which has completed, received. Raises RuntimeError when it received nothing."""
+    """The rank that sent the message of a completed receive. Raises RuntimeError: `call` is not a receive."""
     if call.source is not None:
         return int(call.source)
     if not call.parts or call.parts[0].call != "recv":
@@ -316,7 +317,8 @@ def barrier(size: int, opts: Any = None, timeout: Any = None) -> Call:
 
 
 def with_timeout(call: Call, arguments: Iterable[object]) -> Call:
-    """`call` with the timeout that its arguments name, themselves or in their options. torch's default is below 0."""
+    """`call` with the timeout among `arguments`: a timedelta, or one in an options object, where torch's default is
+    negative."""
     for argument in arguments:
         timeout = argument if isinstance(argument, timedelta) else getattr(argument, "timeout", None)
         if isinstance(timeout, timedelta) and timeout > timedelta(0):
@@ -326,7 +328,7 @@ def with_timeout(call: Call, arguments: Iterable[object]) -> Call:
 
 
 def with_default_timeout(call: Call, timeout_s: float | None) -> Call:
-    """`call` with that timeout where it has none of its own."""
+    """`call` with the timeout `timeout_s` for the parts that have none."""
     if timeout_s is None:
         return call
     parts = tuple(replace(part, timeout_s=part.timeout_s or timeout_s) for part in call.parts)
@@ -334,13 +336,13 @@ def with_default_timeout(call: Call, timeout_s: float | None) -> Call:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise TypeError unless `timeout` is a timedelta or None."""
+    """Raises TypeError: `timeout` is neither a timedelta nor None."""
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"`timeout` must be a timedelta, but is {timeout!r} instead.")
 
 
 def seconds(timeout: timedelta) -> float:
-    """Raises TypeError when `timeout` is no timedelta, and ValueError when it is not above 0."""
+    """`timeout` in seconds. Raises TypeError: it is not a timedelta; or ValueError: it is not above 0."""
     check_timeout(timeout)
     if timeout <= timedelta(0):
         raise ValueError(f"`timeout` must be above 0 seconds, but is {timeout.total_seconds():g} instead.")
@@ -348,11 +350,12 @@ def seconds(timeout: timedelta) -> float:
 
 
 def check_place(call: Call, rank: int) -> Call:
-    """`call`, if this rank's part in it is valid (CALL-1, CALL-2).
+    """Check `call` for `rank`, and return it (CALL-1, CALL-2).
 
     Raises:
-        ValueError: the root lacks what only it gives, or another rank gives it; a message is for its sender; what a
-            rank sends to itself is of another size than what it receives from itself; two outputs share memory.
+        ValueError: the root does not give the tensors that only the root gives, or another rank gives them; a message
+            is for its sender; the part that a rank sends to itself has another size than the part that it receives
+            from itself; two outputs share memory.
     """
     check_distinct([output for part in call.parts for output in part.outputs])
     for part in call.parts:
@@ -382,7 +385,7 @@ def _described(value: object) -> str:
 
 
 def _operation(opts: Any) -> Any:
-    """Of an options object, of a `ReduceOp`, or the default."""
+    """The operation of an options object or a `ReduceOp`; SUM for None."""
     op = getattr(opts, "reduceOp", opts)
     if op is None:
         return ReduceOperation.SUM
@@ -394,15 +397,15 @@ def _operation(opts: Any) -> Any:
 
 
 def _root(opts: Any, size: int) -> int:
-    """Of an options object, of a number, or the default."""
+    """The root of an options object, or a number; 0 for None."""
     root = getattr(opts, "rootRank", opts)
-    if isinstance(root, ReduceOp | ReduceOp.RedOpType):  # which has an index too
+    if isinstance(root, ReduceOp | ReduceOp.RedOpType):  # it has `__index__` too
         raise TypeError(f"the root must be an integer, but is {root!r} instead.")
     return 0 if root is None else _rank("the root", root, size)
 
 
 def _check_options(opts: Any) -> None:
-    """Of a call that has nothing in them but a timeout."""
+    """Raises TypeError: `opts` of a call that takes only a timeout are neither options nor a timeout."""
     if opts is not None and not isinstance(opts, timedelta) and not hasattr(opts, "timeout"):
         raise TypeError(f"`opts` must be options or a timeout, but are {_described(opts)} instead.")
 
@@ -415,7 +418,7 @@ def _rank(name: str, rank: int, size: int) -> int:
 
 
 def _moves_objects(tensors: Sequence[Tensor]) -> bool:
-    """Integers that are moved, not reduced, are what torch's object collectives are made of: sizes and pickles."""
+    """Whether the call may belong to torch's object collectives, which move integers: sizes and pickled bytes."""
     return any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors)
 
 

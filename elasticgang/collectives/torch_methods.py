@@ -1,4 +1,4 @@
-"""torch's `ProcessGroup` methods over whatever runs collectives."""
+"""The collective methods of torch's `ProcessGroup`, implemented over one method, `_submit`."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def _collective(name: str, form: Callable[..., Call]) -> Callable[..., Any]:
 
 
 class CollectiveMethods(BackendQueries):
-    """All collectives of a torch process group (`torch_calls.FORMS`), over `_submit`; and its name, which torch's own
-    class keeps in a backend that there is none of here."""
+    """A mixin with all collectives of a torch process group (`torch_calls.FORMS`), over `_submit`. Also keeps the
+    group's name, which torch's own class keeps in a C++ backend."""
 
     _name = ""
     _desc = ""
@@ -134,10 +134,10 @@ class CollectiveMethods(BackendQueries):
 
     @property
     def group_name(self) -> str:
-        """Under which torch's registry knows the group.
+        """The group's name in torch's registry.
 
         Raises:
-            InvalidOperationError: it is in no registry.
+            InvalidOperationError: the group is not registered.
         """
         return self.getGroupName()
 
@@ -166,14 +166,15 @@ class CollectiveMethods(BackendQueries):
         raise NotImplementedError
 
     def _num_members(self) -> int:
-        """How many ranks take part in a collective. `size` is what its users divide by."""
+        """The number of ranks that take part in a collective. `size`, by which users divide, may be smaller."""
         return self.size()
 
     def _place_among_members(self) -> int:
         return self.rank()
 
     def _check_dtype(self, part: Collective) -> None:
-        """Raise ValueError when the backend cannot reduce the dtype of `part`. On a device, only the backend knows."""
+        """Raises ValueError: the backend cannot reduce the dtype of `part`. On other devices than the CPU, the backend
+        itself checks."""
         if part.outputs and part.outputs[0].device.type == "cpu":
             check_reduction(part)
 
@@ -181,7 +182,7 @@ class CollectiveMethods(BackendQueries):
         raise NotImplementedError
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`call` is what the method `name` was asked for by `args` and `kwargs`."""
+        """Perform `call`, into which the method `name` has translated `args` and `kwargs`."""
         return self._submit(call)
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Any:
@@ -191,13 +192,13 @@ class CollectiveMethods(BackendQueries):
         return self.broadcast([tensor], options)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """As `torch.distributed.monitored_barrier` over Gloo: blocks until all ranks have come; rank 0 raises an error
-        that names the first rank that did not come within `timeout` (None: the group's), or with `wait_all_ranks` all
-        of them. What else happens then is what happens after any error of the group."""
+        """As `torch.distributed.monitored_barrier` over Gloo: block until all ranks have reached the barrier. If a rank
+        does not within `timeout` (None: the group's), rank 0 raises an error that names it; with `wait_all_ranks` it
+        names all absent ranks. Otherwise the error has the effect of any error of the group."""
         torch_calls.check_timeout(timeout)
         call = torch_calls.with_timeout(torch_calls.monitored_barrier(wait_all_ranks), [timeout])
         work = self._perform("monitored_barrier", call, (timeout, wait_all_ranks), {})
-        if work is not None:  # of torch's own, which has waited
+        if work is not None:  # torch's own group has waited already
             work.wait()
 
 

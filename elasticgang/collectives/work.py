@@ -1,4 +1,4 @@
-"""A collective under way, whatever runs it."""
+"""The work of a collective, for every kind of backend."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _T = TypeVar("_T")
 
 
 class Outcome(Protocol):
-    """What becomes of a collective that has failed, where errors are swallowed."""
+    """The result of a failed collective, where errors are swallowed."""
 
-    def report(self, error: Exception) -> None: ...
+    def report(self, error: Exception) -> None:
+        """Record the error in the group."""
 
     def resolve(self) -> None:
-        """Write what the outputs hold instead of a result."""
+        """Write defined values to the outputs."""
 
 
 class _Ending:
-    """What happens once when a collective ends. It keeps no work alive: futures have it until their end."""
+    """The actions at the end of a collective, each performed once. Futures refer to it, so it refers to no work."""
 
     def __init__(self) -> None:
         self.steps: list[Callable[[], None]] = []
@@ -34,7 +35,7 @@ class _Ending:
 
     def complete(self) -> None:
         if self.steps:
-            with self._lock:  # the second thread waits until the steps are done
+            with self._lock:  # a second thread waits until the steps are done
                 try:
                     for step in self.steps:
                         step()
@@ -46,7 +47,7 @@ class _Ending:
         if self.swallow is None:
             raise error
         outcome = self.swallow()
-        outcome.report(error)  # without the lock: it may wait for callbacks of this very work
+        outcome.report(error)  # without the lock: it may wait for callbacks of this work
         with self._lock:
             if self.reason is None:
                 outcome.resolve()
@@ -54,23 +55,25 @@ class _Ending:
 
 
 class Work:
-    """A collective under way.
+    """The work of one collective. Backends override `_wait` and `_future`.
 
-    This class itself is one that has ended before it was sent. What runs collectives overrides `_wait` and `_future`.
+    This class itself is the work of a collective that was never sent: there was nothing to send, or the gang was
+    poisoned.
     """
 
     _ending: _Ending | None = None
     _reason: str | None = None
 
     def __init__(self, reason: str | None = None) -> None:
-        """`reason`: why it was not sent, in a gang that was poisoned; None: there was nothing to send."""
+        """`reason`: why the collective of a poisoned gang was not sent; None: there was nothing to send."""
         self._reason = reason
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until it has ended (on CUDA: until the current stream waits for it), at most `timeout` seconds (None:
-        the gang's own). False when the gang was poisoned.
+        """Block until the collective has ended; on CUDA, until the current stream waits for it. `timeout`: seconds;
+        None for the gang's. Returns False if the gang was poisoned: the outputs have defined values but no result.
 
-        Raises GangError as the call itself would have.
+        Raises:
+            GangError: the collective failed. The outputs are undefined.
         """
         ending = self._ending
         if ending is None:
@@ -87,7 +90,7 @@ class Work:
         return completed
 
     def get_future(self) -> Future[bool]:
-        """What `wait` returns, once it has ended; or its error."""
+        """A future of the value or error of `wait`."""
         ending = self._ending
 
         def finish(future: Future[Any]) -> bool:
@@ -106,43 +109,45 @@ class Work:
 
     @property
     def reason(self) -> str | None:
-        """Why it has failed, where errors are swallowed."""
+        """Why the collective failed, where errors are swallowed; None if it has not failed."""
         return self._reason or (None if self._ending is None else self._ending.reason)
 
     def then(self, step: Callable[[], None] | None) -> Work:
-        """This work with a last step (None: with no other). Whoever learns first that the work has completed performs
-        it, once."""
+        """Add a step to run after completion (None: no step), and return this work. The first thread that learns of the
+        completion runs it, once."""
         if step is not None:
             self._end_with().steps.append(step)
         return self
 
     def swallowing(self, outcome: Callable[[], Outcome]) -> Work:
-        """This work with its errors swallowed: `wait` gives False for them. `outcome` is asked for at the first."""
+        """Swallow errors, and return this work: `wait` returns False after one. `outcome` is called at the first
+        error."""
         self._end_with().swallow = outcome
         return self
 
     def _end_with(self) -> _Ending:
-        """Only before the work is given to its user."""
+        """Call it only before another thread has the work."""
         if self._ending is None:
             self._ending = _Ending()
         return self._ending
 
     def _wait(self, timeout: float | None) -> bool:
-        """False: it was not sent. Raises GangError."""
+        """Block until the backend has ended the collective. False: it was not sent. Raises GangError."""
         return self._reason is None
 
     def _future(self) -> Future[Any]:
-        """Resolves to anything but False when the work has completed."""
+        """The backend's future. It resolves to a value other than False when the collective has completed."""
         future: Future[Any] = Future()
         future.set_result(self._reason is None)
         return future
 
 
 def waited_for(wait: Callable[[], _T]) -> Future[_T]:
-    """A future of what `wait` returns or raises, whose callbacks may block for other collectives.
+    """A future of the value or error of `wait`, whose callbacks may wait for other collectives.
 
-    A thread of its own waits and runs them: torch's Gloo would run them on its two threads, which perform the
-    collectives, and torchft's groups in a subprocess on the one thread that reads the replies."""
+    A new thread waits and runs the callbacks. torch's Gloo would run them on the two threads that perform its
+    collectives, and torchft's groups in a subprocess on the one thread that reads the replies.
+    """
     future: Future[_T] = Future()
 
     def run() -> None:
@@ -158,9 +163,11 @@ def waited_for(wait: Callable[[], _T]) -> Future[_T]:
 
 
 def follow(future: Future[_T], finish: Callable[[Future[_T]], _S]) -> Future[_S]:
-    """As `future.then(finish)`, but an error keeps its type. Only for Python: C++ takes the error for a value.
+    """As `future.then(finish)`, but an error keeps its type. For Python callers only: C++ takes the error for a value.
 
-    The error has no traceback: frames have futures, and futures errors, in circles that no collection sees."""
+    The error gets no traceback. Its frames refer to futures and futures refer to errors, in cycles that the garbage
+    collector cannot see.
+    """
     following: Future[_S] = Future()
 
     def finished(future: Future[_T]) -> None:

@@ -1,8 +1,9 @@
-"""Process groups that live in a subprocess, reconfigure in place and are aborted by a kill.
+"""Process groups in a subprocess, which are reconfigured in place and aborted by a kill.
 
-Light to import, because comm processes are forked from what is imported here: the public names come on first use.
+The public names are imported on first use, because comm processes are forked from a process that imports this package.
 
-torchft's names are here too: where a class of ours takes the place of torchft's, they are that class.
+It also has all names of `torchft.process_group`. Where a class of this package replaces torchft's, the name is of that
+class.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""torch's store, for the keys by which process groups connect, over a connection to the rank's agent.
+"""A torch store for the rendezvous keys of process groups, over a connection to the rank's agent.
 
-The agent pushes the keys of every group that this side has joined: `get` and `wait` send nothing, and read what has
-come. There are the operations that the rendezvous of process groups needs; every other one raises.
+The agent pushes the keys of every group that this process has joined: `get` and `wait` wait for the pushed keys and
+send no request. The store has only the operations that the rendezvous of process groups uses; all others raise.
 
-AGENT-STORE-1  A wait ends by its deadline, by the loss of the connection, or when the agent says that the generation is
-    over.
+AGENT-STORE-1  A wait ends at its deadline, when the connection is lost, or when the agent reports that the generation
+    is over.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MAX_NAME_CHARS = 64
 
 
 class AgentStoreClient:
-    """One connection. Any number of threads use its stores."""
+    """One connection to the agent. Any number of threads may use its stores."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._send_lock = threading.Lock()
         self._changed = threading.Condition()
         self._keys: dict[tuple[str, str], dict[str, bytes]] = defaultdict(dict)  # by prefix and group
-        self._prefix = ""  # of the newest generation; the keys of others are dropped
+        self._prefix = ""  # of the newest generation; keys of earlier ones are dropped
         self._over = ""
         self._is_lost = False
         self._reader = threading.Thread(target=self._read, name="agent-store", daemon=True)
@@ -43,7 +43,7 @@ class AgentStoreClient:
 
     def store(self, prefix: str, group: str, timeout: timedelta) -> AgentStore:
         """The store of one group of the generation with that prefix."""
-        if len(group) > _MAX_NAME_CHARS:  # it names all ranks
+        if len(group) > _MAX_NAME_CHARS:  # the name of a made group contains all of its ranks
             group = hashlib.sha256(group.encode()).hexdigest()
         with self._changed:
             if prefix != self._prefix:
@@ -51,24 +51,24 @@ class AgentStoreClient:
         return AgentStore(self, prefix, group, timeout)
 
     def put(self, prefix: str, group: str, name: str, value: bytes) -> None:
-        """Joins the group too. Raises RuntimeError: the agent is gone."""
+        """Put a key, and join the group. Raises RuntimeError: the connection is lost."""
         with self._changed:
             self._keys[prefix, group][name] = value
         self._send(prefix, group, [(group, name, base64.b64encode(value).decode())])
 
     def join(self, prefix: str, group: str) -> None:
-        """Raises RuntimeError: the agent is gone."""
+        """Ask the agent for the keys of the group. Raises RuntimeError: the connection is lost."""
         self._send(prefix, group, [])
 
     def close(self) -> None:
-        """End the connection, and with it every wait."""
+        """Close the connection, which ends every wait."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._sock.close()
 
     def wait(self, prefix: str, group: str, names: Sequence[str], timeout: timedelta) -> list[bytes]:
-        """Their values, once all have come. Raises RuntimeError (AGENT-STORE-1)."""
+        """The values of `names`, once all have arrived. Raises RuntimeError (AGENT-STORE-1)."""
         keys = self._keys[prefix, group]
 
         def is_decided() -> bool:

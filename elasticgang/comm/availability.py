@@ -1,7 +1,7 @@
-"""Whether this machine has a process group.
+"""Checks whether this machine supports a process group.
 
-As a command, `python -m elasticgang.comm.availability NAME` prints the reason and exits with 1 if it has not. The
-agent, which imports no torch, asks in this way.
+The command `python -m elasticgang.comm.availability NAME` prints the reason and exits with 1 if it does not. The agent,
+which must not import torch, runs this command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elasticgang.errors import NotSupportedError
 
 
 def check_available(name: str) -> None:
-    """Raise NotSupportedError if this machine or this build of torch does not have the process group."""
+    """Raises NotSupportedError: this machine or this build of torch does not support the process group."""
     backend = name.removeprefix("isolated-")
     if not (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available()):
         raise NotSupportedError(f"{name} is not available: torch was built without {backend}.")

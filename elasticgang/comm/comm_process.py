@@ -1,12 +1,12 @@
 """The rank's side of its comm process.
 
-COMM-1  One `CommProcess` is one subprocess; it is never reused after `abort`. The next generation takes the standby.
-COMM-2  `kill` only marks and signals. After `abort` returned, every work has ended, and neither the process nor this
-    side touches a caller's tensor.
+COMM-1  One `CommProcess` is one subprocess. It is never reused after `abort`: the next generation takes the standby.
+COMM-2  `kill` marks and signals the process without blocking. When `abort` returns, every work has ended, and neither
+    the process nor this side accesses a caller's tensor.
 COMM-3  A work ends exactly once: completed, failed by its group, or failed by the abort.
 COMM-4  A completed work has written its outputs before any waiter is released.
-COMM-5  Callbacks of futures may do anything, also block. Threads of the reply reader run them, which neither read nor
-    serve meanwhile (REPLY-4). The server alone reports errors and notices the death.
+COMM-5  Callbacks of futures may block. They run on threads of the reply reader, which do not read or serve meanwhile
+    (REPLY-4). Only the server reports errors and the death of the process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _REAP_TIMEOUT_S = 5.0
 _CALLBACKS_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 60.0
 _MAX_BODIES = 4096
-# Of Gloo, of its pairs that it closes then, of the store, of NCCL; not of TCP ("Connection timed out").
+# Timeouts in the error texts of Gloo, of the pairs that Gloo then closes, of the store, and of NCCL. Not those of TCP
+# ("Connection timed out").
 _TIMED_OUT = re.compile(
     r"Timed out waiting|Application timeout|[Ww]ait timeout|timed out after|ran for \d+ milliseconds"
     r"|Ranks [\d, ]+ failed to pass monitoredBarrier"
@@ -63,7 +64,7 @@ class GroupSpec:
 
 
 class CommProcess:
-    """A comm process and the works given to it. Thread-safe but for `configure` and `close_groups` (one caller)."""
+    """A comm process and its works. Thread-safe, except `configure` and `close_groups`, which one thread may call."""
 
     target = "elasticgang.comm.worker:main"
 
@@ -80,10 +81,16 @@ class CommProcess:
         page: StatusPage | None = None,
         agent: socket.socket | None = None,
     ) -> None:
-        """Start the process. `timeout`: seconds for a collective. `store`: "host:port" of the one to connect to at
-        once. `agent`: a connection to the rank's agent, in place of a store; the caller closes it. `host`: the address
-        that its peers reach it by; None is Gloo's choice. `group`: the process group that it joins, 0 for one of its
-        own. `name`: its name for `ps`. `page`: the rank's, where both sides stamp how far they are."""
+        """Start the process; `wait_ready` waits for it.
+
+        `timeout`: seconds for a collective. `store`: "host:port" of a `TCPStore` to connect to in advance. `agent`: a
+        connection to the rank's agent, used in place of a store; the caller closes it. `host`: the address at which
+        peers reach the process; None lets Gloo choose. `group`: the process group (as in `setpgid`) that it joins; 0
+        for a new one. `name`: its name in `ps`. `page`: the rank's status page, in which both sides count collectives.
+
+        Raises:
+            OperationalError: the process could not be started.
+        """
         self.timeout = timeout
         self._page = page
         self.block: CommBlock | None = None if page is None or page.fd is None else page.take_block()
@@ -101,7 +108,7 @@ class CommProcess:
         self._sent_slabs: set[int] = set()
         self._replies: list[dict[str, Any]] = []
         self._replied = threading.Condition(self._lock)
-        self._found: deque[tuple[int, str]] = deque()  # the errors of works, until the server reports them
+        self._found: deque[tuple[int, str]] = deque()  # errors of works that the server has not reported yet
         self._on_error: Callable[[GangError], None] = self.abort
         arguments = {
             "store": store,
@@ -131,7 +138,7 @@ class CommProcess:
                         )
                     finally:
                         os.close(watch)
-            except OSError as exc:  # no descriptor is left, say
+            except OSError as exc:  # no descriptor is left, for example
                 raise OperationalError(f"a comm process could not be started: {exc}") from exc
             undo.pop_all()
         self.pid, self._pidfd = spawned.pid, spawned.pidfd
@@ -147,7 +154,7 @@ class CommProcess:
             self._page.give_back(block)
 
     def _start_arguments(self) -> dict[str, Any]:
-        """For `target`, beyond those of all."""
+        """Further arguments for `target`."""
         return {}
 
     def fileno(self) -> int:
@@ -155,7 +162,7 @@ class CommProcess:
         return self._sock.fileno()
 
     def wait_ready(self, timeout: float = _START_TIMEOUT_S) -> None:
-        """Block until the process can be configured. Raises GangError when it died or is not ready in time."""
+        """Block until the process is ready for `configure`. Raises GangError: it died, or is not ready in time."""
         self._reply("ready", timeout, "start")
 
     def configure(
@@ -168,15 +175,16 @@ class CommProcess:
         timeout: float | None = None,
         handshake: bool = False,
     ) -> None:
-        """Replace all groups by `groups`, under the `prefix`, which no other generation may use, of the store (None:
-        the one it was started with). `timeout`: seconds for this and for each collective of the groups. `handshake`:
-        return only when all peers have connected too, so that this rank may leave at once and none of them fails;
-        without it they must be able to configure anew.
+        """Replace all groups by `groups`. Blocks until this rank has connected to its peers.
 
-        `on_error` is called, once per failed work, from the thread that learned of it, before the work ends.
+        `prefix`: of the keys in the store; no other generation may use it. `store`: None for the store or agent given
+        at the start. `timeout`: seconds for this call and for each collective of the groups. `handshake`: return only
+        when all peers have connected too. Any rank may then exit at once without a failure on its peers; otherwise
+        they may have to configure again. `on_error`: called for each failed work, before that work ends, on the thread
+        that learned of the failure.
 
         Raises:
-            GangError: a peer did not come, or the process was aborted meanwhile. Abort it.
+            GangError: a peer did not connect, or the process was aborted. Abort it.
         """
         self._on_error = on_error
         specs = [{"name": spec.name, "rank": spec.rank, "size": spec.size} for spec in groups]
@@ -197,29 +205,33 @@ class CommProcess:
     def add_group(
         self, prefix: str, group: GroupSpec, *, store: str | None = None, timeout: float | None = None
     ) -> None:
-        """One more group beside those that are configured, under the `prefix` of the store; works of those go on.
-        Returns when all peers have connected too.
+        """Add a group to the configured ones, whose works continue. Returns when all peers have connected too. See
+        `configure` for the arguments.
 
         Raises:
-            GangError: a peer did not come, or the process was aborted meanwhile. Abort it.
+            GangError: a peer did not connect, or the process was aborted. Abort it.
         """
         spec = {"name": group.name, "rank": group.rank, "size": group.size}
         timeout = timeout or self.timeout
         message = {"kind": "add", "prefix": prefix, "groups": [spec], "store": store, "timeout_s": timeout}
-        with self._add_lock:  # their replies come in the order in which the groups are made
+        with self._add_lock:  # replies do not name their group
             if self.block is not None:
                 self.block.add(group.name)
             self._send(message)
             self._reply("configured", timeout + 5.0, "configure")
 
     def remove_group(self, name: str) -> None:
-        """Let go of a group; none of its works may be under way. Nothing when the process has ended."""
+        """Remove a group without pending works. Does nothing if the process has ended."""
         with contextlib.suppress(PeerLostError):
             self._send({"kind": "remove", "name": name})
 
     def close_groups(self, timeout: float) -> None:
-        """End a generation without ending the process. Raises GangError when that fails, and when a work is under way,
-        which only a kill can end, or a callback runs, which may begin another: abort it."""
+        """Close all groups, and keep the process.
+
+        Raises:
+            GangError: it failed; or a work is pending, which only a kill can end; or a callback runs, which may start
+                another work. Abort the process.
+        """
         if self.num_works:
             raise StaleGenerationError(f"{self.num_works} works are under way")
         if not self._reply_reader.wait_for_callbacks(timeout):
@@ -234,10 +246,10 @@ class CommProcess:
         timeout: float | None = None,
         fail: Callable[[GangError], None] | None = None,
     ) -> CommWork:
-        """Start a checked collective on `group`. `timeout`: seconds, where it has none of its own; None is the
-        process's. `fail`: of `CommWork`. Never raises a `GangError`: the work that is returned has failed."""
+        """Start a checked collective on `group`. `timeout`: seconds, if the collective has none; None for the
+        process's. `fail`: see `CommWork`. Never raises GangError: the returned work has failed instead."""
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # what is made for this call is used for others
+            with torch.inference_mode(False):  # later calls reuse the tensors that this one makes
                 return self.submit(group, collective, timeout, fail)
         call, kind, timeout = collective.call, TABLE[collective.call], collective.timeout_s or timeout
         work = CommWork(self._reply_reader, call, collective.outputs, (timeout or self.timeout) + kind.grace_s, fail)
@@ -247,8 +259,8 @@ class CommProcess:
             for tensor in tensors:
                 dtype = gloo_dtype(tensor.dtype) if kind.reduces else tensor.dtype  # STAGING-2
                 work.staged.append(self._staging.stage(tensor, dtype))
-        except OSError as exc:  # the peers wait for what cannot be sent: the configuration is lost
-            error = PeerLostError(f"there was no memory to send {call} by: {exc}")
+        except OSError as exc:  # the peers wait for this rank, so the configuration is lost
+            error = PeerLostError(f"there is no shared memory for {call}: {exc}")
             self._on_error(error)
             self._end(work, error)
             return work
@@ -259,7 +271,7 @@ class CommProcess:
         return work
 
     def _encoded(self, group: str, c: Collective, timeout: float | None, staged_tensors: Sequence[Any]) -> bytes:
-        """The same calls come again, since blocks do."""
+        """The message of a collective, from a cache: calls recur, because blocks are reused."""
         described = [staged_tensor.described for staged_tensor in staged_tensors]
         key = (group, c.call, c.op, c.peer, c.tag, timeout, c.wait_all_ranks, len(c.outputs), *described)
         body = self._bodies.get(key)
@@ -270,8 +282,8 @@ class CommProcess:
         return body
 
     def _start(self, work: CommWork, body: bytes, group: str) -> bool:
-        """Register and send. False: the process had ended before, and nothing was registered or sent."""
-        with self._send_lock:  # `abort` never takes it: a send that blocks is ended by the kill
+        """Register and send `work`. False: the process has ended, and nothing was registered or sent."""
+        with self._send_lock:  # `abort` does not take it: the kill ends a send that blocks
             with self._lock:
                 if self._ended:  # COMM-1
                     return False
@@ -282,18 +294,18 @@ class CommProcess:
                 block.submitted(group, TABLE[work.name].is_message)
             try:
                 self._introduce(work.staged)
-                work.is_sent = True  # before it is: the process may be quick
+                work.is_sent = True  # before the send, because the reply may come first
                 self._sock.send(RUN.pack(RUN_MARK, id) + body)
             except (BrokenPipeError, ConnectionResetError):
-                work.is_sent = False  # the process is dead: the reader thread fails all works
-            except OSError as exc:  # it lives and was not told (too long a message, say): the work ends by a kill alone
+                work.is_sent = False  # the process is dead, and the reader fails all works
+            except OSError as exc:  # the process lives but does not know the work, so only a kill ends it
                 work.is_sent = False
-                error = PeerLostError(f"comm process {self.pid} could not be told of {work.name}: {exc}")
+                error = PeerLostError(f"could not send {work.name} to comm process {self.pid}: {exc}")
                 threading.Thread(target=self._on_error, args=(error,), name="comm-abort", daemon=True).start()
         return True
 
     def _introduce(self, staged_tensors: Sequence[Any]) -> None:
-        """Let the process map the memory that it does not know yet, and unmap what is no more."""
+        """Let the process map new slabs and unmap discarded ones."""
         unknown = {
             slab.id: slab
             for staged_tensor in staged_tensors
@@ -312,32 +324,33 @@ class CommProcess:
             self._sent_slabs.update(slab.id for slab in part)
 
     def kill(self, error: GangError) -> None:
-        """Kill the process and do not wait for its death, after which the reply reader's server fails every work with
-        `error`. Nothing more is submitted. Idempotent, from any thread; never blocks."""
+        """Kill the process without waiting for its death. Then the reply reader's server fails every work with `error`.
+        No further work is accepted. Idempotent; any thread may call it; never blocks."""
         with self._replied:
             first, self._ended = not self._ended, True
             if first:
                 self._abort_error = error
                 self._replied.notify_all()
-            if self._pidfd >= 0:  # closed otherwise, which a notice may come after
+            if self._pidfd >= 0:  # negative after `close`
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         if first:
-            self._reply_reader.ring()  # it may have no server, while a callback runs
+            self._reply_reader.ring()  # there may be no server while a callback runs
 
     def abort(self, error: GangError) -> None:
-        """Kill the process, wait until it is dead, and fail every work with `error`. Idempotent, from any thread. The
-        callbacks of works have returned too, except those that wait for something else: they are left to run after
-        `_CALLBACKS_TIMEOUT_S`. A callback that aborts waits for no other.
+        """Kill the process, wait for its death, and fail every work with `error`. Idempotent; any thread may call it.
+
+        Also waits for callbacks of works, up to `_CALLBACKS_TIMEOUT_S`; later ones continue to run. A callback that
+        calls `abort` does not wait for other callbacks.
 
         Raises:
-            OperationalError: it could not be reaped in time; the rank must exit, since its memory is not fenced
-                (RULE-3).
+            OperationalError: the process could not be reaped in time. The rank must exit, because the process may
+                still write to its memory (RULE-3).
         """
         self.kill(error)  # COMM-2
         if self._reply_reader.is_served_here:
             dead = _exited(self._pidfd, _REAP_TIMEOUT_S)
-        else:  # the descriptor belongs to the reply reader, and after it to `close`
+        else:  # the reply reader owns the pidfd, and after its end `close` does
             self._reply_reader.ring()
             self._reply_reader.wait_ended(2 * _REAP_TIMEOUT_S)
             dead = self._dead
@@ -348,11 +361,11 @@ class CommProcess:
             raise OperationalError(f"comm process {self.pid} was killed but not dead within {_REAP_TIMEOUT_S:g} s")
 
     def _wait_for_callbacks(self) -> None:
-        """Once in vain."""
+        """Wait up to `_CALLBACKS_TIMEOUT_S`. After one timeout, later calls do not wait."""
         if not self._has_slow_callback and not self._reply_reader.wait_for_callbacks(_CALLBACKS_TIMEOUT_S):
             self._has_slow_callback = True
             log.warning(
-                "a callback of a collective still runs %g s after its comm process %d was killed: it is not waited for",
+                "a callback of a collective still runs %g s after its comm process %d was killed; not waiting for it",
                 _CALLBACKS_TIMEOUT_S,
                 self.pid,
             )
@@ -363,7 +376,7 @@ class CommProcess:
 
     @property
     def has_died(self) -> bool:
-        """By itself, not by an `abort`; also when nobody has noticed yet."""
+        """Whether the process died without an `abort`, also if the reply reader has not noticed it yet."""
         with self._lock:
             died = self._has_died or (not self._ended and self._pidfd >= 0 and _exited(self._pidfd, 0.0))
         return died
@@ -374,7 +387,7 @@ class CommProcess:
         return len(self._works)
 
     def close(self) -> None:
-        """Abort, and give every descriptor back."""
+        """Abort the process and close every descriptor."""
         self.abort(StaleGenerationError("the comm process was closed"))
         self._sock.close()
         with self._lock:
@@ -382,14 +395,14 @@ class CommProcess:
         if pidfd >= 0:
             if not self._has_slow_callback:
                 self._reply_reader.join(_REAP_TIMEOUT_S)
-            with contextlib.suppress(ChildProcessError):  # a child only where this process owns the fork server
+            with contextlib.suppress(ChildProcessError):  # it is a child only if this process owns the fork server
                 os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
             os.close(pidfd)
             os.close(self._bell)
             self._give_back_block()
 
     def descriptors(self) -> list[int]:
-        """What a forked child of the rank must not keep open."""
+        """The descriptors that a forked child of the rank must close."""
         return [self._sock.fileno(), self._pidfd, self._bell]
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -424,7 +437,7 @@ class CommProcess:
                     )
             return self._replies.pop(0)
 
-    # -- the reply reader's receiver
+    # -- the reply reader's `ReplyReceiver`
 
     @property
     def has_works(self) -> bool:
@@ -450,7 +463,7 @@ class CommProcess:
         self._give_back(staged_tensors)
 
     def _give_back(self, staged_tensors: Sequence[Any]) -> None:
-        """Their work has ended."""
+        """Release the memory of an ended work."""
         for staged_tensor in staged_tensors:
             self._staging.give_back(staged_tensor)
 
@@ -459,10 +472,10 @@ class CommProcess:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Now and then, by the reply reader's server."""
+        """Regular maintenance, on the reply reader's server."""
 
     def end_found(self) -> None:
-        """The error of one work is that of all: the abort it leads to ends them."""
+        """Report the errors of works. `on_error` aborts the process, which ends all works."""
         while self._found:
             id, reason = self._found.popleft()
             if id in self._works:
@@ -476,8 +489,10 @@ class CommProcess:
             self._replied.notify_all()
         if unexpected:
             self._on_error(error)
-        self._dead = _exited(self._pidfd, _REAP_TIMEOUT_S)  # ARENA-2: EOF may come before the last thread is gone
-        if (block := self.block) is not None:  # who has killed it may not wait, and the hang detector reads the block
+        self._dead = _exited(self._pidfd, _REAP_TIMEOUT_S)  # ARENA-2: EOF may precede the exit of the last thread
+        if (
+            block := self.block
+        ) is not None:  # the hang detector reads the block, and the caller of `kill` may not wait
             block.clear()
         error = self._abort_error or error
         self._on_death(error)
@@ -487,11 +502,11 @@ class CommProcess:
             self._end(work, error)
 
     def _on_death(self, error: GangError) -> None:
-        """The process is dead, and its works end by `error` next."""
+        """Called after the death of the process, before its works fail with `error`."""
 
 
 def translated(what: str, reason: str) -> GangError:
-    """torch's error text as our error."""
+    """A GangError for an error text of torch: a CollectiveTimeoutError if it names a timeout."""
     kind = CollectiveTimeoutError if _TIMED_OUT.search(reason) else PeerLostError
     return kind(f"{what}: {reason}")
 
@@ -503,7 +518,7 @@ def _exited(pidfd: int, timeout: float) -> bool:
 
 
 def _stdio() -> list[int]:
-    """What torch says in the comm process is said where this process says what it does."""
+    """The stdout and stderr of this process, for torch's messages in the comm process."""
     try:
         os.fstat(1), os.fstat(2)
     except OSError:  # closed

@@ -1,4 +1,4 @@
-"""The functions of torch.cuda that involve two processes, in one class, which a test without a GPU can replace."""
+"""The functions of torch.cuda that involve two processes, in one class. Tests without a GPU replace it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from elasticgang.torch_private import new_nccl, open_cuda, release_cuda, share_c
 
 _cuda: Any = torch.cuda  # much of it is untyped
 
-Handle = list[Any]  # JSON takes it but for its bytes
+Handle = list[Any]  # JSON values and bytes
 
 
 class Cuda:
-    """torch.cuda itself. Neither the import nor the constructor initializes CUDA."""
+    """The real torch.cuda. Neither the import nor the constructor initializes CUDA."""
 
     kind = "cuda"
 
     def begin(self, device: int) -> None:
-        """Create this process's CUDA context, and make `device` the calling thread's current one."""
+        """Create this process's CUDA context, and make `device` the current device of the calling thread."""
         _cuda.set_device(device)
         _cuda.init()
 
@@ -43,7 +43,7 @@ class Cuda:
         return on
 
     def new_event(self, device: int, *, shared: bool) -> Any:
-        """`shared`: the other process can open it by `event_handle`."""
+        """A recorded event. `shared`: another process can open it by `event_handle`."""
         with _cuda.device(device):
             event = _cuda.Event(interprocess=shared)
             event.record(_cuda.current_stream(device))
@@ -56,23 +56,23 @@ class Cuda:
         return _cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)
 
     def share(self, storage: torch.UntypedStorage) -> Handle:
-        """Call it once for each process that opens the storage. The memory stays allocated until that process has
-        dropped the storage, or until `release` is called here."""
+        """The IPC handle of a storage. Call it once for each process that opens the storage. The memory stays allocated
+        until that process drops the storage, or until `release` is called."""
         return share_cuda(storage)
 
     def open(self, handle: Handle) -> torch.UntypedStorage:
         return open_cuda(handle)
 
     def release(self, handle: Handle) -> None:
-        """Release the storage for a dead process, whether that had opened it or not."""
+        """Release the storage on behalf of a dead process, whether that process had opened it or not."""
         release_cuda(handle)
 
     def new_future(self, device: int) -> Future[Any]:
         return Future(devices=[torch.device("cuda", device)])
 
     def new_group(self, store: Any, rank: int, size: int, device: int, timeout: timedelta) -> Any:
-        """Connects at once: connecting in the first collective would block the command loop."""
-        _cuda.set_device(device)  # of this thread
+        """An NCCL group. It connects now: connecting in the first collective would block the command loop."""
+        _cuda.set_device(device)  # it is per thread
         group = new_nccl(store, rank, size, timeout)
         group.eager_connect_single_device(torch.device("cuda", device))
         return group

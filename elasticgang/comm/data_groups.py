@@ -1,15 +1,15 @@
-"""Process groups of torchft that carry a job's data, from one configuration to the next.
+"""The torchft process groups that carry a job's data, over successive configurations.
 
-Only torchft's interface is used: `configure`, `abort`, `errored`, and the collectives that every torchft process group
-has. A collective beyond those is made of them.
+Uses only torchft's interface: `configure`, `abort`, `errored`, and the collectives that every torchft process group
+has. All other collectives are composed of these.
 
 DATA-1  Every rank configures its groups in the same order, one after another.
-DATA-2  The first error ends the configuration: every group is aborted, and every collective has ended, before its
+DATA-2  The first error ends the configuration: every group is aborted, and every collective has ended before its
         tensors are used again.
-DATA-3  A group that runs in this process and has not ended `ABORT_TIMEOUT_S` after its abort began ends the rank: its
-        threads may still write to tensors.
-DATA-4  Nothing keeps the works of a configuration that has ended: they keep connections open, and a peer learns of the
-        end by their loss.
+DATA-3  If a group within this process has not ended `ABORT_TIMEOUT_S` after its abort began, the rank is ended: the
+        group's threads may still write to tensors.
+DATA-4  Nothing refers to the works of an ended configuration. Works keep connections open, and peers notice the end by
+        the closed connections.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from elasticgang.process.status_page import CommBlock
 from elasticgang.torch_private import baby_process
 
 ABORT_TIMEOUT_S = 1.0
-_WAIT_MARGIN_S = 2.0  # for the group's own timeout, which ends the collective, where this one only stops waiting
+_WAIT_MARGIN_S = 2.0  # so that the group's own timeout comes first: it ends the collective, this one only the wait
 _POLL_S = 0.005
 _MOST_UNCHECKED = 64
 
@@ -81,7 +81,7 @@ class DataWork(Work):
         return follow(future, finish)
 
     def has_ended(self) -> bool:
-        """A work of a kind that cannot tell has ended once its group's abort has returned."""
+        """Whether the collective has ended. A work without `is_completed` counts as ended after its group's abort."""
         work = self._work
         if work is None or self.is_over:
             return True
@@ -93,8 +93,8 @@ class DataWork(Work):
         self._work = None
 
     def _failure(self, timeout: float | None) -> str | None:
-        """Wait, and say why it has failed. No error leaves this frame: an error keeps its frames, and they keep the
-        work (DATA-4)."""
+        """Wait, and return why the collective failed; None on success. It raises no error: the frames of an error
+        would refer to the work (DATA-4)."""
         work, configuration = self._work, self._configuration
         if work is None:
             return str(configuration.error)
@@ -102,7 +102,7 @@ class DataWork(Work):
         try:
             if configuration.device.type == "cpu":
                 work.wait(timedelta(seconds=(timeout or configuration.timeout) + _WAIT_MARGIN_S))
-            else:  # a wait orders streams, and one with a timeout blocks this thread
+            else:  # without a timeout, a wait orders streams and does not block this thread
                 work.wait()
         except Exception as error:
             return str(error) or type(error).__name__
@@ -121,12 +121,12 @@ class DataConfiguration:
     """The data groups of one generation."""
 
     def __init__(self, groups: DataGroups, block: CommBlock | None) -> None:
-        """`block`: where the hang detector sees how far each group has come."""
+        """`block`: where the hang detector reads the progress of each group."""
         self._groups, self._block = groups, block
         self.device, self.timeout = groups.device, groups.timeout
         self.error: GangError | None = None
         self.num_waiting = 0  # threads inside a group's wait
-        self.is_aborted = False  # every abort has returned
+        self.is_aborted = False  # every group's abort has returned
         self._pgs: dict[str, torchft.ProcessGroup] = {}
         self._connected: dict[str, tuple[torchft.ProcessGroup, GroupSpec]] = {}
         self._works: set[DataWork] = set()
@@ -135,11 +135,11 @@ class DataConfiguration:
         self._ender: threading.Thread | None = None
 
     def connect(self, name: str, address: str, member: str, spec: GroupSpec, generation: int) -> torchft.ProcessGroup:
-        """Configure the group of the gang `name` as `spec`. Blocks until all ranks have met, or the configuration has
-        ended. `address`: "host:port/prefix" of the store.
+        """Configure the group of the gang `name` as `spec`. Blocks until all ranks have connected or the configuration
+        has ended. `address`: "host:port/prefix" of the store.
 
         Raises:
-            GangError: a peer did not come, or the configuration has ended meanwhile.
+            GangError: a peer did not connect, or the configuration has ended.
         """
         pg = self._pgs[name] = self._groups.take(name)
         failures: list[Exception] = []
@@ -151,7 +151,7 @@ class DataConfiguration:
                 pg.configure(address, member, spec.rank, spec.size, quorum_id=generation)
             except Exception as error:
                 failures.append(error)
-            if self.error is not None:  # nobody waits for it any more
+            if self.error is not None:  # the caller no longer waits
                 _abort(pg)
             self._changed.set()
 
@@ -160,7 +160,7 @@ class DataConfiguration:
         self._changed.wait()  # the group's own timeout ends `configure`
         self._changed.clear()
         if self.error is not None:
-            self._groups.forget(name)  # `configure` may still run, and cannot be ended
+            self._groups.forget(name)  # its `configure` may still run and cannot be cancelled
             raise PeerLostError(f"the generation ended while the process group of {name} was configured")
         for failure in failures:
             if isinstance(failure, RuntimeError | OSError | EOFError):
@@ -226,7 +226,7 @@ class DataConfiguration:
         self._changed.set()
 
     def fail(self, error: GangError) -> None:
-        """`kill`, and wait until no collective of this configuration touches a tensor any more (DATA-2, DATA-3)."""
+        """`kill`, and wait until every collective has ended and accesses no tensor (DATA-2, DATA-3)."""
         self.kill(error)
         if self._ender is not None and self._ender is not threading.current_thread():
             self._ender.join()
@@ -263,20 +263,21 @@ class DataConfiguration:
 
 
 class DataGroups:
-    """One rank's data groups, from generation to generation: one torchft process group for each gang."""
+    """The data groups of one rank, over all generations: one torchft process group per gang."""
 
     def __init__(
         self, make: MakeGroup, device: torch.device, timeout: float, on_stuck: Callable[[OperationalError], None]
     ) -> None:
-        """`make` is called once for each gang. `timeout`: seconds for a collective without one of its own. `on_stuck`:
-        ends the rank (DATA-3)."""
+        """`make` is called once per gang. `timeout`: seconds for a collective without its own. `on_stuck`: ends the
+        rank (DATA-3)."""
         self.device, self.timeout, self.on_stuck = device, timeout, on_stuck
         self._make = make
         self._pgs: dict[str, torchft.ProcessGroup] = {}
         self.present: DataConfiguration | None = None
 
     def take(self, name: str) -> torchft.ProcessGroup:
-        """The group of the gang `name`. Raises TypeError when `make` gives no torchft process group."""
+        """The group of the gang `name`. Raises TypeError: `make` returned something else than a torchft process
+        group."""
         if name not in self._pgs:
             pg: object = self._make()
             if not isinstance(pg, torchft.ProcessGroup):
@@ -287,10 +288,11 @@ class DataGroups:
         return self._pgs[name]
 
     def forget(self, name: str) -> None:
-        """Make the group of the gang `name` anew next time."""
+        """Drop the group of the gang `name`: the next `take` makes another one."""
         self._pgs.pop(name, None)
 
     def open(self, block: CommBlock | None = None) -> DataConfiguration:
+        """Begin a configuration without groups. The one before must have ended (`leave`)."""
         self.present = DataConfiguration(self, block)
         return self.present
 
@@ -301,6 +303,7 @@ class DataGroups:
             present.fail(StaleGenerationError("the process groups are configured anew"))
 
     def close(self) -> None:
+        """End the present configuration and shut all groups down."""
         self.leave()
         for pg in self._pgs.values():
             pg.shutdown()
@@ -308,8 +311,8 @@ class DataGroups:
 
 
 def _abort(pg: torchft.ProcessGroup) -> None:
-    """torchft's groups in a subprocess have no abort, and their `shutdown` waits for threads that read from it: the
-    death of the process ends those at once."""
+    """Abort a group. torchft's groups in a subprocess have no abort, and their `shutdown` waits for threads that read
+    from the subprocess: killing it ends these threads at once."""
     process = baby_process(pg)
     if isinstance(pg, torchft.ProcessGroupBaby) and process is not None:
         process.kill()

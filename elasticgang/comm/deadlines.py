@@ -1,4 +1,4 @@
-"""Deadlines of works whose futures are used: without one, a future would wait for ever for a stopped process.
+"""Deadlines of works whose futures are used. Without one, a future would wait forever for a stopped process.
 
 One thread serves the whole process. It starts with the first deadline.
 """

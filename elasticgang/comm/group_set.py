@@ -1,11 +1,11 @@
-"""The process groups of one rank in a comm process, from one configuration to the next.
+"""The process groups of one rank in its comm process, over successive configurations.
 
-GROUPS-1  A configuration has ended before the next one begins. After a clean end its process is used again; after an
-          error, or with works under way, it is killed, and the standby takes over. Either way no work of an earlier
-          configuration reaches the new groups.
-GROUPS-2  The first error ends the configuration: it is kept, the process is killed, every work has ended, and later
-          works fail at once.
-GROUPS-3  One owner opens, connects and leaves; any number of threads start works, kill and fail.
+GROUPS-1  A configuration has ended before the next one begins. If it ended without an error and without pending works,
+          the next one reuses its process. Otherwise the process is killed, and the next one takes the standby. In both
+          cases no work of an earlier configuration reaches the new groups.
+GROUPS-2  The first error ends the configuration: it is stored, the process is killed, every pending work ends, and
+          later works fail at once.
+GROUPS-3  One owner calls `open`, `connect` and `leave`. Any thread may call `start`, `kill` and `fail`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ def _reraise(stuck: OperationalError) -> None:
 
 
 class Configuration:
-    """The groups under one prefix, in one comm process. `fail_weakly` is `fail` for holders that must keep neither the
-    process nor the groups alive: works, their futures, and the process itself."""
+    """The groups under one prefix, in one comm process.
+
+    `fail_weakly` is `fail` without a reference to the configuration, for holders that must not keep it alive: works,
+    their futures, and the comm process.
+    """
 
     def __init__(self, comm: CommProcess, on_stuck: Callable[[OperationalError], None] = _reraise) -> None:
-        """`on_stuck`: called instead of raising when the process cannot be reaped in time."""
+        """`on_stuck`: called if the process cannot be reaped in time; by default it raises."""
         self.comm = comm
         self.error: GangError | None = None
         self.on_end: Callable[[GangError], None] | None = None  # called with the first error; must not block
-        self.has_died = False  # the process, by itself, before or while it connected
+        self.has_died = False  # the process died by itself, before or during `connect`
         self._on_stuck = on_stuck
         self._is_left = False
         self._lock = threading.Lock()
@@ -47,18 +50,18 @@ class Configuration:
 
         def fail_weakly(error: GangError) -> None:
             configuration = present()
-            if configuration is not None:  # otherwise its owner has ended the process
+            if configuration is not None:  # otherwise its owner has closed the process
                 configuration.fail(error)
 
         self.fail_weakly = fail_weakly
 
     def connect(self, prefix: str, groups: Sequence[GroupSpec], **options: Any) -> None:
-        """Make the groups: see `CommProcess.configure`. Raises GangError, which has ended the configuration."""
+        """Make the groups (see `CommProcess.configure`). Raises GangError; the configuration has then ended."""
         with self._ending():
             self.comm.configure(prefix, groups, self.fail_weakly, **options)
 
     def add(self, prefix: str, group: GroupSpec, **options: Any) -> None:
-        """Make one more group: see `CommProcess.add_group`. Raises GangError, which has ended the configuration."""
+        """Add a group (see `CommProcess.add_group`). Raises GangError; the configuration has then ended."""
         with self._ending():
             self.comm.add_group(prefix, group, **options)
 
@@ -72,13 +75,13 @@ class Configuration:
             raise
 
     def start(self, group: str, collective: Collective, timeout: float | None = None) -> CommWork:
-        """Start a checked collective. `timeout`: seconds, where it has none of its own; None is the configuration's. A
-        deadline that passes ends the configuration."""
+        """Start a checked collective. `timeout`: seconds, if the collective has none; None for the configuration's. A
+        timeout ends the configuration."""
         return self.comm.submit(group, collective, timeout, self.fail_weakly)
 
     def kill(self, error: GangError) -> None:
-        """End the configuration: mark it and kill the process, so that the peers notice at once. Never blocks; `fail`
-        waits for the death. Nothing once the configuration was left."""
+        """End the configuration: store `error` and kill the process, which peers notice at once. Never blocks; `fail`
+        waits for the death. Does nothing after `leave` returned True."""
         with self._lock:
             if self._is_left:
                 return
@@ -88,10 +91,10 @@ class Configuration:
             self.on_end(error)
 
     def fail(self, error: GangError) -> None:
-        """`kill`, and wait until every work has ended and nothing of this configuration touches a tensor any more.
+        """`kill`, and wait until every work has ended. No caller's tensor is accessed after that.
 
         Raises:
-            OperationalError: the process cannot be reaped in time, unless `on_stuck` handles that.
+            OperationalError: the process cannot be reaped in time, unless `on_stuck` handles it.
         """
         self.kill(error)
         if self._is_left:
@@ -102,7 +105,7 @@ class Configuration:
             self._on_stuck(stuck)
 
     def leave(self) -> bool:
-        """End the groups and keep the process. False when only a kill can end them."""
+        """Close the groups and keep the process. False: only a kill can end the configuration."""
         if self.error is None and not self.comm.ended:
             with contextlib.suppress(GangError), self._ending():
                 self.comm.close_groups(_CLOSE_TIMEOUT_S)
@@ -112,7 +115,7 @@ class Configuration:
 
 
 class GroupSet(StandbyPool):
-    """One rank's configurations, one after another, and the comm processes for them."""
+    """The successive configurations of one rank, and its comm processes."""
 
     def __init__(
         self,
@@ -121,14 +124,14 @@ class GroupSet(StandbyPool):
         reuse: bool = True,
         on_stuck: Callable[[OperationalError], None] = _reraise,
     ) -> None:
-        """`reuse=False`: a new process for each configuration. `on_stuck`: of `Configuration`."""
+        """`reuse=False`: take a new process for each configuration. `on_stuck`: see `Configuration`."""
         super().__init__(start)
         self._reuse, self._on_stuck = reuse, on_stuck
         self.present: Configuration | None = None
-        self._kept: CommProcess | None = None  # its groups are closed
+        self._kept: CommProcess | None = None  # a process with closed groups, to reuse
 
     def leave(self) -> None:
-        """GROUPS-1: end the present configuration, if there is one."""
+        """End the present configuration, if there is one (GROUPS-1)."""
         present, self.present = self.present, None
         if present is None:
             return
@@ -139,8 +142,8 @@ class GroupSet(StandbyPool):
             present.comm.close()
 
     def open(self, timeout: float) -> Configuration:
-        """Begin a configuration that has no groups yet, in the process that was left, or in the standby once it is
-        ready, at most `timeout` seconds. Raises as `StandbyPool.take`."""
+        """Begin a configuration without groups: in the process that was left, otherwise in the standby, for which it
+        waits up to `timeout` seconds. Raises as `StandbyPool.take`."""
         comm, self._kept = self._kept, None
         if comm is not None and (comm.ended or comm.has_died):
             comm.close()
@@ -149,7 +152,7 @@ class GroupSet(StandbyPool):
         return self.present
 
     def close(self) -> None:
-        """End everything. Idempotent."""
+        """End the configuration and close all comm processes. Idempotent."""
         present, kept, self.present, self._kept = self.present, self._kept, None, None
         for comm in (None if present is None else present.comm, kept):
             if comm is not None:

@@ -1,7 +1,7 @@
-"""torchft's reconfigurable process groups, isolated in a comm process: the places of `ProcessGroupBaby*`.
+"""Reconfigurable process groups in a comm process. They replace torchft's `ProcessGroupBaby*`.
 
-Each is one group of a `GroupSet`, whose rules hold: the first error, which `errored` gives, ends a configuration
-(GROUPS-2), and one owner configures, aborts and shuts down (GROUPS-3).
+Each is the one group of a `GroupSet`, whose rules apply: the first error ends a configuration (GROUPS-2) and is the
+result of `errored`; one owner configures, aborts and shuts down (GROUPS-3).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from elasticgang.errors import (
 
 _GROUP = "all"
 _CLOSE_TIMEOUT_S = 2.0
-_MOST_TOGETHER = 1000  # tensors: what is said of them fits into one message
-_LONGEST_TIMEOUT_S = 1e9  # 30 years; what counts in nanoseconds has room for it
-_START_TIMEOUT_S = 240.0  # the fork server's and the process's own deadlines come before
+_MOST_TOGETHER = 1000  # tensors whose descriptions fit into one message
+_LONGEST_TIMEOUT_S = 1e9  # 30 years, which fits into 64-bit nanoseconds
+_START_TIMEOUT_S = 240.0  # longer than the deadlines of the fork server and of the process
 
 
 class IsolatedCollectives(CollectiveMethods):
     """The collectives of a group in a comm process."""
 
-    keeps_in_place = True  # after an error: a tensor reduced in place is as it was, or zeros
-    has_mean = False  # of its own: a sum and a division otherwise
+    keeps_in_place = True  # after an error, a tensor reduced in place has its old values or zeros
+    has_mean = False  # whether the backend has MEAN; otherwise it is a sum and a division
     _group = _GROUP  # its name in the configuration
-    _timeout: float | None = None  # of a collective without one of its own; None is the configuration's
+    _timeout: float | None = None  # of collectives without their own; None for the configuration's
 
     def _present(self) -> Configuration:
-        """Raises InvalidOperationError when there is none."""
+        """The present configuration. Raises InvalidOperationError: there is none."""
         raise NotImplementedError
 
     def _submit(self, call: Call) -> TorchWork:
@@ -65,18 +65,18 @@ class IsolatedCollectives(CollectiveMethods):
 
 
 class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
-    """What all backends share; use `ProcessGroupIsolatedGloo` or `ProcessGroupIsolatedNCCL`."""
+    """The common base; use `ProcessGroupIsolatedGloo` or `ProcessGroupIsolatedNCCL`."""
 
     backend = "gloo"
     _timeout: float
 
     def __init__(self, timeout: float | timedelta = 60.0, *, reuse: bool = True) -> None:
-        """`timeout`: seconds (or a timedelta) for `configure` and for each collective. `reuse=False`: a new process for
-        each configuration, as torchft has it.
+        """`timeout`: seconds, or a timedelta, for `configure` and for each collective. `reuse=False`: start a new
+        process for each configuration, as torchft does.
 
         Raises:
-            ValueError: `timeout` is not above 0, or no number of seconds.
-            NotSupportedError: the backend is not available here.
+            ValueError: `timeout` is not a number of seconds above 0.
+            NotSupportedError: the backend is not available on this machine.
         """
         super().__init__(0, 1)
         self._timeout = _seconds(timeout)
@@ -105,15 +105,15 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Become rank `rank` of `world_size`. Blocks until all have met, at most the timeout, which does not count how
-        long the first comm process takes to start. Any of them may leave or end as soon as it returns.
+        """Become rank `rank` of `world_size`. Blocks until all ranks have connected, at most the timeout. The start of
+        the first comm process does not count. Any rank may leave or exit as soon as this returns.
 
-        `store_addr`: "host:port/prefix", of a `TCPStore`; no other configuration may use the prefix. The ids and ranks
-        beyond `rank` and `world_size` are torchft's for its logs, and not needed here.
+        `store_addr`: "host:port/prefix" of a `TCPStore`; no other configuration may use the prefix. `replica_id`,
+        `quorum_id` and the further ranks are those of torchft's logs, and ignored.
 
         Raises:
-            ValueError: an argument does not fit. Nothing has changed.
-            GangError: a peer did not come (`CollectiveTimeoutError`), or failed. The group is unconfigured.
+            ValueError: an argument is invalid. Nothing has changed.
+            GangError: a peer did not connect (`CollectiveTimeoutError`), or failed. The group is not configured.
         """
         address, _, prefix = store_addr.partition("/")
         if not prefix or not address.rpartition(":")[2].isdecimal():
@@ -131,7 +131,7 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
                 failed = self._groups.present
                 if failed is None or not failed.has_died:
                     raise
-                self._groups.leave()  # it was killed before, and nobody had noticed
+                self._groups.leave()  # its process had died unnoticed: try again with the standby
                 self._connect(address, prefix)
         finally:
             self._groups.prepare()
@@ -143,19 +143,19 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
         configuration.connect(prefix, [spec], store=address, timeout=self._timeout, handshake=True)
 
     def abort(self, errored: bool = True) -> None:
-        """End the present configuration: every work under way has failed when this returns, and none of its memory is
-        touched any more. Idempotent; the next `configure` works."""
+        """End the present configuration. When this returns, every pending work has failed, and no caller's tensor is
+        accessed. Idempotent. A later `configure` works."""
         configuration = self._groups.present
         if configuration is not None:
             configuration.fail(PeerLostError("the process group was aborted"))
 
     def shutdown(self) -> None:
-        """End everything. Later calls raise `ClosedError`, until the next `configure`. Idempotent."""
+        """End all comm processes. Later calls raise `ClosedError` until the next `configure`. Idempotent."""
         self._closed = True
         self._groups.close()
 
     def errored(self) -> Exception | None:
-        """The error that ended the present configuration; None while it is sound."""
+        """The error that ended the present configuration; None without one."""
         error = self._groups.present and self._groups.present.error
         if error is None:
             return None
@@ -163,7 +163,7 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
         return kind(f"the process group was aborted: {error}")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For collectives that are waited for from now on, and for `configure`."""
+        """Set the timeout of later collectives and of `configure`."""
         self._timeout = _seconds(timeout)
 
     def rank(self) -> int:
@@ -184,24 +184,24 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
         return None if self._groups.present is None else self._groups.present.comm
 
     def wait_standby(self, timeout_s: float) -> CommProcess:
-        """Wait until the process that takes over after an abort is ready. Raises as `StandbyPool.take`."""
+        """Wait until the standby, which takes over after an abort, is ready. Raises as `StandbyPool.take`."""
         return self._groups.wait_standby(timeout_s)
 
     def num_active_work(self) -> int:
-        """Collectives under way."""
+        """The number of pending collectives."""
         return 0 if self.comm_process is None else self.comm_process.num_works
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self._rank}, size={self._size})"
 
     def __del__(self) -> None:
-        """End what nobody can reach any more; elsewhere, since a collection may come at any point of any thread. At the
-        interpreter's end nothing: the processes end with this one, and a thread that is started then never runs."""
+        """Close the comm processes, on another thread, because the garbage collector may run at any point of any
+        thread. When the interpreter exits, do nothing: the processes exit with this one, and new threads do not run."""
         if sys.is_finalizing():
             return
         groups = getattr(self, "_groups", None)
         if groups is not None and not self._closed:
-            with contextlib.suppress(RuntimeError):  # no thread can be started any more
+            with contextlib.suppress(RuntimeError):  # no thread can be started
                 threading.Thread(target=groups.close, name="comm-end", daemon=True).start()
 
     def _present(self) -> Configuration:
@@ -214,7 +214,7 @@ class ProcessGroupIsolated(IsolatedCollectives, ProcessGroup):  # type: ignore[m
 
 
 class SharedProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
-    """One of the groups of a configuration, which its owner has connected and will leave."""
+    """One of the groups of a configuration. The owner of the configuration connects and leaves it."""
 
     def __init__(self, configuration: Configuration, spec: GroupSpec) -> None:
         super().__init__(spec.rank, spec.size)
@@ -233,11 +233,11 @@ class SharedProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
         return "elasticgang-isolated-gloo"
 
     def errored(self) -> Exception | None:
-        """The error that ended the configuration; None while it is sound."""
+        """The error that ended the configuration; None without one."""
         return self._configuration.error
 
     def abort(self, errored: bool = True) -> None:
-        """End the configuration, with all groups that share it."""
+        """End the configuration with all of its groups."""
         self._configuration.fail(PeerLostError("the process group was aborted"))
 
     def _present(self) -> Configuration:
@@ -245,7 +245,8 @@ class SharedProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
 
 
 def _together(parts: Sequence[Collective]) -> Iterator[Collective]:
-    """Reductions of one kind in a row as one, which Gloo flattens: each costs a way to the comm process and back."""
+    """Merge consecutive all-reduces of one kind into one, which Gloo flattens. Each saves a round trip to the comm
+    process."""
 
     def kind(part: Collective) -> tuple[object, ...]:
         merges = part.call == "all_reduce" and part.op is not ReduceOperation.MEAN and part.outputs[0].numel() > 0
@@ -261,7 +262,7 @@ def _together(parts: Sequence[Collective]) -> Iterator[Collective]:
 
 
 class ProcessGroupIsolatedGloo(ProcessGroupIsolated):
-    """Gloo in a comm process: takes the place of torchft's `ProcessGroupBabyGloo`. For CPU tensors."""
+    """Gloo in a comm process, for CPU tensors. Replaces torchft's `ProcessGroupBabyGloo`."""
 
 
 def _seconds(timeout: float | timedelta) -> float:

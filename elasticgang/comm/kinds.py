@@ -7,6 +7,6 @@ DEFAULT_PROCESS_GROUP = "isolated-gloo"
 
 
 def check_process_group(name: object) -> None:
-    """Raise ValueError unless `name` is one of `PROCESS_GROUPS`."""
+    """Raises ValueError: `name` is not one of `PROCESS_GROUPS`."""
     if name not in list(PROCESS_GROUPS):  # a list, because `name` may be unhashable
         raise ValueError(f"`process_group` must be one of {', '.join(PROCESS_GROUPS)}, but is {name!r} instead.")

@@ -1,17 +1,17 @@
-"""NCCL in a comm process: device memory crosses by CUDA's IPC handles.
+"""NCCL in a comm process, which accesses device memory by CUDA's IPC handles.
 
-Never run on a GPU: its own code was run over a stand-in for `Cuda` (shared CPU memory, Gloo), whatever CUDA itself does
-was not. Above all unknown: what a stream does that waits for an event whose process was killed.
+This was never run on a GPU. Tests run its code over a stand-in for `Cuda` (shared CPU memory, Gloo), which does not
+cover the behaviour of CUDA. The main unknown: what a stream does that waits for an event of a killed process.
 
-NCCL-1  No tensor is copied, but for those that are not contiguous: the comm process opens a storage once, and lets go
-    of it when it is gone here.
-NCCL-2  A collective begins after what the caller's stream held when it was submitted, and `wait` makes the current
-    stream wait for its end, and blocks only until it is queued. Both by events of this process: a killed owner's are
-    lost.
-NCCL-3  A work's tensors are held here until its end has passed on the device, and after an abort until the streams that
-    it was ordered with are drained: the allocator gives their memory to nobody before.
-NCCL-4  What a killed process had open is released for it.
-NCCL-5  A work that has not passed by its deadline is an error, which ends the configuration.
+NCCL-1  Only tensors that are not contiguous are copied. The comm process opens a storage once, and drops it after this
+    process has freed it.
+NCCL-2  A collective begins after the operations that the caller's stream held at its submission. `wait` makes the
+    current stream wait for its end, and blocks only until it is queued. Both use events of this process, because the
+    events of a killed process are lost.
+NCCL-3  This process keeps a work's tensors until the work has passed on the device; after an abort, until the streams
+    that were ordered with it have drained. The allocator does not reuse their memory before.
+NCCL-4  This process releases the storages that a killed comm process had open.
+NCCL-5  A work that has not passed on the device by its deadline fails, which ends the configuration.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.torch_private import storage_key
 
 _POLL_S = 0.0005
-_MAX_FORGOTTEN = 1000  # in one message
+_MAX_FORGOTTEN = 1000  # storages in one message
 WeakStorage: Any = reductions.StorageWeakRef  # it is untyped
 
 
 @dataclass(eq=False)
 class SharedStorage:
-    """A storage that the process opens. `id` 0: it is empty, and there is nothing to open."""
+    """A storage that the comm process opens. An empty storage has the `id` 0 and is not opened."""
 
     id: int
-    storage: Any  # a weak one
+    storage: Any  # a weak reference
     address: int
     num_bytes: int
     handle: Handle
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it still is that one, with the memory that it had."""
+        """Whether `storage` is the shared one and still has the same memory."""
         return (self.address, self.num_bytes) == (storage.data_ptr(), storage.nbytes()) and not self.storage.expired()
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """The events of one work at a time."""
+    """Two shared events, used by one work at a time."""
 
     id: int
     began: Any
@@ -84,7 +84,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class StagedDeviceTensor:
-    """`tensor` is contiguous. Its result is in it when its work's end has passed: there is nothing to copy."""
+    """A contiguous tensor, which holds the result once its work has passed on the device. Nothing is copied."""
 
     tensor: Tensor
     shared: SharedStorage
@@ -97,7 +97,7 @@ class StagedDeviceTensor:
 
 @dataclass(eq=False)
 class _InFlight:
-    """NCCL-3: one work's tensors. `copies`: (what was sent, the caller's) where that is not contiguous."""
+    """The tensors of one work (NCCL-3). `copies`: pairs of (the sent tensor, the caller's tensor, not contiguous)."""
 
     cuda: Cuda
     device: int
@@ -113,19 +113,19 @@ class _InFlight:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def done(self) -> bool:
-        """Its end has passed on the device, or never will."""
+        """Whether the work has passed on the device, or was lost."""
         with self._lock:
             if self.is_queued and self.lost is None and not self._has_passed:
                 self._has_passed = bool(self.pair.done.query())
             return self._has_passed or self.lost is not None
 
     def order(self) -> None:
-        """NCCL-2: the current stream waits. Raises GangError when the process was lost first."""
+        """Make the current stream wait for the work (NCCL-2). Raises GangError: the comm process was lost before."""
         with self._lock:
             if self.lost is not None:
                 raise self.lost
             stream = self.cuda.current_stream(self.device)
-            if not self._has_passed:  # its events are others' otherwise
+            if not self._has_passed:  # otherwise another work has its events
                 stream.wait_event(self.pair.done)
                 self.streams.append(stream)
             if self.copies and self._copied is not None:
@@ -138,7 +138,7 @@ class _InFlight:
                 self._copied.record(stream)
 
     def lose(self, error: GangError) -> bool:
-        """False when its end had passed."""
+        """Mark the work as lost by `error`. False: it had passed before."""
         if self.done():
             return False
         with self._lock:
@@ -153,7 +153,7 @@ class _InFlight:
 
 
 class DeviceWork(CommWork):
-    """Has ended when the process has queued it; `wait` orders streams (NCCL-2)."""
+    """A work that ends when the comm process has queued it. `wait` orders streams (NCCL-2)."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class DeviceWork(CommWork):
         super().end(error)
 
     def _wait(self, timeout: float | None) -> bool:
-        """As the base's, until the work is queued."""
+        """Block until the work is queued, and order the current stream after it."""
         super()._wait(timeout)
         try:
             self.held.order()
@@ -185,7 +185,7 @@ class DeviceWork(CommWork):
         return True
 
     def wait_passed(self, timeout: float) -> None:
-        """Until it has passed on the device. Raises GangError as `wait`."""
+        """Block until the work has passed on the device. Raises GangError as `wait`."""
         deadline = time.monotonic() + timeout
         while not self.held.done():
             if time.monotonic() > deadline:
@@ -194,7 +194,7 @@ class DeviceWork(CommWork):
         self.held.order()
 
 
-_draining: list[_InFlight] = []  # of processes that are no more
+_draining: list[_InFlight] = []  # lost works of dead comm processes
 _draining_lock = threading.Lock()
 
 
@@ -203,12 +203,12 @@ def _drain() -> None:
         drained = [held for held in _draining if held.is_drained()]
         for held in drained:
             _draining.remove(held)
-            held.tensors.clear()  # whoever still has the work, or its error
+            held.tensors.clear()  # the work or its error may still be referenced
             held.copies.clear()
 
 
 class NCCLCommProcess(CommProcess):
-    """A comm process with a CUDA context on `device`. Submits to it are of that device's tensors."""
+    """A comm process with a CUDA context on `device`, for tensors of that device."""
 
     target = "elasticgang.comm.nccl_worker:main"
 
@@ -217,13 +217,11 @@ class NCCLCommProcess(CommProcess):
     ) -> None:
         self._cuda, self._device = cuda or Cuda(), device
         self._memory_lock = threading.Lock()
-        self._shared: dict[
-            int, SharedStorage
-        ] = {}  # by the storage, whose address stays its own while it is weakly known
+        self._shared: dict[int, SharedStorage] = {}  # by `storage_key`, which a weak reference keeps unique
         self._replaced: list[SharedStorage] = []
-        self._unsent: dict[int, SharedStorage] = {}  # that the process has not been told of yet
+        self._unsent: dict[int, SharedStorage] = {}  # freed storages of which the process was not notified yet
         self._next_shared = self._next_pair = 0
-        self._known: set[int] = set()  # ids of what the process was told to open
+        self._known: set[int] = set()  # ids of the storages that the process was told to open
         self._known_pairs: set[int] = set()
         self._pairs: list[_Pair] = []
         self._in_flight: list[_InFlight] = []
@@ -239,7 +237,7 @@ class NCCLCommProcess(CommProcess):
         timeout: float | None = None,
         fail: Callable[[GangError], None] | None = None,
     ) -> DeviceWork:
-        """As the base's. On the device it follows what the current stream holds."""
+        """See `CommProcess.submit`. On the device, the collective follows the operations of the current stream."""
         call, kind, outputs = collective.call, TABLE[collective.call], collective.outputs
         tensors = outputs if kind.is_in_place else (*outputs, *collective.inputs)
         timeout = collective.timeout_s or timeout
@@ -270,7 +268,7 @@ class NCCLCommProcess(CommProcess):
         return len(self._in_flight)
 
     def close_groups(self, timeout: float) -> None:
-        """As the base's, once all works have passed on the device, if they do in time."""
+        """See `CommProcess.close_groups`. First waits until all works have passed on the device."""
         deadline = time.monotonic() + timeout
         while self.num_works and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -297,7 +295,7 @@ class NCCLCommProcess(CommProcess):
             handle = self._cuda.share(storage)
             self._next_shared += 1
             made = SharedStorage(self._next_shared, WeakStorage(storage), storage.data_ptr(), storage.nbytes(), handle)
-            if found is not None:  # it has other memory by now (`resize_`)
+            if found is not None:  # its memory was replaced (`resize_`)
                 self._replaced.append(found)
             self._shared[storage_key(storage)] = made
             return made
@@ -312,7 +310,7 @@ class NCCLCommProcess(CommProcess):
         return _Pair(id, *events)
 
     def _introduce(self, staged_tensors: Sequence[Any]) -> None:
-        """Under the send lock: storages and events that the process does not know yet."""
+        """Send new storages and events to the process. The caller has the send lock."""
         for shared in {
             staged_tensor.shared.id: staged_tensor.shared
             for staged_tensor in staged_tensors
@@ -330,19 +328,19 @@ class NCCLCommProcess(CommProcess):
             self._sock.send(json.dumps({"kind": "events", "id": pair.id, "events": events}).encode())
 
     def _give_back(self, staged_tensors: Sequence[Any]) -> None:
-        """Not yet: NCCL-3."""
+        """Does nothing: `_tidy` releases them later (NCCL-3)."""
 
     def _tidy(self) -> None:
         _drain()
         with self._memory_lock:
             if self._ended:
-                return  # `_on_death` has the rest
+                return  # `_on_death` does it
             passed = [held for held in self._in_flight if held.done()]
             for held in passed:
                 self._in_flight.remove(held)
                 held.tensors.clear()
                 self._pairs.append(held.pair)
-        del passed  # with their tensors, and maybe storages
+        del passed  # and their tensors, whose storages may now expire
         with self._memory_lock:
             gone = [key for key, shared in self._shared.items() if shared.storage.expired()]
             dead = [*self._replaced, *(self._shared.pop(key) for key in gone)]
@@ -353,26 +351,26 @@ class NCCLCommProcess(CommProcess):
             never_known = [shared for shared in dead if shared.id not in self._known]
         for shared in never_known:
             self._release(shared)
-        if self._unsent and self._send_lock.acquire(blocking=False):  # else by the next, or by who has it, at its next
+        if self._unsent and self._send_lock.acquire(blocking=False):  # otherwise a later call sends them
             try:
                 self._forget()
             finally:
                 self._send_lock.release()
 
     def _forget(self) -> None:
-        """Under the send lock. Never blocks: who calls it may be the one thread that notices the process's death. From
-        here on it is the process that lets go of them."""
+        """Tell the process to drop freed storages. The caller has the send lock. Never blocks, because the calling
+        thread may be the one that notices the death of the process."""
         with self._memory_lock:
             ids = list(self._unsent)[:_MAX_FORGOTTEN]
         message = json.dumps({"kind": "forget", "ids": ids}).encode()
-        with contextlib.suppress(OSError):  # full, and there is another time; or the process is dead
+        with contextlib.suppress(OSError):  # the socket is full, and a later call tries again; or the process is dead
             self._sock.send(message, socket.MSG_DONTWAIT)
             with self._memory_lock:
                 for id in ids:
                     self._unsent.pop(id, None)
 
     def _release(self, shared: SharedStorage) -> None:
-        with contextlib.suppress(RuntimeError):  # of a CUDA that is gone too
+        with contextlib.suppress(RuntimeError):  # CUDA may have failed too
             self._cuda.release(shared.handle)
 
     def _on_death(self, error: GangError) -> None:
@@ -425,11 +423,13 @@ class DeviceTorchWork(TorchWork):
 
 
 class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
-    """NCCL in a comm process: takes the place of torchft's `ProcessGroupBabyNCCL`. For tensors on the CUDA device that
-    is current when it is made. The comm process and its standby each have a CUDA context of their own (about 0.5 to
-    1 GB), and their kernels do not overlap with those of this process.
+    """NCCL in a comm process, for tensors on the CUDA device that is current at the construction. Replaces torchft's
+    `ProcessGroupBabyNCCL`.
 
-    Never run on a GPU: see the module's docstring.
+    The comm process and its standby each have a CUDA context (about 0.5 to 1 GB). Their kernels do not overlap with
+    those of this process.
+
+    This was never run on a GPU; see the module's docstring.
     """
 
     backend = "nccl"
@@ -449,7 +449,7 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
 
     def _starter(self) -> Callable[[], ProcessFuture[CommProcess]]:
         cuda, self._device = self._cuda, self._cuda.current_device()
-        device = self._device  # what is started here does not keep this group alive
+        device = self._device  # the function returned must not refer to this group
         make = self._process_kind()
         return lambda: local_launcher().start(lambda forks, arena: make(forks, arena, device, timeout=60.0, cuda=cuda))
 
@@ -477,7 +477,7 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
         work: Any = super().start(collective)
         timeout = collective.timeout_s or self._timeout
         late = CollectiveTimeoutError(f"{work.name} timed out after {timeout:g} seconds")
-        fail = work.fail  # the deadline keeps neither the work nor its tensors
+        fail = work.fail  # the deadline must not refer to the work or its tensors
         deadlines.deadlines.add(work.held, timeout, lambda: fail(late))  # NCCL-5
         return work  # type: ignore[no-any-return]
 

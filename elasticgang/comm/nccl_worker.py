@@ -1,10 +1,10 @@
-"""The comm process of a rank on CUDA: NCCL's groups, and the rank's device memory by IPC handles.
+"""The comm process of a rank on CUDA: runs NCCL's groups on the rank's device memory, by IPC handles.
 
-Never run on a GPU; see `nccl.py`.
+This was never run on a GPU; see `nccl.py`.
 
-NCCLWORKER-1  It makes its CUDA context itself, at its start: the fork server has none.
-NCCLWORKER-2  A collective runs on a stream that stands for its caller's stream and its group, so that works of two
-    groups wait for nothing but their own tensors. It has "ended" for the rank when it is queued and its event recorded.
+NCCLWORKER-1  It creates its CUDA context at its start, because the fork server has none.
+NCCLWORKER-2  Each pair of a caller's stream and a group has its own stream here, so that works of two groups do not
+    wait for each other. A collective "ends" for the rank when it is queued and its event is recorded.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from elasticgang.process.status_page import CommBlock
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
-    """As the worker's; `args` has the device's index too."""
+    """See `worker.main`; `args` also has `device`, the device's index."""
     return run(lambda sock, block: NCCLWorker(sock, args, block, Cuda()), args, fds)
 
 
 def _issue(pg: Any, c: Collective) -> Issued:
-    if c.call == "all_to_all":  # NCCL exchanges lists without a copy
+    if c.call == "all_to_all":  # NCCL has an all-to-all of lists, without copies
         return pg.alltoall(list(c.outputs), list(c.inputs), options_of(AllToAllOptions, c)), None
     return TABLE[c.call].issue(pg, c)
 
@@ -64,7 +64,7 @@ class NCCLWorker(Worker):
         return self._cuda.new_group(store, group["rank"], group["size"], self._device, timeout)
 
     def _handshake(self, group: Any) -> None:
-        """None: NCCL connects with the first collective."""
+        """Does nothing: `new_group` has connected."""
 
     def _run(self, id: int, body: bytes) -> None:
         """NCCLWORKER-2."""
@@ -78,7 +78,7 @@ class NCCLWorker(Worker):
             with self._cuda.on(stream):
                 stream.wait_event(began)
                 work, last = _issue(self._groups[group], collective)
-                work.wait()  # the stream waits, not this thread
+                work.wait()  # makes the stream wait, not this thread
                 if last is not None:
                     last()
                 done.record(stream)
@@ -112,7 +112,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def encoded_handle(handle: list[Any]) -> list[Any]:
-    """For JSON."""
+    """`handle` as JSON values."""
     return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in handle]
 
 

@@ -1,19 +1,19 @@
-"""Large tensors whose memory the comm process shares, so that nothing is copied: a block is mapped beneath them.
+"""Shares the memory of large tensors with the comm process, without copies: maps a block at their address.
 
-The storage keeps its address and every view of it stays what it was; only the pages beneath change, from anonymous ones
-to those of a block. Pages of which the storage has a part only (its first and last) stay as they are, and their bytes
-are copied at each call.
+The storage keeps its address, and all of its views stay valid. Only the pages change, from anonymous memory to those of
+a block. The first and the last page, which may also hold other data, are not replaced; their bytes are copied at each
+call.
 
-`scripts/bench comm` shows what this saves: a 64 MB all-reduce of a tensor that lives on, such as a gradient bucket,
-takes 1.4 times as long where the tensor is copied.
+`scripts/bench comm` measures the benefit: for a 64 MB all-reduce of a long-lived tensor, such as a gradient bucket,
+copying takes 1.4 times as long.
 
-MAPPING-1  A storage is taken over only while one tensor that covers all of it is given to a collective: nobody else may
-    write to it then, so that no write is lost between the copy and the mapping.
-MAPPING-2  Only memory that is unmapped when it is freed, and never used again by the allocator, is taken over: a chunk
-    that glibc has mapped by itself. Whatever else (small tensors, other allocators, files) is copied.
-MAPPING-3  Before each use it is seen that the block still lies beneath the storage, which may have been freed and made
-    anew (`resize_`) at the same address.
-MAPPING-4  A forked child has the pages for itself: what it writes does not reach the parent.
+MAPPING-1  A storage is mapped only while a tensor that covers all of it is given to a collective. The caller may not
+    write to it then, so no write is lost between the copy and the mapping.
+MAPPING-2  Only a chunk that glibc has mapped individually is replaced: the allocator unmaps it when it is freed, and
+    never reuses it. All other memory (small tensors, other allocators, files) is copied.
+MAPPING-3  Before each use, the block must still be mapped at the storage's address. The storage may have been freed and
+    allocated again (`resize_`) at the same address.
+MAPPING-4  A forked child gets private pages: its writes do not reach the parent.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from elasticgang.comm.arena import PAGE, Arena, Block, max_descriptors
 from elasticgang.torch_private import storage_of
 
 SMALLEST_BYTES = 1 << 20
-_SHARE_OF_DESCRIPTORS = 4  # at most one in so many lies beneath a storage
+_SHARE_OF_DESCRIPTORS = 4  # at most one descriptor in so many belongs to a mapped block
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_POPULATE = 0x01, 0x02, 0x10, 0x8000
 _ENTRY = struct.Struct("=Q")
-_PRESENT, _OF_FILE = 1 << 63, 1 << 61  # of a page's entry in /proc/self/pagemap, which every kernel tells its owner
-_IS_MMAPPED = 0x2  # in the size field of a chunk of glibc's malloc
+_PRESENT, _OF_FILE = 1 << 63, 1 << 61  # bits of an entry in /proc/self/pagemap that need no privilege
+_IS_MMAPPED = 0x2  # a flag in the size field of a glibc malloc chunk
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -48,7 +48,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 
 @dataclass(eq=False)
 class _Region:
-    """A block beneath the storage at `address`. Block and storage have the same offsets within a page."""
+    """A block mapped at the storage at `address`. Block and storage have the same offset within a page."""
 
     storage: StorageWeakRef
     block: Block
@@ -61,7 +61,7 @@ class _Region:
 
     @property
     def first(self) -> int:
-        """The first and the last address of whole pages: those that are shared."""
+        """The start of the shared memory, which consists of whole pages; it ends at `last`."""
         return -(-self.address // PAGE) * PAGE
 
     @property
@@ -69,7 +69,7 @@ class _Region:
         return (self.address + self.num_bytes) // PAGE * PAGE
 
     def is_alive(self) -> bool:
-        """Whether the storage still has its memory, as far as it tells."""
+        """Whether the storage exists and reports the same address."""
         storage = storage_of(self.storage.cdata)
         return storage is not None and storage.data_ptr() == self.address
 
@@ -82,9 +82,9 @@ class _Region:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def lies_beneath(self) -> bool:
-        """MAPPING-3, as the kernel says: nobody's memory is read or written. Where no other arena has put a block
-        since, a storage that lives at the same address has either this one or, made anew there, what the allocator
-        gave, which is no file's."""
+        """Whether the block is still mapped, according to the kernel (MAPPING-3). Accesses no memory there. If no other
+        arena has mapped a block at the address since, a live storage there has either this block or, if it was
+        allocated again, anonymous memory, which no file backs."""
         if _newest.get(self.address) is not self or not self.is_alive():
             return False
         of_file = _is_of_file(self.first)
@@ -93,7 +93,8 @@ class _Region:
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """Where a tensor lies in a block. `edges`: (its bytes, the block's) that are not the same memory."""
+    """The place of a tensor in a block. `edges`: pairs of (the tensor's bytes, the block's bytes) that are not
+    shared."""
 
     block: Block
     offset: int
@@ -101,7 +102,7 @@ class MappedTensor:
 
 
 class StorageMappings:
-    """The storages that blocks lie beneath. Thread-safe."""
+    """The mapped storages of one arena. Thread-safe."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -110,12 +111,12 @@ class StorageMappings:
         _all.add(self)
 
     def find(self, tensor: Tensor) -> MappedTensor | None:
-        """`tensor` in shared memory, which is put beneath it if need be; None where it has to be copied. `tensor` must
-        be given to a collective, and not be touched by others."""
+        """The place of `tensor` in shared memory, mapped now if necessary; None if it must be copied. `tensor` must be
+        an argument of a collective, which no other thread accesses (MAPPING-1)."""
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes < SMALLEST_BYTES or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
-        if tensor.is_conj() or tensor.is_neg():  # its memory is not what it is
+        if tensor.is_conj() or tensor.is_neg():  # its memory does not hold its values
             return None
         storage = tensor.untyped_storage()
         address, start = storage.data_ptr(), tensor.data_ptr()
@@ -153,7 +154,7 @@ class StorageMappings:
         return region
 
     def _forget_dead(self) -> None:
-        """Blocks whose storage is gone may lie beneath others."""
+        """Release the blocks of storages that no longer exist."""
         for region in list(self._regions.values()):
             if not region.is_alive():
                 self._forget(region)
@@ -165,15 +166,15 @@ class StorageMappings:
         self._arena.give_back(region.block)
 
     def _separate(self) -> None:
-        """MAPPING-4, in a forked child, where no other thread is."""
-        self._lock = threading.Lock()  # somebody's who is not here may hold it
+        """MAPPING-4. Runs in a forked child, which has no other thread."""
+        self._lock = threading.Lock()  # a thread of the parent may have held the old one
         for region in self._regions.values():
             if region.is_alive():
                 region.map(_MAP_PRIVATE)
         self._regions.clear()
 
 
-_newest: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()  # by address, of all arenas
+_newest: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()  # by address, over all arenas
 _all: weakref.WeakSet[StorageMappings] = weakref.WeakSet()
 
 
@@ -199,10 +200,10 @@ def _mapped_tensor(region: _Region, tensor: Tensor, start: int, num_bytes: int) 
 
 
 def _is_of_file(address: int) -> bool | None:
-    """Whether the page there is a file's, or shared; None when it is not in memory, or nobody says."""
+    """Whether a file or shared memory backs the page at `address`; None if the page is not present or unknown."""
     entry = b""
     with contextlib.suppress(OSError):
-        pages = os.open("/proc/self/pagemap", os.O_RDONLY)  # anew each time: it is of the process that opened it
+        pages = os.open("/proc/self/pagemap", os.O_RDONLY)  # opened each time: it belongs to the process that opened it
         try:
             entry = os.pread(pages, _ENTRY.size, address // PAGE * _ENTRY.size)
         finally:
@@ -214,7 +215,7 @@ def _is_of_file(address: int) -> bool | None:
 
 
 def _mapped_at(address: int) -> str:
-    """The path of the file that is mapped there; "" where there is none."""
+    """The path of the file that is mapped at `address`; "" without one."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             bounds, *_, path = line.rstrip("\n").split(" ", 5)
@@ -225,9 +226,9 @@ def _mapped_at(address: int) -> str:
 
 
 def _is_own_mapping(address: int, num_bytes: int) -> bool:
-    """MAPPING-2: whether `address` is a chunk of glibc's malloc that has a mapping of its own, read off the chunk's
-    header."""
-    if address % PAGE < 16:  # the header would be in a page that may not be there
+    """Whether glibc's malloc has mapped the chunk at `address` individually, according to the chunk's header
+    (MAPPING-2)."""
+    if address % PAGE < 16:  # the header would be in the previous page, which may not exist
         return False
     before = ctypes.c_size_t.from_address(address - 16).value
     field = ctypes.c_size_t.from_address(address - 8).value

@@ -1,4 +1,4 @@
-"""A collective that a comm process was given, as its rank sees it."""
+"""The rank's side of a collective in its comm process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elasticgang.errors import CollectiveTimeoutError, GangError
 
 
 class Awaiting(Protocol):
-    """Where works end: the process's `ReplyReader`."""
+    """The `ReplyReader` of the process, as a work uses it."""
 
     def add_listeners(self, number: int) -> None: ...
 
@@ -26,7 +26,7 @@ class Awaiting(Protocol):
 
 
 class CommWork(Work):
-    """One collective under way. `future` resolves to the output tensors, or to a `GangError`."""
+    """The work of one collective. `future` resolves to the output tensors, or to a `GangError`."""
 
     def __init__(
         self,
@@ -36,18 +36,18 @@ class CommWork(Work):
         timeout: float,
         fail: Callable[[GangError], None] | None = None,
     ) -> None:
-        """`timeout`: seconds until it counts as lost. `fail`: called with its error, a deadline that passed too; it
-        keeps no group, because a future has it until its end. None: a deadline that passes changes nothing."""
+        """`timeout`: seconds until the work fails. `fail`: called with the error, also with that of the timeout. It
+        must not refer to a group, because futures refer to it. None: a timeout only raises in `wait`."""
         self.name = name
         self.fail = fail
         self._timeout = timeout
-        self.staged: list[Any] = []  # of the outputs first; with the tensors, inputs too: their memory may be shared
+        self.staged: list[Any] = []  # the outputs first; inputs too, whose memory may be shared
         self.is_sent = False
         self.error: GangError | None = None
         self._reply_reader = reply_reader
         self._outputs = list(outputs)
         self._is_ended = False
-        self._wakes: list[threading.Event] = []  # of threads that wait while another reads
+        self._wakes: list[threading.Event] = []  # events of threads that wait while another thread reads
         self._resolving: torch.futures.Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
 
@@ -64,8 +64,8 @@ class CommWork(Work):
             return self._resolving
 
     def end(self, error: GangError | None) -> None:
-        """Once, by who has seen the end. COMM-4: outputs first. COMM-5: the future is left to the reply reader's
-        threads."""
+        """End the work. Called once, by the thread that learned of the end. It writes the outputs first (COMM-4) and
+        leaves the future to the reply reader's threads (COMM-5)."""
         staged_tensors, self.staged = self.staged, []
         for staged_tensor in staged_tensors[: len(self._outputs)]:
             if error is None:
@@ -84,8 +84,8 @@ class CommWork(Work):
             self._reply_reader.add_listeners(-1)
 
     def _resolve(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        """With an error of its own: one that was raised has frames, with works and futures in them, and no collection
-        sees what a future has."""
+        """Complete `future`, with a copy of the error: the frames of a raised error refer to works and futures, and the
+        garbage collector cannot see what a future refers to."""
         if self.error is None:
             future.set_result(self._outputs)
         else:
@@ -106,8 +106,8 @@ class CommWork(Work):
         return self._is_ended
 
     def _wait(self, timeout: float | None) -> bool:
-        """As `wait`. After a `CollectiveTimeoutError` without `fail` it is still under way: abort before its tensors
-        are used again."""
+        """See `Work`. After a `CollectiveTimeoutError` without `fail`, the collective still runs: abort the process
+        before using its tensors."""
         within = timeout or self._timeout
         if self._is_ended or self._reply_reader.wait_for(self, within):
             error = self.error

@@ -1,11 +1,11 @@
-"""The comm process: holds all process groups of one rank, and is killed to abort them.
+"""The comm process: runs all process groups of one rank, and is killed to abort them.
 
-WORKER-1  It never outlives its rank: a thread polls the rank's pidfd. Pipe or socket EOF is not enough, since the
-    rank's own children may hold the other end.
-WORKER-2  The command loop starts works and never waits for one; a completion is a message, sent from Gloo's own thread.
+WORKER-1  It never outlives its rank: a thread polls the rank's pidfd. EOF of a pipe or socket is not enough, because
+    children of the rank may hold the other end.
+WORKER-2  The command loop starts works and never waits for one. Gloo's thread sends the message of a completion.
 WORKER-3  It reads and writes only memory of the arena.
-WORKER-4  A rank may leave a group as soon as it is made (be killed, or end with the store's server), and no peer fails
-    to make it: a group with a handshake is made on a rank only when all ranks have connected.
+WORKER-4  With a handshake, making a group returns on a rank only when all ranks have connected. A rank may then exit at
+    once, also with the store's server, and no peer fails.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
 from elasticgang.torch_private import new_gloo
 
 _MAX_MESSAGE = 1 << 17
-MAX_FDS = 253  # the most that one message can carry
+MAX_FDS = 253  # the limit of one message
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4)
 
-# A collective, and its end, are a mark and a number; a JSON body, or the error's text, follows. All else is JSON.
+# The messages of a collective and of its end are a mark and a number, then a JSON body or the error's text. All other
+# messages are JSON.
 RUN = struct.Struct("<BQ")
 RUN_MARK = 1
 _MAX_PREPARED = 4096
@@ -54,33 +55,34 @@ _OPERATIONS: dict[str, ReduceOperation | BitwiseOperation] = {
 
 
 def encoded(group: str, c: Collective, timeout: float | None, described: Sequence[object]) -> list[object]:
-    """A collective for JSON. `described`: its outputs, then its inputs; the tensors of an in-place one once."""
+    """A collective as JSON. `described`: its outputs, then its inputs; the tensors of an in-place collective once."""
     return [group, c.call, c.op.name, c.peer, c.tag, timeout, c.wait_all_ranks, len(c.outputs), described]
 
 
 def decoded(body: Sequence[Any], tensor: Callable[..., Tensor]) -> tuple[str, Collective]:
-    """What `encoded` has encoded: the group, and the collective on what `tensor` makes of each description."""
+    """The inverse of `encoded`: the group, and the collective. `tensor` makes a tensor of each description."""
     group, call, op, peer, tag, timeout, wait_all_ranks, num_outputs, described = body
     tensors = [tensor(*each) for each in described]
     kind = TABLE[call]
-    if not kind.reduces:  # Gloo knows few dtypes: what only moves is bytes to it
+    if not kind.reduces:  # as bytes, because Gloo supports few dtypes
         tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
     outputs, inputs = tuple(tensors[:num_outputs]), tuple(tensors[0 if kind.is_in_place else num_outputs :])
     return group, Collective(call, outputs, inputs, _OPERATIONS[op], peer, tag, timeout, wait_all_ranks)
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
-    """`args`: store ("host:port" of a `TCPStore`; or none: the agent, if there is a connection to it), host (the
-    address that peers reach this one by, or none: Gloo's choice), timeout_s, block (of the page, or none), has_agent.
-    `fds`: the socket to the rank, the rank's pidfd, its page and the connection to its agent if it has them."""
+    """The process. `args`: `store` ("host:port" of a `TCPStore`, or None to use the agent), `host` (the address at
+    which peers reach this process, or None to let Gloo choose), `timeout_s`, `block` (the index in the status page, or
+    None) and `has_agent`. `fds`: the socket to the rank, the rank's pidfd, then its page and the connection to its
+    agent, if it has them."""
     _let_ranks_compute()
     return run(lambda sock, block: Worker(sock, args, block), args, fds)
 
 
 def run(make: Callable[[socket.socket, CommBlock], Worker], args: dict[str, Any], fds: list[int]) -> int:
-    """Serve, until the rank is gone, with the worker that `make` makes."""
+    """Serve the rank with the worker that `make` returns, until the rank closes its socket or exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank decides when it exits
     sock = socket.socket(fileno=fds[0])
     block_index = args.get("block")
     page = StatusPage() if block_index is None else StatusPage(fds[2])
@@ -89,20 +91,20 @@ def run(make: Callable[[socket.socket, CommBlock], Worker], args: dict[str, Any]
     block.start()
     threading.Thread(target=_die_with, args=(fds[1], block), name="rank-watch", daemon=True).start()
     torch.set_num_threads(1)
-    # torch looks up the name of whom it connects to, for its log: an answer that gets lost costs 5 s otherwise.
+    # torch resolves the names of its peers for its log. Without this, a lost DNS answer delays it by 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-    # The rank closed or died, maybe before this was ready: the socket says so first.
+    # The rank may have exited before this process was ready.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         make(sock, block).serve()
-    os._exit(0)  # no finalizer: Gloo's would wait for works that nobody will complete
+    os._exit(0)  # without finalizers: Gloo's would wait for works that never complete
 
 
 def _let_ranks_compute() -> None:
-    """A thread that is woken here takes no core from one that computes before that one's time is up: then it finds more
-    bytes at once, at half of the switches and reads. On an idle core nothing changes. A policy that somebody chose
-    stays."""
+    """Use SCHED_BATCH, so that a thread of this process that wakes up does not preempt a computing rank. It then finds
+    more bytes at once, with half of the context switches and reads. An idle core is not affected. A scheduling policy
+    other than the default is kept."""
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with contextlib.suppress(OSError):  # not permitted here
+        with contextlib.suppress(OSError):  # not permitted
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
@@ -133,6 +135,8 @@ def _listens(store: str) -> bool:
 
 
 class Worker:
+    """The command loop, and the groups of one rank over Gloo."""
+
     def __init__(self, sock: socket.socket, args: dict[str, Any], block: CommBlock) -> None:
         self._sock = sock
         self._block = block
@@ -142,14 +146,14 @@ class Worker:
         self._slabs: dict[int, Tensor] = {}
         self._groups: dict[str, Any] = {}
         self._prepared: dict[bytes, tuple[str, Collective]] = {}
-        self._pool = ThreadPoolExecutor(_MAX_THREADS)  # each task may block, and keeps no other from its thread
+        self._pool = ThreadPoolExecutor(_MAX_THREADS)  # each task may block, so each gets a thread
         agent: int | None = args["agent"]
         self._agent = None if agent is None else AgentStoreClient(socket.socket(fileno=agent))
         self._store: str | None = args["store"]
-        # One client a group: on one client, a group that waits for a peer's key keeps another from setting its own.
+        # One client per group: a group that waits for a peer's key on a shared client would block the others.
         self._stores: list[TCPStore] = []
         if self._store is not None and _listens(self._store):
-            with contextlib.suppress(RuntimeError):  # it may be away for a while: it is connected to when it is needed
+            with contextlib.suppress(RuntimeError):  # it may be unreachable for a while; `_configure` connects again
                 for _ in range(3):
                     self._stores.append(self._connect(self._store, _CONNECT_TIMEOUT))
         self._send({"ready": True})
@@ -175,7 +179,7 @@ class Worker:
                 self._reply(self._configure, command)
             elif kind == "add":
                 self._block.append_group(command["groups"][0]["name"])
-                self._pool.submit(self._reply, self._add, command)  # works of other groups go on meanwhile
+                self._pool.submit(self._reply, self._add, command)  # works of other groups continue meanwhile
             elif kind == "close":
                 self._reply(self._close, command)
             elif kind == "remove":
@@ -184,7 +188,7 @@ class Worker:
                 self._learn(command)
 
     def _learn(self, command: dict[str, Any]) -> None:
-        """What only some kinds of worker are told."""
+        """Handle a command of a subclass."""
         raise ValueError(f"unknown kind of message: {command['kind']}")
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -219,8 +223,8 @@ class Worker:
         return made
 
     def _store_of(self, number: int, prefix: str, group: dict[str, Any]) -> Store:
-        """The agent's; else by a client that was made before: with a new one if that one's server has died. It never
-        recovers."""
+        """The store of a group: the agent's, or a prefix of the `TCPStore` over a client that is connected already. If
+        that client has lost its server, a new one replaces it, because clients do not reconnect."""
         if self._store is None:
             return self._agent_store(prefix, group, self._timeout)
         try:
@@ -235,13 +239,13 @@ class Worker:
         return self._agent.store(prefix, group["name"], timeout)
 
     def _handshake(self, group: Any) -> None:
-        """WORKER-4. A barrier of the group itself, not of the store, whose server may end with the first rank that is
-        through. A rank that leaves the barrier has written all that its peers still read there."""
+        """WORKER-4. Uses a barrier of the group, not of the store, whose server may exit with the first rank that
+        returns. A rank that has passed the barrier has written every key that its peers still read."""
         if group.size() > 1:
             group.barrier().wait()
 
     def _add(self, command: dict[str, Any]) -> None:
-        """One more group beside those that are configured."""
+        """Add a group to the configured ones."""
         (group,) = command["groups"]
         groups, prefix = self._groups, command["prefix"]
         address = command["store"] or self._store
@@ -256,7 +260,7 @@ class Worker:
 
     def _connect(self, store: str, timeout: timedelta | None = None) -> TCPStore:
         host, _, port = store.rpartition(":")
-        # A collective's deadline may be too short for this on a loaded machine; the rank's side has one of its own.
+        # The timeout of collectives may be too short for this on a loaded machine. The rank has its own deadline.
         timeout = timeout or max(self._timeout, _CONNECT_TIMEOUT)
         client = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         client.set_timeout(self._timeout)
@@ -266,8 +270,8 @@ class Worker:
         return new_gloo(store, group["rank"], group["size"], timeout, self._host)
 
     def _close(self, command: dict[str, Any]) -> None:
-        """Let go of the groups. No work of theirs is pending (the rank kills this process otherwise), so that nothing
-        of them can reach memory any more; tearing down their threads takes 40 ms, which nobody needs to wait for."""
+        """Drop the groups. They have no pending works (otherwise the rank kills this process), so they access no
+        memory. Their threads take 40 ms to end, for which no one waits."""
         ended, self._groups = self._groups, {}
         if ended:
             self._pool.submit(ended.clear)
@@ -289,7 +293,7 @@ class Worker:
         future.add_done_callback(lambda future: self._completed(id, future, last, prepared))
 
     def _prepare(self, body: bytes) -> tuple[str, Collective]:
-        """What a body says; the same one comes again, since blocks do."""
+        """Decode a body, with a cache: bodies recur, because blocks are reused."""
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
         self._prepared[body] = prepared = decoded(json.loads(body), self._tensor)
@@ -301,8 +305,8 @@ class Worker:
     def _future_of(self, work: Any, collective: Collective) -> Any:
         try:
             return work.get_future()
-        except RuntimeError:  # Gloo's reduce_scatter, send and recv give works without one, and so does a barrier
-            timed = TABLE[collective.call].is_message and collective.timeout_s is not None  # it has no options
+        except RuntimeError:  # works of Gloo's reduce_scatter, send, recv and barrier have none
+            timed = TABLE[collective.call].is_message and collective.timeout_s is not None  # messages have no options
             return self._pool.submit(work.wait, *([timedelta(seconds=collective.timeout_s or 0.0)] if timed else []))
 
     def _completed(self, id: int, future: Any, last: Step | None, prepared: tuple[str, Collective]) -> None:

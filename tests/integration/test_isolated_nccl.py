@@ -143,7 +143,7 @@ def test_what_is_empty(empty: Tensor, ours: Ring) -> None:
     [
         (torch.ones(1, dtype=torch.int16), ReduceOp.SUM, "needs a dtype that NCCL reduces .* is torch.int16"),
         (torch.ones(1, dtype=torch.complex64), ReduceOp.MAX, "needs a dtype that NCCL reduces"),
-        (torch.ones(1, dtype=torch.int32), ReduceOp.BAND, "is nothing that NCCL has"),
+        (torch.ones(1, dtype=torch.int32), ReduceOp.BAND, "NCCL has no `all_reduce` by band"),
         (torch.ones(1, dtype=torch.int32), ReduceOp.AVG, "MEAN needs a floating-point"),
     ],
 )
