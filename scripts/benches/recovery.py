@@ -90,7 +90,7 @@ def measure(job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) ->
     yield {"figure": "dropped_steps", "total": len(committed_run.dropped), "kills": len(kills)}
     phases = [astuple(each.phases) for each in found if each.phases is not None]
     for column, field in enumerate(fields(Phases)):
-        yield {**figure_of("phase_ms", [row[column] for row in phases], p50=50, max=100), "phase": field.name}
+        yield {**figure_of("phase_ms", [row[column] for row in phases], p50=50, p99=99, max=100), "phase": field.name}
 
 
 def figure_of(name: str, values: Sequence[float | None], **percents: float) -> dict[str, Any]:
@@ -111,6 +111,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--kills", type=int, default=20, help="(default: %(default)s)")
+    parser.add_argument(
+        "--rank-bytes", type=int, default=0, help="memory that each of our ranks holds besides (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the waits and of the victims (default: %(default)s)")
     parser.add_argument(
         "--wait",
@@ -130,6 +133,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error(f"--ranks must be at least 2, but is {args.ranks} instead")
+    if args.rank_bytes < 0:
+        parser.error(f"--rank-bytes must be at least 0, but is {args.rank_bytes} instead")
     if args.kills < 1:
         parser.error(f"--kills must be at least 1, but is {args.kills} instead")
     if args.peer_kills < 0:
@@ -160,7 +165,8 @@ def beside(
 
 def run(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
     ours = {}
-    with Job(JobSpec(args.ranks, _NEVER, args.seed, directory / "ours", _SMALL_STEPS)) as job:
+    train_args = (*_SMALL_STEPS, "--hold-bytes", str(args.rank_bytes))
+    with Job(JobSpec(args.ranks, _NEVER, args.seed, directory / "ours", train_args)) as job:
         for figure in measure(job, args.kills, args.seed, tuple(args.wait)):
             ours[figure["figure"]] = figure
             yield figure
@@ -174,8 +180,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         try:
             for figure in run(args, args.output_dir or Path(temporary)):
+                setting = {"bench": "recovery", "ranks": args.ranks, "rank_bytes": args.rank_bytes}
                 load = round(os.getloadavg()[0], 2)
-                print(json.dumps({"bench": "recovery", "ranks": args.ranks, **figure, "load": load}), flush=True)
+                print(json.dumps({**setting, **figure, "load": load}), flush=True)
         except (JobFailedError, PeerFailedError) as error:
             print(f"scripts/bench recovery: error: {error}", file=sys.stderr)
             return 1
