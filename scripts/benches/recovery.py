@@ -6,6 +6,8 @@ what is measured is the runtime. Prints one JSON line per figure, in ms where th
   recovery_ms    from the kill to the first step that the survivors commit in a generation without the victim
   rejoin_ms      from the kill to the first step that all ranks vote for again
   dropped_steps  tries that somebody had prepared and that were not committed
+  notice_ms      from the kill until the agent knows that the rank exits (`process/death_watch.py`)
+  gone_ms        from the kill until its pidfd says that it is gone, with its memory
   phase_ms       of a recovery: detect, abort, quorum, configure, first_commit; they add up to it
 
 And beside them, in the same run, the same kills of a job of torchft's, with the ratios to ours: its Manager, in-process
@@ -82,12 +84,20 @@ def measure(job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) ->
     """The figures. Raises JobFailedError."""
     job.follow(KillsAtFullStrength(job, num_kills, seed, wait_s).tick)
     job.read()
-    kills: Sequence[Kill] = job.killer.happened(job.run_log)
-    committed_run = CommittedRun(job.run_log)
-    found = recoveries(job.run_log, committed_run, kills, job.spec.ranks)
+    run_log = job.run_log
+    kills: Sequence[Kill] = job.killer.happened(run_log)
+    committed_run = CommittedRun(run_log)
+    found = recoveries(run_log, committed_run, kills, job.spec.ranks)
     yield figure_of("recovery_ms", [each.recovery_ms for each in found], p50=50, p99=99, max=100)
     yield figure_of("rejoin_ms", [each.rejoin_ms for each in found], p50=50, max=100)
     yield {"figure": "dropped_steps", "total": len(committed_run.dropped), "kills": len(kills)}
+    for name, times in (
+        ("notice_ms", run_log.noticed),
+        ("gone_ms", {member: exited.seen_at for member, exited in run_log.exited.items()}),
+    ):
+        yield figure_of(
+            name, [(times[k.member] - k.t) * 1e3 for k in kills if k.member in times], p50=50, p99=99, max=100
+        )
     phases = [astuple(each.phases) for each in found if each.phases is not None]
     for column, field in enumerate(fields(Phases)):
         yield {**figure_of("phase_ms", [row[column] for row in phases], p50=50, p99=99, max=100), "phase": field.name}
