@@ -50,6 +50,7 @@ from elasticgang.protocol.agent_events import (
     DeliverRecord,
     End,
     Exit,
+    ExitBegan,
     Exited,
     Fail,
     Fence,
@@ -405,6 +406,7 @@ class Agent:
         match message["kind"]:
             case "joined":
                 rank.has_joined = True
+                self._ranks.watch(rank)
             case "request":
                 layout = layout_from_json(message["layout"])
                 report = member_from_json(message["report"])
@@ -445,6 +447,18 @@ class Agent:
             case kind:
                 raise WireError(f"unknown kind {kind!r}")
 
+    def _on_exit_began(self, rank: RankProcess, began_at: float) -> None:
+        if not self._lifecycle.state.takes_part(rank.member):
+            return
+        self._events.write("exit_began", member=rank.member, local_rank=rank.local_rank, monotonic=began_at)
+        if self._has_seat(rank.member):
+            self._change_reporter.caused(f"rank {rank.local_rank} died", began_at, is_root=True, exiting=rank.member)
+        self._handle(ExitBegan(rank.member))
+
+    def _has_seat(self, member: str) -> bool:
+        record = self._lifecycle.state.record
+        return record is not None and record.seat(member) is not None
+
     def _on_exit(self, rank: RankProcess, died_at: float) -> None:
         assert rank.status is not None
         self._rendezvous.remove_rank(rank.member)
@@ -458,11 +472,11 @@ class Agent:
             self._ranks.show_failure(rank)
         elif status and not self._stopping.is_set() and not is_dismissed:
             self._output.write_line(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
-        record = self._lifecycle.state.record
-        if record is not None and record.seat(rank.member) is not None:
-            is_early = status == 0 and not (rank.has_finished or is_dismissed or rank.page.draining)
-            how = describe_exit(status, is_early=is_early)
-            self._change_reporter.caused(f"rank {rank.local_rank} {how}", died_at, is_root=True)
+        is_early = status == 0 and not (rank.has_finished or is_dismissed or rank.page.draining)
+        cause = f"rank {rank.local_rank} {describe_exit(status, is_early=is_early)}"
+        if self._has_seat(rank.member):
+            self._change_reporter.caused(cause, died_at, is_root=True)
+        self._report_changes(self._change_reporter.exited(rank.member, cause))
         blameless = bool(failure and failure["blameless"])
         self._handle(
             Exited(
@@ -556,6 +570,7 @@ class _AgentCallbacks:
         self.warn = agent._warn
         self.on_message = agent._on_message
         self.on_exit = agent._on_exit
+        self.on_exit_began = agent._on_exit_began
 
     @property
     def state(self) -> AgentState:

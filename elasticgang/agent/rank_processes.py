@@ -2,7 +2,9 @@
 
 RANK-1  The process group of a dead rank is killed before the rank is reaped, which frees the group's id for reuse.
 RANK-2  An exit is reported only after the rank's last messages have been read from its socket, for `_LAST_OUTPUT_S` at
-    most.
+    most; and the beginning of an exit only after those that it had sent by then.
+RANK-3  The beginning of an exit is watched for from the moment when the rank has joined: it holds its mutex by then.
+    The pidfd alone tells that the rank is gone, so that it is restarted.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import Any, Protocol
 from elasticgang.agent.job import Output
 from elasticgang.agent.process_supervisor import ProcessSupervisor
 from elasticgang.agent.rank_launch import RankLaunch
-from elasticgang.errors import WireError
+from elasticgang.agent.rank_link import RankLink
 from elasticgang.process import framing
+from elasticgang.process.death_watch import DeathWatch
 from elasticgang.process.stacks import StackSource
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.commit import Attempt
@@ -39,11 +42,11 @@ class RankProcess:
     local_rank: int
     pid: int
     pidfd: int
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    link: RankLink
     door: socket.socket
     page: StatusPage
     stack_file: int
+    watch: DeathWatch | None = None
     committed: Attempt = _NOTHING
     status: int | None = None
     failure: dict[str, Any] | None = None
@@ -77,6 +80,9 @@ class RankCallbacks(Protocol):
 
     def on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
         """Raises WireError, KeyError, TypeError or ValueError: the message is invalid. The rank is killed."""
+
+    def on_exit_began(self, rank: RankProcess, began_at: float) -> None:
+        """The rank has begun to exit; `on_exit` follows. `began_at`: CLOCK_MONOTONIC seconds."""
 
     def on_exit(self, rank: RankProcess, died_at: float) -> None:
         """The rank is reaped and removed from the ranks. `died_at`: CLOCK_MONOTONIC seconds."""
@@ -114,7 +120,7 @@ class RankProcesses:
     def send(self, members: Sequence[str], kind: str, **fields: Any) -> None:
         message = framing.pack(kind, **fields)
         for rank in self.of(members):
-            rank.writer.write(message)
+            rank.link.send(message)
 
     def kill(self) -> None:
         for rank in self.all():
@@ -126,14 +132,13 @@ class RankProcesses:
         """Start a rank. Its messages are read only from `follow` on. Raises OperationalError: it could not be
         started."""
         launched = await self._supervisor.fork(lambda server: launch.start(server, self._output), is_own=True)
-        reader, writer = await asyncio.open_unix_connection(sock=launched.link)
+        link = await RankLink.open(launched.link)
         rank = RankProcess(
             launched.member,
             launch.local_rank,
             launched.pid,
             launched.pidfd,
-            reader,
-            writer,
+            link,
             launched.door,
             launched.page,
             launched.stack_file,
@@ -144,25 +149,39 @@ class RankProcesses:
 
     def follow(self, rank: RankProcess) -> None:
         """Read its messages until it exits, then reap it."""
-        listener = self._callbacks.spawn_task(self._listen(rank))
-        asyncio.get_running_loop().add_reader(rank.pidfd, self._on_death, rank, listener)
+        rank.link.follow(
+            lambda message: self._callbacks.on_message(rank, message), lambda exc: self._on_invalid(rank, exc)
+        )
+        asyncio.get_running_loop().add_reader(rank.pidfd, self._on_death, rank)
         self._supervisor.reap()
 
-    async def _listen(self, rank: RankProcess) -> None:
-        try:
-            while True:
-                header = await rank.reader.readexactly(framing.HEADER_BYTES)
-                message = framing.unpack(await rank.reader.readexactly(framing.body_size(header)))
-                self._callbacks.on_message(rank, message)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        except (WireError, KeyError, TypeError, ValueError) as exc:
-            self._output.write_line(f"elasticgang: rank {rank.local_rank} sent an invalid message ({exc}); killing it")
-            rank.kill()
+    def _on_invalid(self, rank: RankProcess, exc: Exception) -> None:
+        self._output.write_line(f"elasticgang: rank {rank.local_rank} sent an invalid message ({exc}); killing it")
+        rank.kill()
+
+    def watch(self, rank: RankProcess) -> None:
+        """Report when the rank begins to exit (RANK-3)."""
+        loop = asyncio.get_running_loop()
+
+        def on_death() -> None:
+            began_at = time.monotonic()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the agent exits
+                loop.call_soon_threadsafe(self._on_exit_began, rank, began_at)
+
+        rank.watch = rank.watch or DeathWatch(rank.page.mutex, on_death, f"death-watch-{rank.local_rank}")
+
+    def _on_exit_began(self, rank: RankProcess, began_at: float) -> None:
+        """RANK-2."""
+
+        def report() -> None:
+            if rank.status is None:
+                self._callbacks.on_exit_began(rank, began_at)
+
+        rank.link.when_read(report)
 
     # -- exit
 
-    def _on_death(self, rank: RankProcess, listener: asyncio.Task[None]) -> None:
+    def _on_death(self, rank: RankProcess) -> None:
         """The pidfd is readable. RANK-1."""
         asyncio.get_running_loop().remove_reader(rank.pidfd)
         rank.kill()
@@ -172,16 +191,17 @@ class RankProcesses:
                 rank.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         rank.status = 1 if rank.status is None else rank.status
         os.close(rank.pidfd)
+        if rank.watch is not None:
+            rank.watch.close()
         self._supervisor.release(rank.pid)
         died_at = time.monotonic()
         self._supervisor.reap()
-        self._callbacks.spawn_task(self._finish_exit(rank, listener, died_at))
+        self._callbacks.spawn_task(self._finish_exit(rank, died_at))
 
-    async def _finish_exit(self, rank: RankProcess, listener: asyncio.Task[None], died_at: float) -> None:
+    async def _finish_exit(self, rank: RankProcess, died_at: float) -> None:
         """RANK-2."""
-        await asyncio.wait([listener], timeout=_LAST_OUTPUT_S)
-        listener.cancel()
-        rank.writer.close()
+        await rank.link.wait_closed(_LAST_OUTPUT_S)
+        rank.link.close()
         os.close(rank.stack_file)
         del self._by_member[rank.member]
         self._callbacks.on_exit(rank, died_at)

@@ -203,14 +203,7 @@ class RankConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         try:
-            while len(self._buffer) >= framing.HEADER_BYTES:
-                end = framing.HEADER_BYTES + framing.body_size(
-                    bytes(self._buffer[: framing.HEADER_BYTES]), _MAX_FRAME_BYTES
-                )
-                if len(self._buffer) < end:
-                    return
-                message = framing.unpack(bytes(self._buffer[framing.HEADER_BYTES : end]))
-                del self._buffer[:end]
+            while (message := framing.take(self._buffer, _MAX_FRAME_BYTES)) is not None:
                 self._owner.received(self, message)
         except (WireError, KeyError, TypeError, ValueError) as exc:
             self._owner.report(f"elasticgang: {self.member} sent an invalid rendezvous key ({exc})")

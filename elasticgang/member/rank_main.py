@@ -17,12 +17,13 @@ from elasticgang import environment
 from elasticgang.errors import GangError
 from elasticgang.member.drain import Drain
 from elasticgang.member.rank_context import RankContext, inherit
-from elasticgang.process import framing, stacks
+from elasticgang.process import death_watch, framing, stacks
 from elasticgang.process.lease import Lease
 from elasticgang.process.status_page import PULSE_MS, StatusPage
 from elasticgang.session.credentials import credentials_from_json
 
 _MAX_TRACEBACK = 1 << 16
+_HOLD_S = 1.0
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
@@ -93,7 +94,8 @@ def _end(code: int) -> NoReturn:
 
 def _watch_agent(pid: int, link: int, page: StatusPage, lease: Lease) -> None:
     """Kill this process group when the agent has died, has closed the link (it has started another process instead), or
-    when the host's lease expires; also before the script joins. Until then increment the pulse on the status page."""
+    when the host's lease expires; also before the script joins. Until then increment the pulse on the status page, and
+    hold its mutex (DEATH-1)."""
     import select
 
     try:
@@ -102,7 +104,12 @@ def _watch_agent(pid: int, link: int, page: StatusPage, lease: Lease) -> None:
         os.killpg(0, signal.SIGKILL)
         return
 
+    held = threading.Event()
+
     def watch() -> None:
+        with contextlib.suppress(OSError):  # DEATH-4
+            death_watch.hold(page.mutex)
+        held.set()
         poll = select.poll()
         poll.register(agent, select.POLLIN)
         poll.register(link, 0)  # only POLLHUP, which is always reported
@@ -111,6 +118,7 @@ def _watch_agent(pid: int, link: int, page: StatusPage, lease: Lease) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="agent-watch", daemon=True).start()
+    held.wait(_HOLD_S)
 
 
 def _exit_code(exc: SystemExit) -> int:

@@ -2,8 +2,8 @@
 
 Pure: `agent.py` passes the events in, with CLOCK_MONOTONIC seconds. Each change is reported once, when it is over.
 
-CHANGE-1  A change is over once every seated rank of this host knows of a step committed in its generation, or when the
-    next generation begins, or when the job ends.
+CHANGE-1  A change is over once every seated rank of this host knows of a step committed in its generation and the exit
+    that caused it is complete, so that its status is known; or when the next generation begins, or when the job ends.
 CHANGE-2  A phase ends with the slowest rank of this host. A phase that did not take place on this host is None.
 """
 
@@ -34,11 +34,20 @@ class _RankTimeline:
 
 
 @dataclass
+class _Cause:
+    """`exiting`: the member whose exit it is, until that is complete."""
+
+    text: str
+    at: float | None
+    is_root: bool = False
+    exiting: str | None = None
+
+
+@dataclass
 class _GenerationChange:
     before: Record | None
     record: Record
-    cause: str
-    caused_at: float | None
+    cause: _Cause
     in_doubt: tuple[Attempt, ...]
     here: frozenset[str]
     timelines: dict[str, _RankTimeline] = field(default_factory=dict)
@@ -49,21 +58,28 @@ class ChangeReporter:
 
     def __init__(self) -> None:
         self._record: Record | None = None
-        self._cause: tuple[str, float, bool] | None = None
+        self._cause: _Cause | None = None
         self._pending: dict[str, Attempt] = {}
         self._change: _GenerationChange | None = None
 
-    def caused(self, cause: str, at: float, *, is_root: bool = False) -> None:
+    def caused(self, cause: str, at: float, *, is_root: bool = False, exiting: str | None = None) -> None:
         """Why the present generation ends. The first cause counts, but a root cause (a death) replaces its effects (a
-        lost peer)."""
+        lost peer). `exiting`: the member that has begun to exit; `exited` follows."""
         if self._cause is None:
-            self._cause = cause, at, is_root
-        elif is_root and not self._cause[2]:
-            self._cause = cause, min(at, self._cause[1]), True
+            self._cause = _Cause(cause, at, is_root, exiting)
+        elif is_root and not self._cause.is_root:
+            self._cause = _Cause(cause, min(at, self._cause.at or at), True, exiting)
+
+    def exited(self, member: str, cause: str) -> Iterator[dict[str, Any]]:
+        """The exit of `member` is complete: `cause` says how it ended."""
+        for known in (self._cause, None if self._change is None else self._change.cause):
+            if known is not None and known.exiting == member:
+                known.text, known.exiting = cause, None
+        yield from self._end_if_over()
 
     def agent_lost(self, agent: str, at: float) -> None:
         """The agent is dead: a root cause, unless the present cause names the agent already."""
-        is_named = self._cause is not None and f"agent {agent} " in self._cause[0]
+        is_named = self._cause is not None and f"agent {agent} " in self._cause.text
         if self._record is not None and self._record.seats_of(agent) and not is_named:
             self.caused(f"agent {agent} is lost", at, is_root=True)
 
@@ -77,10 +93,10 @@ class ChangeReporter:
         """A record is agreed. `agent`: this agent."""
         yield from self.ended()
         unknown = _START if self._record is None else "a change elsewhere"
-        cause, caused_at, _ = self._cause or (unknown, None, False)
+        cause = self._cause or _Cause(unknown, None)
         in_doubt = tuple(sorted(set(self._pending.values())))
         here = frozenset(seat.member for seat in record.seats_of(agent) if seat.status != SPARE)
-        self._change = _GenerationChange(self._record, record, cause, caused_at, in_doubt, here)
+        self._change = _GenerationChange(self._record, record, cause, in_doubt, here)
         self._record, self._cause = record, None
         self._pending.clear()
 
@@ -97,9 +113,15 @@ class ChangeReporter:
         if (timeline := self._timeline(member, attempt.generation)) is None or self._change is None:
             return
         timeline.committed = timeline.committed or at
-        if {
-            member for member, timeline in self._change.timelines.items() if timeline.committed is not None
-        } >= self._change.here:  # CHANGE-1
+        yield from self._end_if_over()
+
+    def _end_if_over(self) -> Iterator[dict[str, Any]]:
+        """CHANGE-1."""
+        change = self._change
+        if change is None or change.cause.exiting is not None:
+            return
+        committed = {member for member, timeline in change.timelines.items() if timeline.committed is not None}
+        if change.timelines and committed >= change.here:
             yield from self.ended()
 
     def ended(self) -> Iterator[dict[str, Any]]:
@@ -129,7 +151,7 @@ def describe(change: _GenerationChange) -> dict[str, Any]:
         "generation": record.generation,
         "digest": record.digest,
         "parent": record.parent,
-        "cause": change.cause,
+        "cause": change.cause.text,
         "left": sorted(set(old) - set(new)),
         "joined": sorted(set(new) - set(old)),
         "moved": moved,
@@ -163,10 +185,9 @@ def _phases(change: _GenerationChange) -> dict[str, float | None]:
     timelines = list(change.timelines.values())
     if not timelines:
         return dict.fromkeys(PHASES)
-    newcomers = change.record.generation == 1 or change.caused_at is None
-    survivors = [
-        timeline for timeline in timelines if newcomers or timeline.began >= (change.caused_at or 0.0)
-    ] or timelines
+    caused_at = change.cause.at
+    newcomers = change.record.generation == 1 or caused_at is None
+    survivors = [timeline for timeline in timelines if newcomers or timeline.began >= (caused_at or 0.0)] or timelines
     began = max(timeline.began for timeline in survivors)
     aborted = max(timeline.aborted for timeline in survivors)
     agreed = max(timeline.agreed for timeline in timelines)
@@ -175,7 +196,7 @@ def _phases(change: _GenerationChange) -> dict[str, float | None]:
     healed = [timeline.healed for timeline in timelines if timeline.healed is not None]
     committed = [timeline.committed for timeline in timelines if timeline.committed is not None]
     found = {
-        "detect": None if change.caused_at is None else began - change.caused_at,
+        "detect": None if caused_at is None else began - caused_at,
         "abort": aborted - began,
         "quorum": agreed - aborted,
         "resolve": resolved - agreed,

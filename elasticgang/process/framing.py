@@ -47,6 +47,18 @@ def unpack(body: bytes) -> dict[str, Any]:
     return message
 
 
+def take(buffer: bytearray, limit: int = MAX_BYTES) -> dict[str, Any] | None:
+    """Remove the first message from `buffer`; None if it is not whole yet. Raises WireError: it is invalid."""
+    if len(buffer) < HEADER_BYTES:
+        return None
+    end = HEADER_BYTES + body_size(bytes(buffer[:HEADER_BYTES]), limit)
+    if len(buffer) < end:
+        return None
+    body = bytes(buffer[HEADER_BYTES:end])
+    del buffer[:end]
+    return unpack(body)
+
+
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a valid number")
 

@@ -3,9 +3,9 @@
 A rank that is stopped, or whose threads all wait for the GIL, cannot send a message; its page stays readable.
 
 STATUS-1  Every word has one writer at a time: the rank's training thread, the holder of the block's lock, the pulse
-    thread, the agent, or the comm process of that block. A word is read and written whole: a memoryview of format "Q"
-    compiles to one aligned 8-byte load or store. Values that belong together are in one word (`commit`) or are checked
-    (`groups`).
+    thread, the agent, or the comm process of that block; once the rank dies, the kernel, in the mutex of
+    `death_watch.py`. A word is read and written whole: a memoryview of format "Q" compiles to one aligned 8-byte load
+    or store. Values that belong together are in one word (`commit`) or are checked (`groups`).
 STATUS-2  `submitted` is incremented before a collective is sent, `completed` before its end is reported: a collective
     under way is never missed.
 STATUS-3  A block is given back only after its comm process has died, so that no earlier process writes to it.
@@ -22,6 +22,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from elasticgang.process import death_watch
+
 SIZE = 16 << 10
 PULSE_MS = 100
 
@@ -30,7 +32,8 @@ _NUM_BLOCKS = 5
 _ROW = 5
 _BLOCK_HEAD = 2
 _BLOCK = _BLOCK_HEAD + _NUM_GROUPS * _ROW
-_FIRST_BLOCK = 16
+_MUTEX = 16
+_FIRST_BLOCK = _MUTEX + death_watch.NUM_WORDS
 
 
 class ThreadState(enum.IntEnum):
@@ -247,6 +250,11 @@ class StatusPage:
     def pulse(self) -> None:
         """The process runs, and its threads get the GIL (see HANG-3)."""
         self._words[_PULSE] += 1
+
+    @property
+    def mutex(self) -> memoryview:
+        """For `death_watch.py`: the pulse thread holds it, and the agent waits for its death."""
+        return self._words[_MUTEX : _MUTEX + death_watch.NUM_WORDS]
 
     def mark_draining(self) -> None:
         """The rank drains: the agent does not restart it (DRAIN-1)."""

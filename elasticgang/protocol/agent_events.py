@@ -51,6 +51,14 @@ class MemberLeft:
 
 
 @dataclass(frozen=True)
+class ExitBegan:
+    """The process of `member` has begun to exit, and runs no code once it is killed. `Exited` follows when it is gone,
+    with its memory."""
+
+    member: str
+
+
+@dataclass(frozen=True)
 class Exited:
     """The process has exited.
 
@@ -120,6 +128,7 @@ Event = (
     | RecordRequested
     | Committed
     | MemberLeft
+    | ExitBegan
     | Exited
     | StartExpired
     | PeerNotice
@@ -282,8 +291,14 @@ class NotifyOver:
     reason: str
 
 
+@dataclass(frozen=True)
+class KillRanks:
+    members: tuple[str, ...]
+
+
 Instruction = (
     Abort
+    | KillRanks
     | NotifyOver
     | AnnounceJoin
     | RequestRecord
@@ -302,11 +317,6 @@ class StartRank:
     """Fork a process for the rank. Its outcome is `Started` or `NotStarted`."""
 
     local_rank: int
-
-
-@dataclass(frozen=True)
-class KillRanks:
-    members: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -352,6 +362,4 @@ class Exit:
     code: int
 
 
-AgentInstruction = (
-    Instruction | StartRank | KillRanks | SignalRanks | NotifyFinished | StopHelpers | Fence | Rejoin | Exit
-)
+AgentInstruction = Instruction | StartRank | SignalRanks | NotifyFinished | StopHelpers | Fence | Rejoin | Exit

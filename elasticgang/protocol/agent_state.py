@@ -14,6 +14,8 @@ AGENT-6  A participating agent with no running rank still keeps a request open: 
     of the present one.
 AGENT-7  A peer's notice is about the present generation or ignored. The session repeats one that came before its
     record.
+AGENT-8  A member that begins to exit is killed first, and is then treated as dead: its generation ends, and the next
+    one may begin. It is restarted only once it is gone, with all its memory.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ from elasticgang.protocol.agent_events import (
     DeliverRecord,
     End,
     Event,
+    ExitBegan,
     Exited,
     Fail,
     Finished,
     Instruction,
+    KillRanks,
     MemberLeft,
     NotStarted,
     PeerFailed,
@@ -67,6 +71,7 @@ class _Phase(enum.Enum):
     REQUESTING = "requesting"
     SEATED = "seated"
     LEFT = "left"
+    EXITING = "exiting"
 
 
 @dataclass
@@ -127,6 +132,8 @@ class AgentState:
                 if member in self._ranks:
                     self._ranks[member].by_script, self._num_steps = by_script, num_steps
                 return self._member_left(member, finished, in_order)
+            case ExitBegan(member):
+                return self._exit_began(member)
             case Exited():
                 return self._exited(event)
             case StartExpired():
@@ -175,8 +182,8 @@ class AgentState:
         """How many ranks without a seat could get one: those that start, restart or wait, except `draining`."""
         if self.finished:
             return 0
-        waiting = self._in(_Phase.STARTING).keys() | self._in(_Phase.REQUESTING).keys()
-        return self._num_to_start + len(waiting.difference(draining))
+        waiting = self._in(_Phase.STARTING, _Phase.REQUESTING, _Phase.EXITING)
+        return self._num_to_start + len(waiting.keys() - set(draining))
 
     @property
     def _num_to_start(self) -> int:
@@ -187,10 +194,10 @@ class AgentState:
         return tuple(self._ranks)
 
     def _live(self) -> set[str]:
-        return {member for member, rank in self._ranks.items() if rank.phase is not _Phase.LEFT}
+        return {member for member, rank in self._ranks.items() if rank.phase not in (_Phase.LEFT, _Phase.EXITING)}
 
-    def _in(self, phase: _Phase) -> dict[str, _Rank]:
-        return {member: rank for member, rank in self._ranks.items() if rank.phase is phase}
+    def _in(self, *phases: _Phase) -> dict[str, _Rank]:
+        return {member: rank for member, rank in self._ranks.items() if rank.phase in phases}
 
     def _note_commit(self, attempt: Attempt | None) -> None:
         if attempt is not None and attempt.step > 0 and (self.newest_commit is None or attempt > self.newest_commit):
@@ -198,7 +205,7 @@ class AgentState:
 
     def _record_requested(self, event: RecordRequested) -> list[Instruction]:
         rank = self._ranks.get(event.member)
-        if rank is None:
+        if rank is None or rank.phase is _Phase.EXITING:
             return []
         is_alone = self.max_agents == 1  # otherwise other hosts may have the ranks that are missing
         if is_alone and (lack := infeasible(event.layout, self.num_ranks)) is not None:
@@ -255,6 +262,10 @@ class AgentState:
             return False
         return not self.finished or any(map(self._can_finish, asking.values()))
 
+    def takes_part(self, member: str) -> bool:
+        """Whether `member` has a seat or has requested a record, and has neither left nor begun to exit."""
+        return member in self._in(_Phase.SEATED, _Phase.REQUESTING)
+
     def is_awaited(self) -> bool:
         """Whether other agents take part, which cannot go on before this one sends a request (AGENT-6)."""
         return self.record is not None and len(self.record.agents) > 1
@@ -271,7 +282,7 @@ class AgentState:
 
     def _member_left(self, member: str, finished: bool, in_order: bool) -> list[Instruction]:
         rank = self._ranks.get(member)
-        if rank is None:
+        if rank is None or rank.phase is _Phase.EXITING:
             return []
         is_missed = rank.phase is _Phase.SEATED and not in_order  # a requesting rank or a spare is in no generation
         rank.phase, rank.finished = _Phase.LEFT, finished
@@ -298,6 +309,15 @@ class AgentState:
         held = [] if report is None else [attempt for attempt in (report.tip, report.pending) if attempt is not None]
         return bool(held) and (self.newest_commit is None or max(held) >= self.newest_commit)
 
+    def _exit_began(self, member: str) -> list[Instruction]:
+        """AGENT-8, DEATH-3."""
+        if not self.takes_part(member):
+            return []
+        rank = self._ranks[member]
+        had_seat, rank.phase = rank.phase is _Phase.SEATED, _Phase.EXITING
+        aborts = self._abort(f"rank {rank.local_rank} died") if had_seat else []
+        return [KillRanks((member,)), *aborts, *self._request_if_ready()]
+
     def _exited(self, event: Exited) -> list[Instruction]:
         rank = self._ranks.pop(event.member, None)
         if rank is None:
@@ -306,7 +326,8 @@ class AgentState:
         is_early = event.status == 0 and not event.draining
         if rank.phase is _Phase.SEATED:
             instructions += self._abort(f"rank {rank.local_rank} {describe_exit(event.status, is_early=is_early)}")
-        if rank.phase is not _Phase.LEFT and (self.record is None or rank.phase is not _Phase.STARTING):
+        is_known = rank.phase in (_Phase.LEFT, _Phase.EXITING)
+        if not is_known and (self.record is None or rank.phase is not _Phase.STARTING):
             instructions += self._request_if_ready()
         by_kill = event.blameless or (-event.status in _KILLS and not event.raised)
         self._all_by_script = self._all_by_script and (rank.by_script or not event.draining)
@@ -378,7 +399,7 @@ class AgentState:
 
     def _end_if_too_few(self) -> list[Instruction]:
         """End the job if ranks have left early, the remaining ones cannot go on, and no other agent takes part."""
-        num_staying = len(self._live()) + self._num_to_start
+        num_staying = len(self._live()) + len(self._in(_Phase.EXITING)) + self._num_to_start
         if self.finished or (num_staying == 0 and self._ranks):
             return []
         step = 0 if self.newest_commit is None else self.newest_commit.step

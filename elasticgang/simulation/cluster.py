@@ -179,7 +179,7 @@ class Cluster:
             if host.is_frozen:
                 return []
             if host.is_stopped:
-                return [verb for verb in actor.moves(self) if verb not in ("is received", "is reaped")]
+                return [verb for verb in actor.moves(self) if verb not in ("is received", "is noticed", "is reaped")]
         moves: list[str] = actor.moves(self)
         return moves
 
@@ -205,6 +205,8 @@ class Cluster:
             self._perform_host(self.hosts[name], verb)
         elif verb == "is received":
             self.hosts[self.ranks[name].host].receive_from(self, self.ranks[name])
+        elif verb == "is noticed":
+            self.hosts[self.ranks[name].host].on_exit_began(self, self.ranks[name])
         elif verb == "is reaped":
             rank = self.ranks[name]
             self.hosts[rank.host].on_exit(self, rank)

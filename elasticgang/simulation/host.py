@@ -257,6 +257,11 @@ class Host:
     def receive_from(self, cluster: Cluster, rank: Rank) -> None:
         self.handle(cluster, self.next_event(rank))
 
+    def on_exit_began(self, cluster: Cluster, rank: Rank) -> None:
+        rank.is_noticed = True
+        cluster.seen.add("exit noticed early")
+        self.handle(cluster, events.ExitBegan(rank.name))
+
     def on_exit(self, cluster: Cluster, rank: Rank) -> None:
         self.ended[rank.local_rank] = rank.status == 0 or rank.draining
         self.agent_state.restarts.committed(rank.local_rank)  # no failure ends the job here: each is in another step

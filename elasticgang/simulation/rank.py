@@ -76,6 +76,7 @@ class Rank:
         self.draining = False  # it was asked to leave
         self.hangs = False  # and never does anything more
         self.raised = False  # its script has, and the process has not exited
+        self.is_noticed = False  # its agent knows that it exits
         self.by_script = False  # it was its own script that asked
         self.is_retired = False
         self.reports_error = False  # in the step that begins
@@ -103,7 +104,7 @@ class Rank:
         if self.sent:
             moves.append("is received")
         elif not self.alive:
-            moves.append("is reaped")
+            moves += ["is reaped"] if self.is_noticed else ["is reaped", "is noticed"]
         if not self.alive:
             return moves
         if self.received:

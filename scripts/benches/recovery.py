@@ -6,6 +6,8 @@ what is measured is the runtime. Prints one JSON line per figure, in ms where th
   recovery_ms    from the kill to the first step that the survivors commit in a generation without the victim
   rejoin_ms      from the kill to the first step that all ranks vote for again
   dropped_steps  tries that somebody had prepared and that were not committed
+  notice_ms      from the kill until the agent knows that the rank exits (`process/death_watch.py`)
+  gone_ms        from the kill until its pidfd says that it is gone, with its memory
   phase_ms       of a recovery: detect, abort, quorum, configure, first_commit; they add up to it
 
 And beside them, in the same run, the same kills of a job of torchft's, with the ratios to ours: its Manager, in-process
@@ -82,15 +84,23 @@ def measure(job: Job, num_kills: int, seed: int, wait_s: tuple[float, float]) ->
     """The figures. Raises JobFailedError."""
     job.follow(KillsAtFullStrength(job, num_kills, seed, wait_s).tick)
     job.read()
-    kills: Sequence[Kill] = job.killer.happened(job.run_log)
-    committed_run = CommittedRun(job.run_log)
-    found = recoveries(job.run_log, committed_run, kills, job.spec.ranks)
+    run_log = job.run_log
+    kills: Sequence[Kill] = job.killer.happened(run_log)
+    committed_run = CommittedRun(run_log)
+    found = recoveries(run_log, committed_run, kills, job.spec.ranks)
     yield figure_of("recovery_ms", [each.recovery_ms for each in found], p50=50, p99=99, max=100)
     yield figure_of("rejoin_ms", [each.rejoin_ms for each in found], p50=50, max=100)
     yield {"figure": "dropped_steps", "total": len(committed_run.dropped), "kills": len(kills)}
+    for name, times in (
+        ("notice_ms", run_log.noticed),
+        ("gone_ms", {member: exited.seen_at for member, exited in run_log.exited.items()}),
+    ):
+        yield figure_of(
+            name, [(times[k.member] - k.t) * 1e3 for k in kills if k.member in times], p50=50, p99=99, max=100
+        )
     phases = [astuple(each.phases) for each in found if each.phases is not None]
     for column, field in enumerate(fields(Phases)):
-        yield {**figure_of("phase_ms", [row[column] for row in phases], p50=50, max=100), "phase": field.name}
+        yield {**figure_of("phase_ms", [row[column] for row in phases], p50=50, p99=99, max=100), "phase": field.name}
 
 
 def figure_of(name: str, values: Sequence[float | None], **percents: float) -> dict[str, Any]:
@@ -111,6 +121,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--kills", type=int, default=20, help="(default: %(default)s)")
+    parser.add_argument(
+        "--rank-bytes", type=int, default=0, help="memory that each of our ranks holds besides (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the waits and of the victims (default: %(default)s)")
     parser.add_argument(
         "--wait",
@@ -130,6 +143,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error(f"--ranks must be at least 2, but is {args.ranks} instead")
+    if args.rank_bytes < 0:
+        parser.error(f"--rank-bytes must be at least 0, but is {args.rank_bytes} instead")
     if args.kills < 1:
         parser.error(f"--kills must be at least 1, but is {args.kills} instead")
     if args.peer_kills < 0:
@@ -160,7 +175,8 @@ def beside(
 
 def run(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
     ours = {}
-    with Job(JobSpec(args.ranks, _NEVER, args.seed, directory / "ours", _SMALL_STEPS)) as job:
+    train_args = (*_SMALL_STEPS, "--hold-bytes", str(args.rank_bytes))
+    with Job(JobSpec(args.ranks, _NEVER, args.seed, directory / "ours", train_args)) as job:
         for figure in measure(job, args.kills, args.seed, tuple(args.wait)):
             ours[figure["figure"]] = figure
             yield figure
@@ -174,8 +190,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         try:
             for figure in run(args, args.output_dir or Path(temporary)):
+                setting = {"bench": "recovery", "ranks": args.ranks, "rank_bytes": args.rank_bytes}
                 load = round(os.getloadavg()[0], 2)
-                print(json.dumps({"bench": "recovery", "ranks": args.ranks, **figure, "load": load}), flush=True)
+                print(json.dumps({**setting, **figure, "load": load}), flush=True)
         except (JobFailedError, PeerFailedError) as error:
             print(f"scripts/bench recovery: error: {error}", file=sys.stderr)
             return 1

@@ -77,12 +77,13 @@ class Entered:
 
 @dataclass
 class RunLog:
-    """Everything read so far, in the order of each file."""
+    """Everything read so far, in the order of each file. `noticed`: when the agent knew that a member began to exit."""
 
     started_at: float | None = None
     failure: str | None = None
     num_generations: int = 0
     spawned: dict[str, Spawned] = field(default_factory=dict)
+    noticed: dict[str, float] = field(default_factory=dict)
     exited: dict[str, Exited] = field(default_factory=dict)
     entered: list[Entered] = field(default_factory=list)
     prepared: list[Prepared] = field(default_factory=list)
@@ -104,6 +105,8 @@ class RunLog:
             case "spawned":
                 member = member_name(line["member"])
                 self.spawned[member] = Spawned(member, line["t"], line["local_rank"], line["pid"])
+            case "exit_began":
+                self.noticed[member_name(line["member"])] = line["monotonic"]
             case "exited":
                 member = member_name(line["member"])
                 self.exited[member] = Exited(member, line["monotonic"], line["status"])

@@ -87,6 +87,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     # At 1e-3 the loss falls faster, but the rounding differences between two runs grow with the steps.
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--hold-bytes", type=int, default=0, help="memory that each rank holds besides, all written")
     parser.add_argument("--output-dir", help="write each rank's history and the final parameters' digest here")
     return parser.parse_args(argv)
 
@@ -110,6 +111,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     manager = eg.join(layout=eg.ParallelLayout())
     data = load_text(args.context)
+    held = torch.ones(args.hold_bytes, dtype=torch.uint8)
     model = eg.DistributedDataParallel(
         manager, ByteTransformer(dim=args.dim, num_layers=args.layers, context=args.context)
     )
@@ -147,6 +149,7 @@ def main() -> None:
                 warmup.step()
 
     history.write("finished", digest=digest_of(model), steps=manager.committed_steps)
+    del held  # until here
 
 
 if __name__ == "__main__":

@@ -124,3 +124,38 @@ def test_a_lost_agent_is_the_root_cause() -> None:
     list(changes.agreed(record_of(["a0"], 3), "a"))
     (change,) = changes.ended()
     assert change["cause"] == "agent a exits on SIGTERM"
+
+
+# CHANGE-1
+def test_a_change_is_reported_once_the_exit_that_caused_it_is_complete() -> None:
+    changes = started()
+    changes.caused("rank 2 died", 10.0, is_root=True, exiting="a2")
+    changes.caused("rank 2 was killed by SIGKILL", 10.5, is_root=True)
+    assert list(changes.agreed(record_of(["a0", "a1"], 2), "a")) == []
+    for member in ("a0", "a1"):
+        enter(changes, member, 2, 10.01)
+        assert list(changes.committed(member, Attempt(2, 2), 10.2)) == []
+    assert list(changes.exited("a1", "rank 1 was killed by SIGKILL")) == []
+    (change,) = changes.exited("a2", "rank 2 was killed by SIGKILL")
+    assert change["cause"] == "rank 2 was killed by SIGKILL"
+    assert change["phases_ms"]["detect"] == 10.0
+
+
+def test_an_exit_that_is_complete_first_names_the_cause() -> None:
+    changes = started()
+    changes.caused("rank 2 died", 10.0, is_root=True, exiting="a2")
+    assert list(changes.exited("a2", "rank 2 was killed by SIGKILL")) == []
+    assert list(changes.agreed(record_of(["a0", "a1"], 2), "a")) == []
+    for member in ("a0", "a1"):
+        enter(changes, member, 2, 10.01)
+    told = [change for member in ("a0", "a1") for change in changes.committed(member, Attempt(2, 2), 10.2)]
+    assert [change["cause"] for change in told] == ["rank 2 was killed by SIGKILL"]
+
+
+def test_the_next_generation_waits_for_no_exit() -> None:
+    changes = started()
+    changes.caused("rank 2 died", 10.0, is_root=True, exiting="a2")
+    assert list(changes.agreed(record_of(["a0", "a1"], 2), "a")) == []
+    (change,) = changes.agreed(record_of(["a0"], 3), "a")
+    assert change["cause"] == "rank 2 died"
+    assert list(changes.exited("a2", "rank 2 was killed by SIGKILL")) == []

@@ -1,0 +1,172 @@
+"""When a process that holds its mutex is noticed to die, with real processes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+
+from elasticgang.process.death_watch import DeathWatch
+from elasticgang.process.forkserver import ForkServer, Spawned
+from elasticgang.process.status_page import StatusPage
+from tests.support import REPOSITORY, wait_dead, wait_until
+
+GUARD_S = 20.0
+_OWNER_DIED = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """A fork server without torch."""
+    server = ForkServer(preload=("tests.integration.dying",), env={"PYTHONPATH": str(REPOSITORY)})
+    server.wait_ready()
+    yield server
+    server.close()
+
+
+@dataclass
+class Watched:
+    page: StatusPage
+    process: Spawned
+    notices: queue.SimpleQueue[float]
+    watch: DeathWatch
+
+    @property
+    def is_dying(self) -> bool:
+        """By the kernel's mark, which is there before any notice."""
+        return bool(self.page.mutex[0] & _OWNER_DIED)
+
+    @property
+    def is_gone(self) -> bool:
+        poll = select.poll()
+        poll.register(self.process.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self.process.pidfd, signal.SIGKILL)
+
+    def assert_noticed_once(self) -> None:
+        self.notices.get(timeout=GUARD_S)
+        wait_ended(self.process.pid)
+        assert self.notices.empty()
+
+    def assert_not_noticed(self) -> None:
+        assert not self.is_dying
+        assert self.notices.empty()
+
+
+def threads_of(pid: int) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"death-watch-{pid}"]
+
+
+def wait_ended(pid: int) -> None:
+    wait_until(lambda: not threads_of(pid), "the watch's thread ends", GUARD_S)
+
+
+@pytest.fixture
+def start(server: ForkServer) -> Iterator[Any]:
+    started: list[Watched] = []
+
+    def start(then: str, **args: Any) -> Watched:
+        fd = StatusPage.create()
+        page = StatusPage(fd)
+        reader, writer = os.pipe()
+        process = server.spawn("tests.integration.dying:hold_and", {"then": then, **args}, fds=[fd, writer])
+        os.close(fd)
+        os.close(writer)
+        notices: queue.SimpleQueue[float] = queue.SimpleQueue()
+        watch = DeathWatch(page.mutex, lambda: notices.put(time.monotonic()), f"death-watch-{process.pid}")
+        started.append(Watched(page, process, notices, watch))
+        with os.fdopen(reader) as told:
+            told.readline()  # empty: it has died
+        return started[-1]
+
+    yield start
+    for watched in started:
+        watched.kill()
+        assert not wait_dead([watched.process.pidfd], GUARD_S)
+        watched.watch.close()
+        os.waitid(os.P_PIDFD, watched.process.pidfd, os.WEXITED)
+        os.close(watched.process.pidfd)
+        wait_ended(watched.process.pid)
+
+
+# DEATH-1
+@pytest.mark.parametrize("then", ["exit", "crash", "raise SIGKILL", "exec"])
+def test_what_ends_the_process_is_noticed(start: Any, then: str) -> None:
+    start(then).assert_noticed_once()
+
+
+@pytest.mark.parametrize("then", ["sleep", "end the main thread", "fork and spawn"])
+def test_a_kill_is_noticed_and_nothing_before(start: Any, then: str) -> None:
+    watched = start(then)
+    watched.assert_not_noticed()
+    watched.kill()
+    watched.assert_noticed_once()
+
+
+def test_a_stopped_process_is_not_dead(start: Any) -> None:
+    watched = start("sleep")
+    signal.pidfd_send_signal(watched.process.pidfd, signal.SIGSTOP)
+    process = psutil.Process(watched.process.pid)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "it is stopped", GUARD_S)
+    watched.assert_not_noticed()
+    watched.kill()
+    watched.assert_noticed_once()
+
+
+# DEATH-3
+def test_a_program_that_is_executed_lives_on_after_the_notice(start: Any) -> None:
+    watched = start("exec")
+    watched.assert_noticed_once()
+    assert not watched.is_gone
+
+
+# DEATH-2, DEATH-4
+def test_a_page_that_is_overwritten_costs_the_notice_and_no_more(start: Any) -> None:
+    watched = start("overwrite with zeros")
+    watched.kill()
+    assert not wait_dead([watched.process.pidfd], GUARD_S)
+    assert watched.notices.empty()
+    assert threads_of(watched.process.pid)
+    watched.watch.close()
+    wait_ended(watched.process.pid)
+    assert watched.notices.empty()
+
+
+def test_a_page_that_says_dead_is_believed(start: Any) -> None:
+    watched = start("overwrite with ones")
+    DeathWatch(watched.page.mutex, lambda: watched.notices.put(0.0), f"death-watch-{watched.process.pid}")
+    assert watched.notices.get(timeout=GUARD_S) == 0.0
+    assert not watched.is_gone
+
+
+def test_a_watch_that_is_closed_gives_no_notice() -> None:
+    notices: queue.SimpleQueue[None] = queue.SimpleQueue()
+    watch = DeathWatch(StatusPage().mutex, lambda: notices.put(None), "death-watch-0")
+    assert threads_of(0)
+    watch.close()
+    wait_ended(0)
+    assert notices.empty()
+
+
+@pytest.mark.alone
+def test_a_large_process_is_noticed_long_before_it_is_gone(start: Any) -> None:
+    watched = start("sleep", bytes=1 << 30)
+    poll = select.poll()
+    poll.register(watched.process.pidfd, select.POLLIN)
+    killed_at = time.monotonic()
+    watched.kill()
+    assert poll.poll(GUARD_S * 1000)
+    gone_s = time.monotonic() - killed_at
+    noticed_s = watched.notices.get(timeout=GUARD_S) - killed_at
+    assert noticed_s < gone_s / 4, (noticed_s, gone_s)
