@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Iterator
 
 from elasticgang.errors import WireError
 
@@ -34,12 +33,8 @@ class FrameBuffer:
     def feed(self, data: bytes) -> None:
         self._data += data
 
-    def bodies(self) -> Iterator[bytes]:
-        """What is whole. Raises WireError when a length is over the limit."""
-        while (body := self.next()) is not None:
-            yield body
-
     def next(self) -> bytes | None:
+        """A body that is whole. Raises WireError when a length is over the limit."""
         if len(self._data) < _LENGTH.size:
             return None
         (size,) = _LENGTH.unpack_from(self._data)

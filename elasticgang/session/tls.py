@@ -176,14 +176,6 @@ def name_to_check(host: str) -> str | None:
     return host
 
 
-def client_stream(tls: Tls | None, host: str) -> TlsStream | None:
-    """An agent's or an operator's end of a connection to the coordinator at `host`."""
-    if tls is None:
-        return None
-    name = name_to_check(host)
-    return TlsStream(tls.client_context(checks_name=name is not None), is_server=False, name=name)
-
-
 class TlsStream:
     """One end of a connection. The caller carries bytes between `receive`, `outgoing` and its socket, and bounds the
     time of the handshake."""
