@@ -135,7 +135,7 @@ class ControlPlane:
     def _new_session(self, former: str) -> None:
         host, _, port = self.coordinator.rpartition(":")
         self._session = AgentSession(self.agent, self._incarnation, self._timeouts, former=former)
-        self._client = AgentClient(self._session, self, (host, int(port)), self._job, self._credentials, lambda _: None)
+        self._client = AgentClient(self._session, self, (host, int(port)), self._job, self._credentials)
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reason = ""
 

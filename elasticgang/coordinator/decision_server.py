@@ -113,9 +113,8 @@ class CoordinatorServer:
         options: ServerOptions,
         log: Callable[[str], None],
         fail: Callable[[BaseException], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options, self._log, self._fail, self._clock = options, log, fail, clock
+        self._options, self._log, self._fail = options, log, fail
         self._jobs: dict[str, _Job] = {}
         self._ended: dict[str, tuple[bool, str]] = {}  # finished, or why it is lost (SERVE-FORGET)
         self._session_of: dict[Connection, tuple[_Job, int]] = {}
@@ -124,7 +123,7 @@ class CoordinatorServer:
         self._writes: set[asyncio.Task[None]] = set()
         self._order = asyncio.Lock()
         self._ticker: asyncio.TimerHandle | None = None
-        self._founds_at_s = clock() + options.founds_after_s
+        self._founds_at_s = time.monotonic() + options.founds_after_s
         self._has_failed = self._is_everywhere = False
         credentials = options.credentials
         self.listener = Listener(self, lambda job: credentials.key, log, (AGENT, OPERATOR), tls=credentials.tls)
@@ -268,7 +267,7 @@ class CoordinatorServer:
                 has_directory=directory is not None,
                 decision=kept.decision,
                 finished=kept.finished,
-                granted=directory is not None or (self._options.founds and self._clock() >= self._founds_at_s),
+                granted=directory is not None or (self._options.founds and time.monotonic() >= self._founds_at_s),
                 timeouts=self._options.timeouts,
                 everywhere=self._is_everywhere,
             )
@@ -281,7 +280,7 @@ class CoordinatorServer:
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
-        is_founding_due = self._options.founds and self._clock() >= self._founds_at_s
+        is_founding_due = self._options.founds and time.monotonic() >= self._founds_at_s
         for job in list(self._jobs.values()):
             self._handle(job, Ticked())
             if is_founding_due and not job.state.in_office and job.state.decision is None:
@@ -330,7 +329,7 @@ class CoordinatorServer:
 
     async def _probe(self, job: _Job, agent: str, address: str) -> None:
         host, _, port = address.rpartition(":")
-        began_s = self._clock()
+        began_s = time.monotonic()
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _PROBE_S)
         except ConnectionRefusedError:
@@ -352,7 +351,7 @@ class CoordinatorServer:
         job.is_busy = True
         try:
             while job.events and not self._has_failed:
-                self._carry_out(job, job.state.handle(job.events.popleft(), self._clock()))
+                self._carry_out(job, job.state.handle(job.events.popleft(), time.monotonic()))
             self._drop_keys(job)
         except Exception as error:  # SERVE-STOP
             self._stop_for(error)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from elasticgang.protocol.agent_session import AgentSession
@@ -38,11 +37,10 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.record import PROTOCOL, Report
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
-from elasticgang.session.connection import ClientConnection, Connection, connect
+from elasticgang.session.connection import ClientConnection, Connection, client_of, connect
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT, Identity
 from elasticgang.session.messages import decode_from_coordinator, encode
-from elasticgang.session.tls import TlsStream, name_to_check
 
 CONNECT_S = 2.0
 RETRY_S = 0.2
@@ -87,22 +85,16 @@ class AgentClient:
         address: tuple[str, int],
         job: str,
         credentials: Credentials,
-        log: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._session, self._owner, self._log, self._clock = session, owner, log, clock
+        self._session, self._owner = session, owner
         self._host, self._port = address
         self._identity = Identity(job, AGENT, PROTOCOL)
         self._credentials = credentials
-        self._name = name_to_check(self._host)
-        tls = credentials.tls
-        self._context = None if tls is None else tls.client_context(checks_name=self._name is not None)
         self._connection: ClientConnection | None = None
         self._dialer: asyncio.Task[None] | None = None
         self._ticker: asyncio.TimerHandle | None = None
         self._lost = asyncio.Event()
         self._is_stopped = False
-        self._last_reason = ""
         self.has_connected = False  # a connection was accepted at the address, by a coordinator or not
 
     def start(self) -> None:
@@ -137,7 +129,6 @@ class AgentClient:
     # -- the connection's `SessionUser`
 
     def opened(self, connection: Connection) -> None:
-        self._last_reason = ""
         self._handle(Connected(self._address))
 
     def received(self, connection: Connection, payload: bytes) -> None:
@@ -155,12 +146,13 @@ class AgentClient:
         if connection is not self._connection:
             return
         self._connection = None
-        self._say(f"the session with the coordinator at {self._address} ended: {reason or 'it was closed'}")
         if self._session.is_connected:
             self._handle(Disconnected())
         self._lost.set()
         if not self._is_stopped:
-            self._owner.disconnected(self._last_reason)
+            self._owner.disconnected(
+                f"the session with the coordinator at {self._address} ended: {reason or 'it was closed'}"
+            )
 
     # -- internal
 
@@ -171,7 +163,7 @@ class AgentClient:
     async def _dial(self) -> None:
         while not self._is_stopped and not self._session.is_ended:
             self._lost.clear()
-            began_s = self._clock()
+            began_s = time.monotonic()
             try:
                 await asyncio.wait_for(connect(self._connect, self._host, self._port), CONNECT_S)
                 self.has_connected = True
@@ -179,38 +171,23 @@ class AgentClient:
             except ConnectionRefusedError as error:
                 self._connection = None
                 every = f" ({error})" if error.errno is None else ""  # of several addresses
-                self._fail(f"nothing listens at {self._address}{every}")
+                self._owner.disconnected(f"nothing listens at {self._address}{every}")
                 self._handle(ConnectionRefused(self._address, began_s))
             except (OSError, asyncio.TimeoutError) as error:
                 self._connection = None
-                self._fail(f"the coordinator at {self._address} cannot be reached: {error!r}")
+                self._owner.disconnected(f"the coordinator at {self._address} cannot be reached: {error!r}")
             await asyncio.sleep(RETRY_S)
 
     def _connect(self) -> ClientConnection:
-        tls = self._credentials.tls
-        stream = None if self._context is None else TlsStream(self._context, is_server=False, name=self._name)
-        certificate = "" if tls is None else tls.path
-        self._connection = ClientConnection(
-            self, self._identity, self._credentials.key, tls=stream, certificate=certificate
-        )
+        self._connection = client_of(self, self._identity, self._credentials, self._host)
         return self._connection
-
-    def _fail(self, line: str) -> None:
-        self._say(line)
-        self._owner.disconnected(line)
-
-    def _say(self, line: str) -> None:
-        """Log `line`, unless it repeats the last one."""
-        if line != self._last_reason and not self._is_stopped:
-            self._last_reason = line
-            self._log(line)
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
         self._handle(Ticked())
 
     def _handle(self, event: SessionEvent) -> None:
-        for instruction in self._session.handle(event, self._clock()):
+        for instruction in self._session.handle(event, time.monotonic()):
             self._carry_out(instruction)
 
     def _carry_out(self, instruction: SessionInstruction) -> None:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from elasticgang.errors import WireError
 from elasticgang.session.addresses import distinct, failure_of
+from elasticgang.session.credentials import Credentials
 from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, body_frame
 from elasticgang.session.handshake import (
     MAX_HANDSHAKE_BYTES,
@@ -26,7 +27,7 @@ from elasticgang.session.handshake import (
     ServerHandshake,
     SessionKeys,
 )
-from elasticgang.session.tls import TlsStream, explain, looks_like_tls
+from elasticgang.session.tls import TlsStream, explain, looks_like_tls, name_to_check
 
 HANDSHAKE_S = 5.0
 MAX_UNSENT_BYTES = 32 << 20
@@ -249,11 +250,10 @@ class ClientConnection(Connection):
         user: SessionUser,
         identity: Identity,
         secret: bytes,
-        max_bytes: int = MAX_PAYLOAD_BYTES,
         tls: TlsStream | None = None,
         certificate: str = "",
     ) -> None:
-        super().__init__(user, max_bytes, tls, certificate)
+        super().__init__(user, MAX_PAYLOAD_BYTES, tls, certificate)
         self.identity = identity
         self._handshake = ClientHandshake(identity, secret, secrets.token_bytes(NONCE_BYTES))
         self._is_proved = False
@@ -273,6 +273,16 @@ class ClientConnection(Connection):
             return
         keys: SessionKeys = self._handshake.finish(body)
         self._open(keys.to_client, keys.to_server)
+
+
+def client_of(user: SessionUser, identity: Identity, credentials: Credentials, host: str) -> ClientConnection:
+    """A connection for the coordinator at `host` (TLS-NAME)."""
+    tls = credentials.tls
+    if tls is None:
+        return ClientConnection(user, identity, credentials.key)
+    name = name_to_check(host)
+    stream = TlsStream(tls.client_context(checks_name=name is not None), is_server=False, name=name)
+    return ClientConnection(user, identity, credentials.key, stream, tls.path)
 
 
 async def connect(make: Callable[[], ClientConnection], host: str, port: int) -> None:

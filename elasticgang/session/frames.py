@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Iterator
 
 from elasticgang.errors import WireError
 
@@ -32,11 +31,6 @@ class FrameBuffer:
 
     def feed(self, data: bytes) -> None:
         self._data += data
-
-    def bodies(self) -> Iterator[bytes]:
-        """The complete bodies. Raises WireError: a body is over the limit."""
-        while (body := self.next()) is not None:
-            yield body
 
     def next(self) -> bytes | None:
         """The next body; None until it is complete. Raises WireError: it is over the limit."""

@@ -7,11 +7,10 @@ import asyncio
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.coordinator_messages import GrantOffice, Refused
 from elasticgang.protocol.record import PROTOCOL
-from elasticgang.session.connection import ClientConnection, Connection, connect
+from elasticgang.session.connection import Connection, client_of, connect
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import OPERATOR, Identity
 from elasticgang.session.messages import decode_for_operator, encode
-from elasticgang.session.tls import client_stream
 
 
 class _Operator:
@@ -45,11 +44,7 @@ async def grant(host: str, port: int, job: str, credentials: Credentials, timeou
         OperationalError: the coordinator did not answer within `timeout_s`, or it refuses.
     """
     operator = _Operator()
-    stream = client_stream(credentials.tls, host)
-    certificate = "" if credentials.tls is None else credentials.tls.path
-    connection = ClientConnection(
-        operator, Identity(job, OPERATOR, PROTOCOL), credentials.key, tls=stream, certificate=certificate
-    )
+    connection = client_of(operator, Identity(job, OPERATOR, PROTOCOL), credentials, host)
     where = f"the coordinator at {host}:{port}"
     try:
         await asyncio.wait_for(connect(lambda: connection, host, port), timeout_s)

@@ -181,14 +181,6 @@ def name_to_check(host: str) -> str | None:
     return host
 
 
-def client_stream(tls: Tls | None, host: str) -> TlsStream | None:
-    """An agent's or an operator's end of a connection to the coordinator at `host`."""
-    if tls is None:
-        return None
-    name = name_to_check(host)
-    return TlsStream(tls.client_context(checks_name=name is not None), is_server=False, name=name)
-
-
 class TlsStream:
     """One end of a connection. The caller moves bytes between its socket and `receive` and `outgoing`, and sets the
     deadline of the handshake."""

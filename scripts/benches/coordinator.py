@@ -90,9 +90,7 @@ class SimulatedAgent:
         self._fresh: set[str] = set(self._members.values())
         self._is_ready = True
         session = AgentSession(self._name, incarnation=f"{number}")
-        self.client = AgentClient(
-            session, self, ("127.0.0.1", port), _JOB, credentials, lambda line: tell("said", line)
-        )
+        self.client = AgentClient(session, self, ("127.0.0.1", port), _JOB, credentials)
 
     def start(self) -> None:
         self.client.start()
@@ -173,7 +171,8 @@ class SimulatedAgent:
     def receive_keys(self, message: RendezvousKeys) -> None:
         raise AssertionError(message)
 
-    def disconnected(self, reason: str) -> None: ...
+    def disconnected(self, reason: str) -> None:
+        self._tell("said", reason)
 
 
 def agents_process(

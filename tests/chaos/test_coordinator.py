@@ -33,9 +33,7 @@ class Agent:
         host, _, port = address.rpartition(":")
         self.welcome: asyncio.Future[tuple[Welcome, str]] = asyncio.get_running_loop().create_future()
         self.refused = asyncio.Event()
-        self.client = AgentClient(
-            AgentSession("a", "incarnation"), self, (host, int(port)), "job", credentials, lambda line: None
-        )
+        self.client = AgentClient(AgentSession("a", "incarnation"), self, (host, int(port)), "job", credentials)
         self.client.start()
 
     def set_lease(self, until_s: float) -> None: ...

@@ -163,6 +163,25 @@ def test_a_word_for_a_job_without_agents_is_refused() -> None:
     play(test, Job())
 
 
+def test_a_word_for_a_job_whose_agents_are_away_is_refused() -> None:
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        await job.stop()
+        await b.client.stop()
+        job.founds = False
+        server = await job.start()
+        await until(lambda: (state := server.state_of("job")) is not None and state.decision is not None)
+        await a.client.stop()
+        state = server.state_of("job")
+        assert state is not None
+        await until(lambda: not state.sessions)
+        with pytest.raises(OperationalError, match="no agent of job job has a session with this coordinator"):
+            await word(job)
+        assert not state.in_office
+
+    play(test, Job())
+
+
 class Impostor:
     """An agent that gives the operator's word."""
 
@@ -250,10 +269,10 @@ def test_a_refusal_by_every_address_is_a_refusal_and_names_them(monkeypatch: pyt
 
         monkeypatch.setattr(agent.session, "handle", seen)
         address = ("coordinator.example", port)
-        client = AgentClient(agent.session, agent, address, "job", CREDENTIALS, agent.log.append)
+        client = AgentClient(agent.session, agent, address, "job", CREDENTIALS)
         client.start()
-        await asyncio.wait_for(until(lambda: agent.log), DEADLINE_S)
-        assert agent.log == [
+        await asyncio.wait_for(until(lambda: agent.reasons), DEADLINE_S)
+        assert agent.reasons[:1] == [
             f"nothing listens at coordinator.example:{port} (every address refuses: 127.0.0.1: Connection refused; "
             "127.0.0.2: Connection refused)"
         ]

@@ -53,7 +53,6 @@ class Agent:
         self.leases: list[float] = []
         self.hosts: list[str] = []
         self.reasons: list[str] = []
-        self.log: list[str] = []
         self.is_ready = True
         self.killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.has_event = asyncio.Event()
@@ -62,7 +61,7 @@ class Agent:
         self._connect(port)
 
     def _connect(self, port: int) -> None:
-        self.client = AgentClient(self.session, self, ("127.0.0.1", port), self.job, self._credentials, self.log.append)
+        self.client = AgentClient(self.session, self, ("127.0.0.1", port), self.job, self._credentials)
 
     def restart(self, port: int) -> None:
         """After its client was stopped."""
@@ -338,7 +337,7 @@ def test_a_second_process_with_the_id_of_a_member_is_refused() -> None:
 def test_an_agent_without_the_secret_is_not_heard() -> None:
     async def test(job: Job) -> None:
         wrong = job.add("x", credentials=Credentials(Secret(b"another secret of it")))
-        while not any("ended" in line for line in wrong.log):
+        while not any("ended" in line for line in wrong.reasons):
             await asyncio.sleep(0.02)
         await found(job)
         assert wrong.events == []

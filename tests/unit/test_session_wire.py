@@ -51,7 +51,7 @@ def first_record(*agents: str) -> Record:
 def bodies(data: bytes, limit: int = 1 << 20) -> list[bytes]:
     buffer = FrameBuffer(limit)
     buffer.feed(data)
-    return list(buffer.bodies())
+    return list(iter(buffer.next, None))
 
 
 def test_frames_arrive_as_they_were_sent() -> None:
@@ -60,7 +60,7 @@ def test_frames_arrive_as_they_were_sent() -> None:
     buffer, found = FrameBuffer(1 << 20), []
     for at in range(0, len(stream), 7):
         buffer.feed(stream[at : at + 7])
-        found += [reader.payload(body) for body in buffer.bodies()]
+        found += [reader.payload(body) for body in iter(buffer.next, None)]
     assert found == [b"one", b"", b"three" * 1000]
     assert buffer.num_bytes == 0
 
@@ -105,7 +105,7 @@ def test_random_bytes_are_refused_and_bounded() -> None:
             for _ in range(50):
                 buffer.feed(source.randbytes(source.randint(1, 400)))
                 assert buffer.num_bytes <= 4096 + 4 + 400
-                for body in buffer.bodies():
+                for body in iter(buffer.next, None):
                     reader.payload(body)
 
 
