@@ -170,6 +170,10 @@ def _keep_office_at_a_term(self: CoordinatorState, term: Term) -> Any:
     return out
 
 
+def _learn_higher_numbers(self: CoordinatorState, term: Term) -> Any:
+    return _learn_term(self, term) if term.number > self.number else []
+
+
 def _keep_office_at_a_decision(self: CoordinatorState, decision: Decision) -> Any:
     granted = self.granted
     out = _learn(self, decision)
@@ -253,5 +257,6 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a report is sent once": ((AgentSession, "_welcome", _report_once),),
     "the end of the job is told once": ((AgentSession, "_connected", _finish_once),),
     "what is lost stays lost": ((CoordinatorState, "_reconsider", _always(None)),),
+    "equal numbers are one term": ((CoordinatorState, "_learn_term", _learn_higher_numbers),),
     "the end of a generation is told once": ((AgentSession, "_connected", _over_once),),
 }

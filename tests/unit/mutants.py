@@ -17,6 +17,7 @@ from elasticgang.protocol.agent_events import (
     Fail,
     Fence,
     Instruction,
+    NotStarted,
     Started,
     StartRank,
     StopHelpers,
@@ -25,11 +26,17 @@ from elasticgang.protocol.agent_lifecycle import AgentLifecycle
 from elasticgang.protocol.commit import Action, Attempt, Fate, Standing, action, resolve
 from elasticgang.protocol.member_instructions import Do
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Next, Routine
-from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
+from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat, Undecided
 from tests.unit.coordinator_mutants import COORDINATOR_MUTANTS
 
 Patch = tuple[object, str, Any]
 
+_recover = recovery._recover
+_roll_back = recovery._roll_back
+_begin_apply = member_state.MemberState.begin_apply
+_count = member_state.MemberState.count
+_answered = agent_state.AgentState._record_answered
+_not_started = AgentLifecycle._not_started
 _enter = member_state.MemberState.enter
 _left = agent_state.AgentState._member_left
 _report = agent_state.AgentState.report
@@ -76,6 +83,24 @@ def _resolve_untold(
     return resolve(recorded, generation, present)
 
 
+def _resolve_any_generation(
+    recorded: Attempt, generation: int, present: Collection[Standing], known: Iterable[Attempt] = ()
+) -> Fate:
+    told = [*known, *(standing.tip for standing in present if standing.tip is not None)]
+    return resolve(max((recorded, *told)), generation, present, known)
+
+
+def _recover_under_one_name(record: Record, *given: Any) -> Any:
+    state = _recover(record, *given)
+    is_new = isinstance(state, recovery.CommittedState) and state.designated
+    return recovery.CommittedState(record.committed, designated=True) if is_new else state
+
+
+def _roll_back_in_silence(*given: Any) -> Any:
+    state = _roll_back(*given)
+    return replace(state, rolled_back=False) if isinstance(state, recovery.CommittedState) else state
+
+
 def _holds_any_part(member: MemberReport, committed: Attempt, _: object) -> bool:
     return member.holds is not None and action(member.tip, member.pending, committed) is not Action.HEAL
 
@@ -96,6 +121,20 @@ def _enter_and_forget_part(self: member_state.MemberState, record: Record, seat:
         self.holds = None
 
 
+def _begin_apply_as_if_whole(self: member_state.MemberState) -> Attempt:
+    tip = self.tip
+    attempt = _begin_apply(self)
+    self.torn, self.tip = False, tip
+    return attempt
+
+
+def _count_own_alone(self: member_state.MemberState, attempt: Attempt, sums: Sequence[float], draining: bool) -> Any:
+    active = set(self.active)
+    outcome = _count(self, attempt, sums, draining)
+    self.active = active | (self.active & {self.member})
+    return outcome
+
+
 def _may_always_ask(self: agent_state.AgentState) -> bool:
     return bool(self._in(agent_state._Phase.REQUESTING)) and not (
         self.record is None and self._waits_for_start and self._is_starting()
@@ -104,6 +143,14 @@ def _may_always_ask(self: agent_state.AgentState) -> bool:
 
 def _left_in_order(self: agent_state.AgentState, member: str, finished: bool, _: bool) -> list[Instruction]:
     return _left(self, member, finished, True)
+
+
+def _abort_for_a_newcomer(self: agent_state.AgentState) -> list[Instruction]:
+    return self._abort("a rank joins")
+
+
+def _answered_for_the_last_step(self: agent_state.AgentState, answer: Any) -> list[Instruction]:
+    return [] if isinstance(answer, Undecided) and not answer.refused else _answered(self, answer)
 
 
 def _plan_whoever_holds(*given: Any, holds: object, **others: Any) -> Plan:
@@ -140,6 +187,11 @@ def _start_all(self: AgentLifecycle) -> list[AgentInstruction]:
 
 def _num_coming_but_restarts(self: AgentLifecycle) -> int:
     return (self._forking is not None) + len(self._to_start)
+
+
+def _try_the_first_start_again(self: AgentLifecycle, event: NotStarted) -> list[AgentInstruction]:
+    self._has_started_all = True
+    return _not_started(self, event)
 
 
 def _without(timer: str) -> Callable[[AgentLifecycle], dict[str, float]]:
@@ -216,9 +268,22 @@ def _in_doubt_goes_on(_: MemberLifecycle) -> Routine[None]:
     yield from ()
 
 
+def _vote_alone(self: MemberLifecycle, attempt: Attempt, total: float = 0.0, measured: Sequence[float] = ()) -> Any:
+    yield do.MakeReady(total, tuple(measured))
+    return True
+
+
+def _do_not_heal(_: MemberLifecycle, __: object) -> Routine[None]:
+    yield from ()
+
+
 def _leaves_at_once(self: MemberLifecycle, num_steps: int) -> Next:
     self._may_leave = True
     return _at_boundary(self, num_steps)
+
+
+def _nothing(*_: object) -> list[Any]:
+    return []
 
 
 def _always(value: object) -> Callable[..., Any]:
@@ -263,6 +328,22 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "an agent rejoins at once": ((AgentLifecycle, "_fence", _rejoins_at_once),),
     "failed starts never give up": ((agent_state, "_MAX_NOT_STARTED", 1_000),),
     "all leave in order": ((agent_state.AgentState, "_member_left", _left_in_order),),
+    "no witness is needed": ((next_record, "without_witness", _always(None)),),
+    "what was given up counts": ((recovery, "resolve", _resolve_any_generation),),
+    "the first state has one name": ((recovery, "_recover", _recover_under_one_name),),
+    "a rollback is not said": ((recovery, "_roll_back", _roll_back_in_silence),),
+    "draining members count like others": ((next_record, "_draining_members", _always(())),),
+    "a torn state is whole": ((member_state.MemberState, "begin_apply", _begin_apply_as_if_whole),),
+    "each learner is active for itself": ((member_state.MemberState, "count", _count_own_alone),),
+    "a step commits without a vote": ((MemberLifecycle, "_vote", _vote_alone),),
+    "the last holder leaves": ((member_state.MemberState, "_may_leave", _always(True)),),
+    "learners do not heal": ((MemberLifecycle, "_heal", _do_not_heal),),
+    "a death ends no generation": ((agent_state.AgentState, "_abort", _nothing),),
+    "a newcomer ends the generation": ((agent_state.AgentState, "_notice_join", _abort_for_a_newcomer),),
+    "ranks that start are not waited for": ((agent_state.AgentState, "waits_for_start", False),),
+    "the last step is waited for": ((agent_state.AgentState, "_record_answered", _answered_for_the_last_step),),
+    "a first start is tried again": ((AgentLifecycle, "_not_started", _try_the_first_start_again),),
+    "a grace period does not end": ((AgentLifecycle, "timers", _without("grace")),),
     "learners never decide": ((recovery, "resolve", _resolve_without_learners),),
     **COORDINATOR_MUTANTS,
 }
@@ -270,13 +351,8 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
 
 # Those that no story shows, and how many random schedules find each, at most (see tests/integration/test_mutants.py).
 FOUND = {
-    "a rank prepares whoever failed": 40,
-    "a script that has raised is waited for": 200,
-    "an agent that ends starts ranks": 400,
-    "directories and promises are mixed": 600,
-    "office is kept at a higher term": 40,
+    "equal numbers are one term": 40,
     "reports of earlier generations count": 40,
-    "what was told does not count": 600,
 }
 
 
