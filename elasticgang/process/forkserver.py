@@ -11,6 +11,8 @@ FORK-3  When the owner dies, for whatever reason, the server kills every process
     the owner's pidfd, which no other process can inherit by accident.
 FORK-4  After a late answer or an error, a connection is closed and never used again: the next answer on it could belong
     to an earlier request.
+FORK-5  The server moves its memory to huge pages before the first fork: afterwards its children would keep the former
+    pages besides.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elasticgang.errors import OperationalError
+from elasticgang.process import huge_pages
 
 # numpy's OpenBLAS would start its threads on import (FORK-1). torch's own threads start at the first parallel
 # operation.
@@ -215,6 +218,7 @@ def main(argv: Sequence[str]) -> int:
 
     gc.collect()
     gc.freeze()  # a garbage collection in a child then does not copy the shared pages
+    huge_pages.collapse()  # FORK-5
     control.send(b"{}")
     task = _Server(control, owner).serve()
     if task is None:

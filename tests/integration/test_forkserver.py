@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +24,16 @@ from tests.support import REPOSITORY, wait_dead, wait_until
 CHILDREN = "tests.integration.children"
 GUARD_S = 20.0
 AT_ONCE_S = 1.0  # as the issue promises
+
+
+def can_collapse() -> bool:
+    memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:: 4 << 10] = bytes(len(memory) // (4 << 10))
+    try:
+        memory.madvise(25, 2 << 20, 4 << 20)  # MADV_COLLAPSE
+    except OSError:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -120,6 +132,20 @@ def test_a_child_for_a_group_that_is_gone_ends_without_a_word(capfd: pytest.Capt
     assert end(server.spawn(f"{CHILDREN}:sleep", {}, group=leader.pid)) == 1
     server.close()
     assert capfd.readouterr() == ("", "")
+
+
+# FORK-5
+@pytest.mark.skipif(not can_collapse(), reason="this kernel does not collapse pages on request")
+def test_memory_that_was_imported_is_in_huge_pages() -> None:
+    server = ForkServer(preload=("tests.integration.holds_memory",), env={"PYTHONPATH": str(REPOSITORY)})
+    server.wait_ready()
+    huge_kb = [
+        int(line.split()[1])
+        for line in Path(f"/proc/{server.process.pid}/smaps_rollup").read_text().splitlines()
+        if line.startswith("AnonHugePages:")
+    ]
+    server.close()
+    assert sum(huge_kb) >= 8 << 10
 
 
 def test_a_second_connection_works_by_itself(quick: ForkServer) -> None:
