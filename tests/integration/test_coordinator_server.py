@@ -278,6 +278,26 @@ def test_training_goes_on_without_a_coordinator_and_the_job_after_its_restart(tm
     play(test, Job(tmp_path / "state"))
 
 
+# CONTROL-1
+def test_a_report_is_sent_again_to_a_restarted_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "QUICK", replace(QUICK, lost_after_s=DEADLINE_S))
+
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        await b.client.stop()
+        a.end_generation()
+        assert job.server is not None
+        state = job.server.state_of("job")
+        while state is None or "a" not in state.reports():
+            await asyncio.sleep(0.01)
+        await job.stop()
+        await job.start()
+        b.restart(job.port)
+        assert (await a.next()).digest == (await b.next()).digest
+
+    play(test, Job(tmp_path / "state"))
+
+
 def test_without_a_directory_a_restarted_coordinator_waits_for_every_promise() -> None:
     async def test(job: Job) -> None:
         a, b = await found(job)
@@ -338,8 +358,9 @@ def test_a_session_that_breaks_in_the_midst_of_a_broadcast_is_handled_after_it(m
                 await receiver.has_event.wait()
                 receiver.has_event.clear()
         assert num_received > 10
-        assert isinstance(receiver.events[-1], PeerMessage)
         await receiver.next()
+        kinds = [type(event) for event in receiver.events if not isinstance(event, agent_events.PeerNotice)]
+        assert kinds == [PeerMessage] * num_received + [agent_events.RecordAnswered]
 
     with contextlib.ExitStack() as sockets:
         play(test, Job())
