@@ -14,6 +14,7 @@ import pytest
 
 from elasticgang.agent import control_plane
 from elasticgang.agent.control_plane import ControlPlane, Limits
+from elasticgang.coordinator.decision_server import EXITED_S
 from elasticgang.coordinator.server import CoordinatorOptions, ReservedPort, serve
 from elasticgang.errors import OperationalError
 from elasticgang.layout import ParallelLayout
@@ -275,6 +276,22 @@ def test_successors_of_another_agent_count_while_there_is_a_session() -> None:
     play(story)
 
 
+# CONTROL-2
+def test_waits_and_failures_are_told_again_in_a_new_session() -> None:
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        await coordinator.stop()
+        for host in (one, other):
+            await host.until(lambda host=host: "coordinator unreachable" in host.logged)  # type: ignore[misc]
+        one.control_plane.broadcast_failed("a1", 1, 5)
+        one.control_plane.broadcast_blocked_on([["a0", 1, None, 3]])
+        await coordinator.start(founds=False)
+        await other.until(lambda: other.waits == [["a0", 1, None, 3]])  # after the failure
+        other.handle(Exited("b1", 1, raised=True, step=5))
+        assert other.said[-1].endswith("rank 1 exited with code 1 in step 5, in which rank 1 of agent a had failed too")
+
+    play(story, max_restarts=3)
+
+
 def test_waits_reach_the_other_agent_and_what_is_none_is_dropped() -> None:
     async def story(_: Coordinator, one: Host, other: Host) -> None:
         one.control_plane.broadcast_blocked_on([["a0", 1, None, 3]])
@@ -283,7 +300,7 @@ def test_waits_reach_the_other_agent_and_what_is_none_is_dropped() -> None:
     play(story)
 
 
-# CONTROL-3
+# CONTROL-3, SERVE-EXITED
 def test_an_agent_whose_process_is_gone_is_lost_long_before_its_lease_is_over() -> None:
     async def run() -> None:
         coordinator = Coordinator()
@@ -298,7 +315,8 @@ def test_an_agent_whose_process_is_gone_is_lost_long_before_its_lease_is_over() 
             process.wait()
             began_s = asyncio.get_running_loop().time()
             await one.enters(2)
-            assert asyncio.get_running_loop().time() - began_s < JOB_TIMEOUTS.lease_s / 2
+            took_s = asyncio.get_running_loop().time() - began_s
+            assert EXITED_S <= took_s < JOB_TIMEOUTS.lease_s / 2
             assert "host lost" in one.logged
             assert one.state.record is not None
             assert one.state.record.agents == ("a",)
@@ -310,6 +328,21 @@ def test_an_agent_whose_process_is_gone_is_lost_long_before_its_lease_is_over() 
             coordinator.close()
 
     asyncio.run(run())
+
+
+# CONTROL-4
+def test_an_agent_is_told_of_nothing_before_it_begins() -> None:
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        one.control_plane.broadcast_finished()
+        await other.until(lambda: other.state.finished)
+        late = Host("c", coordinator.address)
+        await late.control_plane.open()  # the first message says so
+        assert not late.state.finished
+        late.control_plane.begin()
+        assert late.state.finished
+        await late.stop()
+
+    play(story)
 
 
 # CONTROL-5

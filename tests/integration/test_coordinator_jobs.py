@@ -257,10 +257,29 @@ def test_a_refusal_by_every_address_is_a_refusal_and_names_them(monkeypatch: pyt
         return [found for each in ("127.0.0.1", "127.0.0.2") for found in resolve(each, *arguments, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", two)
+    reasons, has_refused = dial("coordinator.example", port, monkeypatch)
+    assert reasons[0] == (
+        f"nothing listens at coordinator.example:{port} (every address refuses: 127.0.0.1: Connection refused; "
+        "127.0.0.2: Connection refused)"
+    )
+    assert has_refused
+
+
+# CLIENT-REFUSED
+def test_an_address_that_cannot_be_reached_has_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons, has_refused = dial("255.255.255.255", 9, monkeypatch)
+    assert reasons[0].startswith("the coordinator at 255.255.255.255:9 cannot be reached: OSError")
+    assert not has_refused
+
+
+def dial(host: str, port: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], bool]:
+    """What an agent is told of two attempts to connect, and whether they count as refused."""
+    reasons: list[str] = []
+    events: list[Any] = []
 
     async def run() -> None:
         agent = Agent("a", port)
-        events: list[Any] = []
+        agent.reasons = reasons
         handle = agent.session.handle
 
         def seen(event: Any, now_s: float) -> Any:
@@ -268,15 +287,10 @@ def test_a_refusal_by_every_address_is_a_refusal_and_names_them(monkeypatch: pyt
             return handle(event, now_s)
 
         monkeypatch.setattr(agent.session, "handle", seen)
-        address = ("coordinator.example", port)
-        client = AgentClient(agent.session, agent, address, "job", CREDENTIALS)
+        client = AgentClient(agent.session, agent, (host, port), "job", CREDENTIALS)
         client.start()
-        await asyncio.wait_for(until(lambda: agent.reasons), DEADLINE_S)
-        assert agent.reasons[:1] == [
-            f"nothing listens at coordinator.example:{port} (every address refuses: 127.0.0.1: Connection refused; "
-            "127.0.0.2: Connection refused)"
-        ]
-        await asyncio.wait_for(until(lambda: any(isinstance(each, ConnectionRefused) for each in events)), DEADLINE_S)
+        await asyncio.wait_for(until(lambda: len(reasons) == 2), DEADLINE_S)
         await client.stop()
 
     asyncio.run(run())
+    return reasons, any(isinstance(event, ConnectionRefused) for event in events)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import (
     EndGeneration,
     Goodbye,
+    Hello,
     Notify,
     PeerMessage,
     Term,
@@ -29,9 +33,12 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Undecided
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
+from elasticgang.session import connection as connections
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials
+from elasticgang.session.handshake import AGENT
 from elasticgang.session.secret import Secret
+from tests.chaos.attacked import Session
 
 DEADLINE_S = 60.0
 # Fast, so that a silent agent is lost within the test; the inequalities of `Timeouts` hold.
@@ -220,6 +227,7 @@ def test_a_large_record_is_pushed_as_a_delta(monkeypatch: pytest.MonkeyPatch) ->
         assert second.digest == same.digest
         assert (len(first.seats), len(second.seats)) == (800, 799)
         assert job.server.num_bytes_sent - before < 2 * 2000 < len(second.text)
+        assert a.reasons == b.reasons == []  # both have understood it
 
     play(test, Job())
 
@@ -270,6 +278,26 @@ def test_training_goes_on_without_a_coordinator_and_the_job_after_its_restart(tm
     play(test, Job(tmp_path / "state"))
 
 
+# CONTROL-1
+def test_a_report_is_sent_again_to_a_restarted_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "QUICK", replace(QUICK, lost_after_s=DEADLINE_S))
+
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        await b.client.stop()
+        a.end_generation()
+        assert job.server is not None
+        state = job.server.state_of("job")
+        while state is None or "a" not in state.reports():
+            await asyncio.sleep(0.01)
+        await job.stop()
+        await job.start()
+        b.restart(job.port)
+        assert (await a.next()).digest == (await b.next()).digest
+
+    play(test, Job(tmp_path / "state"))
+
+
 def test_without_a_directory_a_restarted_coordinator_waits_for_every_promise() -> None:
     async def test(job: Job) -> None:
         a, b = await found(job)
@@ -303,6 +331,39 @@ def test_the_operators_word_takes_office() -> None:
         assert (await job.agents[0].next()).generation == 1
 
     play(test, Job(founds=False))
+
+
+# SERVE-ORDER
+def test_a_session_that_breaks_in_the_midst_of_a_broadcast_is_handled_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job is founded once the agent that does not read is cut off: the others get the message first."""
+    monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr(sys.modules[__name__], "QUICK", replace(QUICK, founding_s=DEADLINE_S, lost_after_s=DEADLINE_S))
+    message = Notify(PeerMessage("topic", "x" * 100_000))
+
+    async def test(job: Job) -> None:
+        stuck = await asyncio.to_thread(Session, job.port, CREDENTIALS.key, AGENT, "job")
+        sockets.callback(stuck.sock.close)
+        stuck.send(Hello("stuck", "incarnation", 1))
+        assert job.server is not None
+        while (state := job.server.state_of("job")) is None or not state.sessions:
+            await asyncio.sleep(0.01)
+        sender, receiver = job.add("a"), job.add("b")
+        while not (sender.hosts and receiver.hosts):
+            await asyncio.sleep(0.01)
+        num_received = 0
+        while len(state.sessions) == 3:
+            sender.client.notify(message)
+            num_received += 1
+            while sum(isinstance(event, PeerMessage) for event in receiver.events) < num_received:
+                await receiver.has_event.wait()
+                receiver.has_event.clear()
+        assert num_received > 10
+        await receiver.next()
+        kinds = [type(event) for event in receiver.events if not isinstance(event, agent_events.PeerNotice)]
+        assert kinds == [PeerMessage] * num_received + [agent_events.RecordAnswered]
+
+    with contextlib.ExitStack() as sockets:
+        play(test, Job())
 
 
 def test_jobs_are_apart() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import resource
 import socket
 import struct
 from collections.abc import Callable, Coroutine
@@ -130,6 +132,41 @@ def test_a_rank_without_a_seat_puts_no_key() -> None:
         await aside(seated.set, "0", "true")
         assert await aside(seated.get, "0") == b"true"
         assert host.lines == []
+
+    play(test)
+
+
+# DOOR-4
+def test_a_connection_waits_while_the_agent_has_no_free_descriptor() -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "a/1")
+        host.rendezvous.begin(record, "a")
+        other = store(host.client("a/1"), record)
+        await aside(other.set, "1", "one")
+        connection = host.connect("a/0")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            for _ in range(5):  # the loop sees the connection
+                await asyncio.sleep(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        host.clients.append(AgentStoreClient(connection))
+        assert await aside(store(host.clients[-1], record).get, "1") == b"one"
+
+    play(test)
+
+
+def test_the_late_end_of_an_older_generation_ends_no_wait() -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "a/1", generation=2)
+        host.rendezvous.begin(record, "a")
+        mine, other = store(host.client("a/0"), record), store(host.client("a/1"), record)
+        await aside(mine.set, "0", "zero")
+        host.rendezvous.end(1)
+        assert await aside(other.get, "0") == b"zero"
 
     play(test)
 
