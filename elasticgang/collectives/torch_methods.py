@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Sequence
+from copy import copy as copied
 from datetime import timedelta
 from typing import Any
 
@@ -16,70 +16,94 @@ from torch.futures import Future
 from elasticgang.collectives import torch_calls
 from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.group_backend import BackendQueries
-from elasticgang.collectives.table import check_reduction
+from elasticgang.collectives.table import check_reduction, copy
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.untraced import leave_untraced
-from elasticgang.collectives.work import Work
+from elasticgang.collectives.work import Outcome, TorchsWork, Work
 from elasticgang.errors import InvalidOperationError, StepAborted
+from elasticgang.torch_private import source_rank
 
 
 class TorchWork(TorchWorkBase):
-    """One call of a group. Its future resolves to the call's result, when all its parts have completed."""
+    """The work of one call of a process group. Its future resolves to the call's result once all parts have completed.
+
+    On CUDA, `wait` orders the current stream after the parts, and the future orders the streams of its users.
+    """
 
     def __init__(self, works: Sequence[Work], call: Call, owner: object = None) -> None:
-        """`owner`: kept as long as the work is. Its future keeps neither."""
+        """`owner`: lives as long as the work. Futures refer to neither."""
         super().__init__()
         self._owner = owner
         self._works = works
         self._call = call
-        self._parts: list[Future[bool]] | None = None  # the works' futures, once somebody wants them
+        self._parts: list[Future[bool]] | None = None  # the works' futures, once they are needed
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises StepAborted when the call's result had to be exact and the group was poisoned."""
-        seconds = timeout.total_seconds() if timeout else None  # C++ callers give 0 for none
-        completed = [work.wait(seconds) for work in self._works]  # all of them, also after one that did not complete
-        _check(self._call, all(completed), self._works)
+        """Raises StepAborted: the result has to be exact, and the group was poisoned."""
+        seconds = timeout.total_seconds() if timeout else None  # C++ callers pass 0 for none
+        completed = [work.wait(seconds) for work in self._works]  # all of them, even if one did not complete
+        _check(self._call, all(completed), [work.find_reason() for work in self._works])
         return True
 
     def get_future(self) -> Future[Any]:
-        """An error in it is an error to C++ too; to Python it is a RuntimeError that names the error."""
+        """C++ sees an error as an error. Python sees it as a RuntimeError that names it."""
+        tensors = [tensor for part in self._call.parts for tensor in (*part.outputs, *part.inputs)]
+        devices: set[Any] = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        if devices:
+            return self._future_after(Future(devices=list(devices)))
         parts, call = self._futures(), self._call
+        reasons = [work.find_reason() for work in self._works]
 
         def finish(_: Future[Any]) -> list[Any]:
-            try:  # not of the future's own list, which has no errors
+            try:  # not the value of the combined future, which has no errors
                 completed = all(part.value() for part in parts)
             except Exception as error:
-                failure = copy.copy(error.with_traceback(None))  # as `follow` says: what is raised has this frame
+                failure = copied(error.with_traceback(None))  # see `follow`: a raised error has this frame
             else:
-                _check(call, completed)
+                _check(call, completed, reasons)
                 return call.result
             raise failure
 
         return torch.futures.collect_all(parts).then(finish)
+
+    def _future_after(self, queued: Future[Any]) -> Future[Any]:
+        """The future of works on a device. `queued`: a future of that device, completed when all parts are queued."""
+        ended = TorchWork(self._works, self._call)
+
+        def finish(_: Future[Any]) -> list[Any]:  # on a stream of torch, after which it orders its users' streams
+            return ended.result()
+
+        following: Future[Any] = queued.then(finish)
+        torch.futures.collect_all(self._futures()).add_done_callback(lambda _: queued.set_result(None))
+        return following
 
     def result(self) -> list[Any]:
         self.wait()
         return self._call.result
 
     def _source_rank(self) -> int:
-        """Which rank of the group sent what was received. Only of a `recv` that has completed.
+        """The rank that sent the received message, after the completion of a receive.
 
         Raises:
-            RuntimeError: it is no `recv`.
+            RuntimeError: the call is not a receive.
+            StepAborted: the group was poisoned, and nothing was received.
         """
+        reason = next((work.reason for work in self._works if work.reason), None)
+        if reason is not None:
+            raise StepAborted(f"nothing was received: {reason}")
         return torch_calls.source_of(self._call)
 
     source_rank = _source_rank
 
     def is_completed(self) -> bool:
-        return all(future.done() for future in self._futures())
+        return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        for work, future in zip(self._works, self._futures(), strict=True):
-            if future.done():
+        for work in self._works:
+            if work.is_completed():
                 try:
                     work.wait()
                 except Exception as exc:
@@ -95,12 +119,23 @@ class TorchWork(TorchWorkBase):
         return self._parts
 
 
-def _check(call: Call, completed: bool, works: Sequence[Work] = ()) -> None:
+def adapted(
+    work: Any, call: Call, owner: object = None, *, outcome: Outcome | None = None, waits_in_thread: bool = False
+) -> TorchWork:
+    """The `TorchWork` of `call` over `work`, a work of any process group. `outcome`: swallows its errors.
+    `waits_in_thread`: see `TorchsWork`."""
+    part, source = TorchsWork(work, waits_in_thread=waits_in_thread), call.source
+    if source is not None:
+        part.then(lambda: copy(torch.tensor([source_rank(work)]), source))
+    if outcome is not None:
+        part.swallowing(lambda: outcome)
+    return TorchWork([part], call, owner)
+
+
+def _check(call: Call, completed: bool, reasons: Sequence[Callable[[], str | None]]) -> None:
     if call.is_exact and not completed:
-        reason = next((f": {work.reason}" for work in works if work.reason), "")
-        raise StepAborted(
-            f"the generation ended before the call was complete, and nothing else than its result will do{reason}"
-        )
+        why = next((reason for find in reasons if (reason := find())), "the generation has ended")
+        raise StepAborted(f"a call whose result has to be exact was not completed: {why}")
 
 
 def _collective(name: str, form: Callable[..., Call]) -> Callable[..., Any]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from torch.futures import Future
-
-from elasticgang.errors import GangError
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
@@ -42,7 +41,7 @@ class _Ending:
                 finally:
                     self.steps = []
 
-    def fail(self, error: GangError) -> None:
+    def fail(self, error: Exception) -> None:
         """Raises `error` unless it is swallowed."""
         if self.swallow is None:
             raise error
@@ -63,6 +62,7 @@ class Work:
 
     _ending: _Ending | None = None
     _reason: str | None = None
+    _polled: Future[bool] | None = None
 
     def __init__(self, reason: str | None = None) -> None:
         """`reason`: why the collective of a poisoned gang was not sent; None: there was nothing to send."""
@@ -82,12 +82,18 @@ class Work:
             return False
         try:
             completed = self._wait(timeout)
-        except GangError as error:
+        except Exception as error:
             ending.fail(error)
             return False
         if completed:
             ending.complete()
         return completed
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        if self._polled is None:
+            self._polled = self.get_future()
+        return self._polled.done()
 
     def get_future(self) -> Future[bool]:
         """A future of the value or error of `wait`."""
@@ -96,7 +102,7 @@ class Work:
         def finish(future: Future[Any]) -> bool:
             try:
                 completed = future.value() is not False
-            except GangError as error:
+            except Exception as error:
                 if ending is None:
                     raise
                 ending.fail(error.with_traceback(None))
@@ -110,7 +116,12 @@ class Work:
     @property
     def reason(self) -> str | None:
         """Why the collective failed, where errors are swallowed; None if it has not failed."""
-        return self._reason or (None if self._ending is None else self._ending.reason)
+        return self.find_reason()()
+
+    def find_reason(self) -> Callable[[], str | None]:
+        """A function that returns `reason` and does not refer to this work, for futures."""
+        reason, ending = self._reason, self._ending
+        return lambda: reason or (None if ending is None else ending.reason)
 
     def then(self, step: Callable[[], None] | None) -> Work:
         """Add a step to run after completion (None: no step), and return this work. The first thread that learns of the
@@ -139,6 +150,27 @@ class Work:
         """The backend's future. It resolves to a value other than False when the collective has completed."""
         future: Future[Any] = Future()
         future.set_result(self._reason is None)
+        return future
+
+
+class TorchsWork(Work):
+    """A work of torch or torchft, of any process group. Its errors are those of torch."""
+
+    def __init__(self, work: Any, *, waits_in_thread: bool = False) -> None:
+        """`waits_in_thread`: of works without a future, or whose future's callbacks must not block (`waited_for`)."""
+        self._work, self._waits_in_thread = work, waits_in_thread
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def _wait(self, timeout: float | None) -> bool:
+        _ = self._work.wait() if timeout is None else self._work.wait(timedelta(seconds=timeout))
+        return True
+
+    def _future(self) -> Future[Any]:
+        if self._waits_in_thread:
+            return waited_for(self._work.wait)
+        future: Future[Any] = self._work.get_future()
         return future
 
 

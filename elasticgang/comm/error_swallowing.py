@@ -18,17 +18,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from torch._C._distributed_c10d import Work as TorchWorkBase
-from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
 from elasticgang.collectives.collective import Collective, writing
 from elasticgang.collectives.table import TABLE
 from elasticgang.collectives.torch_calls import Call
-from elasticgang.collectives.torch_methods import CollectiveMethods
+from elasticgang.collectives.torch_methods import CollectiveMethods, TorchWork, adapted
 from elasticgang.collectives.work import Work
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
-from elasticgang.torch_private import device_types, source_rank
+from elasticgang.torch_private import device_types
 
 MISUSE = (ValueError, TypeError, InvalidOperationError, NotSupportedError)
 
@@ -43,94 +41,45 @@ class Swallower(Protocol):
 
 
 class Outcome:
-    """What becomes of one collective. It keeps no group alive: futures have it until their end."""
+    """The result of one failed call. It does not keep the group alive, because futures refer to it."""
 
-    def __init__(self, pg: Swallower, configuration: object, call: Call, why: Exception | None) -> None:
-        """`why` it was not sent, if it was not."""
-        self.call = call
-        self._pg = weakref.ref(pg)
-        self._configuration = configuration
+    def __init__(self, pg: Swallower, configuration: object, call: Call, why: Exception | None = None) -> None:
+        """`why`: the error for which the call was not sent; None if it was sent."""
+        self._pg, self._configuration, self._call = weakref.ref(pg), configuration, call
         self._keeps_in_place = why is not None or getattr(pg.parent, "keeps_in_place", False)
         self._lock = threading.Lock()
-        self._error = why
-        self.has_failed = False
+        self._is_resolved = False
 
     def report(self, error: Exception) -> None:
-        """SWALLOW-1: of the present configuration alone."""
-        self._error = self._error or error
+        """Record the error in the group, if the group has still the call's configuration (SWALLOW-1)."""
         pg = self._pg()
         if pg is not None:
             pg._report(self._configuration, error)
 
     def resolve(self) -> None:
-        """SWALLOW-2 and SWALLOW-3, once."""
+        """Write the outputs (SWALLOW-2), once."""
         with self._lock:
-            first, self.has_failed = not self.has_failed, True
+            first, self._is_resolved = not self._is_resolved, True
             if first:
-                for part in self.call.parts:
+                for part in self._call.parts:
                     if not (TABLE[part.call].is_in_place and self._keeps_in_place):
                         neutral_outputs(part)
-        if self.call.is_exact:
-            raise StepAborted(f"the process group failed before: {self._error}")
 
 
-class SwallowedWork(TorchWorkBase):
-    """A collective whose errors become the group's `error`, while the configuration that it was started in is the
-    present one. `work` is None when it was never sent."""
+def swallowing(pg: Swallower, configuration: object, call: Call, work: Any, why: Exception | None) -> TorchWork:
+    """The work of `call`, which was sent as `work`, with its errors swallowed. `why`: the error for which it was not
+    sent.
 
-    def __init__(self, pg: Swallower, work: Any, outcome: Outcome) -> None:
-        super().__init__()
-        self._pg, self._work, self._outcome = pg, work, outcome
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """True, also after an error. Raises StepAborted where SWALLOW-3 holds."""
-        try:
-            if self._work is not None and not self._outcome.has_failed:
-                _ = self._work.wait(timeout) if timeout else self._work.wait()
-                return True
-        except Exception as error:
-            self._outcome.report(error)
-        self._outcome.resolve()
-        return True
-
-    def _source_rank(self) -> int:
-        if self._work is None or self._outcome.has_failed:
-            raise StepAborted("nothing was received: the process group failed before")
-        return source_rank(self._work)
-
-    source_rank = _source_rank
-
-    def get_future(self) -> Future[Any]:
-        outcome = self._outcome
-
-        def finish(future: Future[Any]) -> Any:
-            try:
-                future.value()
-            except Exception as error:
-                outcome.report(error)
-                outcome.resolve()
-            return outcome.call.result
-
-        if self._work is None:
-            done: Future[Any] = Future()
-            try:
-                outcome.resolve()
-                done.set_result(outcome.call.result)
-            except StepAborted as error:
-                done.set_exception(error)
-            return done
-        then: Future[Any] = self._work.get_future().then(finish)
-        return then
-
-    def result(self) -> Any:
-        self.wait()
-        return self._outcome.call.result
-
-    def is_completed(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
-
-    def synchronize(self) -> None:
-        self.wait()
+    Raises:
+        StepAborted: it was not sent, and its result has to be exact (SWALLOW-3).
+    """
+    outcome = Outcome(pg, configuration, call, why)
+    if why is None:
+        return adapted(work, call, pg, outcome=outcome)
+    outcome.resolve()
+    if call.is_exact:
+        raise StepAborted(f"the process group failed before: {why}")
+    return TorchWork([Work(str(why))], call, pg)
 
 
 def neutral_outputs(collective: Collective) -> None:
@@ -262,7 +211,7 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
     def __repr__(self) -> str:
         return f"SwallowingProcessGroup({self._pg!r})"
 
-    def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SwallowedWork:
+    def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchWork:
         def perform() -> Any:
             method = getattr(self._pg, name)
             if getattr(method, "__func__", None) is getattr(CollectiveMethods, name):
@@ -270,10 +219,7 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
             return method(*args, **kwargs)
 
         configuration, work, why = self._attempt(perform)
-        outcome = Outcome(self, configuration, call, why)
-        if work is None:
-            outcome.resolve()
-        return SwallowedWork(self, work, outcome)
+        return swallowing(self, configuration, call, work, why)
 
     def _check_dtype(self, part: Collective) -> None:
         if isinstance(self._pg, CollectiveMethods):

@@ -11,19 +11,16 @@ from datetime import timedelta
 from typing import Any
 
 import torchft.process_group as torchft
-from torch._C._distributed_c10d import Work as TorchWorkBase
-from torch.futures import Future
 from torchft.process_group import ProcessGroup
 
 from elasticgang.collectives.torch_calls import Call
-from elasticgang.collectives.torch_methods import CollectiveMethods
-from elasticgang.collectives.work import waited_for
+from elasticgang.collectives.torch_methods import CollectiveMethods, adapted
 from elasticgang.comm.availability import check_available
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo, _seconds
 from elasticgang.comm.kinds import PROCESS_GROUPS
 from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
 from elasticgang.errors import InvalidOperationError, StaleGenerationError
-from elasticgang.torch_private import device_types, source_rank
+from elasticgang.torch_private import device_types
 
 
 class _InProcess(CollectiveMethods):
@@ -67,49 +64,9 @@ class ProcessGroupGloo(_InProcess, torchft.ProcessGroupGloo):  # type: ignore[mi
 
     def _perform(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         work = super()._perform(name, call, args, kwargs)
-        return None if work is None else _GlooWork(work, call)  # None: of what has waited
-
-
-class _GlooWork(TorchWorkBase):
-    """A work of Gloo with a future whose callbacks may block (`waited_for`). Gloo's messages and reduce-scatter have
-    no future of their own."""
-
-    def __init__(self, work: Any, call: Call) -> None:
-        super().__init__()
-        self._work, self._call = work, call
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return bool(self._work.wait(timeout) if timeout else self._work.wait())
-
-    def get_future(self) -> Future[Any]:
-        work, result = self._work, self._call.result
-
-        def wait() -> Any:
-            work.wait()
-            return result
-
-        return waited_for(wait)
-
-    def result(self) -> list[Any]:
-        self.wait()
-        return self._call.result
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return bool(self._work.is_success())
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def synchronize(self) -> None:
-        self._work.synchronize()
-
-    def _source_rank(self) -> int:
-        return source_rank(self._work)
-
-    source_rank = _source_rank
+        if work is None:  # it has blocked until the end
+            return None
+        return adapted(work, call, waits_in_thread=True)  # works of Gloo's messages and reduce-scatter have no future
 
 
 class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[misc]  # names that torch fixes

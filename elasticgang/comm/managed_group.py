@@ -19,7 +19,7 @@ from elasticgang.collectives.table import TORCH_OPERATIONS, start_mean
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods, TorchWork
 from elasticgang.collectives.work import Work
-from elasticgang.comm.error_swallowing import MISUSE, Outcome, SwallowedWork
+from elasticgang.comm.error_swallowing import MISUSE, swallowing
 from elasticgang.errors import GangError
 from elasticgang.torch_private import device_types, wrapped_group
 
@@ -162,12 +162,9 @@ class _OfTorchft(ManagedProcessGroup):
             except Exception as failure:
                 self._report(None, failure)
                 why = failure
-        outcome = Outcome(self, None, call, why)
-        if why is not None:
-            outcome.resolve()
-        elif work is None:  # of what has waited
+        if why is None and work is None:  # it has blocked until the end
             return None
-        return SwallowedWork(self, work, outcome)
+        return swallowing(self, None, call, work, why)
 
     def _all_reduce(self, part: Collective) -> Work:
         operation: ReduceOp = TORCH_OPERATIONS[part.op]

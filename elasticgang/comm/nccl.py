@@ -391,7 +391,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 
 class DeviceTorchWork(TorchWork):
-    """On the device: `wait` orders the current stream, and so does a future for who uses its value."""
+    """The work of a call in the comm process."""
 
     _works: Sequence[Any]  # `DeviceWork`s
 
@@ -400,7 +400,7 @@ class DeviceTorchWork(TorchWork):
         self._pg = pg
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Of a barrier (a call whose result says nothing but that it is there): until it has passed on the device."""
+        """See `TorchWork.wait`. Blocks for a barrier until it has passed on the device."""
         super().wait(timeout)
         if self._call.is_barrier:
             seconds = timeout.total_seconds() if timeout else self._pg._timeout
@@ -412,14 +412,7 @@ class DeviceTorchWork(TorchWork):
         return all(work.held.done() or work.error is not None for work in self._works)
 
     def get_future(self) -> Future[Any]:
-        queued, plain = self._pg._cuda.new_future(self._pg._device), TorchWork(self._works, self._call)
-
-        def finish(_: Future[Any]) -> list[Any]:  # on a stream of torch's, for which its users' streams wait
-            return plain.result()
-
-        following: Future[Any] = queued.then(finish)
-        torch.futures.collect_all(self._futures()).add_done_callback(lambda _: queued.set_result(None))
-        return following
+        return self._future_after(self._pg._cuda.new_future(self._pg._device))
 
 
 class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
