@@ -17,9 +17,8 @@ from typing import TypeAlias
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.coordinator_messages import Notice
 from elasticgang.protocol.record import Record
-from elasticgang.simulation import delivery, promises
+from elasticgang.simulation import delivery, promises, rank_moves
 from elasticgang.simulation import host as hosts
-from elasticgang.simulation import rank as ranks
 from elasticgang.simulation.chain import Chain
 from elasticgang.simulation.coordinator_process import PATIENT, TIMEOUTS, CoordinatorProcess, Disk
 from elasticgang.simulation.generation import SimulatedGeneration
@@ -28,7 +27,7 @@ from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.rank import Rank
 from elasticgang.simulation.recovery import by_chance, recover
 
-RARE_MOVES = ranks.RARE_MOVES | hosts.RARE_MOVES | {"founds"}
+RARE_MOVES = rank_moves.RARE_MOVES | hosts.RARE_MOVES | {"founds"}
 _RARE_WORDS = ("resets ", "misses ", hosts.TIMER)
 
 MAIN = "main"

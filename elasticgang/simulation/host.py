@@ -49,7 +49,8 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.record import PROTOCOL, Record, Undecided
 from elasticgang.simulation.coordinator_process import CoordinatorProcess, SimulatedSession, clock_rate
 from elasticgang.simulation.invariants import Violation
-from elasticgang.simulation.rank import KILLED, REQUESTING, STARTING, Rank
+from elasticgang.simulation.rank import KILLED, Rank
+from elasticgang.simulation.rank_script import REQUESTING, STARTING
 
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster

@@ -1,56 +1,46 @@
 """A rank of the simulation: the driver of a `MemberLifecycle`, whose instructions it carries out on symbols.
 
 It pauses at an instruction that takes time, and goes on with a move; one that waits for something is possible once that
-is there. Faults, and what is in `RARE_MOVES`, need not happen.
+is there.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elasticgang.errors import GangError, InternalError, OperationalError, PeerLostError, StateLostError
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
-from elasticgang.protocol.member_lifecycle import MemberLifecycle, Next, Routine
-from elasticgang.protocol.record import ACTIVE, Record, Seat
+from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
+from elasticgang.protocol.record import Record
 from elasticgang.simulation import promises
 from elasticgang.simulation.generation import Part, SimulatedGeneration
 from elasticgang.simulation.invariants import Model, State, Violation
+from elasticgang.simulation.rank_checks import check_entered, check_healed, check_order, check_words
+from elasticgang.simulation.rank_moves import faults, moves
+from elasticgang.simulation.rank_script import (
+    BETWEEN,
+    CONFIGURING,
+    REDUCING,
+    STARTING,
+    Torn,
+    fail,
+    phase_at,
+    train,
+)
 
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
 
-STARTING, REQUESTING, CONFIGURING, BETWEEN, REDUCING, VOTING, APPLYING = (
-    "starting",
-    "asking",
-    "configuring",
-    "between steps",
-    "reducing",
-    "voting",
-    "applying",
-)
 _BEFORE = (CONFIGURING, BETWEEN)  # a step begins
-
-RARE_MOVES = frozenset({"misses", "prepares not", "reports an error"})
 
 _MAX_LOST = 20
 
 KILLED, FAILED, DONE = -9, 1, 0
 
-
-class _Boundary(Instruction):
-    """A pause between two steps, of the script's own."""
-
-
-_BOUNDARY = _Boundary()
 _LOST = PeerLostError("a peer is lost")
-
-
-class _Torn(Exception):
-    """An optimizer has raised in the midst of an apply."""
 
 
 class Rank:
@@ -66,7 +56,7 @@ class Rank:
         self.lifecycle.max_lost_steps = _MAX_LOST
         self.member_state = self.lifecycle.state
         self._script: Routine[None] | None = None
-        self._paused: Instruction | None = None  # what it is at
+        self.paused: Instruction | None = None  # what it is at
         self.phase = STARTING
         self.alive = True
         self.status = 0
@@ -97,92 +87,11 @@ class Rank:
     def __repr__(self) -> str:
         return self.name
 
-    # -- what it can do
-
     def moves(self, cluster: Cluster) -> list[str]:
-        moves = []
-        if self.sent:
-            moves.append("is received")
-        elif not self.alive:
-            moves += ["is reaped"] if self.is_noticed else ["is reaped", "is noticed"]
-        if not self.alive:
-            return moves
-        if self.received:
-            moves.append("receives")
-        if self.raised or (self.hangs and not self.draining):
-            return moves
-        phase = self.phase
-        if phase is STARTING:
-            moves.append("drains" if self.draining else "requests")
-        elif phase is REQUESTING:
-            if self.is_retired:
-                moves.append("ends")
-            elif self.draining and not self.lifecycle.has_seat:
-                moves.append("drains")
-            elif self.records:
-                moves.append("acts")
-        elif phase is BETWEEN:
-            moves += self._between(cluster)
-        elif phase is APPLYING:
-            moves.append("applies")
-        else:
-            moves += self._waiting(cluster)
-        return moves
-
-    def _between(self, cluster: Cluster) -> Sequence[str]:
-        if self._paused is Do.LEAVE_GENERATION:
-            return ("requests",)
-        self.lifecycle.observed = self._observe()
-        match self.lifecycle.at_boundary(cluster.num_steps):
-            case Next.REGROUP:
-                return ("requests",)
-            case Next.GIVE_UP:
-                return ("stops trying",)
-            case Next.LEAVE:
-                return ("finishes" if self.member_state.committed.step >= cluster.num_steps else "drains",)
-        return ("begins", "reports an error")
-
-    def _waiting(self, cluster: Cluster) -> Iterator[str]:
-        generation = self.generation
-        assert generation is not None
-        if self.poisoned or generation.broken:
-            yield "fails"
-        if self.phase is CONFIGURING:
-            if generation.is_gathered and not self.poisoned:
-                yield "configures"
-        elif isinstance(self._paused, do.Heal):
-            if not self.poisoned:
-                sources = self._sources(cluster, self._paused)
-                if any(source.serving == self.member_state.committed for source in sources):
-                    yield "heals"
-                # One that has a source to wait for gives it up only after a while.
-                yield "misses" if sources else "misses all"
-        elif self.phase is REDUCING:
-            if generation.reduction(self.round).is_complete and (
-                self.member_state.only_heals or generation.totals(self.round).is_complete
-            ):
-                yield "prepares"
-                if self.member_state.tip is not None and not self.member_state.is_active:
-                    yield "prepares not"
-        elif generation.vote(self.round).is_complete:
-            yield "counts"
+        return moves(self, cluster)
 
     def faults(self) -> list[str]:
-        faults = ["dies"]
-        if self.raised:
-            return faults
-        if self.generation is not None and not self.poisoned:
-            faults.append("breaks")
-        if not self.draining:
-            faults.append("is to drain")
-            faults.append("leaves by its script")
-        if self.phase is STARTING:
-            faults.append("hangs")
-        else:
-            faults += ["leaves", "exits early", "raises"]
-        if self.phase is APPLYING:
-            faults.append("tears")
-        return faults
+        return faults(self)
 
     # -- doing it
 
@@ -241,36 +150,15 @@ class Rank:
                         self._go_on(cluster)
             case "tears":  # and the script goes on
                 self.prepared = None
-                self._go_on(cluster, error=_Torn())
+                self._go_on(cluster, error=Torn())
             case "leaves":
-                self._script = self._fail(cluster.num_steps)
+                self._script = fail(self, cluster.num_steps)
                 self._go_on(cluster)
             case "breaks":
                 self.poison()
             case "dies":
                 self.end(KILLED)
-        self._check_words(knows_fate=verb in ("acts", "counts", "tears"))
-
-    def _check_words(self, knows_fate: bool) -> None:
-        """What it says is what it has. `knows_fate`: of what it had prepared."""
-        member_state = self.member_state
-        if self.phase is not APPLYING:
-            if member_state.tip is None:
-                self.state = self.model = None
-            if member_state.pending is None:
-                if self.prepared is not None and not knows_fate and self.alive:
-                    raise Violation(f"MEMBER-2: {self.name} drops {self.prepared}, and does not know its fate")
-                self.prepared = None
-            elif self.prepared is None:
-                raise Violation(f"MANAGER-5: {self.name} says it has prepared {member_state.pending}, but has not")
-        if member_state.tip is not None and (
-            self.state is None or self.state.attempt != member_state.tip or member_state.torn
-        ):
-            raise Violation(
-                f"RULE-10: {self.name} says it holds {member_state.tip}, but has {self.state}, torn {member_state.torn}"
-            )
-        if member_state.tip is not None and member_state.holds != self.model:
-            raise Violation(f"RULE-6: {self.name} says it holds the part {member_state.holds}, but has {self.model}")
+        check_words(self, knows_fate=verb in ("acts", "counts", "tears"))
 
     def end(self, status: int) -> None:
         self.alive = False
@@ -304,37 +192,6 @@ class Rank:
 
     # -- the script, and its manager's driver
 
-    def _train(self, num_steps: int) -> Routine[None]:
-        """A loop over `manager.steps`."""
-        lifecycle = self.lifecycle
-        try:
-            while True:
-                yield _BOUNDARY
-                what = yield from lifecycle.pass_boundary(num_steps)
-                if what is Next.LEAVE:
-                    break
-                if what is not Next.STEP:
-                    continue
-                yield from lifecycle.begin()
-                if self.reports_error:
-                    lifecycle.report_error()
-                error = None
-                try:
-                    yield from lifecycle.commit(1.0, measures=False)
-                except _Torn:  # the script has caught it
-                    pass
-                except GangError as aborted:
-                    error = aborted
-                yield from lifecycle.end(error)
-        except (StateLostError, OperationalError):
-            yield from self._fail(num_steps)
-        yield from lifecycle.leave(num_steps, returned=True)
-
-    def _fail(self, num_steps: int) -> Routine[None]:
-        """An exception ends the loop and the process."""
-        yield from self.lifecycle.leave(num_steps, returned=False)
-        raise OperationalError
-
     def _go_on(
         self,
         cluster: Cluster,
@@ -347,28 +204,28 @@ class Rank:
         """Carry out instructions up to one that takes time, other than `through`. `outcome`, `error`: of the one that
         it has paused at. `is_blind`: to the end of its generation, until an instruction fails."""
         if self._script is None:
-            self._script = self._train(cluster.num_steps)
+            self._script = train(self, cluster.num_steps)
             next(self._script)
-        if through is not None and self._paused is through:
+        if through is not None and self.paused is through:
             outcome = self._carry_out(cluster, through)
         is_voting = self.phase is REDUCING  # the only phase in which it reads how many successors there are
-        self.lifecycle.observed = self._observe(cluster.num_successors(self.host) if is_voting else 0, is_blind)
+        self.lifecycle.observed = self.observe(cluster.num_successors(self.host) if is_voting else 0, is_blind)
         try:
             while True:
-                self._paused = self._script.send(outcome) if error is None else self._script.throw(error)
+                self.paused = self._script.send(outcome) if error is None else self._script.throw(error)
                 error = None
-                phase = self._phase_at(self._paused)
-                if phase and self._paused is not through:
+                phase = phase_at(self.paused, self.votes)
+                if phase and self.paused is not through:
                     self.phase = phase
-                    if isinstance(self._paused, do.Configure):
-                        self._arrive(cluster, self._paused.record)
+                    if isinstance(self.paused, do.Configure):
+                        self._arrive(cluster, self.paused.record)
                     return
                 try:
-                    outcome = self._carry_out(cluster, self._paused)
+                    outcome = self._carry_out(cluster, self.paused)
                 except GangError as failure:
                     self.poison()
                     error = failure
-                    self.lifecycle.observed = self._observe(cluster.num_successors(self.host))
+                    self.lifecycle.observed = self.observe(cluster.num_successors(self.host))
         except (StopIteration, SystemExit):
             self.end(DONE)
         except (OperationalError, StateLostError):
@@ -376,22 +233,7 @@ class Rank:
         except InternalError as broken:
             raise Violation(f"RULE-4: {broken}") from broken
 
-    def _phase_at(self, instruction: Instruction) -> str:
-        """Where it is while it has paused. Empty: it does not."""
-        match instruction:
-            case do.Configure():
-                return CONFIGURING
-            case do.Heal() | Do.FINISH_REDUCTION:
-                return REDUCING
-            case Do.AWAIT_SUMS:
-                return VOTING if self.votes else ""
-            case Do.AWAIT_RECORD:
-                return REQUESTING
-            case Do.APPLY:
-                return APPLYING
-        return BETWEEN if instruction in (_BOUNDARY, Do.LEAVE_GENERATION) else ""
-
-    def _observe(self, num_successors: int = 0, is_blind: bool = False) -> Observed:
+    def observe(self, num_successors: int = 0, is_blind: bool = False) -> Observed:
         return Observed(
             error=_LOST if self.poisoned and not is_blind else None,
             joining=self.joining,
@@ -434,18 +276,9 @@ class Rank:
                 self.sent.append(("ask", (report, cluster.hosts[self.host].layout, error is not None)))
             case do.SendLeft(finished, in_order, by_script):
                 if in_order and not finished:
-                    self._check_order(cluster)
+                    check_order(self, cluster)
                 self.sent.append(("left", (finished, in_order, by_script)))
         return None
-
-    def _check_order(self, cluster: Cluster) -> None:
-        """It leaves in order only at a boundary that all come to."""
-        for member in self.generation.seated if self.generation is not None else ():
-            peer = cluster.ranks[member]
-            if peer is self or not peer.alive or peer.generation is not self.generation or peer.round < self.round:
-                continue
-            if peer.round > self.round or (peer.phase is BETWEEN and peer.moves(cluster)[-1:] == ["reports an error"]):
-                raise Violation(f"MANAGER-10: {self.name} leaves, but {peer.name} goes on")
 
     # -- from generation to generation
 
@@ -457,19 +290,10 @@ class Rank:
             raise Violation(f"RULE-2: {self.name} enters {record.generation} after {self.member_state.entered}")
         self._go_on(cluster, record, through=Do.APPLY)
         if self.alive:
-            self._check_entered(cluster.chain.invariants.of[record.digest], record, seat)
-
-    def _check_entered(self, truth: State, record: Record, seat: Seat) -> None:
-        member_state = self.member_state
-        if member_state.tip is None and seat.status == ACTIVE:
-            raise Violation(f"RECOVERY-2: {self.name} is active in generation {record.generation}, but has to heal")
-        if member_state.tip is not None:
-            if record.committed == Attempt(0, record.generation):
-                self.state, self.model = truth, member_state.holds
-            if self.state is not truth:
-                raise Violation(f"RULE-4: {self.name} holds {self.state} for {truth} in generation {record.generation}")
-            if seat.status == ACTIVE and self.model != record.model_coordinates(self.name):
-                raise Violation(f"RULE-6: {self.name} holds {self.model}, but is seated elsewhere")
+            truth = cluster.chain.invariants.of[record.digest]
+            if self.member_state.tip is not None and record.committed == Attempt(0, record.generation):
+                self.state, self.model = truth, self.member_state.holds
+            check_entered(self, truth, record, seat)
 
     def _arrive(self, cluster: Cluster, record: Record) -> None:
         self.generation, self.round = cluster.generation(record), 0
@@ -516,7 +340,7 @@ class Rank:
         sums = self.generation.vote(self.round) if self.votes else self.generation.totals(self.round)
         sums.parts[self.name] = values
 
-    def _sources(self, cluster: Cluster, heal: do.Heal) -> list[Rank]:
+    def sources(self, cluster: Cluster, heal: do.Heal) -> list[Rank]:
         """Those that serve the state now, or soon."""
         return [
             peer
@@ -527,17 +351,13 @@ class Rank:
         ]
 
     def _heal(self, cluster: Cluster) -> None:
-        heal, generation = self._paused, self.generation
+        heal, generation = self.paused, self.generation
         assert isinstance(heal, do.Heal)
         assert generation is not None
-        source = next(peer for peer in self._sources(cluster, heal) if peer.serving == heal.attempt)
+        source = next(peer for peer in self.sources(cluster, heal) if peer.serving == heal.attempt)
         self.state, self.model = source.state, self.member_state.holds
         self._go_on(cluster, (True, 0))
-        if source.model != self.model or self.state is None:
-            raise Violation(f"RULE-6: {self.name} is at {self.model}, but heals from {source.name} at {source.model}")
-        peers = [part.state for part in generation.reduction(self.round).parts.values() if part.state is not None]
-        if any(state is not self.state for state in peers):
-            raise Violation(f"RULE-6: {self.name} heals to {self.state}, but the others are at {peers}")
+        check_healed(self, source, generation)
 
     def _make_ready(self, cluster: Cluster) -> None:
         """What it has prepared can be applied without anybody else."""

@@ -20,7 +20,8 @@ from elasticgang.simulation.cluster import Cluster, Move, Setting
 from elasticgang.simulation.coordinator_process import CoordinatorProcess
 from elasticgang.simulation.host import Host
 from elasticgang.simulation.invariants import Model, Violation
-from elasticgang.simulation.rank import APPLYING, REDUCING, VOTING, Rank
+from elasticgang.simulation.rank import Rank
+from elasticgang.simulation.rank_script import APPLYING, REDUCING, VOTING
 from elasticgang.simulation.recovery import recover, some_moves
 
 FLAT = ParallelLayout()
