@@ -17,8 +17,7 @@ from typing import TypeAlias
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.coordinator_messages import Notice
 from elasticgang.protocol.record import Record
-from elasticgang.simulation import delivery, promises, rank_moves
-from elasticgang.simulation import host as hosts
+from elasticgang.simulation import delivery, host_moves, host_session, promises, rank_moves
 from elasticgang.simulation.chain import Chain
 from elasticgang.simulation.coordinator_process import PATIENT, TIMEOUTS, CoordinatorProcess, Disk
 from elasticgang.simulation.generation import SimulatedGeneration
@@ -27,8 +26,8 @@ from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.rank import Rank
 from elasticgang.simulation.recovery import by_chance, recover
 
-RARE_MOVES = rank_moves.RARE_MOVES | hosts.RARE_MOVES | {"founds"}
-_RARE_WORDS = ("resets ", "misses ", hosts.TIMER)
+RARE_MOVES = rank_moves.RARE_MOVES | host_moves.RARE_MOVES | {"founds"}
+_RARE_WORDS = ("resets ", "misses ", host_moves.TIMER)
 
 MAIN = "main"
 
@@ -251,7 +250,7 @@ class Cluster:
             case "thaws":
                 host.is_frozen = False
                 self._note_pause(host, "host")
-                host.watch(self)
+                host_session.watch(host, self)
             case "stops":
                 host.is_stopped = True
             case "goes on":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticgang.protocol.coordinator_messages import Ticked
+from elasticgang.simulation import host_session
 
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
@@ -20,9 +21,9 @@ def pass_time(cluster: Cluster, num_steps: int) -> None:
         for host in list(cluster.hosts.values()):
             if host.alive and not host.is_frozen:
                 if not host.is_stopped:
-                    host.tick(cluster)
+                    host_session.tick(host, cluster)
                 if host.alive:
-                    host.watch(cluster)
+                    host_session.watch(host, cluster)
         for coordinator in cluster.living():
             if not coordinator.is_stopped:
                 coordinator.do(cluster, Ticked())
@@ -78,7 +79,7 @@ def _receive_all(cluster: Cluster, host: Host) -> bool:
         if connection.coordinator.zone != host.zone:
             break
         if connection.to_agent:
-            host.receive(cluster)
+            host_session.receive(host, cluster)
         elif not connection.is_coordinator_open:
             host.perform(cluster, "loses its session")
         else:
@@ -90,7 +91,7 @@ def _receive_all(cluster: Cluster, host: Host) -> bool:
 def _reconnect(cluster: Cluster, host: Host) -> None:
     listening = [c for c in cluster.listening(host.zone) if host.may_dial(c)]
     if listening:
-        host.dial(cluster, listening[cluster.num_sessions % len(listening)])
+        host_session.dial(host, cluster, listening[cluster.num_sessions % len(listening)])
     else:
         for address in cluster.refusing(host.zone):
             host.perform(cluster, f"finds nobody at {address}")

@@ -12,7 +12,6 @@ SIMHOST-3  A record is given only to hosts whose ranks have the seats that it gi
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,32 +21,19 @@ from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import (
-    Answer,
-    CollectReport,
-    Connected,
     ConnectionRefused,
     Disconnected,
     EndGeneration,
-    Fence,
     Finished,
     Goodbye,
-    HangUp,
-    Inform,
     JoinRequest,
-    KillRanks,
-    Notice,
     Notify,
     PeerMessage,
-    ReportCollected,
     ReportRequested,
-    SendToCoordinator,
-    SessionEvent,
-    SetLease,
-    Ticked,
-    Unfence,
 )
-from elasticgang.protocol.record import PROTOCOL, Record, Undecided
+from elasticgang.simulation import host_session
 from elasticgang.simulation.coordinator_process import CoordinatorProcess, SimulatedSession, clock_rate
+from elasticgang.simulation.host_moves import SIGNALS, TIMER, faults, moves
 from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.rank import KILLED, Rank
 from elasticgang.simulation.rank_script import REQUESTING, STARTING
@@ -55,12 +41,7 @@ from elasticgang.simulation.rank_script import REQUESTING, STARTING
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
 
-RARE_MOVES = frozenset({"hangs up", "kills a fenced rank", "fails to start a rank"})
-TIMER = "times out: "
-
-_MAX_ABORT_MOVES = 20
 _MAX_NOT_STARTED = 12
-_SIGNALS = {"gets SIGTERM": signal.SIGTERM, "gets SIGINT": signal.SIGINT}
 
 
 class Host:
@@ -156,35 +137,20 @@ class Host:
     # -- what it can do
 
     def moves(self, cluster: Cluster) -> list[str]:
-        if self.is_frozen or self.is_stopped:
-            return []
-        timers = self.agent.timers()
-        moves = [f"restarts {what}" for kind, _, what in map(_split, timers) if kind == "restart"] if timers else []
-        if self.forking is not None:
-            moves += ["cannot start a rank"] if self.is_exhausted else ["starts a rank", "fails to start a rank"]
-        if self.former:
-            moves.append("rejoins")
-        if self.session.is_fenced and not self.is_inert:
-            moves.append("kills a fenced rank")
-        connection = self.connection
-        if connection is None:
-            if not self.session.is_ended:
-                moves += [f"dials {c.name}" for c in cluster.listening(self.zone) if self.may_dial(c)]
-                moves += [f"finds nobody at {address}" for address in cluster.refusing(self.zone)]
-        else:
-            if connection.to_agent and connection.coordinator.zone == self.zone:
-                moves.append("receives")
-            elif not connection.is_coordinator_open or connection.coordinator.zone != self.zone:
-                moves.append("loses its session")
-            moves.append("hangs up")
-        return moves + [TIMER + name for name in timers if not name.startswith("restart ")] if timers else moves
+        return moves(self, cluster)
 
     def faults(self) -> list[str]:
-        return [
-            *_SIGNALS,
-            "recovers" if self.is_exhausted else "is exhausted",
-            *([] if self.forks_late else ["forks late"]),
-        ]
+        return faults(self)
+
+    def hang_up(self) -> None:
+        assert self.connection is not None
+        self.connection.is_agent_open = False
+        self.connection.to_agent.clear()
+        self.connection = None
+
+    def may_dial(self, coordinator: CoordinatorProcess) -> bool:
+        """A process with the id of another reaches only coordinators that know that one (see SENDER)."""
+        return not self.is_duplicate or coordinator.has_heard(self.session.agent)
 
     def perform(self, cluster: Cluster, verb: str) -> None:
         what, *about = verb.split()
@@ -199,16 +165,16 @@ class Host:
             case "fails" | "cannot":
                 self._fail_to_start(cluster)
             case "rejoins":
-                self._rejoin(cluster)
+                host_session.rejoin(self, cluster)
             case "dials":
-                self.dial(cluster, cluster.coordinators[about[0]])
+                host_session.dial(self, cluster, cluster.coordinators[about[0]])
             case "finds":
-                self.do(cluster, ConnectionRefused(about[-1], self.clock_s(cluster)))
+                host_session.do(self, cluster, ConnectionRefused(about[-1], self.clock_s(cluster)))
             case "receives":
-                self.receive(cluster)
+                host_session.receive(self, cluster)
             case "loses" | "hangs":
                 self.hang_up()
-                self.do(cluster, Disconnected())
+                host_session.do(self, cluster, Disconnected())
             case "kills":
                 next(rank for rank in self.ranks if rank.alive and rank.phase not in (REQUESTING, STARTING)).end(KILLED)
             case _:
@@ -224,7 +190,7 @@ class Host:
             case "forks late":
                 self.forks_late = True
             case _:
-                self.signal = _SIGNALS[verb]
+                self.signal = SIGNALS[verb]
                 self.handle(cluster, events.SignalReceived(self.signal))
 
     # -- its processes
@@ -273,164 +239,6 @@ class Host:
             if rank.alive and (members is None or rank.name in members):
                 rank.end(status)
 
-    # -- its session
-
-    def may_dial(self, coordinator: CoordinatorProcess) -> bool:
-        """A process with the id of another reaches only coordinators that know that one (see SENDER)."""
-        return not self.is_duplicate or coordinator.has_heard(self.session.agent)
-
-    def dial(self, cluster: Cluster, coordinator: CoordinatorProcess) -> None:
-        cluster.num_sessions += 1
-        if any(session.host is self for c in cluster.living() for session in c.sessions.values()):
-            cluster.seen.add("half-open session")
-        connection = SimulatedSession(cluster.num_sessions, self, coordinator)
-        self.connection = coordinator.sessions[connection.number] = connection
-        self.do(cluster, Connected(coordinator.address))
-
-    def hang_up(self) -> None:
-        assert self.connection is not None
-        self.connection.is_agent_open = False
-        self.connection.to_agent.clear()
-        self.connection = None
-
-    def receive(self, cluster: Cluster) -> None:
-        assert self.connection is not None
-        self.do(cluster, Answer(self.connection.to_agent.popleft()))
-        if not self.has_begun and self.alive and self.session.is_welcome and not self.former:
-            self._begin(cluster)
-
-    def _begin(self, cluster: Cluster) -> None:
-        """The agent was welcomed under its present id."""
-        if self.session.former:
-            cluster.seen.add("rejoined")
-            self.num_not_started = 0  # each id has its own budget
-        self.has_begun, self.is_fenced = True, False
-        self.handle(cluster, events.CoordinatorConnected(self.name, self.name))
-        early, self.early = self.early, []
-        for event in early:
-            self._inform(cluster, event)
-
-    def _rejoin(self, cluster: Cluster) -> None:
-        """Open a session under the agent's new id."""
-        if self.connection is not None:
-            self.hang_up()
-        former, self.former = self.former, ""
-        self.has_begun = False
-        self.newest_over = self.newest_join = 0
-        self.early.clear()
-        self.session = AgentSession(self.id, incarnation=self.name, timeouts=self.timeouts, former=former)
-
-    def tick(self, cluster: Cluster) -> None:
-        self.do(cluster, Ticked())
-        deadline_s = self.agent.deadline_s
-        if self.alive and deadline_s is not None and deadline_s <= self.clock_s(cluster) + self.ahead_s:
-            self.handle(cluster, events.TimePassed())
-
-    def do(self, cluster: Cluster, event: SessionEvent) -> None:
-        session, known = self.session, self.session.decision
-        for instruction in session.handle(event, cluster.now_s * self.rate):
-            if not self.alive:
-                return
-            match instruction:
-                case SendToCoordinator(message):
-                    if self.connection is not None and self.connection.is_coordinator_open:
-                        self.connection.to_coordinator.append(message)
-                case HangUp():
-                    self.hang_up()
-                case SetLease(until_s):
-                    self.lease_until_s = until_s
-                    if isinstance(event, ConnectionRefused):
-                        cluster.seen.add("lease renewed by a refusal")
-                    if self.connection is not None:
-                        self.lease_holder = self.connection.coordinator
-                case Fence():
-                    cluster.seen.add("lease over")
-                    if not cluster.setting.is_patient:
-                        self.handle(cluster, events.LeaseExpired("the lease is over"))
-                case Unfence():
-                    cluster.seen.add("unfenced")
-                case CollectReport():
-                    self._report(cluster)
-                case Inform(inner):
-                    self._inform(cluster, inner)
-                case KillRanks(reason):
-                    if reason.startswith("evicted"):
-                        cluster.seen.add("evicted")
-                    self.handle(cluster, events.LeaseExpired(reason))
-        decision = session.decision
-        if decision is not None and decision is not known and self.alive:
-            cluster.chain.make_effective(decision)
-
-    def _report(self, cluster: Cluster) -> None:
-        if not self.has_begun or not self.agent_state.may_request():
-            return
-        for rank in self.ranks:
-            if rank.generation is not None:
-                generation = rank.generation.record.generation
-                raise Violation(f"RULE-3: {self.name} is ready while {rank.name} runs in {generation}")
-        report = self.agent_state.report()
-        if self.mismatch == "protocol":
-            report = replace(report, protocol=PROTOCOL + 1)
-        self.do(cluster, ReportCollected(report))
-
-    def _inform(self, cluster: Cluster, event: Any) -> None:
-        if isinstance(event, events.RecordAnswered) and isinstance(event.answer, Undecided) and not self.has_begun:
-            cluster.log.append(f"{self.name} ends: the job refused this host: {event.answer.refused[0][1]}")
-            cluster.end_host(self)
-        elif not self.has_begun:
-            self.early.append(event)
-        elif isinstance(event, PeerMessage):
-            member, local_rank, step = event.data.split()
-            self.handle(cluster, events.PeerFailed(event.agent, member, int(local_rank), int(step)))
-        elif isinstance(event, Notice):
-            cluster.note(event)
-        else:
-            if isinstance(event, events.RecordAnswered) and isinstance(event.answer, Record):
-                self._check_record(cluster, event.answer)
-            self.handle(cluster, event)
-
-    def _check_record(self, cluster: Cluster, record: Record) -> None:
-        known = self.agent_state.record
-        if known is None or record.generation > known.generation:
-            if self.is_lease_over(cluster):
-                raise Violation(f"FENCE-1: {self.name} is given {record.generation} while its lease is over")
-            if any(rank.alive and rank.generation is not None for rank in self.ranks):
-                raise Violation(f"RULE-3: {self.name} is given {record.generation} while its ranks run")
-            if any(cluster.ranks[seat.member].host != self.name for seat in record.seats_of(self.id)):
-                raise Violation(f"SIMHOST-3: {self.name} is given {record.generation}, which seats ranks of another")
-            assert self.session.decision is not None
-            cluster.chain.make_effective(self.session.decision)
-
-    def watch(self, cluster: Cluster) -> None:
-        """What each rank does by itself when it reads the lease. Unless the agent is patient it kills itself; else it
-        aborts its generation, and is killed when it is too slow for that."""
-        if self.lease_until_s is None:
-            return
-        over_s = self.clock_s(cluster) - self.lease_until_s
-        if over_s < 0:
-            return
-        is_late = over_s >= self.timeouts.grace_s
-        if not cluster.setting.is_patient or over_s >= self.timeouts.fenced_limit_s + self.timeouts.grace_s:
-            if is_late or not self.is_slow:
-                self.kill_ranks()
-        else:
-            for rank in self.ranks:
-                if not self.is_slow and rank.alive and rank.generation is not None:
-                    self._abort(cluster, rank)
-                if is_late and rank.alive and rank.phase not in (REQUESTING, STARTING):
-                    rank.end(KILLED)
-
-    @staticmethod
-    def _abort(cluster: Cluster, rank: Rank) -> None:
-        if not rank.poisoned:
-            rank.poison()
-        for _ in range(_MAX_ABORT_MOVES):
-            moves = rank.moves(cluster)
-            verb = next((verb for verb in ("receives", "applies", "fails", "requests") if verb in moves), None)
-            if verb is None or rank.phase in (REQUESTING, STARTING):
-                return
-            rank.perform(cluster, verb)
-
     # -- its agent
 
     def handle(self, cluster: Cluster, event: events.AgentEvent) -> None:
@@ -461,17 +269,17 @@ class Host:
                 self.send_to_ranks(members, "join", generation)
                 if generation > self.newest_join:
                     self.newest_join = generation
-                    self.do(cluster, Notify(JoinRequest(generation)))
+                    host_session.do(self, cluster, Notify(JoinRequest(generation)))
             case events.DeliverRecord(members, record):
                 self.send_to_ranks(members, "record", record)
             case events.RequestRecord():
-                self.do(cluster, ReportRequested())
+                host_session.do(self, cluster, ReportRequested())
             case events.NotifyOver(generation, reason):
                 self._broadcast_over(cluster, generation, reason)
             case events.NotifyFinished():
-                self.do(cluster, Notify(Finished()))
+                host_session.do(self, cluster, Notify(Finished()))
             case events.BroadcastFailure(member, local_rank, step):
-                self.do(cluster, Notify(PeerMessage("failed", f"{member} {local_rank} {step}")))
+                host_session.do(self, cluster, Notify(PeerMessage("failed", f"{member} {local_rank} {step}")))
             case events.RetireMembers(members, _):
                 self.send_to_ranks(members, "over", None)
             case events.Warn():
@@ -486,7 +294,7 @@ class Host:
     def _broadcast_over(self, cluster: Cluster, generation: int, reason: str) -> None:
         if generation > self.newest_over:
             self.newest_over = generation
-            self.do(cluster, Notify(EndGeneration(generation, reason)))
+            host_session.do(self, cluster, Notify(EndGeneration(generation, reason)))
 
     def _follow_processes(self, cluster: Cluster, instruction: events.AgentInstruction) -> None:
         match instruction:
@@ -536,7 +344,7 @@ class Host:
         self.kill_ranks()
         self.said_goodbye = True
         if not self.former:
-            self.do(cluster, Notify(Goodbye("the agent ends")))
+            host_session.do(self, cluster, Notify(Goodbye("the agent ends")))
         cluster.end_host(self)
 
     # -- its ranks
@@ -583,7 +391,3 @@ class Host:
         for rank in self.ranks:
             if rank.alive and rank.name in members:
                 rank.received.append((kind, what))
-
-
-def _split(timer: str) -> tuple[str, str, str]:
-    return timer.partition(" ")

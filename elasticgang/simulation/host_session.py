@@ -1,0 +1,194 @@
+"""A simulated host's half of its session with a coordinator, and the lease that its ranks read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from elasticgang.protocol import agent_events as events
+from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.coordinator_messages import (
+    Answer,
+    CollectReport,
+    Connected,
+    ConnectionRefused,
+    Fence,
+    HangUp,
+    Inform,
+    KillRanks,
+    Notice,
+    PeerMessage,
+    ReportCollected,
+    SendToCoordinator,
+    SessionEvent,
+    SetLease,
+    Ticked,
+    Unfence,
+)
+from elasticgang.protocol.record import PROTOCOL, Record, Undecided
+from elasticgang.simulation.coordinator_process import CoordinatorProcess, SimulatedSession
+from elasticgang.simulation.invariants import Violation
+from elasticgang.simulation.rank import KILLED, Rank
+from elasticgang.simulation.rank_script import REQUESTING, STARTING
+
+if TYPE_CHECKING:
+    from elasticgang.simulation.cluster import Cluster
+    from elasticgang.simulation.host import Host
+
+_MAX_ABORT_MOVES = 20
+
+
+def dial(host: Host, cluster: Cluster, coordinator: CoordinatorProcess) -> None:
+    cluster.num_sessions += 1
+    if any(session.host is host for c in cluster.living() for session in c.sessions.values()):
+        cluster.seen.add("half-open session")
+    connection = SimulatedSession(cluster.num_sessions, host, coordinator)
+    host.connection = coordinator.sessions[connection.number] = connection
+    do(host, cluster, Connected(coordinator.address))
+
+
+def receive(host: Host, cluster: Cluster) -> None:
+    assert host.connection is not None
+    do(host, cluster, Answer(host.connection.to_agent.popleft()))
+    if not host.has_begun and host.alive and host.session.is_welcome and not host.former:
+        _begin(host, cluster)
+
+
+def _begin(host: Host, cluster: Cluster) -> None:
+    """The agent was welcomed under its present id."""
+    if host.session.former:
+        cluster.seen.add("rejoined")
+        host.num_not_started = 0  # each id has its own budget
+    host.has_begun, host.is_fenced = True, False
+    host.handle(cluster, events.CoordinatorConnected(host.name, host.name))
+    early, host.early = host.early, []
+    for event in early:
+        _inform(host, cluster, event)
+
+
+def rejoin(host: Host, cluster: Cluster) -> None:
+    """Open a session under the agent's new id."""
+    if host.connection is not None:
+        host.hang_up()
+    former, host.former = host.former, ""
+    host.has_begun = False
+    host.newest_over = host.newest_join = 0
+    host.early.clear()
+    host.session = AgentSession(host.id, incarnation=host.name, timeouts=host.timeouts, former=former)
+
+
+def tick(host: Host, cluster: Cluster) -> None:
+    do(host, cluster, Ticked())
+    deadline_s = host.agent.deadline_s
+    if host.alive and deadline_s is not None and deadline_s <= host.clock_s(cluster) + host.ahead_s:
+        host.handle(cluster, events.TimePassed())
+
+
+def do(host: Host, cluster: Cluster, event: SessionEvent) -> None:
+    session, known = host.session, host.session.decision
+    for instruction in session.handle(event, cluster.now_s * host.rate):
+        if not host.alive:
+            return
+        match instruction:
+            case SendToCoordinator(message):
+                if host.connection is not None and host.connection.is_coordinator_open:
+                    host.connection.to_coordinator.append(message)
+            case HangUp():
+                host.hang_up()
+            case SetLease(until_s):
+                host.lease_until_s = until_s
+                if isinstance(event, ConnectionRefused):
+                    cluster.seen.add("lease renewed by a refusal")
+                if host.connection is not None:
+                    host.lease_holder = host.connection.coordinator
+            case Fence():
+                cluster.seen.add("lease over")
+                if not cluster.setting.is_patient:
+                    host.handle(cluster, events.LeaseExpired("the lease is over"))
+            case Unfence():
+                cluster.seen.add("unfenced")
+            case CollectReport():
+                _report(host, cluster)
+            case Inform(inner):
+                _inform(host, cluster, inner)
+            case KillRanks(reason):
+                if reason.startswith("evicted"):
+                    cluster.seen.add("evicted")
+                host.handle(cluster, events.LeaseExpired(reason))
+    decision = session.decision
+    if decision is not None and decision is not known and host.alive:
+        cluster.chain.make_effective(decision)
+
+
+def _report(host: Host, cluster: Cluster) -> None:
+    if not host.has_begun or not host.agent_state.may_request():
+        return
+    for rank in host.ranks:
+        if rank.generation is not None:
+            generation = rank.generation.record.generation
+            raise Violation(f"RULE-3: {host.name} is ready while {rank.name} runs in {generation}")
+    report = host.agent_state.report()
+    if host.mismatch == "protocol":
+        report = replace(report, protocol=PROTOCOL + 1)
+    do(host, cluster, ReportCollected(report))
+
+
+def _inform(host: Host, cluster: Cluster, event: Any) -> None:
+    if isinstance(event, events.RecordAnswered) and isinstance(event.answer, Undecided) and not host.has_begun:
+        cluster.log.append(f"{host.name} ends: the job refused this host: {event.answer.refused[0][1]}")
+        cluster.end_host(host)
+    elif not host.has_begun:
+        host.early.append(event)
+    elif isinstance(event, PeerMessage):
+        member, local_rank, step = event.data.split()
+        host.handle(cluster, events.PeerFailed(event.agent, member, int(local_rank), int(step)))
+    elif isinstance(event, Notice):
+        cluster.note(event)
+    else:
+        if isinstance(event, events.RecordAnswered) and isinstance(event.answer, Record):
+            _check_record(host, cluster, event.answer)
+        host.handle(cluster, event)
+
+
+def _check_record(host: Host, cluster: Cluster, record: Record) -> None:
+    known = host.agent_state.record
+    if known is None or record.generation > known.generation:
+        if host.is_lease_over(cluster):
+            raise Violation(f"FENCE-1: {host.name} is given {record.generation} while its lease is over")
+        if any(rank.alive and rank.generation is not None for rank in host.ranks):
+            raise Violation(f"RULE-3: {host.name} is given {record.generation} while its ranks run")
+        if any(cluster.ranks[seat.member].host != host.name for seat in record.seats_of(host.id)):
+            raise Violation(f"SIMHOST-3: {host.name} is given {record.generation}, which seats ranks of another")
+        assert host.session.decision is not None
+        cluster.chain.make_effective(host.session.decision)
+
+
+def watch(host: Host, cluster: Cluster) -> None:
+    """What each rank does by itself when it reads the lease. Unless the agent is patient it kills itself; else it
+    aborts its generation, and is killed when it is too slow for that."""
+    if host.lease_until_s is None:
+        return
+    over_s = host.clock_s(cluster) - host.lease_until_s
+    if over_s < 0:
+        return
+    is_late = over_s >= host.timeouts.grace_s
+    if not cluster.setting.is_patient or over_s >= host.timeouts.fenced_limit_s + host.timeouts.grace_s:
+        if is_late or not host.is_slow:
+            host.kill_ranks()
+    else:
+        for rank in host.ranks:
+            if not host.is_slow and rank.alive and rank.generation is not None:
+                _abort(cluster, rank)
+            if is_late and rank.alive and rank.phase not in (REQUESTING, STARTING):
+                rank.end(KILLED)
+
+
+def _abort(cluster: Cluster, rank: Rank) -> None:
+    if not rank.poisoned:
+        rank.poison()
+    for _ in range(_MAX_ABORT_MOVES):
+        moves = rank.moves(cluster)
+        verb = next((verb for verb in ("receives", "applies", "fails", "requests") if verb in moves), None)
+        if verb is None or rank.phase in (REQUESTING, STARTING):
+            return
+        rank.perform(cluster, verb)
