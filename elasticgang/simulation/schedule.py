@@ -9,20 +9,17 @@ Equal seeds give equal schedules, in every process and Python version.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.coordinator_messages import Push
-from elasticgang.simulation import promises
 from elasticgang.simulation.cluster import Cluster, Move, Setting
 from elasticgang.simulation.coordinator_process import CoordinatorProcess
-from elasticgang.simulation.host import Host
-from elasticgang.simulation.invariants import Model, Violation
-from elasticgang.simulation.rank import Rank
-from elasticgang.simulation.rank_script import APPLYING, REDUCING, VOTING
-from elasticgang.simulation.recovery import recover, some_moves
+from elasticgang.simulation.faults import FAULTS, RARE, Faults
+from elasticgang.simulation.invariants import Violation
+from elasticgang.simulation.recovery import recover
 
 FLAT = ParallelLayout()
 TP = ParallelLayout(tp=2)
@@ -48,85 +45,22 @@ SETTINGS = (
     Setting(TP_ACROSS, (1, 1, 1), num_steps=4),
 )
 
-_FAULTS = (
-    "joins",
-    "is cut off",
-    "is back",
-    "host dies",
-    "rank dies",
-    "breaks",
-    "leaves",
-    "tears",
-    "is to drain",
-    "exits early",
-    "leaves by its script",
-    "coordinator crashes",
-    "coordinator restarts",
-    "second coordinator",
-    "network is parted",
-    "host stands still",
-    "agent stands still",
-    "coordinator stands still",
-    "sessions are slow",
-    "disk stands still",
-    "id is taken",
-    "operator's word",
-    "is left behind",
-    "raises",
-    "hangs",
-    "gets SIGTERM",
-    "gets SIGINT",
-    "is exhausted",
-    "recovers",
-    "forks late",
-)
-_RARE = {
-    "coordinator crashes": 0.4,
-    "coordinator restarts": 0.4,
-    "second coordinator": 0.3,
-    "network is parted": 0.3,
-    "host stands still": 0.3,
-    "agent stands still": 0.3,
-    "coordinator stands still": 0.3,
-    "disk stands still": 0.3,
-    "id is taken": 0.1,
-    "operator's word": 0.3,
-    "is left behind": 0.3,
-    "exits early": 0.25,
-    "leaves by its script": 0.25,
-    "raises": 0.25,
-    "hangs": 0.25,
-    "gets SIGTERM": 0.25,
-    "gets SIGINT": 0.25,
-    "is exhausted": 0.25,
-    "recovers": 0.25,
-    "forks late": 0.25,
-}
 _SELDOM = {"kills": 0.2, "resets": 0.2, "hangs": 0.3, "misses": 0.3, "founds": 0.2, "fails": 0.5, "times": 0.2}
 _HICCUP_WORDS = (
     *("hangs", "kills", "resets", "misses", "founds", "prepares", "reports an error", "misses a heal"),
     *("fails", "times"),
 )
-_AIMS = ("deciding", "pushing", "pushed to one", "written")
 _FAULT_PHASE_MOVES = (500, 2200)
 _FIRST_QUIET_MOVES = 300
 _PASSES = (*(1, 1, 1, 2, 2, 5, 8, 15, 15, 15) * 3, 45)  # of 0.9 s each
 _PASS_RATES = (0.002, 0.005, 0.015)
 _REPAIR_RATES = (0.002, 0.01, 0.03)
-_LEFT_BEHIND = 18  # generations: more than a record names of its ancestors
-_LEFT_BEHIND_MOVES, _LEFT_BEHIND_PAUSE, _LEFT_BEHIND_STUCK = 1500, 25, 150
 _SLOW_MOVES = 150
 _FAULT_RATES = (0.007, 0.02, 0.06)
 _BURST_MOVES, _BURST_RATE = 40, 0.1
 _MOVE_WEIGHTS = (0.0, 1.0, 1.0, 4.0)
 _RARE_MOVE_RATES = (0.01, 0.1, 0.5)
-_OF_HOSTS = frozenset({"is cut off", "host dies", "gets SIGTERM", "gets SIGINT"})
-_INCOMPATIBLE = ("job", "layout", "protocol")
-_SLOW_JOIN_RATE = 0.5
-_RUTHLESS_RATE = 0.02
-_AIMED_RATE = 0.5
 _SLOWNESS = 0.95
-_MAX_HOSTS = 5
 
 
 @dataclass(frozen=True)
@@ -155,7 +89,6 @@ class Schedule:
         self.setting = setting or chance.choice(SETTINGS)
         self.moves: list[Move] = []
         self._num_fault_moves = 0
-        self._slow = ""
         drawn = chance.random() < 0.5
         self.setting = replace(
             self.setting,
@@ -163,15 +96,17 @@ class Schedule:
             is_patient=chance.random() < 0.5,
         )
         self.has_seconds = has_seconds
-        self._likings = [chance.choice(_MOVE_WEIGHTS) * _RARE.get(fault, 1.0) for fault in _FAULTS]
+        self._likings = [chance.choice(_MOVE_WEIGHTS) * RARE.get(fault, 1.0) for fault in FAULTS]
         self._rates = {word: chance.choice(_RARE_MOVE_RATES) * _SELDOM.get(word, 1.0) for word in _HICCUP_WORDS}
         self._pass_rate = chance.choice(_PASS_RATES)
         self._repair_rate = chance.choice(_REPAIR_RATES)
-        self._aim = ""  # at which point a coordinator is to crash
         self._restart_at = -1
 
     def run(self) -> Failure | None:
         self.cluster = Cluster(self.setting)
+        self._faults = Faults(
+            self.cluster, self._chance, self._do, self._pick, self._likings, has_seconds=self.has_seconds
+        )
         try:
             self._fault_phase()
             self._num_fault_moves = len(self.moves)
@@ -204,23 +139,23 @@ class Schedule:
             if cluster.given_up:
                 return
             if not cluster.actors:
-                self._do(("operator", self._restart()))
-            if self._aim or number == self._restart_at:
+                self._do(("operator", self._faults.restart()))
+            if self._faults.aim or number == self._restart_at:
                 self._crash_where_aimed(number)
             if chance() < self._repair_rate:
-                self._repair_one()
+                self._faults.repair_one()
                 continue
             if chance() < self._pass_rate:
                 self._do(("clock", f"passes {self._chance.choice(_PASSES)}"))
                 continue
             if number >= quiet and chance() < (_BURST_RATE if number < burst else rate):
                 burst = number + _BURST_MOVES if chance() < 0.3 else burst
-                self._fault()
+                self._faults.inject_one()
                 continue
             if has_slow and number % _SLOW_MOVES == 0:
-                self._slow = self._chance.choice(["", *cluster.hosts, *(c.name for c in cluster.living())])
+                self._faults.slow = self._chance.choice(["", *cluster.hosts, *(c.name for c in cluster.living())])
             actor = cluster.actors[int(chance() * len(cluster.actors))]
-            if actor.home == self._slow and self._slow and chance() < _SLOWNESS:
+            if actor.home == self._faults.slow and self._faults.slow and chance() < _SLOWNESS:
                 continue
             options = cluster.moves_of(actor)
             if options:
@@ -230,76 +165,14 @@ class Schedule:
 
     def _crash_where_aimed(self, number: int) -> None:
         cluster, chance = self.cluster, self._chance
-        if self._aim and any(self._is_at(c, self._aim) for c in cluster.living()):
-            self._aim = ""
+        if self._faults.aim and any(self._is_at(c, self._faults.aim) for c in cluster.living()):
+            self._faults.aim = ""
             for c in cluster.living():
                 if c.zone == "":
                     self._do((c.name, "crashes"))
             self._restart_at = number + chance.randint(0, 150)
         if number == self._restart_at and not any(c.zone == "" for c in cluster.living()):
-            self._do(("operator", self._restart()))
-
-    def _is_led(self, host: Host) -> bool:
-        """It takes part, and nothing hinders it."""
-        record, session = self.cluster.chain.record, host.connection
-        is_hindered = host.is_frozen or host.is_stopped or host.is_slow or host.zone or host.session.is_fenced
-        is_member = record is not None and host.session.decision is not None and host.id in record.agents
-        return is_member and not is_hindered and session is not None and session.coordinator.state.in_office
-
-    def _leave_behind(self, name: str) -> None:
-        """The host `name` is cut off until no record names the one that it knows."""
-        cluster = self.cluster
-        until = len(cluster.chain.records) + _LEFT_BEHIND
-        self._do((name, "is cut off"))
-        self._do(("clock", "passes 15"))
-        for number in range(_LEFT_BEHIND_MOVES):
-            is_stuck = len(cluster.chain.records) < number / _LEFT_BEHIND_STUCK
-            if is_stuck or len(cluster.chain.records) >= until or cluster.given_up:
-                break
-            actors = [actor for actor in cluster.actors if actor.home != name]
-            options = some_moves(cluster, actors, self._pick)
-            running = [rank for rank in cluster.ranks.values() if rank.alive and "breaks" in rank.faults()]
-            if running and number % _LEFT_BEHIND_PAUSE == 0:
-                self._do((self._chance.choice(running).name, "breaks"))
-            elif options:
-                self._do(self._pick(options))
-            else:
-                self._do(("clock", "passes 1"))
-        self._do((name, "is back"))
-        self._do(("clock", "passes 2"))
-
-    def _repair_one(self) -> None:
-        """Something that is broken is mended: else a job stands still for most of a schedule."""
-        cluster = self.cluster
-        mends: list[Move] = []
-        for host in cluster.hosts.values():
-            if host.alive:
-                states = ((host.is_frozen, "thaws"), (host.is_stopped, "goes on"), (host.zone != "", "is back"))
-                mends += [(host.name, verb) for is_so, verb in states if is_so]
-        living = cluster.living()
-        mends += [(c.name, "goes on") for c in living if c.is_stopped]
-        mends += [(c.name, "is back") for c in living if c.zone]
-        if not any(c.zone == "" and not c.is_stopped for c in living):
-            mends.append(("operator", self._restart()))
-        if cluster.disk is not None and cluster.disk.is_stuck:
-            mends.append(("disk", "works"))
-        if not any(c.state.in_office for c in living):
-            mends += self._offices(living)
-        elif cluster.chain.record is None:
-            mends.append(("clock", "passes 8"))
-        if mends:
-            self._do(self._pick(mends))
-
-    def _offices(self, living: Sequence[CoordinatorProcess]) -> list[Move]:
-        """How somebody may come to lead the job."""
-        if self.cluster.disk is not None:
-            has_holder = self.cluster.disk.holder is not None
-            return [] if has_holder else [("operator", "starts one with its directory")]
-        words = [(c.name, "is granted its office") for c in living if promises.may_grant(self.cluster, c)]
-        return words + [(c.name, "founds") for c in living if self.cluster.is_possible((c.name, "founds"))]
-
-    def _restart(self) -> str:
-        return "starts one with its directory" if self._chance.random() < 0.7 else "starts one without"
+            self._do(("operator", self._faults.restart()))
 
     @staticmethod
     def _is_at(c: CoordinatorProcess, aim: str) -> bool:
@@ -318,143 +191,3 @@ class Schedule:
         """`move` is one of those that its actor offers."""
         self.moves.append(move)
         self.cluster.perform(move)
-
-    def _fault(self) -> None:
-        cluster, chance = self.cluster, self._chance
-        hosts = [host for host in cluster.hosts.values() if host.alive]
-        (kind,) = chance.choices(_FAULTS, [liking + 0.01 for liking in self._likings])
-        living = cluster.living()
-        match kind:
-            case "coordinator crashes":
-                if chance.random() < 0.6:
-                    self._aim = chance.choice(_AIMS)
-                elif living:
-                    self._do((chance.choice(living).name, "crashes"))
-            case "coordinator restarts":
-                for c in living:
-                    if c.zone == "":
-                        self._do((c.name, "crashes"))
-                self._do(("operator", self._restart()))
-            case "second coordinator":
-                if self.has_seconds and len(living) < 2:
-                    self._do(("operator", "starts one without" + (" on the side" if chance.random() < 0.4 else "")))
-            case "network is parted":
-                if self.has_seconds:
-                    self._part(living)
-            case "host stands still" | "agent stands still" | "sessions are slow":
-                if hosts:
-                    host = chance.choice(hosts)
-                    begin, end, is_so = {
-                        "host stands still": ("freezes", "thaws", host.is_frozen),
-                        "agent stands still": ("stops", "goes on", host.is_stopped),
-                        "sessions are slow": ("is slow", "is quick", host.is_slow),
-                    }[kind]
-                    self._do((host.name, end if is_so else begin))
-            case "coordinator stands still":
-                if living:
-                    c = chance.choice(living)
-                    self._do((c.name, "goes on" if c.is_stopped else "stops"))
-            case "disk stands still":
-                if cluster.disk is not None:
-                    self._do(("disk", "works" if cluster.disk.is_stuck else "hangs"))
-            case "id is taken":
-                known = [host for host in cluster.hosts.values() if any(c.has_heard(host.id) for c in living)]
-                if known and len(hosts) < _MAX_HOSTS:
-                    host = chance.choice(known)
-                    self._do(("host", f"joins with {host.num_ranks} as {host.id}"))
-            case "operator's word":
-                for c in living:
-                    if c.disk is None and cluster.disk is None and promises.may_grant(cluster, c):
-                        self._do((c.name, "is granted its office"))
-                        return
-            case "is left behind":
-                led = [host for host in hosts if self._is_led(host)]
-                if len(led) > 1:
-                    host = chance.choice(led)
-                    if self._may_inject(host.ranks):
-                        self._leave_behind(host.name)
-            case "is back":
-                cut = [host for host in hosts if host.zone]
-                if cut:
-                    self._do((chance.choice(cut).name, "is back"))
-            case _ if kind == "joins" or not hosts:
-                if len(hosts) < _MAX_HOSTS:
-                    is_strange = chance.random() < 0.05 and cluster.chain.record is not None
-                    mismatch = f" of another {chance.choice(_INCOMPATIBLE)}" if is_strange else ""
-                    slowly = "slowly " * (chance.random() < _SLOW_JOIN_RATE)
-                    self._do(("host", f"joins {slowly}with {chance.randint(1, self._num_whole())}{mismatch}"))
-            case "is exhausted" | "recovers" | "forks late":
-                able = [host for host in hosts if kind in host.faults()]
-                if able:
-                    self._do((chance.choice(able).name, kind))
-            case _:
-                self._inject(kind)
-
-    def _part(self, living: Sequence[CoordinatorProcess]) -> None:
-        cluster, chance = self.cluster, self._chance
-        hosts = [host for host in cluster.hosts.values() if host.alive]
-        if any(host.zone == "side" for host in hosts):
-            for host in hosts:
-                if host.zone == "side":
-                    self._do((host.name, "is back"))
-            for c in living:
-                if c.zone == "side" and chance.random() < 0.5:
-                    self._do((c.name, "is back"))
-            return
-        for host in hosts:
-            if host.zone == "" and chance.random() < 0.5:
-                self._do((host.name, "is parted"))
-        if living and chance.random() < 0.6:
-            self._do((chance.choice(living).name, "is parted"))
-        if len(cluster.living()) < 2 and chance.random() < 0.8:
-            zone = "" if any(c.zone == "side" for c in cluster.living()) else " on the side"
-            self._do(("operator", "starts one without" + zone))
-
-    def _inject(self, kind: str) -> None:
-        """Inject a fault into a rank or its host, preferably during a vote or into a holder of scarce state."""
-        cluster, chance = self.cluster, self._chance
-        ranks = [rank for rank in cluster.ranks.values() if rank.alive]
-        if not ranks:
-            return
-        rank = chance.choice(ranks)
-        if chance.random() < _AIMED_RATE:
-            scarce = self._scarce(ranks)
-            voting = {rank.generation for rank in ranks if rank.phase in (VOTING, APPLYING)}
-            critical = [rank for rank in ranks if rank.generation in voting and rank.phase is not REDUCING]
-            if scarce and chance.random() < 0.5:
-                rank, other = chance.choice(scarce)
-                if chance.random() < 0.5:
-                    self._slow = other.host
-            elif critical:
-                rank = chance.choice(critical)
-        host = cluster.hosts[rank.host]
-        if kind in _OF_HOSTS:
-            if not (host.is_cut and kind == "is cut off") and self._may_inject(host.ranks):
-                self._do((host.name, kind.removeprefix("host ")))
-            return
-        verb = kind.removeprefix("rank ")
-        if verb in rank.faults() and (verb == "breaks" or self._may_inject([rank])):
-            self._do((rank.name, verb))
-
-    @staticmethod
-    def _scarce(ranks: Sequence[Rank]) -> list[tuple[Rank, Rank]]:
-        """Ranks that are the only voter for their part of the state, each with another holder of the part."""
-        voters: dict[Model, list[Rank]] = {}
-        others: dict[Model, Rank] = {}
-        for rank in ranks:
-            if rank.state is not None and rank.model is not None:
-                if rank.generation is not None and rank.member_state.is_active:
-                    voters.setdefault(rank.model, []).append(rank)
-                else:
-                    others[rank.model] = rank
-        return [(alone[0], others[model]) for model, alone in voters.items() if len(alone) == 1 and model in others]
-
-    def _may_inject(self, victims: Iterable[Rank]) -> bool:
-        """Whether the state survives without `victims`; rarely True although it does not, since that ends the job."""
-        rest = (rank for rank in self.cluster.ranks.values() if rank.alive and rank not in victims)
-        models = {rank.model for rank in rest if rank.state and not self.cluster.hosts[rank.host].is_cut}
-        return len(models) == self.setting.layout.unit or self._chance.random() < _RUTHLESS_RATE
-
-    def _num_whole(self) -> int:
-        """The number of ranks of a host with one replica group and its spares."""
-        return self.setting.layout.unit + self.setting.num_spares
