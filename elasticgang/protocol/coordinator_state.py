@@ -6,7 +6,8 @@ one, and who is sent it.
 OFFICE   A coordinator decides only in office. It takes office (a) from its state directory, which it holds under a
          lock; (b) for a job whose last record was decided without one, once every agent of that record has promised
          its term; (c) on the operator's word, or because the job is new and it was started to found it. It leaves
-         office when it learns of a newer record or, without a directory, of a term that is not lower than its own.
+         office when it learns of a newer record or, without a directory, of a term that is not lower than its own. Out
+         of office it holds no state for lost: another coordinator may lead agents that it could not reach.
 PERSIST  With a state directory, a record is pushed only after it was written there.
 PRESENT  Every agent of the record is ready, or declared lost, before the next record is decided.
 REPORT   A report counts while the session by which it came is up, and its agent has promised the present term.
@@ -468,6 +469,7 @@ class CoordinatorState:
 
     def _leave_office(self) -> None:
         self.granted = self._was_in_office = False
+        self.unrecoverable = ""
 
     def _enter_office(self) -> Instructions:
         self._was_in_office = True

@@ -163,6 +163,12 @@ def _newer_by_generation(ref: DecisionRef, than: DecisionRef) -> bool:
     return ref.generation > than.generation
 
 
+def _leave_office_in_despair(self: CoordinatorState) -> None:
+    unrecoverable = self.unrecoverable
+    _leave_office(self)
+    self.unrecoverable = unrecoverable
+
+
 def _keep_office_at_a_term(self: CoordinatorState, term: Term) -> Any:
     granted = self.granted
     out = _learn_term(self, term)
@@ -187,6 +193,7 @@ _push = AgentSession._push
 _is_duplicate = CoordinatorState._is_duplicate
 _declare_lost = CoordinatorState._declare_lost
 _learn_term = CoordinatorState._learn_term
+_leave_office = CoordinatorState._leave_office
 _learn = CoordinatorState._learn
 
 
@@ -256,7 +263,11 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a record is delivered without a lease": ((AgentSession, "_push", _push_at_once),),
     "a report is sent once": ((AgentSession, "_welcome", _report_once),),
     "the end of the job is told once": ((AgentSession, "_connected", _finish_once),),
-    "what is lost stays lost": ((CoordinatorState, "_reconsider", _always(None)),),
+    "what is lost stays lost out of office": ((CoordinatorState, "_leave_office", _leave_office_in_despair),),
+    "what is lost stays lost": (
+        (CoordinatorState, "_reconsider", _always(None)),
+        (CoordinatorState, "_leave_office", _leave_office_in_despair),
+    ),
     "equal numbers are one term": ((CoordinatorState, "_learn_term", _learn_higher_numbers),),
     "the end of a generation is told once": ((AgentSession, "_connected", _over_once),),
 }

@@ -42,6 +42,7 @@ TOLD = [
     ("first_start_fails", "a failure exits with code 0", "SIMHOST-1: "),
     ("first_start_fails", "a first start is tried again", "coordinator1: generation 2 "),
     ("first_start_fails", "two ranks are forked at once", "SIMHOST-1: "),
+    ("given_up_out_of_office", "what is lost stays lost out of office", "COMMIT-1: "),
     ("given_up_while_led_elsewhere", "what is lost stays lost", "COMMIT-1: "),
     ("grace_period_ends", "a grace period does not end", "a0 holds 3@1"),
     ("healed_learner_is_no_witness", "no witness is needed", "COMMIT-1: "),
