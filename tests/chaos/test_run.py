@@ -247,7 +247,7 @@ def test_a_signal_in_a_callback_of_an_import_is_not_lost(tmp_path: Path, number:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(interrupting))
     path = f"{REPOSITORY}:{tmp_path / 'site'}"
-    with Job(tmp_path, ignoring(tmp_path), env={"PYTHONPATH": path}) as job:
+    with Job(tmp_path, ignoring(tmp_path), env={"PYTHONPATH": path}, fresh=True) as job:
         assert job.wait() == 128 + number
         job.assert_nothing_left()
 
