@@ -50,9 +50,11 @@ operator"). If a host of them is gone for good, no coordinator can know that, bu
   2. Start the agents that are to go on, if they are not running, and wait until they have reached the coordinator.
   3. elasticgang grant --coordinator HOST:PORT --job-id NAME
 
-The job then goes on from the newest state that is left, or ends if a part of it is lost. Agents end their ranks when
-no coordinator has led the job for 8 seconds, the lease: after that there is no state left to go on from, and your word
-only ends the wait. `elasticgang coordinator --state-dir` needs no word. Given while absent ranks are alive, it can
+The job then goes on from the newest state that is left, or ends if a part of it is lost. The ranks live while nothing
+listens at the coordinator's address. Once a coordinator listens there that does not lead the job, or none can be
+reached, they live for 8 seconds more, the lease: give your word within 8 seconds of the coordinator's start. After that
+there is no state left to go on from, and your word only ends the wait. So make sure of the absent hosts before you
+start the coordinator. `elasticgang coordinator --state-dir` needs no word. Given while absent ranks are alive, it can
 split the job in two. The coordinator refuses a word that nothing waits for.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -9,7 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.several import Cluster, generation_of
+from elasticgang.errors import OperationalError
+from elasticgang.session.credentials import Credentials
+from elasticgang.session.operator_client import grant
+from tests.chaos.several import Cluster, generation_of, kill_agent
 from tests.chaos.test_kills import JOB, NUM_STEPS, check_samples, histories
 from tests.support import Job, kill, wait_until
 
@@ -122,6 +127,30 @@ def test_for_how_long_it_was_away_before_it_is_needed_does_not_count(tmp_path: P
         cluster.restart_coordinator()
         cluster.release(5)
         cluster.check(alone, agents)
+
+
+# OFFICE
+def test_the_operators_word_lets_the_job_go_on_without_an_agent_that_is_gone(tmp_path: Path, alone: str) -> None:
+    """Within the lease: from then on there is no state to go on from."""
+    with Cluster(tmp_path, holds=[5]) as cluster:
+        agents = [cluster.start(nnodes="2:9", ranks=1) for _ in range(2)]
+        cluster.reached(5, 2)
+        cluster.coordinator.process.kill()
+        for agent in agents:
+            agent.expect("coordinator unreachable")
+        kill_agent(agents[1])
+        cluster.restart_coordinator()
+        assert "without agent" in wait_until(lambda: give_word(cluster), "the word")
+        assert generation_of(agents[0], 2)["ranks"] == [0]
+        cluster.release(5)
+        cluster.check(alone, agents[:1])
+
+
+def give_word(cluster: Cluster) -> str:
+    """What the coordinator does now; nothing while no agent has come back."""
+    with contextlib.suppress(OperationalError):
+        return asyncio.run(grant("127.0.0.1", cluster.coordinator.port, "job", Credentials(), 10.0))
+    return ""
 
 
 def test_when_it_stays_away_the_job_ends_with_an_error(tmp_path: Path) -> None:

@@ -432,6 +432,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     directory.close()
 
 
+# STATE-WHOLE
+def test_a_write_that_fails_leaves_the_former_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = StateDirectory(tmp_path)
+    directory.write("job", Kept(Term(3, "c")))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", lambda fd: _no_space("job", Kept()))
+        with pytest.raises(OSError, match="No space left on device"):
+            directory.write("job", Kept(Term(4, "c")))
+    assert directory.read("job") == Kept(Term(3, "c"))
+    directory.close()
+
+
 def test_a_coordinator_whose_disk_fails_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         failures: asyncio.Queue[BaseException] = asyncio.Queue()

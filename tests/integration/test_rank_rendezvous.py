@@ -159,6 +159,19 @@ def test_a_connection_waits_while_the_agent_has_no_free_descriptor() -> None:
     play(test)
 
 
+def test_a_record_that_is_delivered_again_keeps_the_keys_of_its_generation() -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "a/1", "a/2")
+        host.rendezvous.begin(record, "a")
+        mine, other = store(host.client("a/0"), record), store(host.client("a/1"), record)
+        await aside(mine.set, "0", "zero")
+        assert await aside(other.get, "0") == b"zero"
+        host.rendezvous.begin(record, "a")
+        assert await aside(store(host.client("a/2"), record).get, "0") == b"zero"
+
+    play(test)
+
+
 def test_the_late_end_of_an_older_generation_ends_no_wait() -> None:
     async def test(host: Host) -> None:
         record = record_of("a/0", "a/1", generation=2)
