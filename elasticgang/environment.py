@@ -1,17 +1,14 @@
-"""The environment variables by which a process knows the job that it is part of.
-
-What a rank starts inherits them: it is no more a job of its own than the rank is.
-"""
+"""The environment variables that tell a process its job. Child processes of a rank inherit them."""
 
 from __future__ import annotations
 
 import os
 
-JOB_ID = "ELASTICGANG_JOB_ID"  # set by `elasticgang run` for its ranks
-OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun's; no rank has them before its first step
+JOB_ID = "ELASTICGANG_JOB_ID"  # `elasticgang run` sets it for its ranks
+OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun's; a rank has them from its first step on
 JOIN = "call `manager = elasticgang.join()`, loop over `manager.steps(...)`, and use `manager.gangs`"
 
 
 def elastic_job() -> str | None:
-    """The id of the elastic job that this process is a rank of, or was started by one of; None for none."""
+    """The id of the elastic job of this process, or of the rank that started it; None outside of an elastic job."""
     return os.environ.get(JOB_ID)

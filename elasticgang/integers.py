@@ -1,4 +1,4 @@
-"""What counts as an integer in an argument: Python's own and numpy's, and no bool. Pure."""
+"""Integer arguments: accepts integers of Python and numpy, and refuses bools. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import operator
 
 
 def integer(value: object) -> int | None:
-    """`value` as an int; None when it is a bool, or no integer."""
+    """`value` as an int; None if it is a bool or not an integer."""
     if isinstance(value, bool):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # it raises TypeError for what has no `__index__`
+        return operator.index(value)  # type: ignore[arg-type]  # raises TypeError without `__index__`
     except TypeError:
         return None
 

@@ -7,8 +7,8 @@
     with testing.fail_at("serving", raise_an_error):    # until the block ends
         ...
 
-`PLACES` has every place. An action may raise, kill, stop or wait: what the runtime does then is what it does when the
-same happens by itself at that place. A process in which nothing is installed pays a look at an empty dict per place.
+`PLACES` lists every place. An action may raise, kill, stop or wait. The runtime reacts as it does to the same event
+without an action. Without actions, a place costs one lookup in an empty dict.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from types import TracebackType
 
 PLACES = {
     "totals_received": "the gradients are reduced and their total weight is known; this rank has not voted",
-    "votes_received": "the votes are in; nothing here knows yet whether the step is committed",
-    "commit_recorded": "the step is committed and the agent can read so; it is not applied",
+    "votes_received": "the votes are received; this rank has not counted them",
+    "commit_recorded": "the step is committed and the agent can read this; it is not applied",
     "applied": "the committed step is applied to the state of this rank",
-    "abort_noticed": "the agent's notice that a generation has ended has come; on the thread that reads from the agent",
+    "abort_noticed": "the agent's notice that a generation ended is received; on the thread that reads from the agent",
     "requesting": "the rank has left its generation; its request for the next is not sent",
     "requested": "the request is sent",
-    "record_received": "the next record has come; the rank has not acted on it",
+    "record_received": "the next record is received; the rank has not acted on it",
     "configuring": "the rank has acted on the record; its groups are not configured",
     "keys_collected": "an agent has rendezvous keys of its ranks; it has not sent them to the coordinator",
     "keys_received": "a coordinator has received rendezvous keys of an agent; it has forwarded none of them",
     "entered": "the rank has entered the generation",
     "healing": "a learner is about to ask its peers for the state",
-    "source_agreed": "a learner of a large state has agreed with one peer on its chunks; that peer has sent none",
+    "source_agreed": "a learner of a large state knows the chunks of one peer; that peer has sent none",
     "tensor_received": "a learner has received one tensor of the state",
     "healed": "a learner has loaded the state; it is not active",
     "forward_awaited": "a peer waits for the end of its forward before it serves a learner; it holds the server's lock",
@@ -48,7 +48,7 @@ def kill_this_process() -> None:
 
 
 def fail_at(place: str, action: Callable[[], object] = kill_this_process) -> AbstractContextManager[None]:
-    """Call `action` whenever this process reaches `place`, from now on. As a context manager, until its end.
+    """Call `action` whenever this process reaches `place`. As a context manager, only until the block ends.
 
     Raises:
         ValueError: there is no such place.

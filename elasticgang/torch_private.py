@@ -1,8 +1,7 @@
-"""Private APIs of torch and torchft that the package calls: all of them, and no other. Tried with torch 2.13 and
-torchft 0.2.
+"""All private APIs of torch and torchft that the package calls. Tried with torch 2.13 and torchft 0.2.
 
-What the package overrides, because torch calls it (`_device_types`, `_build_params_for_reducer`), stands where it is
-overridden.
+Private methods that the package overrides, because torch calls them (`_device_types`, `_build_params_for_reducer`), are
+in the overriding classes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 _any_c10d: Any = distributed_c10d  # most of it is untyped
 
-# -- torch's registry of process groups: gangs' groups stand in it, so that `torch.distributed` finds them
+# -- torch's registry of process groups, in which gangs' groups are registered
 
 world: Any = _any_c10d._world
 register_in_world: Callable[..., None] = _any_c10d._register_pg_in_world
@@ -33,8 +32,8 @@ is_outside: Callable[[Any], bool] = _any_c10d._rank_not_in_group
 
 
 def new_group(ranks: Sequence[int], rank: int, backend: str, name: str, **options: Any) -> Any:
-    """A group under a name of the caller's choice: `torch.distributed.new_group` numbers them, over all calls of all
-    ranks. `ranks`: of the default group; `rank`: this one's place among them."""
+    """A group with the given name: `torch.distributed.new_group` generates names from the number of its calls. `ranks`:
+    of the default group. `rank`: the rank of this process in the new group."""
     made, _ = _any_c10d._new_process_group_helper(
         len(ranks), rank, list(ranks), _any_c10d.Backend(backend), _any_c10d._get_default_store(), name, **options
     )
@@ -46,28 +45,28 @@ def new_group(ranks: Sequence[int], rank: int, backend: str, name: str, **option
 
 
 def device_types(pg: Any) -> list[str]:
-    """Which devices a group of torch or torchft serves."""
+    """The device types that a group of torch or torchft serves."""
     return [device.type for device in pg._device_types]
 
 
 def source_rank(work: Any) -> int:
-    """Whose message a receive from any rank has got. torch's public name of it warns that it is to go."""
+    """The rank that sent the message of a receive from any rank. torch's public name for it is deprecated."""
     return int(work._source_rank())
 
 
 def all_gather_single(pg: Any, output: Tensor, input: Tensor, options: Any) -> Any:
-    """Backends have it under its old name alone; groups have it under both."""
+    """Backends have it only under its old name; groups have both names."""
     return pg._allgather_base(output, input, options)
 
 
 def reduce_scatter_single(pg: Any, output: Tensor, input: Tensor, options: Any) -> Any:
-    """As `all_gather_single`."""
+    """See `all_gather_single`."""
     return pg._reduce_scatter_base(output, input, options)
 
 
 def new_gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | None) -> Any:
-    """Gloo's backend with a timeout of its own, on the interface with the address `host` (None: Gloo's choice): the
-    public constructor takes no interface."""
+    """Gloo's backend with its own timeout, on the interface with the address `host` (None: Gloo chooses). The public
+    constructor takes no interface."""
     gloo: Any = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
@@ -76,7 +75,7 @@ def new_gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | N
 
 
 def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """NCCL's backend with a timeout of its own, outside a process group, which would do the second call."""
+    """NCCL's backend with its own timeout, outside a process group, which would also make the second call."""
     nccl: Any = getattr(_c10d, "ProcessGroupNCCL")  # noqa: B009  # not in every build
     options = nccl.Options()
     options._timeout = timeout
@@ -89,12 +88,12 @@ def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def wrapped_group(pg: Any) -> Any:
-    """The group that a wrapper of torchft wraps, or that its manager configures; None for another kind."""
+    """The group that a wrapper of torchft wraps, or that torchft's manager configures; None for other objects."""
     return getattr(pg, "_pg", None)
 
 
 def baby_process(pg: Any) -> Any:
-    """The subprocess of a `ProcessGroupBaby`, which is killed because its `abort` does nothing."""
+    """The subprocess of a `ProcessGroupBaby`, for a kill: `ProcessGroupBaby.abort` does nothing."""
     return getattr(pg, "_p", None)
 
 
@@ -102,17 +101,17 @@ def baby_process(pg: Any) -> Any:
 
 
 def internal_overlap(tensor: Tensor) -> int:
-    """Whether elements of `tensor` share memory: 0 no, 1 yes, 2 torch does not find out."""
+    """Whether elements of `tensor` share memory: 0 no, 1 yes, 2 unknown."""
     return int(torch._debug_has_internal_overlap(tensor))
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """The address of torch's own storage object, which a weak reference keeps from being used again."""
+    """The address of torch's storage object. It is not reused while a weak reference exists."""
     return int(storage._cdata)
 
 
 def storage_of(key: int) -> torch.UntypedStorage | None:
-    """The storage that a weak reference with that `cdata` refers to, if it lives."""
+    """The storage of a weak reference with the `cdata` `key`; None if it no longer exists."""
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(key)
     return storage
 
@@ -126,13 +125,13 @@ def share_cuda(storage: torch.UntypedStorage) -> list[Any]:
 
 
 def open_cuda(handle: Sequence[Any]) -> torch.UntypedStorage:
-    """What `share_cuda` shares, in another process."""
+    """Open a storage in another process, by the handle of `share_cuda`."""
     storage: torch.UntypedStorage = _CudaStorage._new_shared_cuda(*handle)
     return storage
 
 
 def release_cuda(handle: Sequence[Any]) -> None:
-    """Count off a process that had memory open by `handle`, and died."""
+    """Release the reference that a dead process had by `handle`."""
     _CudaStorage._release_ipc_counter_cuda(handle[4], handle[5])
 
 
@@ -140,40 +139,40 @@ def release_cuda(handle: Sequence[Any]) -> None:
 
 
 def shard(tensor: Any) -> Tensor:
-    """The local part of a DTensor, outside of autograd, in which `to_local` is."""
+    """The local part of a DTensor, without autograd, which `to_local` uses."""
     part: Tensor = tensor._local_tensor
     return part
 
 
 def stored_values(tensor: Tensor) -> Tensor:
-    """The elements that a sparse tensor stores, also of one whose parts are yet to be added, which `values` refuses."""
+    """The stored elements of a sparse tensor. Unlike `values`, it accepts an uncoalesced one."""
     return tensor._values()
 
 
 def like_dtensor(part: Tensor, tensor: Any) -> Tensor:
-    """`part` as a DTensor with the mesh, the placements, shape and strides of `tensor`, and no communication."""
+    """`part` as a DTensor with the mesh, placements, shape and strides of `tensor`, without communication."""
     made: Tensor = type(tensor)(part, tensor._spec, requires_grad=False)
     return made
 
 
 def rebuild_buckets(reducer: Any) -> None:
-    """Let DDP's reducer cut its buckets now, as it would after the first backward."""
+    """Rebuild the buckets of DDP's reducer now. torch does it after the first backward."""
     reducer._push_all_rebuilt_params()
     reducer._rebuild_buckets()
 
 
 def zeroed_buckets(reducer: Any) -> list[Any]:
-    """The buckets of DDP's reducer, with zeros in them."""
+    """The buckets of DDP's reducer, filled with zeros."""
     return list(reducer._get_zeros_like_grad_buckets())
 
 
-divide_all: Callable[..., None] = torch._foreach_div_  # in one call for many small gradients
+divide_all: Callable[..., None] = torch._foreach_div_  # one call for many small gradients
 multiply_all: Callable[..., None] = torch._foreach_mul_
 
 
 def forget_meshes() -> None:
-    """Empty the caches of this thread in which DTensor keeps meshes. It finds them by a mesh of equal ranks and names,
-    and goes on with the first one's groups and this rank's place in it."""
+    """Clear the caches of this thread in which DTensor keeps meshes. DTensor looks a mesh up by its ranks and names,
+    and would continue to use the groups of an earlier one, and this rank's place in it."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import DTensor, _redistribute
@@ -189,20 +188,20 @@ def forget_meshes() -> None:
 
 
 def is_tracing() -> bool:
-    """Whether code is being compiled by this thread."""
+    """Whether this thread compiles code."""
     return _TracingContext.try_get() is not None
 
 
 @functools.cache
 def logging_file() -> str:
-    """The source file of torch's own logging."""
+    """The source file of torch's logging."""
     file: str = torch._logging._internal.__file__
     return file
 
 
 def run_untraced(function: types.FunctionType) -> None:
-    """Let torch.compile run `function`, and what it calls, as they are. `torch.compiler.disable` says the same, but
-    imports torch._dynamo, which takes seconds, and wraps every call."""
+    """Let torch.compile run `function`, and the functions that it calls, without tracing them. `torch.compiler.disable`
+    does the same, but imports torch._dynamo, which takes seconds, and wraps every call."""
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -19,12 +19,23 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
-from elasticgang.collectives.collective import Collective, ReduceOperation
-from elasticgang.collectives.memory_overlap import check_distinct, overlaps_itself
-from elasticgang.collectives.table import TORCH_OPERATIONS
-from elasticgang.errors import NotSupportedError
+from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.memory_overlap import check_distinct
+from elasticgang.collectives.torch_arguments import (
+    as_list,
+    check_dense,
+    check_fits,
+    check_for_each_rank,
+    check_options,
+    check_rank,
+    check_same_length,
+    check_writable,
+    moves_objects,
+    operation_of,
+    root_of,
+    split_of,
+)
 
 _Form = TypeVar("_Form", bound=Callable[..., "Call"])
 
@@ -74,17 +85,17 @@ def named(form: Callable[..., Call], keywords: dict[str, Any]) -> dict[str, Any]
 
 @_form("allreduce", "allreduce_coalesced", tensor="tensors", op="opts")
 def allreduce(size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: Any = None) -> Call:
-    outputs = _as_list(tensors)
-    op = _operation(opts)
-    return Call(tuple(Collective("all_reduce", (t,), (t,), op) for t in _writable(outputs)), outputs)
+    outputs = as_list(tensors)
+    op = operation_of(opts)
+    return Call(tuple(Collective("all_reduce", (t,), (t,), op) for t in check_writable(outputs)), outputs)
 
 
 @_form("broadcast", tensor="tensors", root="opts", tensor_list="tensors")
 def broadcast(size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: Any = None) -> Call:
-    outputs = _as_list(tensors)
-    root = _root(opts, size)
-    parts = tuple(Collective("broadcast", (t,), (t,), peer=root) for t in _writable(outputs))
-    return Call(parts, outputs, _moves_objects(outputs))
+    outputs = as_list(tensors)
+    root = root_of(opts, size)
+    parts = tuple(Collective("broadcast", (t,), (t,), peer=root) for t in check_writable(outputs))
+    return Call(parts, outputs, moves_objects(outputs))
 
 
 @_form("reduce", tensor="tensors", root="opts")
@@ -92,9 +103,9 @@ def reduce(
     size: int, tensors: Sequence[Tensor] | Tensor, opts: Any = None, op: Any = None, timeout: Any = None
 ) -> Call:
     """Called as `reduce(tensors, options)` or `reduce(tensor, root, op)`."""
-    outputs = _as_list(tensors)
-    root, operation = _root(opts, size), _operation(op if op is not None else getattr(opts, "reduceOp", None))
-    return Call(tuple(Collective("reduce", (t,), (t,), operation, root) for t in _writable(outputs)), outputs)
+    outputs = as_list(tensors)
+    root, operation = root_of(opts, size), operation_of(op if op is not None else getattr(opts, "reduceOp", None))
+    return Call(tuple(Collective("reduce", (t,), (t,), operation, root) for t in check_writable(outputs)), outputs)
 
 
 @_form("allgather", input_tensor="input_tensors")
@@ -106,17 +117,17 @@ def allgather(
     timeout: Any = None,
 ) -> Call:
     """One list of outputs for each input; or one list of outputs and one input tensor."""
-    _check_options(opts)
-    inputs = _as_list(input_tensors)
+    check_options(opts)
+    inputs = as_list(input_tensors)
     lists: list[Any] = [output_tensors] if isinstance(input_tensors, Tensor) else list(output_tensors)
-    _same_length("output_tensors", lists, "input_tensors", inputs)
+    check_same_length("output_tensors", lists, "input_tensors", inputs)
     parts = []
     for outputs, source in zip(lists, inputs, strict=True):
-        _for_each_rank("output_tensors", outputs, size)
-        for output in _writable(outputs):
-            _fits("an output tensor", output, source, source.numel())
+        check_for_each_rank("output_tensors", outputs, size)
+        for output in check_writable(outputs):
+            check_fits("an output tensor", output, source, source.numel())
         parts.append(Collective("all_gather", tuple(outputs), (source,)))
-    return Call(tuple(parts), lists, _moves_objects(inputs))
+    return Call(tuple(parts), lists, moves_objects(inputs))
 
 
 @_form("allgather_coalesced", input_list="inputs")
@@ -124,7 +135,7 @@ def allgather_coalesced(
     size: int, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
 ) -> Call:
     """One list of outputs for each rank, with one output for each input."""
-    _check_options(opts)
+    check_options(opts)
     if len(output_lists) != size or any(len(outputs) != len(inputs) for outputs in output_lists):
         raise ValueError(
             f"`output_lists` must be {size} lists (one a rank) of {len(inputs)} tensors (one an input), but are "
@@ -145,10 +156,10 @@ def all_gather_single(size: int, output: Tensor, input: Tensor, opts: Any = None
 def all_gather_single_coalesced(
     size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
 ) -> Call:
-    _check_options(opts)
-    _same_length("outputs", outputs, "inputs", inputs)
-    for output, source in zip(_writable(outputs), inputs, strict=True):
-        _fits("`output`", output, source, size * source.numel())
+    check_options(opts)
+    check_same_length("outputs", outputs, "inputs", inputs)
+    for output, source in zip(check_writable(outputs), inputs, strict=True):
+        check_fits("`output`", output, source, size * source.numel())
     pairs = zip(outputs, inputs, strict=True)
     return Call(tuple(Collective("all_gather_single", (o,), (i,)) for o, i in pairs), list(outputs))
 
@@ -162,15 +173,15 @@ def reduce_scatter(
     timeout: Any = None,
 ) -> Call:
     """One list of inputs for each output; or one list of inputs and one output tensor."""
-    outputs = _as_list(output_tensors)
+    outputs = as_list(output_tensors)
     lists: list[Any] = [input_tensors] if isinstance(output_tensors, Tensor) else list(input_tensors)
-    _same_length("output_tensors", outputs, "input_tensors", lists)
-    op = _operation(opts)
+    check_same_length("output_tensors", outputs, "input_tensors", lists)
+    op = operation_of(opts)
     parts = []
-    for output, inputs in zip(_writable(outputs), lists, strict=True):
-        _for_each_rank("input_tensors", inputs, size)
+    for output, inputs in zip(check_writable(outputs), lists, strict=True):
+        check_for_each_rank("input_tensors", inputs, size)
         for source in inputs:
-            _fits("an input tensor", source, output, output.numel())
+            check_fits("an input tensor", source, output, output.numel())
         parts.append(Collective("reduce_scatter", (output,), tuple(inputs), op))
     return Call(tuple(parts), outputs)
 
@@ -189,21 +200,21 @@ def reduce_scatter_single(size: int, output: Tensor, input: Tensor, opts: Any = 
 def reduce_scatter_single_coalesced(
     size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
 ) -> Call:
-    _same_length("outputs", outputs, "inputs", inputs)
-    for output, source in zip(_writable(outputs), inputs, strict=True):
-        _fits("`input`", source, output, size * output.numel())
-    op = _operation(opts)
+    check_same_length("outputs", outputs, "inputs", inputs)
+    for output, source in zip(check_writable(outputs), inputs, strict=True):
+        check_fits("`input`", source, output, size * output.numel())
+    op = operation_of(opts)
     pairs = zip(outputs, inputs, strict=True)
     return Call(tuple(Collective("reduce_scatter_single", (o,), (i,), op) for o, i in pairs), list(outputs))
 
 
 @_form("alltoall", output_tensors="outputs", input_tensors="inputs")
 def alltoall(size: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Call:
-    _check_options(opts)
-    _for_each_rank("outputs", outputs, size)
-    _for_each_rank("inputs", inputs, size)
-    for tensor in (*_writable(outputs), *inputs):
-        _fits("a tensor", tensor, inputs[0], tensor.numel())
+    check_options(opts)
+    check_for_each_rank("outputs", outputs, size)
+    check_for_each_rank("inputs", inputs, size)
+    for tensor in (*check_writable(outputs), *inputs):
+        check_fits("a tensor", tensor, inputs[0], tensor.numel())
     return Call((Collective("all_to_all", tuple(outputs), tuple(inputs)),), list(outputs))
 
 
@@ -218,11 +229,11 @@ def all_to_all_single(
     timeout: Any = None,
 ) -> Call:
     """Split sizes are along the first dimension; without them, all parts are equal."""
-    _check_options(opts)
-    _fits("`output`", output, input, output.numel())
-    _writable([output])
-    outputs = _split("output", output, output_split_sizes, size)
-    inputs = _split("input", input, input_split_sizes, size)
+    check_options(opts)
+    check_fits("`output`", output, input, output.numel())
+    check_writable([output])
+    outputs = split_of("output", output, output_split_sizes, size)
+    inputs = split_of("input", input, input_split_sizes, size)
     return Call((Collective("all_to_all", outputs, inputs),), [output])
 
 
@@ -235,18 +246,18 @@ def gather(
     timeout: Any = None,
 ) -> Call:
     """Only the root gives outputs; the other ranks give an empty list, or none."""
-    inputs = _as_list(input_tensors)
+    inputs = as_list(input_tensors)
     lists: list[Any] = [output_tensors] if isinstance(input_tensors, Tensor) else list(output_tensors)
-    root = _root(opts, size)
+    root = root_of(opts, size)
     parts = []
     for index, source in enumerate(inputs):
         outputs = lists[index] if index < len(lists) else []
         if outputs:
-            _for_each_rank("output_tensors", outputs, size)
-        for output in _writable(outputs):
-            _fits("an output tensor", output, source, source.numel())
+            check_for_each_rank("output_tensors", outputs, size)
+        for output in check_writable(outputs):
+            check_fits("an output tensor", output, source, source.numel())
         parts.append(Collective("gather", tuple(outputs), (source,), peer=root))
-    return Call(tuple(parts), lists, _moves_objects(inputs))
+    return Call(tuple(parts), lists, moves_objects(inputs))
 
 
 @_form("scatter", output_tensor="output_tensors", root="opts")
@@ -258,31 +269,31 @@ def scatter(
     timeout: Any = None,
 ) -> Call:
     """Only the root gives inputs; the other ranks give an empty list, or none."""
-    outputs = _as_list(output_tensors)
+    outputs = as_list(output_tensors)
     lists: list[Any] = [input_tensors] if isinstance(output_tensors, Tensor) else list(input_tensors)
-    root = _root(opts, size)
+    root = root_of(opts, size)
     parts = []
-    for index, output in enumerate(_writable(outputs)):
+    for index, output in enumerate(check_writable(outputs)):
         inputs = lists[index] if index < len(lists) else []
         if inputs:
-            _for_each_rank("input_tensors", inputs, size)
+            check_for_each_rank("input_tensors", inputs, size)
         for source in inputs:
-            _fits("an input tensor", source, output, output.numel())
+            check_fits("an input tensor", source, output, output.numel())
         parts.append(Collective("scatter", (output,), tuple(inputs), peer=root))
-    return Call(tuple(parts), outputs, _moves_objects(outputs))
+    return Call(tuple(parts), outputs, moves_objects(outputs))
 
 
 @_form("send", dstRank="dst_rank")
 def send(size: int, tensors: Sequence[Tensor], dst_rank: int, tag: int = 0) -> Call:
-    peer, tag = _rank("dst_rank", dst_rank, size), operator.index(tag)
-    return Call(tuple(Collective("send", (), (_dense(t),), peer=peer, tag=tag) for t in tensors), list(tensors))
+    peer, tag = check_rank("dst_rank", dst_rank, size), operator.index(tag)
+    return Call(tuple(Collective("send", (), (check_dense(t),), peer=peer, tag=tag) for t in tensors), list(tensors))
 
 
 @_form("recv", srcRank="src_rank")
 def recv(size: int, tensors: Sequence[Tensor], src_rank: int, tag: int = 0) -> Call:
-    peer, tag = _rank("src_rank", src_rank, size), operator.index(tag)
-    parts = tuple(Collective("recv", (t,), (), peer=peer, tag=tag) for t in _writable(tensors))
-    return Call(parts, list(tensors), _moves_objects(list(tensors)))
+    peer, tag = check_rank("src_rank", src_rank, size), operator.index(tag)
+    parts = tuple(Collective("recv", (t,), (), peer=peer, tag=tag) for t in check_writable(tensors))
+    return Call(parts, list(tensors), moves_objects(list(tensors)))
 
 
 @_form("recv_anysource")
@@ -292,7 +303,7 @@ def recv_anysource(size: int, tensors: Sequence[Tensor], tag: int = 0) -> Call:
     if len(tensors) != 1:
         raise ValueError(f"`tensors` must be one tensor, but are {len(tensors)} instead.")
     source = torch.full((1,), -1, dtype=torch.int64, device="cpu")
-    part = Collective("recv_anysource", (*_writable(tensors), source), tag=operator.index(tag))
+    part = Collective("recv_anysource", (*check_writable(tensors), source), tag=operator.index(tag))
     return Call((part,), tensors, is_exact=True, source=source)
 
 
@@ -311,7 +322,7 @@ def monitored_barrier(wait_all_ranks: bool = False) -> Call:
 
 @_form("barrier")
 def barrier(size: int, opts: Any = None, timeout: Any = None) -> Call:
-    _check_options(opts)
+    check_options(opts)
     token = torch.zeros(1)
     return Call((Collective("all_reduce", (token,), (token,)),), [token], is_exact=True, is_barrier=True)
 
@@ -335,20 +346,6 @@ def with_default_timeout(call: Call, timeout_s: float | None) -> Call:
     return replace(call, parts=parts)
 
 
-def check_timeout(timeout: object) -> None:
-    """Raises TypeError: `timeout` is neither a timedelta nor None."""
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"`timeout` must be a timedelta, but is {timeout!r} instead.")
-
-
-def seconds(timeout: timedelta) -> float:
-    """`timeout` in seconds. Raises TypeError: it is not a timedelta; or ValueError: it is not above 0."""
-    check_timeout(timeout)
-    if timeout <= timedelta(0):
-        raise ValueError(f"`timeout` must be above 0 seconds, but is {timeout.total_seconds():g} instead.")
-    return timeout.total_seconds()
-
-
 def check_place(call: Call, rank: int) -> Call:
     """Check `call` for `rank`, and return it (CALL-1, CALL-2).
 
@@ -370,114 +367,5 @@ def check_place(call: Call, rank: int) -> Call:
                 )
         if part.call == "all_to_all":
             kept = part.outputs[rank].numel()
-            _fits("what a rank sends to itself", part.inputs[rank], part.outputs[rank], kept)
+            check_fits("what a rank sends to itself", part.inputs[rank], part.outputs[rank], kept)
     return call
-
-
-def _as_list(tensors: Any) -> list[Any]:
-    if not isinstance(tensors, Tensor | list | tuple):
-        raise ValueError(f"tensors must be a tensor or a list of them, but are {_described(tensors)} instead.")
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _described(value: object) -> str:
-    return f"{value!r} (of {type(value).__name__})"[:200]
-
-
-def _operation(opts: Any) -> Any:
-    """The operation of an options object or a `ReduceOp`; SUM for None."""
-    op = getattr(opts, "reduceOp", opts)
-    if op is None:
-        return ReduceOperation.SUM
-    for operation, known in TORCH_OPERATIONS.items():
-        if op == known:
-            return operation
-    name, known_names = getattr(op, "op", op), ", ".join(known.name for known in TORCH_OPERATIONS.values())
-    raise NotSupportedError(f"A reduction by {name} is not supported; use one of {known_names}.")
-
-
-def _root(opts: Any, size: int) -> int:
-    """The root of an options object, or a number; 0 for None."""
-    root = getattr(opts, "rootRank", opts)
-    if isinstance(root, ReduceOp | ReduceOp.RedOpType):  # it has `__index__` too
-        raise TypeError(f"the root must be an integer, but is {root!r} instead.")
-    return 0 if root is None else _rank("the root", root, size)
-
-
-def _check_options(opts: Any) -> None:
-    """Raises TypeError: `opts` of a call that takes only a timeout are neither options nor a timeout."""
-    if opts is not None and not isinstance(opts, timedelta) and not hasattr(opts, "timeout"):
-        raise TypeError(f"`opts` must be options or a timeout, but are {_described(opts)} instead.")
-
-
-def _rank(name: str, rank: int, size: int) -> int:
-    rank = operator.index(rank)
-    if not 0 <= rank < size:
-        raise ValueError(f"{name} must be at least 0 and less than the group's size ({size}), but is {rank} instead.")
-    return rank
-
-
-def _moves_objects(tensors: Sequence[Tensor]) -> bool:
-    """Whether the call may belong to torch's object collectives, which move integers: sizes and pickled bytes."""
-    return any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors)
-
-
-def _writable(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    for output in outputs:
-        _dense(output)
-        if overlaps_itself(output):
-            raise ValueError(
-                f"an output must not share memory among its elements, but has the shape {list(output.shape)} and the "
-                f"strides {output.stride()}; use a copy of it."
-            )
-    return outputs
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    given: object = tensor
-    if not isinstance(given, Tensor):
-        raise ValueError(f"a tensor is needed, but {_described(given)} was given.")
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        raise ValueError(
-            f"a tensor must be dense (of layout torch.strided) and have data, but is of {tensor.layout} on "
-            f"{tensor.device} instead."
-        )
-    return tensor
-
-
-def _fits(name: str, tensor: Tensor, like: Tensor, num_elements: int) -> None:
-    _dense(tensor)
-    _dense(like)
-    if tensor.dtype != like.dtype or tensor.device != like.device:
-        raise ValueError(
-            f"{name} must be of {like.dtype} on {like.device}, but is of {tensor.dtype} on {tensor.device}."
-        )
-    if tensor.numel() != num_elements:
-        raise ValueError(f"{name} must have {num_elements} elements, but has {tensor.numel()} instead.")
-
-
-def _same_length(name: str, tensors: Sequence[Any], other_name: str, others: Sequence[Any]) -> None:
-    if len(tensors) != len(others):
-        raise ValueError(f"`{name}` must be as many as `{other_name}` ({len(others)}), but are {len(tensors)} instead.")
-
-
-def _for_each_rank(name: str, tensors: Sequence[Tensor], size: int) -> None:
-    if len(tensors) != size:
-        raise ValueError(f"`{name}` must have one tensor for each of the {size} ranks, but has {len(tensors)} instead.")
-
-
-def _split(name: str, tensor: Tensor, sizes: Sequence[int] | None, num_ranks: int) -> tuple[Tensor, ...]:
-    length = tensor.shape[0] if tensor.dim() else 0
-    if not sizes:
-        if length % num_ranks:
-            raise ValueError(
-                f"`{name}` must have a first dimension that divides by the group's size ({num_ranks}), but it is "
-                f"{length} instead."
-            )
-        sizes = [length // num_ranks] * num_ranks
-    if len(sizes) != num_ranks or sum(sizes) != length:
-        raise ValueError(
-            f"the split sizes of `{name}` must be {num_ranks} that sum to its first dimension ({length}), but are "
-            f"{list(sizes)} instead."
-        )
-    return torch.split(tensor, list(sizes))

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from torch._C._distributed_c10d import Work as TorchWorkBase
 from torch.futures import Future
 
-from elasticgang.collectives import torch_calls
+from elasticgang.collectives import torch_arguments, torch_calls
 from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.group_backend import BackendQueries
 from elasticgang.collectives.table import check_reduction, copy
@@ -143,7 +143,7 @@ def _collective(name: str, form: Callable[..., Call]) -> Callable[..., Any]:
 
     def method(self: CollectiveMethods, *args: Any, **kwargs: Any) -> Any:
         named = torch_calls.named(form, kwargs) if kwargs else kwargs
-        torch_calls.check_timeout({**dict(zip(parameters, args, strict=False)), **named}.get("timeout"))
+        torch_arguments.check_timeout({**dict(zip(parameters, args, strict=False)), **named}.get("timeout"))
         call = torch_calls.with_timeout(form(self._num_members(), *args, **named), (*args, *named.values()))
         call = torch_calls.check_place(call, self._place_among_members())
         for part in call.parts:  # all of them before any is sent
@@ -230,7 +230,7 @@ class CollectiveMethods(BackendQueries):
         """As `torch.distributed.monitored_barrier` over Gloo: block until all ranks have reached the barrier. If a rank
         does not within `timeout` (None: the group's), rank 0 raises an error that names it; with `wait_all_ranks` it
         names all absent ranks. Otherwise the error has the effect of any error of the group."""
-        torch_calls.check_timeout(timeout)
+        torch_arguments.check_timeout(timeout)
         call = torch_calls.with_timeout(torch_calls.monitored_barrier(wait_all_ranks), [timeout])
         work = self._perform("monitored_barrier", call, (timeout, wait_all_ranks), {})
         if work is not None:  # torch's own group has waited already

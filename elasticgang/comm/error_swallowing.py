@@ -1,12 +1,12 @@
-"""Process groups that swallow errors: torchft's `ErrorSwallowingProcessGroupWrapper`, for every collective.
+"""Process groups that swallow the errors of every collective, as torchft's `ErrorSwallowingProcessGroupWrapper` does.
 
-SWALLOW-1  After the first error nothing more is sent until the next `configure`. An error counts in the configuration
-    that its collective was started in, and in no later one. Misuse (ValueError, TypeError, InvalidOperationError,
-    NotSupportedError) is raised.
-SWALLOW-2  What a collective leaves after an error is finite and the same every time: zeros in a pure output; what an
-    in-place tensor held before, or zeros where a group that was told of it may have written to it already.
-SWALLOW-3  Where only the true result will do (barriers, and integers that are moved and not reduced, of which torch's
-    object collectives are made), `StepAborted` is raised.
+SWALLOW-1  After the first error, nothing is sent until the next `configure`. An error counts only for the configuration
+    in which its collective was started. Misuse (ValueError, TypeError, InvalidOperationError, NotSupportedError) is
+    raised.
+SWALLOW-2  After an error the outputs are finite and deterministic. A pure output is zero. An in-place tensor keeps its
+    values, or is zero if the group may have written to it.
+SWALLOW-3  If only the true result is acceptable, `StepAborted` is raised. This holds for barriers, and for collectives
+    that move integers without reducing them, which torch's object collectives consist of.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MISUSE = (ValueError, TypeError, InvalidOperationError, NotSupportedError)
 
 
 class Swallower(Protocol):
-    """The group whose errors are swallowed, as its works see it."""
+    """A group that swallows errors, as its works use it."""
 
     @property
     def parent(self) -> ProcessGroup: ...
@@ -83,20 +83,20 @@ def swallowing(pg: Swallower, configuration: object, call: Call, work: Any, why:
 
 
 def neutral_outputs(collective: Collective) -> None:
-    """Zeros in all of them."""
+    """Set all outputs to zero."""
     for output in collective.outputs:
         with writing(output):
             output.zero_()
 
 
 class Owner(Protocol):
-    """What several groups belong to, and end with."""
+    """The owner of several groups, which end together."""
 
     @property
     def error(self) -> Exception | None: ...
 
     def fail(self, error: GangError) -> None:
-        """End all of them, and wait until none of their works touches a tensor any more."""
+        """End all groups, and wait until none of their works accesses a tensor."""
 
 
 class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
@@ -105,8 +105,8 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
     def __init__(
         self, pg: ProcessGroup, *, start: Callable[[Collective], Work] | None = None, owner: Owner | None = None
     ) -> None:
-        """For a gang of one generation: `start` starts a collective of `pg`, and its first error ends the `owner`,
-        whose error counts as the group's."""
+        """For a gang of one generation: `start` starts a collective of `pg`; its first error ends `owner`, whose error
+        counts as the group's."""
         super().__init__(0, 1)
         self._pg, self._start_on_pg, self._owner = pg, start, owner
         self._lock = threading.Lock()
@@ -114,8 +114,8 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         self._configuration = object()
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
-        """As `pg.configure`, which may raise; and forget the error. What fails of the configuration before, then or
-        later, is no error of this one."""
+        """Configure `pg`, and clear the error. Later failures of works of an earlier configuration are not errors of
+        this one (SWALLOW-1). Raises the errors of `pg.configure`."""
         with self._lock:
             before, self._configuration = self._configuration, object()
         try:
@@ -134,7 +134,7 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         return self._error
 
     def report_error(self, e: Exception) -> None:
-        """Let the group fail by `e`: nothing more is sent until `configure`. Only the first is kept."""
+        """Set the group's error, unless it has one: nothing is sent until the next `configure`."""
         with self._lock:
             self._error = self._error or e
 
@@ -155,7 +155,8 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         return self.errored() is not None
 
     def start(self, collective: Collective) -> Work:
-        """Start a gang's checked collective. Misuse is raised; after any other error the work's `wait` gives False."""
+        """Start a checked collective of a gang. Misuse is raised; after any other error the work's `wait` returns
+        False."""
         assert self._start_on_pg is not None
         configuration, why = self._configuration, self.errored()
         if why is None:
@@ -202,8 +203,7 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
         return device_types(self._pg)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """See `CollectiveMethods.monitored_barrier`. Raises StepAborted, which names the ranks, for its error
-        (SWALLOW-3)."""
+        """See `CollectiveMethods.monitored_barrier`. Raises StepAborted, which names the absent ranks (SWALLOW-3)."""
         _, _, why = self._attempt(lambda: self._pg.monitored_barrier(timeout, wait_all_ranks))
         if why is not None:
             raise StepAborted(f"the process group failed before: {why}") from why
@@ -228,8 +228,8 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
             super()._check_dtype(part)
 
     def _attempt(self, perform: Callable[[], Any]) -> tuple[object, Any, Exception | None]:
-        """The present configuration, the result of `perform`, and why there is none, which was reported. Raises
-        misuse."""
+        """The present configuration, the result of `perform`, and the error for which there is none. The error is
+        reported. Raises misuse."""
         with self._lock:
             configuration, why = self._configuration, self._error
         if why is None:

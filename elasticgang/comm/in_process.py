@@ -1,7 +1,7 @@
-"""Reconfigurable process groups by name, and the groups that run in this process.
+"""Makes reconfigurable process groups by name, and defines those that run in this process.
 
 Isolated groups (`isolated.py`) can always be aborted. Of the in-process groups, NCCL can be aborted and Gloo cannot: in
-torch 2.13 its `abort` does not wake waiting threads, so that a lost peer costs a collective's timeout.
+torch 2.13 Gloo's `abort` does not wake waiting threads, so a lost peer costs the timeout of a collective.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from elasticgang.torch_private import device_types
 
 
 class _InProcess(CollectiveMethods):
-    """All collectives, with checks, over the torch group that the last `configure` made."""
+    """All collectives, with checks, on the torch group that the last `configure` made."""
 
     _pg: Any
-    _place = (0, 1)  # also after an `abort`, which leaves no group
+    _place = (0, 1)  # rank and size; kept after an `abort`, which drops the group
     _was_configured = False
 
     def configure(

@@ -1,6 +1,6 @@
-"""The data-parallel group of a manager: elasticgang's, or torchft's.
+"""The data-parallel process group of a manager of elasticgang or torchft.
 
-It is what takes a process group and divides by its size: that is the number of members that take part in the step.
+It is for code that takes a process group and divides by its size: the size is the number of active members.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Manager(Protocol):
-    """What a `ManagedProcessGroup` needs of `elasticgang.QuorumManager`."""
+    """The part of `elasticgang.QuorumManager` that a `ManagedProcessGroup` uses."""
 
     @property
     def gangs(self) -> Gangs: ...
@@ -41,13 +41,13 @@ class Manager(Protocol):
 
 
 class ManagedProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
-    """The data-parallel gang of a manager, whose size is the number of active members along `gangs.dp`. Learners take
-    part with what they give, by convention zeros. An error ends the manager's generation; collectives then return as
-    those of its gangs do.
+    """The data-parallel gang of a manager as a process group, whose size is the number of active members along
+    `gangs.dp`. Learners also take part; by convention they contribute zeros. An error ends the manager's generation,
+    and collectives then return as those of its gangs do.
 
-    Of torchft's own `Manager` it is what torchft's `ManagedProcessGroup` is: its size is `num_participants()`, and
-    all-reduces are the manager's. Errors of the other collectives are reported to the manager too, and swallowed as a
-    `SwallowingProcessGroup` does.
+    For torchft's `Manager` it is equivalent to torchft's `ManagedProcessGroup`: its size is `num_participants()`, and
+    the manager performs all-reduces. Errors of the other collectives are also reported to the manager, and swallowed as
+    by a `SwallowingProcessGroup`.
     """
 
     def __new__(cls, manager: Any) -> ManagedProcessGroup:
@@ -86,7 +86,7 @@ class ManagedProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc
         return "elasticgang-managed"
 
     def errored(self) -> Exception | None:
-        """What ended the manager's generation; None while it is sound."""
+        """The error that ended the manager's generation; None without one."""
         return self._ours.error
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ class ManagedProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc
 
 
 class _OfTorchft(ManagedProcessGroup):
-    """Over the manager's group, as the last quorum configured it."""
+    """The group of torchft's manager, as the last quorum configured it."""
 
     def rank(self) -> int:
         return int(self._configured().rank())
@@ -115,7 +115,7 @@ class _OfTorchft(ManagedProcessGroup):
     getSize = size
 
     def _num_members(self) -> int:
-        return int(self._configured().size())  # those that heal too
+        return int(self._configured().size())  # healing members too
 
     def _served(self) -> Sequence[str]:
         return device_types(self._configured()) or ("cpu",)
@@ -130,7 +130,7 @@ class _OfTorchft(ManagedProcessGroup):
         return pg
 
     def errored(self) -> Exception | None:
-        """What was reported to the manager in this step; None while nothing was."""
+        """The error reported to the manager in this step; None without one."""
         error = self._manager.errored()
         found: Exception | None = error.original_exception if error else self.parent.errored()
         return found
@@ -139,7 +139,7 @@ class _OfTorchft(ManagedProcessGroup):
         return f"ManagedProcessGroup({self.parent!r})"
 
     def _configured(self) -> Any:
-        """The one that knows its rank: torchft's wrappers do not."""
+        """The innermost group: torchft's wrappers do not know their rank."""
         pg = self.parent
         while not isinstance(pg, CollectiveMethods) and (wrapped := wrapped_group(pg)) is not None:
             pg = wrapped
@@ -172,7 +172,7 @@ class _OfTorchft(ManagedProcessGroup):
 
 
 class _OfManager(Work):
-    """torchft's work: its future is one only once somebody waits for the work."""
+    """A work of torchft's manager. Its own future does not complete before a `wait`."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -187,7 +187,7 @@ class _OfManager(Work):
     def _future(self) -> Future[bool]:
         if self._waited is None:
             self._waited = Future()
-            if torch.accelerator.is_available():  # torchft's work wants to be waited for on the stream that made it
+            if torch.accelerator.is_available():  # torchft's work must be waited for on the stream that made it
                 self._finish()
             else:
                 threading.Thread(target=self._finish, name="managed-future", daemon=True).start()

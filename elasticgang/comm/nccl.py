@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ProcessFuture
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.multiprocessing import reductions
 
-from elasticgang.collectives.collective import Collective, writing
+from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.dtypes import check_nccl_dtype
 from elasticgang.collectives.table import TABLE, check_reduction
 from elasticgang.collectives.torch_calls import Call
@@ -42,169 +41,28 @@ from elasticgang.collectives.work import Work
 from elasticgang.comm import deadlines
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess
-from elasticgang.comm.cuda import Cuda, Handle
+from elasticgang.comm.cuda import Cuda
+from elasticgang.comm.device_work import (
+    POLL_S,
+    DeviceWork,
+    EventPair,
+    InFlight,
+    SharedStorage,
+    StagedDeviceTensor,
+    WeakStorage,
+    drain,
+    keep_until_drained,
+)
 from elasticgang.comm.isolated import ProcessGroupIsolated
 from elasticgang.comm.nccl_worker import encoded_handle
 from elasticgang.comm.staging import DTYPE_NAMES
 from elasticgang.comm.standby_pool import local_launcher
-from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import encoded
 from elasticgang.errors import CollectiveTimeoutError, GangError, NotSupportedError, StaleGenerationError
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.torch_private import storage_key
 
-_POLL_S = 0.0005
 _MAX_FORGOTTEN = 1000  # storages in one message
-WeakStorage: Any = reductions.StorageWeakRef  # it is untyped
-
-
-@dataclass(eq=False)
-class SharedStorage:
-    """A storage that the comm process opens. An empty storage has the `id` 0 and is not opened."""
-
-    id: int
-    storage: Any  # a weak reference
-    address: int
-    num_bytes: int
-    handle: Handle
-
-    def is_of(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` is the shared one and still has the same memory."""
-        return (self.address, self.num_bytes) == (storage.data_ptr(), storage.nbytes()) and not self.storage.expired()
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """Two shared events, used by one work at a time."""
-
-    id: int
-    began: Any
-    done: Any
-
-
-@dataclass(frozen=True)
-class StagedDeviceTensor:
-    """A contiguous tensor, which holds the result once its work has passed on the device. Nothing is copied."""
-
-    tensor: Tensor
-    shared: SharedStorage
-    described: tuple[int, int, list[int], str]
-
-    def copy_out(self) -> None: ...
-
-    def discard(self) -> None: ...
-
-
-@dataclass(eq=False)
-class _InFlight:
-    """The tensors of one work (NCCL-3). `copies`: pairs of (the sent tensor, the caller's tensor, not contiguous)."""
-
-    cuda: Cuda
-    device: int
-    pair: _Pair
-    tensors: list[Tensor]
-    copies: list[tuple[Tensor, Tensor]]
-    streams: list[Any]
-    is_queued: bool = False
-    lost: GangError | None = None
-    _has_passed: bool = False
-    _copied: Any = None
-    _drains: list[Any] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def done(self) -> bool:
-        """Whether the work has passed on the device, or was lost."""
-        with self._lock:
-            if self.is_queued and self.lost is None and not self._has_passed:
-                self._has_passed = bool(self.pair.done.query())
-            return self._has_passed or self.lost is not None
-
-    def order(self) -> None:
-        """Make the current stream wait for the work (NCCL-2). Raises GangError: the comm process was lost before."""
-        with self._lock:
-            if self.lost is not None:
-                raise self.lost
-            stream = self.cuda.current_stream(self.device)
-            if not self._has_passed:  # otherwise another work has its events
-                stream.wait_event(self.pair.done)
-                self.streams.append(stream)
-            if self.copies and self._copied is not None:
-                stream.wait_event(self._copied)
-            elif self.copies:
-                for sent, tensor in self.copies:
-                    with writing(tensor):
-                        tensor.copy_(sent)
-                self._copied = self.cuda.new_event(self.device, shared=False)
-                self._copied.record(stream)
-
-    def lose(self, error: GangError) -> bool:
-        """Mark the work as lost by `error`. False: it had passed before."""
-        if self.done():
-            return False
-        with self._lock:
-            self.lost = error
-            for stream in self.streams:
-                self._drains.append(self.cuda.new_event(self.device, shared=False))
-                self._drains[-1].record(stream)
-        return True
-
-    def is_drained(self) -> bool:
-        return all(event.query() for event in self._drains)
-
-
-class DeviceWork(CommWork):
-    """A work that ends when the comm process has queued it. `wait` orders streams (NCCL-2)."""
-
-    def __init__(
-        self,
-        comm: CommProcess,
-        name: str,
-        outputs: Sequence[Tensor],
-        timeout: float,
-        fail: Callable[[GangError], None] | None,
-        staged_tensors: Sequence[StagedDeviceTensor],
-        held: _InFlight,
-    ) -> None:
-        super().__init__(comm._reply_reader, name, outputs, timeout, fail)
-        self.staged = list(staged_tensors)
-        self.comm, self.held = comm, held
-
-    def end(self, error: GangError | None) -> None:
-        self.held.is_queued = error is None
-        super().end(error)
-
-    def _wait(self, timeout: float | None) -> bool:
-        """Block until the work is queued, and order the current stream after it."""
-        super()._wait(timeout)
-        try:
-            self.held.order()
-        except GangError as error:
-            if self.fail is not None:
-                self.fail(error)
-            raise
-        return True
-
-    def wait_passed(self, timeout: float) -> None:
-        """Block until the work has passed on the device. Raises GangError as `wait`."""
-        deadline = time.monotonic() + timeout
-        while not self.held.done():
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(f"{self.name} timed out after {timeout:g} seconds")
-            time.sleep(_POLL_S)
-        self.held.order()
-
-
-_draining: list[_InFlight] = []  # lost works of dead comm processes
-_draining_lock = threading.Lock()
-
-
-def _drain() -> None:
-    with _draining_lock:
-        drained = [held for held in _draining if held.is_drained()]
-        for held in drained:
-            _draining.remove(held)
-            held.tensors.clear()  # the work or its error may still be referenced
-            held.copies.clear()
 
 
 class NCCLCommProcess(CommProcess):
@@ -223,8 +81,8 @@ class NCCLCommProcess(CommProcess):
         self._next_shared = self._next_pair = 0
         self._known: set[int] = set()  # ids of the storages that the process was told to open
         self._known_pairs: set[int] = set()
-        self._pairs: list[_Pair] = []
-        self._in_flight: list[_InFlight] = []
+        self._pairs: list[EventPair] = []
+        self._in_flight: list[InFlight] = []
         super().__init__(forkserver, arena, timeout=timeout)
 
     def _start_arguments(self) -> dict[str, Any]:
@@ -249,7 +107,7 @@ class NCCLCommProcess(CommProcess):
         copies = [pair for pair in zip(sent[: len(outputs)], outputs, strict=True) if pair[0] is not pair[1]]
         pair = self._take_pair()
         pair.began.record(stream)
-        held = _InFlight(self._cuda, self._device, pair, sent, copies, [stream])
+        held = InFlight(self._cuda, self._device, pair, sent, copies, [stream])
         work = DeviceWork(self, call, outputs, timeout or self.timeout, fail, staged_tensors, held)
         described = [staged_tensor.described for staged_tensor in staged_tensors]
         said = encoded(group, collective, timeout, described)
@@ -271,7 +129,7 @@ class NCCLCommProcess(CommProcess):
         """See `CommProcess.close_groups`. First waits until all works have passed on the device."""
         deadline = time.monotonic() + timeout
         while self.num_works and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         super().close_groups(timeout)
 
     # -- memory and events
@@ -300,14 +158,14 @@ class NCCLCommProcess(CommProcess):
             self._shared[storage_key(storage)] = made
             return made
 
-    def _take_pair(self) -> _Pair:
+    def _take_pair(self) -> EventPair:
         with self._memory_lock:
             if self._pairs:
                 return self._pairs.pop()
             self._next_pair += 1
             id = self._next_pair
         events = (self._cuda.new_event(self._device, shared=True) for _ in range(2))
-        return _Pair(id, *events)
+        return EventPair(id, *events)
 
     def _introduce(self, staged_tensors: Sequence[Any]) -> None:
         """Send new storages and events to the process. The caller has the send lock."""
@@ -331,7 +189,7 @@ class NCCLCommProcess(CommProcess):
         """Does nothing: `_tidy` releases them later (NCCL-3)."""
 
     def _tidy(self) -> None:
-        _drain()
+        drain()
         with self._memory_lock:
             if self._ended:
                 return  # `_on_death` does it
@@ -378,8 +236,7 @@ class NCCLCommProcess(CommProcess):
             helds, self._in_flight = self._in_flight, []
             shareds, self._shared = [*self._shared.values(), *self._replaced, *self._unsent.values()], {}
         lost = [held for held in helds if held.lose(error)]
-        with _draining_lock:
-            _draining.extend(lost)
+        keep_until_drained(lost)
         for shared in shareds:
             self._release(shared)  # NCCL-4
 

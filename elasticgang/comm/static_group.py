@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStor
 
 from elasticgang.collectives.backend_name import BACKEND_NAME
 from elasticgang.collectives.collective import check_ranks
-from elasticgang.collectives.torch_calls import seconds
+from elasticgang.collectives.torch_arguments import seconds
 from elasticgang.comm.comm_process import GroupSpec
 from elasticgang.comm.group_set import Configuration
 from elasticgang.comm.isolated import IsolatedCollectives

@@ -1,18 +1,18 @@
 """The Gang interface: a set of ranks that act collectively.
 
-Names, argument order, shapes and in-place behaviour are those of fairseq2's `fairseq2.gang.Gang`; what goes beyond it
-is marked so.
+Names, argument order, shapes and in-place behaviour are those of fairseq2's `fairseq2.gang.Gang`. Additions are marked
+"Beyond fairseq2".
 
-GANG-1  Every call is checked here, once for all kinds of gang, before anything is sent; a `ValueError` names both
+GANG-1  Every call is checked here, once for all kinds of gang, before anything is sent. A `ValueError` names both
     sides.
-GANG-2  `Gang` has fairseq2's abstract methods and no other; what goes beyond them is built on them (`composed.py`). Our
-    own kinds are `CheckedGang`s, which implement `_start` instead: it takes a checked `Collective`.
+GANG-2  `Gang` has fairseq2's abstract methods and no others. Its further methods are built on these (`composed.py`).
+    The kinds of this package are `CheckedGang`s, which instead implement `_start` for a checked `Collective`.
 GANG-3  A poisoned gang (an `ElasticGang` whose generation has ended) returns from tensor collectives at once, with
-    finite, deterministic outputs: what an in-place tensor held before (or zeros, when the comm process shared its
-    memory and may have written to it), zeros in a pure output. Object and barrier-like calls
-    raise `StepAborted` instead, because nothing they could return is true.
-GANG-4  Tensors may have any strides, and other ones on each rank: elements correspond by their index, not by where they
-    lie in memory. A tensor that is written must not share memory among its elements.
+    finite, deterministic outputs. An in-place tensor keeps its values, or is zero if the comm process shares its memory
+    and may have written to it. A pure output is zero. Object and barrier-like calls raise `StepAborted` instead,
+    because they have no correct result.
+GANG-4  Tensors may have any strides, also different ones on each rank: elements correspond by index, not by memory
+    address. An output must not share memory among its elements.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from elasticgang.integers import integer, integer_from
 class Gang(ABC):
     """A set of ranks that act collectively; `rank` is this process's place in it, `0 <= rank < size`.
 
-    Every collective must be called on all ranks of the gang, in the same order. It returns None when it has completed,
-    or with `async_op=True` at once, a `Work` to wait for; until then none of its tensors may be touched.
+    Call every collective on all ranks of the gang, in the same order. It returns None once it has completed. With
+    `async_op=True` it returns a `Work` at once; do not access its tensors before that work has completed.
 
-    A subclass of your own implements fairseq2's abstract methods, which need not take `async_op`. The other collectives
-    are then built on its `all_reduce`, `all_gather_to_list` and `broadcast`, and have ended when they return; `send`
-    and `recv` raise NotSupportedError.
+    Your own subclass implements fairseq2's abstract methods, which need not take `async_op`. The other collectives are
+    built on its `all_reduce`, `all_gather_to_list` and `broadcast`, and block. `send` and `recv` raise
+    NotSupportedError.
 
-    Raised by all of them:
-        ValueError: an argument does not fit. Nothing was sent; the gang is still usable.
+    All collectives raise:
+        ValueError: an argument is invalid. Nothing was sent, and the gang is still usable.
         InvalidOperationError: the gang is closed.
-        GangError: a peer left, or the deadline passed. Outputs are undefined. (An `ElasticGang` is poisoned instead.)
+        GangError: a peer left, or the timeout passed. Outputs are undefined. (An `ElasticGang` is poisoned instead.)
     """
 
     description: str = ""
-    """What the gang is for, in a word: the `group_desc` of its process group. Beyond fairseq2."""
+    """The purpose of the gang, and the `group_desc` of its process group. Beyond fairseq2."""
 
     is_fake: ClassVar[bool] = False
-    """Whether the other ranks are simulated. As torch's default group, a fake gang's gives way to any other. Beyond
+    """Whether the other ranks are simulated. Any other process group replaces a fake gang's as torch's default. Beyond
     fairseq2."""
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This process's place in the gang, `0 <= rank < size`."""
+        """The rank of this process in the gang, `0 <= rank < size`."""
 
     @property
     @abstractmethod
@@ -69,17 +69,17 @@ class Gang(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the tensors of its collectives are."""
+        """The device of the tensors of its collectives."""
 
     @property
     @abstractmethod
     def supports_process_group(self) -> bool:
-        """Whether `as_process_group` gives one."""
+        """Whether the gang has a process group (`as_process_group`)."""
 
     @property
     def is_poisoned(self) -> bool:
-        """Whether tensor collectives return without their result (GANG-3), so that no value of theirs may decide what a
-        program does. False for every kind of gang but an `ElasticGang`. Beyond fairseq2."""
+        """Whether tensor collectives return without a result (GANG-3): do not branch on their values. Always False for
+        gangs other than an `ElasticGang`. Beyond fairseq2."""
         return False
 
     @abstractmethod
@@ -88,8 +88,8 @@ class Gang(ABC):
 
     @abstractmethod
     def create_gang(self, ranks: Sequence[int]) -> Gang | None:
-        """A gang of some of this gang's ranks; None on a rank that is not among them. Called on every rank of this
-        gang. Its ranks are numbered in ascending order, whatever the order of `ranks`, as torch's groups are.
+        """Make a gang of some of this gang's ranks; None on a rank that is not among them. Call it on every rank of
+        this gang. As in torch's groups, the ranks are numbered in ascending order, whatever the order of `ranks`.
 
         Raises:
             ValueError: `ranks` is empty, has duplicates, or a rank outside `[0, size)`.
@@ -98,18 +98,18 @@ class Gang(ABC):
 
     @abstractmethod
     def as_process_group(self) -> ProcessGroup:
-        """This gang for what takes torch's process groups. Raises NotSupportedError where there is none."""
+        """The process group of this gang, for torch's functions. Raises NotSupportedError: the gang has none."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait for all ranks. Raises `StepAborted` when the generation of an elastic gang has ended."""
+        """Block until all ranks have called it. Raises StepAborted: the generation of an elastic gang has ended."""
 
     @abstractmethod
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
-        """Replace the items of `objects` by those of rank `source_rank`, by pickle: only between trusted processes.
+        """Replace the items of `objects` by those of rank `source_rank`. Uses pickle, so all ranks must be trusted.
 
         Raises:
-            ValueError: `source_rank` is no rank of this gang, or the lists differ in length.
+            ValueError: `source_rank` is not a rank of this gang, or the lists differ in length.
             StepAborted: the generation of an elastic gang has ended. `objects` is unchanged.
         """
 
@@ -174,7 +174,7 @@ class Gang(ABC):
     def reduce(
         self, tensor: Tensor, op: ReduceOperation, destination_rank: int = 0, *, async_op: bool = False
     ) -> Work | None:
-        """Reduce `tensor` over all ranks into `tensor` of rank `destination_rank`; elsewhere it is undefined
+        """Reduce `tensor` over all ranks into `tensor` of rank `destination_rank`. On the other ranks it is undefined
         afterwards. Shape: `[*S]`, the same on every rank. Beyond fairseq2."""
         self._check_output("tensor", tensor)
         root = self._check_rank("destination_rank", destination_rank)
@@ -189,8 +189,9 @@ class Gang(ABC):
         *,
         async_op: bool = False,
     ) -> Work | None:
-        """Gather `input_tensor` of every rank in `output_tensors` of rank `destination_rank`; None elsewhere. Shapes:
-        `[*S]`, the same on every rank; `output_tensors` has one tensor for each rank. Beyond fairseq2."""
+        """Gather `input_tensor` of every rank into `output_tensors` of rank `destination_rank`, which must be None on
+        the other ranks. Shapes: `[*S]`, the same on every rank; `output_tensors` has one tensor for each rank. Beyond
+        fairseq2."""
         self._check("input_tensor", input_tensor)
         root = self._check_rank("destination_rank", destination_rank)
         outputs = self._at_root("output_tensors", output_tensors, root)
@@ -207,8 +208,9 @@ class Gang(ABC):
         *,
         async_op: bool = False,
     ) -> Work | None:
-        """Receive this rank's one of the `input_tensors` of rank `source_rank`; None elsewhere. Shapes: `[*S]`, the
-        same on every rank; `input_tensors` has one tensor for each rank. Beyond fairseq2."""
+        """Copy to each rank's `output_tensor` its own one of the `input_tensors` of rank `source_rank`, which must be
+        None on the other ranks. Shapes: `[*S]`, the same on every rank; `input_tensors` has one tensor for each rank.
+        Beyond fairseq2."""
         self._check_output("output_tensor", output_tensor)
         root = self._check_rank("source_rank", source_rank)
         inputs = self._at_root("input_tensors", input_tensors, root)
@@ -239,7 +241,7 @@ class Gang(ABC):
         return self._run(Collective("recv", (tensor,), (), peer=peer, tag=tag), async_op)
 
     def _run(self, collective: Collective, async_op: bool) -> Work | None:
-        if self.device.type == "cpu":  # elsewhere only the backend knows
+        if self.device.type == "cpu":  # on other devices, the backend checks
             check_reduction(collective)
         work = self.start(collective)
         if async_op:
@@ -248,13 +250,13 @@ class Gang(ABC):
         return None
 
     def start(self, collective: Collective) -> Work:
-        """Start a collective that was checked: its ranks, shapes and dtypes."""
+        """Start a collective whose ranks, shapes and dtypes were checked."""
         if collective.op is not ReduceOperation.MEAN:
             return self._start(collective)
         return start_mean(self._start, collective, self.size)
 
     def _start(self, collective: Collective) -> Work:
-        """Start a checked collective without a mean."""
+        """Start a checked collective whose operation is not MEAN."""
         composed.perform(self, collective)
         return Work()
 
@@ -263,7 +265,8 @@ class Gang(ABC):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"`{name}` must be a tensor, but is of {type(tensor).__name__} instead.")
         ours, its = self.device, tensor.device
-        # Without an index a device is any of its type; a tensor's has one on CUDA, and none on the CPU.
+        # A device without an index is any device of its type. A tensor's device has an index on CUDA and none on the
+        # CPU.
         if its != ours and (its.type != ours.type or None not in (its.index, ours.index)):
             raise ValueError(f"`{name}` must be on the gang's device ({ours}), but is on {its} instead.")
         if tensor.layout is not torch.strided:
@@ -296,7 +299,7 @@ class Gang(ABC):
         self._check_dtype(name, tensor, like)
 
     def _check_parts(self, name: str, tensor: Tensor, part: Tensor) -> None:
-        """`tensor` has as many parts as there are ranks, along a dimension of its own or one after another."""
+        """Check that `tensor` has one part for each rank, stacked or joined along the first dimension."""
         stacked = [self.size, *part.shape]
         joined = [self.size * part.shape[0], *part.shape[1:]] if part.dim() else stacked
         self._check(name, tensor)
@@ -317,7 +320,7 @@ class Gang(ABC):
             self._check_like(f"{name}[{index}]", tensor, like.shape, like)
 
     def _check_rank(self, name: str, rank: int) -> int:
-        """The rank as a Python integer, which alone crosses to another process."""
+        """`rank` as a Python int: other integer types cannot be sent to another process."""
         number = integer(rank)
         if number is None or not 0 <= number < self.size:
             raise ValueError(
@@ -348,7 +351,7 @@ class Gang(ABC):
 
 
 class CheckedGang(Gang):
-    """A gang whose every collective is checked here and started by its `_start`."""
+    """A gang whose collectives are checked here and started by `_start`."""
 
     @overload
     def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: Literal[False] = False) -> None: ...
@@ -393,14 +396,14 @@ class CheckedGang(Gang):
 
 
 def check_objects(objects: list[object]) -> None:
-    """Raise ValueError unless `objects` can be replaced in place."""
+    """Raises ValueError: `objects` is not a list, whose items can be replaced."""
     if not isinstance(objects, list):
         raise ValueError(f"`objects` must be a list, but is a {type(objects).__name__} instead.")
 
 
 def create_one_of(parent: Gang, groups: Sequence[Sequence[int]], description: str) -> Gang | None:
-    """The gang of the one of `groups`, disjoint sets of ranks of `parent`, that this rank is in; None if it is in none.
-    `description`: for people, as its process group's `group_desc`. Called on every rank of `parent`."""
+    """Make one gang for each of `groups`, disjoint sets of ranks of `parent`, and return this rank's; None if the rank
+    is in none. `description`: of the gangs. Call it on every rank of `parent`."""
     made = [parent.create_gang(group) for group in groups]
     gang = next((gang for gang in made if gang is not None), None)
     if gang is not None:

@@ -1,8 +1,8 @@
-"""The collectives that fairseq2's gangs lack, built on those that they have: what a gang of the user's own gets.
+"""Collectives that fairseq2's gangs lack, built on those that they have, for users' own subclasses of `Gang`.
 
-COMPOSED-1  Every rank makes the same calls of the gang, in the same order, whatever its part is.
-COMPOSED-2  What the caller gave as an input is not changed.
-COMPOSED-3  Sizes that a poisoned gang has gathered decide nothing: what they would have brought is zeros.
+COMPOSED-1  Every rank makes the same calls of the gang, in the same order, whatever its role in the collective.
+COMPOSED-2  Inputs are not changed.
+COMPOSED-3  Sizes that a poisoned gang has gathered are not used: the outputs are zeros.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def perform(gang: Gang, collective: Collective) -> None:
-    """Perform a checked collective by the abstract methods of `gang` (COMPOSED-1, COMPOSED-2). Blocks until it has
+    """Perform a checked collective with the abstract methods of `gang` (COMPOSED-1, COMPOSED-2). Blocks until it has
     ended.
 
     Raises:
-        NotSupportedError: it cannot be built on them.
+        NotSupportedError: the collective cannot be built on them.
     """
     op = collective.op
     if not isinstance(op, ReduceOperation):
@@ -62,7 +62,7 @@ def _all_gathered(gang: Gang, source: Tensor) -> list[Tensor]:
 
 
 def _exchange(gang: Gang, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-    """What each rank has sent to this one. All ranks gather all of it, padded to the length of the longest."""
+    """An all-to-all: all ranks gather all tensors, padded to the longest, and each keeps its own parts."""
     sizes = torch.tensor([part.numel() for part in sent], device=gang.device)
     all_sizes = torch.stack(_all_gathered(gang, sizes)).tolist()
     if gang.is_poisoned:  # COMPOSED-3

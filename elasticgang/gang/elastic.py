@@ -1,9 +1,10 @@
-"""A gang whose rank, size and process group change from generation to generation beneath its users.
+"""A gang whose rank, size and process group change with each generation.
 
-ELASTIC-1  The object keeps its identity; `bind` is called between generations only, by the manager's thread. Between
-    two generations, and after the last one, rank and size are those of the generation before, and collectives raise.
-ELASTIC-2  The first error poisons every gang of the rank (the binding's owner does that); from then on until the next
-    `bind` tensor collectives return at once, and object and barrier calls raise `StepAborted`.
+ELASTIC-1  The object stays the same in all generations. Only the manager's thread calls `bind`, and only between
+    generations. Between two generations, and after the last one, rank and size keep their last values, and collectives
+    raise.
+ELASTIC-2  The first error poisons every gang of the rank; the owner of the binding does this. From then on until the
+    next `bind`, tensor collectives return at once, and object and barrier calls raise `StepAborted`.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ class Group(Protocol):
         (ELASTIC-2)."""
 
 
-# Makes a group of some ranks of the generation, this one among them, until the generation ends. All of them call it
-# with the same name, which no other group has. Raises GangError.
+# Makes a group of some ranks of the generation, including this one, which lasts until the generation ends. Each of
+# these ranks calls it with the same unique name. Raises GangError.
 MakeGroup = Callable[[str, Sequence[int]], Group]
 
 
 @dataclass(frozen=True)
 class Binding:
-    """`ranks`: the gang's, as ranks of the generation. `group` and `make` are None for a gang of one."""
+    """The gang in one generation. `ranks`: as ranks of the generation. `group` and `make` are None for a gang of
+    one."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -65,7 +67,7 @@ class ElasticGang(CheckedGang):
     """
 
     def __init__(self, name: str, device: torch.device, *, is_made: bool = False) -> None:
-        """`is_made`: out of another gang, for one generation."""
+        """`is_made`: whether `create_gang` made it, for one generation."""
         self._name = name
         self._is_made = is_made
         self._device = device
@@ -78,7 +80,7 @@ class ElasticGang(CheckedGang):
         self.collectives_forbidden = False  # while the training state is built
 
     def bind(self, binding: Binding | None) -> None:
-        """ELASTIC-1: enter a generation, or (None) leave it. The gangs that were made from this one end with it."""
+        """Enter a generation; None: leave it (ELASTIC-1). Gangs that `create_gang` made end with the generation."""
         for gang in self._made:
             gang.bind(None)
             gang.close()
@@ -107,7 +109,7 @@ class ElasticGang(CheckedGang):
         return self._binding
 
     def _require_bound(self) -> Binding:
-        """For what reaches other ranks."""
+        """The present binding, for a call that communicates. Raises InvalidOperationError: there is none."""
         if self.collectives_forbidden:
             raise InvalidOperationError(
                 f"The gang {self._name} cannot be used to communicate while the training state is built: the others "
@@ -135,8 +137,8 @@ class ElasticGang(CheckedGang):
 
     @property
     def group_kind(self) -> str:
-        """The backend of the process group that carries the gang's data, such as "torchft-gloo". "" for a gang of
-        one, and between generations. Beyond fairseq2."""
+        """The backend of the gang's data, such as "torchft-gloo"; "" for a gang of one, and between generations. Beyond
+        fairseq2."""
         group = None if self._binding is None else self._binding.group
         return "" if group is None else group.getBackendName()
 
@@ -150,7 +152,7 @@ class ElasticGang(CheckedGang):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The gang's ranks, as ranks of the generation (which are those of `manager.gangs.root`)."""
+        """The gang's ranks, as ranks of `manager.gangs.root`."""
         return self._last().ranks
 
     def close(self) -> None:
@@ -160,8 +162,8 @@ class ElasticGang(CheckedGang):
             torch_registry.unregister(self._process_group)
 
     def create_gang(self, ranks: Sequence[int]) -> ElasticGang | None:
-        """See `Gang.create_gang`. The gang lasts as long as the generation: make it anew in the next one, or declare an
-        axis in the layout.
+        """See `Gang.create_gang`. The gang ends with the generation: make it again in the next one, or declare an axis
+        in the layout.
 
         Raises:
             StepAborted: the generation has ended.
@@ -171,8 +173,8 @@ class ElasticGang(CheckedGang):
         if binding.rank not in ranks:
             return None
         chosen = tuple(binding.ranks[rank] for rank in ranks)
-        # Counted among gangs of the same ranks, so that all of them give it the same name: torch lets the others leave
-        # out the call (`use_local_synchronization`).
+        # Counted per set of ranks, so that these ranks choose the same name: with `use_local_synchronization`, torch
+        # calls this on no other rank.
         self._num_made[chosen] += 1
         gang = ElasticGang(f"{self._name}.{self._num_made[chosen]}", self._device, is_made=True)
         group = None
@@ -222,6 +224,6 @@ class ElasticGang(CheckedGang):
         objects[:] = received
 
     def _perform(self, collective: Collective) -> None:
-        """Run one collective; `StepAborted` when it cannot complete."""
+        """Run one collective. Raises StepAborted: the generation has ended."""
         if not self._start(collective).wait():
             raise StepAborted(f"the generation ended before the gang {self._name} could {collective.call}")

@@ -53,7 +53,7 @@ class FakeGang(CheckedGang):
         return f"FakeGang({described}rank {self._rank} of {self._size})"
 
     def ranks_in(self, root: Gang) -> list[int] | None:
-        """The gang's ranks, as ranks of `root`. None: it was not made out of `root`, nor both out of another one."""
+        """The gang's ranks, as ranks of `root`; None if the two have no common origin."""
         if self._size == 1:
             return [root.rank]
         if isinstance(root, FakeGang) and self._origin is root._origin and set(self._ranks) <= set(root._ranks):
@@ -124,13 +124,14 @@ class FakeGang(CheckedGang):
         return Work()
 
     def _receive(self, collective: Collective) -> None:
-        """The peer, doing the same, has sent what this rank has sent to it. Of any peers, the lowest that has sent."""
+        """Receive what this rank has sent to the peer, because every rank does the same. From any source, it receives
+        from the lowest rank with a message."""
         peers = range(self._size) if collective.call == "recv_anysource" else [collective.peer]
         peer = next((peer for peer in peers if self._sent[peer, collective.tag]), None)
         if peer is None:
             source = f"rank {collective.peer}" if len(peers) == 1 else "any rank"
             raise InvalidOperationError(
-                f"`recv` from {source} under tag {collective.tag} would wait for ever: every rank of a "
+                f"`recv` from {source} under tag {collective.tag} would wait forever: every rank of a "
                 "fake gang does the same, and this one has sent nothing there."
             )
         collective.outputs[0].copy_(self._sent[peer, collective.tag].popleft())
@@ -139,7 +140,7 @@ class FakeGang(CheckedGang):
 
 
 def simulate(collective: Collective, rank: int, size: int) -> None:
-    """Write the outputs of a collective (but messages) in which all ranks do the same."""
+    """Write the outputs of a collective in which all ranks do the same. Not for messages."""
     basic, last = compose(collective, rank, size)
     if basic.call == "all_reduce":
         _reduce(basic.outputs[0], basic.op, size)
@@ -152,7 +153,7 @@ def simulate(collective: Collective, rank: int, size: int) -> None:
 
 
 def _reduce(tensor: Tensor, op: enum.Enum, size: int) -> None:
-    """`size` times the same: MIN, MAX, BAND and BOR of that are identities, and so is anything of flags."""
+    """Reduce `size` equal tensors. MIN, MAX, BAND and BOR leave them unchanged, and so does any operation on bools."""
     if tensor.dtype is torch.bool:
         return
     if tensor.dtype in WIDENED:

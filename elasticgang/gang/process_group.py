@@ -1,7 +1,7 @@
-"""A gang over a process group of torch.distributed: static, for jobs that no manager runs.
+"""A static gang over a process group of torch.distributed, for jobs without a manager.
 
-PGGANG-1  Making gangs out of a gang is collective over that gang alone, and needs nothing else to be alike on its
-    ranks: not the number of groups that they are in, nor the order in which they are in others.
+PGGANG-1  Making gangs from a gang is collective over that gang alone. Its ranks may be in different numbers of other
+    groups, and may have made them in different orders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _num_splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDicti
 
 
 class ProcessGroupGang(CheckedGang):
-    """Wraps `pg`, whose ranks are the gang's. `timeout`: of the collectives of the gangs that are made out of it."""
+    """Wraps `pg`, whose ranks are the gang's. `timeout`: of the collectives of gangs that are made from it."""
 
     def __init__(self, pg: ProcessGroup, device: torch.device | str, *, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
         self._pg = pg
@@ -49,8 +49,8 @@ class ProcessGroupGang(CheckedGang):
         """Initialize torch's default process group (NCCL on CUDA, Gloo on the CPU) from the environment that torchrun
         sets, and wrap it.
 
-        `timeout`: of a collective, of this gang and of those made out of it; None is 15 minutes. `high_priority`: NCCL
-        on high-priority streams.
+        `timeout`: of the collectives of this gang and of gangs made from it; None for 15 minutes. `high_priority`: run
+        NCCL on high-priority streams.
 
         Raises:
             ValueError: `device` is neither a CPU nor a CUDA device, or `timeout` is not above 0.
@@ -75,8 +75,8 @@ class ProcessGroupGang(CheckedGang):
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
             options["device_id"] = device  # initialize NCCL now, not at the first collective
-            # 2, ProcessGroupNCCL.hpp's CleanUpOnly: abort the communicators and go on. 3, torch's default, and 1,
-            # fairseq2's choice, end the whole process when a peer is lost.
+            # 2 (CleanUpOnly in ProcessGroupNCCL.hpp) aborts the communicators and keeps the process. 3, torch's
+            # default, and 1, fairseq2's choice, end the process when a peer is lost.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
             if high_priority:
                 from torch.distributed import ProcessGroupNCCL
@@ -120,7 +120,7 @@ class ProcessGroupGang(CheckedGang):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            if dist.is_initialized():  # the default group takes all others with it
+            if dist.is_initialized():  # otherwise the end of the default group has ended all others
                 dist.destroy_process_group(self._pg)
 
     def as_process_group(self) -> ProcessGroup:
@@ -139,11 +139,11 @@ class ProcessGroupGang(CheckedGang):
         backend: str | None = None,
         pg_options: Any = None,
     ) -> Gang | None:
-        """The gang of the one of `groups`, disjoint sets of ranks, that this rank is in; None if it is in none. Called
-        on every rank of this gang.
+        """Make one gang for each of `groups`, disjoint sets of ranks, and return this rank's; None if the rank is in
+        none. Call it on every rank of this gang.
 
-        `timeout`: None is this gang's. `backend`: None is this gang's. `pg_options`: of the backend; Gloo has none.
-        Where the process group is a gang's own, that gang makes them, and has no such options.
+        `timeout`, `backend`: None for this gang's. `pg_options`: of the backend; Gloo has none. If the process group
+        belongs to a gang, that gang makes the others, without these options.
 
         Raises:
             InvalidOperationError: the gang is closed.
@@ -172,9 +172,9 @@ class ProcessGroupGang(CheckedGang):
     def _new_group(
         self, groups: Sequence[Sequence[int]], desc: str, timeout: timedelta, backend: str, pg_options: Any
     ) -> ProcessGroup | None:
-        """As `torch.distributed.new_group`, under a name of ours. The names that it makes count the groups that a rank
-        is in, or all calls of all ranks: called by some ranks only, those with another count wait for ever
-        (PGGANG-1)."""
+        """As `torch.distributed.new_group`, but with a name of its own (PGGANG-1). torch's names contain the number of
+        groups of a rank, or the number of calls: if only some ranks call it, ranks with another number wait
+        forever."""
         split = _num_splits[self._pg] = _num_splits.get(self._pg, 0) + 1
         mine = next((group for group in groups if self.rank in group), None)
         if mine is None:
@@ -206,8 +206,8 @@ class ProcessGroupGang(CheckedGang):
         )
 
     def _check_open(self) -> None:
-        owned = isinstance(self._pg, GangProcessGroup)  # by a gang that needs no default group
-        if self._closed or not (owned or dist.is_initialized()):  # the default group has taken all others with it
+        owned = isinstance(self._pg, GangProcessGroup)  # its gang needs no default group
+        if self._closed or not (owned or dist.is_initialized()):  # the end of the default group has ended all others
             raise InvalidOperationError("The gang is closed.")
 
     def _start(self, collective: Collective) -> Work:
@@ -238,17 +238,17 @@ def _device(given: torch.device | str) -> torch.device:
 
 
 def _translated(call: str, perform: Callable[[], Any]) -> Any:
-    """torch's RuntimeError as ours."""
+    """Call `perform`, and raise a RuntimeError of torch as a GangError."""
     try:
         return perform()
-    except GangError:  # of a group that is ours
+    except GangError:  # from a group of this package
         raise
     except RuntimeError as exc:
         raise GangError(f"`{call}` failed: {exc}") from exc
 
 
 class _TorchsWork(Work):
-    """A work of torch's, with its errors as ours."""
+    """A work of torch's process group, with its errors as GangErrors."""
 
     def __init__(self, call: str, work: Any, device: torch.device) -> None:
         self._call, self._work, self._device = call, work, device

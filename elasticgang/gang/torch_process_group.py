@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elasticgang.collectives import torch_calls
+from elasticgang.collectives import torch_arguments, torch_calls
 from elasticgang.collectives.backend_name import BACKEND_NAME
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods, TorchWork
@@ -64,7 +64,7 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives of this group without one of their own."""
-        self._timeout_s = torch_calls.seconds(timeout)
+        self._timeout_s = torch_arguments.seconds(timeout)
 
     def split_group(
         self,

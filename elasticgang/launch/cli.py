@@ -38,24 +38,24 @@ stopped it.
 
 
 _GRANT_DESCRIPTION = """\
-Give a coordinator your word that no other coordinator leads the job, and that whoever of it is absent is gone.
+Confirm to a coordinator that no other coordinator leads the job, and that the job's absent agents have exited.
 
-A coordinator without --state-dir that was restarted leads a running job only once every agent of its last record has
-come back, and a coordinator that has lost all agents of a record does not follow it up: the absent ones may be led by
-another coordinator, and two would train apart. It says so in its agents' logs ("waiting for ...", "this takes an
-operator"). If a host of them is gone for good, no coordinator can know that, but you can:
+After a restart without --state-dir, a coordinator leads a running job only once every agent of its last record has
+reconnected. A coordinator that has lost all agents of a record does not decide the next one. In both cases, another
+coordinator may lead the absent agents, and the job would be split in two. The agents log this ("waiting for ...",
+"this takes an operator"). A coordinator cannot know that a host is gone for good, but an operator can:
 
   1. Make sure that no other coordinator of this job runs, and that the absent hosts run no rank of it (they are off,
-     or their `elasticgang run` has ended).
-  2. Start the agents that are to go on, if they are not running, and wait until they have reached the coordinator.
+     or their `elasticgang run` has exited).
+  2. Start the agents that are to continue, if they are not running, and wait until they have connected.
   3. elasticgang grant --coordinator HOST:PORT --job-id NAME
 
-The job then goes on from the newest state that is left, or ends if a part of it is lost. The ranks live while nothing
+The job then continues from the newest state that is left, or ends if a part of it is lost. Ranks live on while nothing
 listens at the coordinator's address. Once a coordinator listens there that does not lead the job, or none can be
-reached, they live for 8 seconds more, the lease: give your word within 8 seconds of the coordinator's start. After that
-there is no state left to go on from, and your word only ends the wait. So make sure of the absent hosts before you
-start the coordinator. `elasticgang coordinator --state-dir` needs no word. Given while absent ranks are alive, it can
-split the job in two. The coordinator refuses a word that nothing waits for.
+reached, they live for 8 seconds more, the lease: grant within 8 seconds of the coordinator's start. After that no state
+is left, and the grant only ends the wait. So make sure of the absent hosts before you start the coordinator. A
+coordinator with --state-dir needs no grant. A grant while absent ranks are alive can split the job in two. The
+coordinator refuses a grant that the job does not wait for.
 """
 
 
@@ -119,11 +119,11 @@ def make_parser() -> argparse.ArgumentParser:
     coordinator.set_defaults(function=_coordinator)
     grant = commands.add_parser(
         "grant",
-        help="let a coordinator lead a job on without agents that do not come back",
+        help="let a coordinator lead a job without the agents that do not return",
         description=_GRANT_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    grant.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the coordinator that is to lead")
+    grant.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the address of the coordinator")
     grant.add_argument("--job-id", required=True, metavar="NAME", help="the job")
     grant.add_argument(
         "--connect-timeout", type=_seconds, default=10.0, metavar="SECONDS", help="(default: %(default)g)"
@@ -137,7 +137,7 @@ def _add_credentials_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--secret-file",
         metavar="FILE",
-        help="the secret by which agents and the coordinator authenticate each other, readable by its owner alone "
+        help="the secret by which agents and the coordinator authenticate each other; only its owner may read the file "
         "(default: the file that ELASTICGANG_SECRET_FILE names; without a secret or TLS, loopback addresses only)",
     )
     command.add_argument(
@@ -147,12 +147,14 @@ def _add_credentials_arguments(command: argparse.ArgumentParser) -> None:
         "other's certificates, with a secret or without. The coordinator's must be for the host in --coordinator",
     )
     command.add_argument(
-        "--tls-key", metavar="FILE", help="the private key of --tls-cert, readable by its owner alone, no passphrase"
+        "--tls-key",
+        metavar="FILE",
+        help="the private key of --tls-cert, which only its owner may read, without a passphrase",
     )
     command.add_argument(
         "--tls-ca",
         metavar="FILE",
-        help="the CA that has signed the certificates of all hosts; whoever holds one of them can take part",
+        help="the CA that has signed the certificates of all hosts; every holder of one of them can take part",
     )
     command.add_argument(
         "--insecure",
@@ -417,7 +419,8 @@ def _find_credentials(args: argparse.Namespace, *, is_client: bool) -> Credentia
 
 
 def _check_open(host: str, credentials: Credentials, what: str) -> None:
-    """Whether sessions with `host` are authenticated, or stay on this machine."""
+    """Refuse sessions with `host` that would be open to other hosts; warn of them with --insecure. `what`: see
+    `Credentials.check_address`."""
     from elasticgang.errors import OperationalError
 
     try:
@@ -426,7 +429,7 @@ def _check_open(host: str, credentials: Credentials, what: str) -> None:
     except OperationalError as exc:
         raise _UsageError(str(exc)) from exc
     except (OSError, UnicodeError) as exc:
-        raise _UsageError(f"{host!r} is no name of a host") from exc
+        raise _UsageError(f"the host {host!r} cannot be resolved") from exc
     if is_open:
         print(f"elasticgang: warning: --insecure: anybody who reaches {host} can take part", file=sys.stderr)
 

@@ -1,7 +1,7 @@
-"""How the ranks of a job authenticate each other before a byte of state is sent.
+"""Authenticates the ranks of a job to each other, before any state is sent.
 
-PEER-1  Each end proves that it holds the job's secret, as in a session of an agent, in the role of a rank: a proof for
-    another job, role or nonce is none. With TLS each end checks the other's certificate too.
+PEER-1  Each end proves that it holds the job's secret, by the handshake of an agent's session, in the role of a rank. A
+    proof is valid for this job, role and nonce only. With TLS, each end also checks the other's certificate.
 PEER-2  A handshake ends after `HANDSHAKE_S`.
 """
 
@@ -64,7 +64,7 @@ class Authenticator:
             raise
 
     def wrap(self, sock: socket.socket) -> socket.socket:
-        """The connection of a healer, before `accept`: takes `sock` over. Does not block."""
+        """Wrap the socket of a healer, for `accept`. Takes ownership of `sock`. Does not block."""
         transport.at_once(sock)
         if self._server is None:
             return sock
@@ -113,7 +113,7 @@ class Authenticator:
 
 
 class _Bodies:
-    """What is sent and received before there are keys."""
+    """The frames of a handshake, which have no MAC, within its deadline."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._sock, self._peer = sock, peer
@@ -150,11 +150,12 @@ class _Bodies:
 
 
 def _closed(peer: str) -> str:
-    return f"{peer} closed the connection in the midst of the handshake: it may hold another secret, or require TLS"
+    return f"{peer} closed the connection during the handshake: it may hold another secret, or require TLS"
 
 
 def _drain(sock: socket.socket) -> None:
-    """Before a close: what was not read would reset the connection, and the peer would lose the alert that says why."""
+    """Read the remaining bytes before a close. Unread bytes would reset the connection, and the peer would lose the
+    TLS alert."""
     deadline_s, num_bytes = time.monotonic() + _DRAIN_S, 0
     with contextlib.suppress(OSError):  # past TLS: the alert was sent
         socket.socket.shutdown(sock, socket.SHUT_WR)

@@ -36,7 +36,7 @@ def test_a_fake_gang_keeps_the_contract(rank: int, size: int) -> None:
 
 def test_a_fake_gang_receives_what_it_sent() -> None:
     gang = FakeGang(torch.device("cpu"), rank=0, size=2)
-    with pytest.raises(InvalidOperationError, match="for ever"):
+    with pytest.raises(InvalidOperationError, match="wait forever"):
         gang.recv(torch.empty(1), 1)
     gang.send(torch.tensor([3.0]), 1)
     gang.recv(tensor := torch.empty(1), 1)

@@ -207,6 +207,33 @@ def test_a_work_that_is_not_waited_for_reports_its_error_by_its_future() -> None
 # -- with real groups
 
 
+class WithoutFuture(Work):
+    """As works of Gloo's messages."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Future[Any]:
+        raise RuntimeError("this work has no future")
+
+
+class Futureless(Faulty):
+    def _perform(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        return WithoutFuture()
+
+
+def test_a_work_without_a_future_is_polled_and_waited_for() -> None:
+    pg = SwallowingProcessGroup(Futureless(at_start=False))
+    work = pg.allreduce([torch.ones(1)], SUM)
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.wait()
+    assert pg.error() is None
+
+
 def test_nothing_of_a_sound_group_changes(rings: Rings) -> None:
     ring = rings(2, make=lambda: SwallowingProcessGroup(ProcessGroupIsolatedGloo(30.0)))
     assert ring.sums() == [2.0, 2.0]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed import ReduceOp
 
-from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedNCCL, SwallowingProcessGroup, nccl
+from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedNCCL, SwallowingProcessGroup, device_work
 from elasticgang.errors import GangError, NotSupportedError
 from tests.integration.conftest import Rings
 from tests.integration.fake_cuda import Event, IsolatedFake, Stream
@@ -185,7 +185,7 @@ def test_a_storage_is_opened_once_while_it_lives(pair: Ring) -> None:
 
 def test_a_storage_with_other_memory_is_another() -> None:
     storage = torch.ones(1000).untyped_storage()  # torch itself dies of a shared one that is resized
-    shared = nccl.SharedStorage(1, nccl.WeakStorage(storage), storage.data_ptr(), storage.nbytes(), [])
+    shared = device_work.SharedStorage(1, device_work.WeakStorage(storage), storage.data_ptr(), storage.nbytes(), [])
     assert shared.is_of(storage)
     storage.resize_(8000)
     assert not shared.is_of(storage)
@@ -284,7 +284,7 @@ def test_tensors_are_held_until_their_work_has_passed(rings: Rings) -> None:
     ring = rings(1, make=lambda: IsolatedFake(30.0))
     tensor, work = stuck(ring[0])
     work.wait()
-    weak = nccl.WeakStorage(tensor.untyped_storage())
+    weak = device_work.WeakStorage(tensor.untyped_storage())
     del tensor, work
     gc.collect()
     assert not weak.expired()
@@ -301,7 +301,7 @@ def test_an_abort_fails_what_has_not_passed_and_holds_its_memory_until_streams_a
     tensor, work = stuck(pg)
     work.wait()
     event = ended(pg)
-    weak = nccl.WeakStorage(tensor.untyped_storage())
+    weak = device_work.WeakStorage(tensor.untyped_storage())
     released = len(pg.cuda.released)
     pg.abort()
     with pytest.raises(GangError, match="aborted"):

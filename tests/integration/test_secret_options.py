@@ -72,4 +72,4 @@ def test_a_host_that_has_no_address_is_named(
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
-    assert refused(capsys, "coordinator", "--host", "nowhere", "--port", "0") == "'nowhere' is no name of a host"
+    assert refused(capsys, "coordinator", "--host", "nowhere", "--port", "0") == "the host 'nowhere' cannot be resolved"
