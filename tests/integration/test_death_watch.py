@@ -145,8 +145,9 @@ def test_a_page_that_is_overwritten_costs_the_notice_and_no_more(start: Any) -> 
 
 def test_a_page_that_says_dead_is_believed(start: Any) -> None:
     watched = start("overwrite with ones")
-    DeathWatch(watched.page.mutex, lambda: watched.notices.put(0.0), f"death-watch-{watched.process.pid}")
-    assert watched.notices.get(timeout=GUARD_S) == 0.0
+    noticed = threading.Event()  # the watch that waits is not woken
+    DeathWatch(watched.page.mutex, noticed.set, f"death-watch-{watched.process.pid}")
+    assert noticed.wait(GUARD_S)
     assert not watched.is_gone
 
 
