@@ -145,6 +145,14 @@ def shard(tensor: Any) -> Tensor:
     return part
 
 
+def local_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of a DTensor's shard on this rank, and where it starts in the whole tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(start)
+
+
 def stored_values(tensor: Tensor) -> Tensor:
     """The elements that a sparse tensor stores, also of one whose parts are yet to be added, which `values` refuses."""
     return tensor._values()
