@@ -146,14 +146,20 @@ class DurableCheckpoints:
 
     def close(self, member: str, state: MemberState) -> None:
         """Save the last state, if it is due, and wait until the save under way has ended."""
+        self._await_save()
+        self._server.registered.keep_snapshot()  # it is from the beginning of the last step
         self.begin(member, state)
-        if self._save is not None:
-            self._save.join(FINISH_TIMEOUT_S)
-            if self._save.is_alive():
-                log.warning("the save of step %d has not ended in %g s", self._save.plan.attempt.step, FINISH_TIMEOUT_S)
+        self._await_save()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def _await_save(self) -> None:
+        if self._save is not None:
+            self._save.join(FINISH_TIMEOUT_S)
+            if self._save.is_alive():
+                step = self._save.plan.attempt.step
+                log.warning("the save of step %d has not ended in %g s", step, FINISH_TIMEOUT_S)
 
     @property
     def is_saving(self) -> bool:

@@ -346,6 +346,18 @@ def test_a_step_is_saved_once_and_only_if_it_is_due(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 1
 
 
+def test_the_state_after_the_last_step_is_saved(tmp_path: Path) -> None:
+    """With what its forward has changed: no step begins after it, so that nothing else keeps that aside."""
+    rank = Rank(tmp_path)
+    rank.enter(("a0",))
+    rank.train(9).begin()
+    rank.train(10).close()
+    other = Rank(tmp_path)
+    assert other.load(10)
+    assert same(other, rank)
+    assert other.counter.state["seen"] == 10
+
+
 def test_the_ranks_that_are_left_save_the_step_again(tmp_path: Path) -> None:
     """Rank b0 has died before it wrote its share."""
     rank = Rank(tmp_path)
