@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         extend_device_mesh,
     )
     from elasticgang.errors import (
+        CheckpointError,
         CollectiveTimeoutError,
         ElasticGangError,
         EvictedError,
@@ -74,6 +75,7 @@ _HOMES = {
         "extend_device_mesh",
     ),
     "elasticgang.errors": (
+        "CheckpointError",
         "CollectiveTimeoutError",
         "ElasticGangError",
         "EvictedError",
@@ -121,6 +123,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Axes",
+    "CheckpointError",
     "CollectiveTimeoutError",
     "CommProcess",
     "DistributedDataParallel",

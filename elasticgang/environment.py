@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 
 JOB_ID = "ELASTICGANG_JOB_ID"  # `elasticgang run` sets it for its ranks
+CHECKPOINT_DIR = "ELASTICGANG_CHECKPOINT_DIR"  # `elasticgang run --checkpoint-dir` sets it
 OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun's; a rank has them from its first step on
 JOIN = "call `manager = elasticgang.join()`, loop over `manager.steps(...)`, and use `manager.gangs`"
+
+
+def checkpoint_dir() -> str | None:
+    """The directory of durable checkpoints that the command line names; None for none."""
+    return os.environ.get(CHECKPOINT_DIR)
 
 
 def elastic_job() -> str | None:

@@ -16,6 +16,7 @@
         StepAborted                     object and barrier calls of a poisoned gang; `with step` catches it
       EvictedError                    exit; come back as a new member
       StateLostError                  no live holder and no checkpoint
+      CheckpointError (ValueError)    a checkpoint is corrupt, or of another model or a newer format
       WireError                       invalid bytes or an incomplete message: close the connection
 
 Some also inherit from Python's own errors, which callers of torch and torchft catch. Every error pickles, because
@@ -88,6 +89,10 @@ class EvictedError(ElasticGangError):
 
 class StateLostError(ElasticGangError):
     """No live member holds the committed state and there is no checkpoint to go back to."""
+
+
+class CheckpointError(ElasticGangError, ValueError):
+    """A checkpoint cannot be used: it is corrupt, of another model, or of a newer format. Nothing was loaded."""
 
 
 class WireError(ElasticGangError):

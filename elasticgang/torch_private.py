@@ -144,6 +144,14 @@ def shard(tensor: Any) -> Tensor:
     return part
 
 
+def local_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of a DTensor's shard on this rank, and where it starts in the whole tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(start)
+
+
 def stored_values(tensor: Tensor) -> Tensor:
     """The stored elements of a sparse tensor. Unlike `values`, it accepts an uncoalesced one."""
     return tensor._values()

@@ -188,6 +188,27 @@ report(
         num_ranks=4,
         expected={"committed": NUM_STEPS, "axes": ["sdp", "tp"], "is_trained": True},
     ),
+    "checkpoints": Program(
+        """\
+import elasticgang as eg
+import torch
+
+torch.set_num_threads(1)
+manager = eg.join()
+model = eg.DistributedDataParallel(manager, torch.nn.Linear(4, 4))
+optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters()))
+manager.register_state(model=model, optim=optim)
+#: manager.checkpoints("runs/checkpoints"
+for step in manager.steps(1000):
+    with step:
+        with model.accumulate(last=True):
+            model(torch.ones(1, 4)).sum().backward()
+        optim.step(weight=1.0)
+report(committed=manager.committed_steps)
+""",
+        num_ranks=2,
+        expected={"committed": NUM_STEPS},
+    ),
 }
 
 # For ranks that are given RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun gives them.

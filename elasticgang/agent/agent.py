@@ -79,7 +79,7 @@ from elasticgang.protocol.agent_state import AgentState, describe_exit
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS
 from elasticgang.protocol.hang_detector import CommHung, HangReport, Standstill
-from elasticgang.protocol.record import Record, layout_from_json, member_from_json
+from elasticgang.protocol.record import Record, attempt_from_json, layout_from_json, member_from_json
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 
 log = logging.getLogger("elasticgang")
@@ -415,7 +415,10 @@ class Agent:
                     self._change_reporter.caused(
                         f"rank {rank.local_rank} drains, and a spare may replace it", time.monotonic()
                     )
-                self._handle(RecordRequested(rank.member, report, layout, message["broken"], message["timed_out"]))
+                checkpoint = attempt_from_json(message["checkpoint"])
+                self._handle(
+                    RecordRequested(rank.member, report, layout, message["broken"], message["timed_out"], checkpoint)
+                )
             case "committed":
                 attempt = Attempt(message["step"], message["generation"])
                 self._report_changes(self._change_reporter.committed(rank.member, attempt, time.monotonic()))

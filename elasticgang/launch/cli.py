@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXIT_USAGE = 2
 _MAX_JOB_ID = 100  # bytes: files are named by it
 _LEAST_HANG_S = 0.5
+_EXPORT = "elasticgang.checkpoint.export"
 _MAX_SECONDS = 7 * 24 * 3600 + 1
 
 _RUN_EXAMPLES = """\
@@ -130,6 +131,25 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_credentials_arguments(grant)
     grant.set_defaults(function=_grant)
+    checkpoints = commands.add_parser(
+        "checkpoints",
+        help="list the durable checkpoints of a directory",
+        description="List the complete checkpoints, newest first. Exit code: 0 if the newest can be used, 1 if not.",
+    )
+    checkpoints.add_argument("directory", metavar="DIR", help="the directory that the job saves to")
+    checkpoints.add_argument("--verify", action="store_true", help="read all files, and check every digest")
+    checkpoints.set_defaults(function=_checkpoints)
+    export = commands.add_parser(
+        "export",
+        help="write the weights of a checkpoint as one file",
+        description="Write the parameters and buffers of a checkpoint as one file, under the module's own names.",
+    )
+    export.add_argument("directory", metavar="DIR", help="a checkpoint, or a directory of them: its newest usable one")
+    export.add_argument(
+        "output", metavar="OUT", help="ends in .safetensors, or in .pt or .pth for a file that torch.load reads"
+    )
+    export.add_argument("--module", metavar="NAME", help="the registered module (default: the only one)")
+    export.set_defaults(function=_export)
     return parser
 
 
@@ -228,6 +248,12 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "--rdzv_id",
         metavar="NAME",
         help="the job's name at the coordinator; never use it again there (default: a unique one)",
+    )
+    run.add_argument(
+        "--checkpoint-dir",
+        metavar="DIR",
+        help="the directory of durable checkpoints, the same one on all hosts, for scripts that call "
+        "`manager.checkpoints(...)` without one",
     )
     run.add_argument(
         "--log-dir",
@@ -395,6 +421,45 @@ def _grant(args: argparse.Namespace) -> int:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 1
     return 0
+
+
+def _checkpoints(args: argparse.Namespace) -> int:
+    from elasticgang.checkpoint import listing
+    from elasticgang.errors import CheckpointError, NotSupportedError
+
+    if not Path(args.directory).is_dir():
+        raise _UsageError(f"there is no directory {args.directory!r}")
+    problems = []
+    try:
+        for found in listing.scan(Path(args.directory)):
+            problem, manifest = found.problem, found.manifest
+            if args.verify and manifest is not None:
+                try:
+                    listing.verify(found.path, manifest)
+                except CheckpointError as exc:
+                    problem = str(exc)
+            size = "?" if manifest is None else f"{manifest.num_bytes:,} bytes, {len(manifest.tensors)} tensors"
+            sound = "every digest matches" if args.verify else "complete"
+            print(f"{found.path.name}  step {found.attempt.step}  {size}  {problem or sound}")
+            problems.append(problem)
+    except (CheckpointError, NotSupportedError) as exc:
+        print(f"elasticgang: error: {exc}", file=sys.stderr)
+        return 1
+    if not problems:
+        print(f"elasticgang: there is no checkpoint in {args.directory}", file=sys.stderr)
+    return 0 if problems and not problems[0] else 1
+
+
+def _export(args: argparse.Namespace) -> int:
+    output = Path(args.output)
+    if output.suffix not in (".safetensors", ".pt", ".pth"):
+        raise _UsageError(f"OUT must end in .safetensors, .pt or .pth, but is {args.output!r} instead")
+    if not Path(args.directory).is_dir():
+        raise _UsageError(f"there is no directory {args.directory!r}")
+    import subprocess
+
+    command = [sys.executable, "-m", _EXPORT, args.directory, args.output, *([args.module] if args.module else [])]
+    return subprocess.run(command, stdin=subprocess.DEVNULL).returncode  # torch is imported there
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

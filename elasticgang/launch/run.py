@@ -11,6 +11,7 @@ import sys
 import uuid
 from pathlib import Path
 
+from elasticgang import environment
 from elasticgang.agent.agent import Agent
 from elasticgang.agent.job import Job
 from elasticgang.errors import OperationalError
@@ -38,6 +39,8 @@ def run_job(args: argparse.Namespace, credentials: Credentials) -> int:
     env = {}
     if args.nproc_per_node + args.spares > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
+    if args.checkpoint_dir is not None:
+        env[environment.CHECKPOINT_DIR] = os.path.abspath(args.checkpoint_dir)
     job = Job(
         command={"script": args.script, "args": args.args, "module": args.module},
         rank_target=_RANK_TARGET,

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from elasticgang.errors import GangError
+from elasticgang.errors import GangError, StateLostError
 from elasticgang.gang import compiled
 from elasticgang.layout import ModelCoordinates
-from elasticgang.member.interfaces import Reducer, Rendezvous, StateServer
+from elasticgang.member.interfaces import Checkpoints, Reducer, Rendezvous, StateServer
 from elasticgang.member.seat_state import SeatState
 from elasticgang.process.status_page import ThreadState
 from elasticgang.protocol import member_instructions as do
@@ -26,13 +26,14 @@ _T = TypeVar("_T")
 
 
 class MemberDriver:
-    """`seat_state`: what `QuorumManager.build` makes, if anything. `apply`, `prepare`, `measure`: as `commit` has
-    them."""
+    """`seat_state`: what `QuorumManager.build` makes, if anything; `checkpoints`: of `QuorumManager.checkpoints`.
+    `apply`, `prepare`, `measure`: as `commit` has them."""
 
     def __init__(self, rendezvous: Rendezvous, state_server: StateServer) -> None:
         self.lifecycle = MemberLifecycle(rendezvous.member, rendezvous.local_rank, state_server.address)
         self.reducers: list[Reducer] = []
         self.seat_state: SeatState | None = None
+        self.checkpoints: Checkpoints | None = None
         self._seat_reducers: list[Reducer] = []
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
         self._apply: Callable[..., None] | None = None
@@ -82,6 +83,8 @@ class MemberDriver:
                 self._load_forward = None
                 self._page.begin_step(index)
                 state_server.begin(tip)
+                if self.checkpoints is not None:
+                    self.checkpoints.begin(rendezvous.member, self.lifecycle.state)
             case Do.CONTRIBUTE:
                 state_server.forward_done()
                 self.contribute()
@@ -118,6 +121,15 @@ class MemberDriver:
                 with self._page.in_thread_state(ThreadState.WAITING):
                     self._load_forward = state_server.fetch_after(_addresses(sources), attempt, self._is_over)
                 return self._load_forward is not None
+            case Do.FIND_CHECKPOINT:
+                return None if self.checkpoints is None else self.checkpoints.newest()
+            case do.LoadCheckpoint(attempt):
+                if self.checkpoints is None:
+                    raise StateLostError(
+                        f"the job goes back to the checkpoint of step {attempt.step}; this rank has none"
+                    )
+                with self._page.paused(), state_server.exclusive():
+                    return self.checkpoints.load(attempt, self.lifecycle.state)
             case do.Poison(error):
                 rendezvous.poison(error)
             case do.BuildSeat(coordinates):
@@ -138,6 +150,11 @@ class MemberDriver:
                     "starts, or spares once they fill a replica group; a second SIGTERM ends it now, and the state "
                     "with it"
                 )
+            case do.SendLeft():
+                if self.checkpoints is not None:
+                    with self._page.paused():
+                        self.checkpoints.close(rendezvous.member, self.lifecycle.state)
+                rendezvous.perform(instruction)
             case Do.CLOSE:
                 rendezvous.perform(instruction)
                 state_server.close()

@@ -12,6 +12,7 @@ from elasticgang.member.drain import Drain
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import Instruction, Observed
+from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import Record
 
 
@@ -54,6 +55,24 @@ class StateServer(Protocol):
         loads it, or None."""
 
     def close(self) -> None: ...
+
+
+class Checkpoints(Protocol):
+    """This rank's part in durable checkpoints."""
+
+    def begin(self, member: str, state: MemberState) -> None:
+        """A step begins on the state that `state` describes: save it, if it is due. Does not wait for the disk."""
+
+    def newest(self) -> Attempt | None:
+        """The newest checkpoint that this rank can load, as far as it knows. Raises CheckpointError: there are some,
+        and none can be used."""
+
+    def load(self, attempt: Attempt, state: MemberState) -> bool:
+        """Load the checkpoint of `attempt`. False: it cannot be used. Raises CheckpointError: it is of another
+        model."""
+
+    def close(self, member: str, state: MemberState) -> None:
+        """The last step has ended. Save its state, if it is due, and wait for the disk."""
 
 
 class Reducer(Protocol):

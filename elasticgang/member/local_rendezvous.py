@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import Do, Instruction, Observed
-from elasticgang.protocol.record import ACTIVE, Record, Seat
+from elasticgang.protocol.record import ACTIVE, LEARNER, Record, Seat
 
 
 class LocalRendezvous:
@@ -34,6 +35,7 @@ class LocalRendezvous:
                 f"with `elasticgang run --nproc-per-node {layout.num_needed} ...`."
             )
         self._layout = layout
+        self._job = f"alone-{uuid.uuid4().hex[:12]}"
         self._planned = plan([Member(self.member, "localhost")], layout)
         fakes = {name: FakeGang(device) for name in layout.further_axes}
         self.gangs = replace(create_fake_gangs(device), further=fakes)
@@ -50,10 +52,14 @@ class LocalRendezvous:
         match instruction:
             case Do.LEAVE_GENERATION:
                 self.error = None
-            case do.SendRequest(report):
-                seat = Seat(self.member, self.member, "localhost", 0, "", ACTIVE)
-                tip = report.tip or Attempt(0, 1)
-                self.record = Record("alone", 1, "", self._layout, self._planned, (seat,), (self.member,), tip)
+            case do.SendRequest(report, _, checkpoint):
+                loads = report.tip is None and checkpoint is not None
+                seat = Seat(self.member, self.member, "localhost", 0, "", LEARNER if loads else ACTIVE)
+                tip = report.tip or checkpoint or Attempt(0, 1)
+                members = (self.member,)
+                self.record = Record(
+                    self._job, 1, "", self._layout, self._planned, (seat,), members, tip, rolled_back=loads
+                )
             case Do.AWAIT_RECORD:
                 return self.record
             case do.Configure():

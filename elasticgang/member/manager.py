@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from elasticgang.errors import GangError, InvalidOperationError, StepAborted
+from elasticgang.environment import checkpoint_dir
+from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
 from elasticgang.gang import Gang, Gangs
 from elasticgang.layout import ParallelLayout
 from elasticgang.member.driver import MemberDriver
-from elasticgang.member.interfaces import Reducer, Rendezvous, StateServer
+from elasticgang.member.interfaces import Checkpoints, Reducer, Rendezvous, StateServer
 from elasticgang.member.seat_state import BuildFunction, SeatState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_lifecycle import Next
@@ -70,7 +73,12 @@ class QuorumManager:
     """This rank's part in the job. `elasticgang.join` makes it. Use it on the training thread only."""
 
     def __init__(
-        self, rendezvous: Rendezvous, state_server: StateServer, layout: ParallelLayout, device: torch.device
+        self,
+        rendezvous: Rendezvous,
+        state_server: StateServer,
+        layout: ParallelLayout,
+        device: torch.device,
+        make_checkpoints: Callable[[Path, int, int], Checkpoints] | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -80,6 +88,7 @@ class QuorumManager:
         self._state = self._driver.lifecycle.state
         self._step: Step | None = None
         self._registered = False
+        self._make_checkpoints = make_checkpoints
 
     # -- for scripts
 
@@ -183,6 +192,36 @@ class QuorumManager:
             raise InvalidOperationError("call `build` before the first step")
         self._driver.seat_state, self._registered = SeatState(build), True
         return self._driver.seat_state
+
+    def checkpoints(self, directory: str | os.PathLike[str] | None = None, *, every_steps: int, keep: int = 2) -> None:
+        """Save the training state to `directory` whenever so many steps are committed, beside the training, and begin
+        the job with the newest checkpoint there. Call it before the first step, alike on every rank.
+
+        `directory`: the same one on all hosts; by default that of `elasticgang run --checkpoint-dir`. `keep`: how many
+        complete checkpoints are kept.
+
+        A job that is started again goes on at the newest valid checkpoint, with any number of ranks, and any division
+        of DTensors. A save that fails costs that save: a warning says why, and training goes on.
+
+        Raises:
+            ValueError: no directory is given, or a number is below 1.
+            InvalidOperationError: it was called before, or the first step has begun.
+            OperationalError: the directory cannot be written.
+            NotSupportedError: the package xxhash is missing: `pip install 'elasticgang[checkpoint]'`.
+        """
+        for name, value in (("every_steps", every_steps), ("keep", keep)):
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+        directory = directory if directory is not None else checkpoint_dir()
+        if directory is None:
+            raise ValueError("`directory` must be given, here or by `elasticgang run --checkpoint-dir`.")
+        if self._driver.checkpoints is not None:
+            raise InvalidOperationError("`checkpoints` was called before; a job has one directory of them")
+        if self._state.entered or self._driver.lifecycle.has_left:
+            raise InvalidOperationError("call `checkpoints` before the first step")
+        if self._make_checkpoints is None:
+            raise NotSupportedError("this manager was made without `elasticgang.join`, and has no checkpoints")
+        self._driver.checkpoints = self._make_checkpoints(Path(directory), every_steps, keep)
 
     def paused(self, what: str) -> AbstractContextManager[None]:
         """A context in which this rank does not count as hung, however long it takes. Use it for work of this rank that

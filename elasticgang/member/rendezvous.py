@@ -197,10 +197,11 @@ class ElasticRendezvous:
                 self.page.set_thread_state(ThreadState.REQUESTING)
                 self._leave_generation()
                 self._phases["aborted"] = time.monotonic()
-            case do.SendRequest(report, error):
+            case do.SendRequest(report, error, checkpoint):
                 why = {"broken": error is not None, "timed_out": isinstance(error, CollectiveTimeoutError)}
                 reached("requesting")
-                self._link.send("request", report=asdict(report), layout=layout_to_json(self._layout), **why)
+                layout = layout_to_json(self._layout)
+                self._link.send("request", report=asdict(report), layout=layout, checkpoint=checkpoint, **why)
                 reached("requested")
             case Do.AWAIT_RECORD:
                 return self._await_record()

@@ -22,13 +22,14 @@ class Started:
 @dataclass(frozen=True)
 class RecordRequested:
     """`broken`: a collective failed; otherwise the generation ended in order. `timed_out`: the collective timed out,
-    and no peer is known to be lost."""
+    and no peer is known to be lost. `checkpoint`: the newest that the member can load."""
 
     member: str
     report: MemberReport
     layout: ParallelLayout
     broken: bool
     timed_out: bool = False
+    checkpoint: Attempt | None = None
 
 
 @dataclass(frozen=True)

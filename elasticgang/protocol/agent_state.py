@@ -79,6 +79,7 @@ class _Rank:
     local_rank: int
     phase: _Phase = _Phase.STARTING
     report: MemberReport | None = None
+    checkpoint: Attempt | None = None
     entered_any: bool = False
     finished: bool = False
     by_script: bool = False
@@ -155,15 +156,17 @@ class AgentState:
         assert self._layout is not None
         own = () if self.record is None else self.record.seats_of(self.agent)
         live = self._live()
+        requesting = self._in(_Phase.REQUESTING).values()
         return Report(
             agent=self.agent,
             host=self.host,
             job=self.job,
             layout=self._layout,
             newest_record=NO_RECORD if self.record is None else self.record.ref,
-            members=tuple(rank.report for rank in self._in(_Phase.REQUESTING).values() if rank.report is not None),
+            members=tuple(rank.report for rank in requesting if rank.report is not None),
             newest_commit=self.newest_commit,
             exited=tuple(seat.member for seat in own if seat.member not in live),
+            checkpoint=max((rank.checkpoint for rank in requesting if rank.checkpoint is not None), default=None),
             num_ranks=self.num_ranks,
             num_seats=self.num_ranks if self.num_spares else None,
             address=self.address,
@@ -214,7 +217,7 @@ class AgentState:
             return [Fail(2, f"rank {rank.local_rank} declares {event.layout}, but the other ranks {self._layout}")]
         self._layout = event.layout
         newcomer = rank.phase is _Phase.STARTING
-        rank.phase, rank.report = _Phase.REQUESTING, event.report
+        rank.phase, rank.report, rank.checkpoint = _Phase.REQUESTING, event.report, event.checkpoint
         self._note_commit(event.report.tip)
         if self.finished and not self._can_finish(rank):
             return [RetireMembers((event.member,), "the job has finished")]

@@ -53,6 +53,7 @@ class Do(Instruction, enum.Enum):
     WARN_STAYS = "warn that this rank drains, but holds state that nobody else has"
     LEAVE_GENERATION = "end all groups, and wait until they have ended"
     AWAIT_RECORD = "wait for a record, a request to leave, or the end of the job; the outcome is the record or None"
+    FIND_CHECKPOINT = "find the newest durable checkpoint that this rank can load; the outcome is its attempt or None"
     CLOSE = "end the comm processes and stop serving state"
 
 
@@ -77,6 +78,14 @@ class Heal(Instruction):
     has arrived if not."""
 
     sources: tuple[Seat, ...]
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class LoadCheckpoint(Instruction):
+    """Load the durable checkpoint of `attempt`. The outcome: whether it is loaded. Raises StateLostError: this rank has
+    no directory of checkpoints."""
+
     attempt: Attempt
 
 
@@ -134,10 +143,12 @@ class Poison(Instruction):
 
 @dataclass(frozen=True)
 class SendRequest(Instruction):
-    """Request the next generation's record. `error`: what ended the one before."""
+    """Request the next generation's record. `error`: what ended the one before. `checkpoint`: the newest that this rank
+    can load."""
 
     report: MemberReport
     error: GangError | None
+    checkpoint: Attempt | None = None
 
 
 @dataclass(frozen=True)

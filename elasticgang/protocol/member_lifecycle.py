@@ -20,6 +20,8 @@ MANAGER-8  A committed attempt is reported before it is applied: a rank that die
 MANAGER-9  A rank requests only after its generation has ended here (RULE-3), and then acts on records alone (RULE-9).
 MANAGER-10  A draining rank leaves at a boundary between steps, after a vote that announced and allowed it (MEMBER-6);
     at once if it has no seat.
+MANAGER-11  When the record goes back to a durable checkpoint, a rank without state loads it before its first step, or
+    heals from a peer that has. A rank that cannot ends the generation, and reports an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ Routine: TypeAlias = Generator[Instruction, Any, _T]
 class Next(enum.Enum):
     """What a member does at a boundary between steps."""
 
+    LOAD = "it loads a durable checkpoint"
     STEP = "it takes the next step"
     REGROUP = "it requests the next generation"
     LEAVE = "it leaves the loop over steps"
@@ -108,14 +111,30 @@ class MemberLifecycle:
         state = self.state
         if self._is_leaving:
             return Next.LEAVE
+        if self._loads_checkpoint and not self._is_over:
+            return Next.LOAD
         if state.committed.step >= num_steps:  # without state: the job ends without this rank, or a peer still has it
             return Next.REGROUP if state.tip is None else Next.LEAVE
         if self._num_lost >= self.max_lost_steps:
             return Next.GIVE_UP
         return Next.REGROUP if self._regroups or self._is_over else Next.STEP
 
+    @property
+    def _loads_checkpoint(self) -> bool:
+        """MANAGER-11."""
+        state = self.state
+        record = state.record
+        return (
+            state.tip is None
+            and self.has_seat
+            and record is not None
+            and record.loads_checkpoint
+            and state.committed == record.committed
+            and not state.sources()
+        )
+
     def pass_boundary(self, num_steps: int) -> Routine[Next]:
-        """Do what `at_boundary` says, and return that. After REGROUP this rank is at the same boundary again.
+        """Do what `at_boundary` says, and return that. After REGROUP and LOAD this rank is at the same boundary again.
 
         Raises:
             OperationalError: too many steps in a row were lost.
@@ -124,14 +143,26 @@ class MemberLifecycle:
         state, what = self.state, self.at_boundary(num_steps)
         if what is Next.REGROUP:
             yield from self._next_generation()
-        elif what is Next.STEP:
+        elif what in (Next.STEP, Next.LOAD):
             assert state.record is not None
             yield do.BuildSeat(state.record.model_coordinates(state.member))
+            if what is Next.LOAD:
+                yield from self._load_checkpoint()
         elif what is Next.GIVE_UP:
             raise OperationalError(
                 f"step {state.committed.step} was lost {self._num_lost} times in a row; the last: {self.observed.error}"
             )
         return what
+
+    def _load_checkpoint(self) -> Routine[None]:
+        """MANAGER-11."""
+        state = self.state
+        if (yield do.LoadCheckpoint(state.committed)):
+            state.healed()
+            yield Do.REPORT_HEALED
+        else:
+            self._num_lost += 1
+            yield do.Poison(PeerLostError(f"the checkpoint of step {state.committed.step} cannot be loaded"))
 
     def leave(self, num_steps: int, *, returned: bool) -> Routine[None]:
         """The loop over steps has ended: it has `returned`, or an exception has left it.
@@ -336,7 +367,8 @@ class MemberLifecycle:
         state, error = self.state, self.observed.error
         self._regroups = True  # until it has entered
         yield Do.LEAVE_GENERATION  # MANAGER-9
-        yield do.SendRequest(state.report(self._local_rank, self._address, self.observed.draining), error)
+        checkpoint = yield Do.FIND_CHECKPOINT
+        yield do.SendRequest(state.report(self._local_rank, self._address, self.observed.draining), error, checkpoint)
         while self.has_seat or not self.observed.draining:
             record: Record | None = yield Do.AWAIT_RECORD
             if record is None:

@@ -241,8 +241,6 @@ class MemberState:
 
     def action_for(self, record: Record) -> Action:
         """What this rank does with its state before `enter`."""
-        if record.loads_checkpoint:
-            raise StateLostError(f"generation {record.generation} goes back to a checkpoint, and this job has none")
         return action(self.tip, self.pending, record.committed)
 
     def enter(self, record: Record, seat: Seat) -> None:

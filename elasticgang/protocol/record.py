@@ -67,7 +67,7 @@ class Report:
 
     `newest_record`: the newest record it knows. `newest_commit`: the highest attempt it knows to be committed.
     `exited`: its own members of the recorded generation that have died or left. `checkpoint`: the newest durable
-    checkpoint that its members can load. `num_seats`: how many seats it requests for its members; None for all; the
+    checkpoint that a member can load. `num_seats`: how many seats it requests for its members; None for all; the
     others are spares. `num_ranks`: how many ranks it runs, without spares; 0 if unknown. `address`: where the other
     agents reach it, "host:port". `min_agents`: how many agents the first generation waits for. `max_agents`: how many
     agents may have active or learning seats; 0 for no limit.

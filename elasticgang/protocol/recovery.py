@@ -11,6 +11,7 @@ RECOVERY-3  State from before the first committed step carries no samples. Witho
     a new attempt, so that a holder of the former one does not match and heals.
 RECOVERY-4  A committed attempt is dropped only if no whole copy of it is left, and the record says so (`rolled_back`).
     The exception is one step at most that no live agent knows of.
+RECOVERY-5  A job begins with the newest durable checkpoint that any agent can load, if there is one.
 """
 
 from __future__ import annotations
@@ -98,6 +99,9 @@ def recover(
     """The committed state when the agents of `reports` go on together. `known`: attempts that agents report as
     committed. `lost`: agents whose members are not waited for."""
     if record is None:
+        checkpoint = _checkpoint(reports)
+        if checkpoint is not None:  # RECOVERY-5
+            return CommittedState(checkpoint, rolled_back=True)
         return CommittedState(Attempt(0, 1), designated=True)
     absent = _absent(record, reports, lost)
     return _recover(record, reports, [member for report in reports for member in report.members], known, absent)
@@ -146,7 +150,7 @@ def _roll_back(
 ) -> CommittedState | Undecided | Unrecoverable:
     """RECOVERY-4: a part of `committed` is lost, so go back to an earlier attempt that is whole. The candidates are the
     attempts known to be committed in the recorded generation, the recorded attempt, and then the checkpoint."""
-    checkpoint = max((report.checkpoint for report in reports if report.checkpoint is not None), default=None)
+    checkpoint = _checkpoint(reports)
     tips = {member.tip for member in members if member.tip is not None and member.tip.generation == record.generation}
     for attempt in sorted({record.committed, *tips}, reverse=True):
         if attempt >= committed or (checkpoint is not None and attempt < checkpoint):
@@ -163,6 +167,11 @@ def _roll_back(
             f"all that took part in generation {record.generation} are lost, and there is no checkpoint"
         )
     return Unrecoverable(f"no live member holds {_name(committed)} and there is no checkpoint")
+
+
+def _checkpoint(reports: Sequence[Report]) -> Attempt | None:
+    """The newest that an agent can load."""
+    return max((report.checkpoint for report in reports if report.checkpoint is not None), default=None)
 
 
 def _missing(record: Record, members: Sequence[MemberReport], committed: Attempt) -> list[Model]:

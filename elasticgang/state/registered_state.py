@@ -97,12 +97,27 @@ class RegisteredState:
             self._others[name].load_state_dict(copy.deepcopy(state))
 
     def large(self) -> dict[str, Any]:
+        """The large state: the local parts."""
         parameters = {
             name: {key: local(parameter) for key, parameter in of_module.items()}
             for name, of_module in self._parameters.items()
         }
         optimizers = {name: locally(optimizer.state_dict()) for name, optimizer in self._optimizers.items()}
         return {"parameters": parameters, "optimizers": optimizers}
+
+    def tree(self) -> dict[str, Any]:
+        """All state, with DTensors: the large state, and the snapshot of the small state. "owned": the parameters of
+        each optimizer, in the order of its state dict."""
+        owned = {
+            name: [parameter for group in optimizer.param_groups for parameter in group["params"]]  # type: ignore[attr-defined]
+            for name, optimizer in self._optimizers.items()
+        }
+        return {
+            "parameters": self._parameters,
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()},
+            **(self.snapshot or self.small(cloned=True)),
+            "owned": owned,
+        }
 
     def _load_large(self, large: dict[str, Any]) -> None:
         with torch.no_grad():

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
@@ -34,6 +35,13 @@ READY_TIMEOUT_S = 10.0
 MAX_REQUEST_BYTES = 1 << 16
 
 
+class Reader(Protocol):
+    """Reads the state. An apply waits for it."""
+
+    def shut(self) -> None:
+        """End the read soon. The reader is removed once it has ended."""
+
+
 class SnapshotServer:
     """The state of one rank, and the server from which its peers heal."""
 
@@ -49,7 +57,7 @@ class SnapshotServer:
         self._changed = threading.Condition()
         self._serving: Attempt | None = None
         self._forward_done = False
-        self._readers: set[Channel] = set()
+        self._readers: set[Reader] = set()
         self._digests = striped_fetch.Digests()
         self._listener = None if host is None else StateListener(host, authenticator, self._serve)
         self.address = "" if self._listener is None else self._listener.address
@@ -99,6 +107,21 @@ class SnapshotServer:
         self._digests.forget()
         yield
 
+    @property
+    def registered(self) -> RegisteredState:
+        """The registered objects. Read them while no apply runs, or after `lend`."""
+        return self._state
+
+    def lend(self, reader: Reader) -> None:
+        """Keep applies waiting until `give_back` (SNAPSHOT-2). Call it between two applies."""
+        with self._changed:
+            self._readers.add(reader)
+
+    def give_back(self, reader: Reader) -> None:
+        with self._changed:
+            self._readers.discard(reader)
+            self._changed.notify_all()
+
     def close(self) -> None:
         self._healer.forget()
         with self._changed:
@@ -125,9 +148,7 @@ class SnapshotServer:
         except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
             log.debug("dropped a healer: %r", exc)
         finally:
-            with self._changed:
-                self._readers.discard(channel)
-                self._changed.notify_all()
+            self.give_back(channel)
 
     def _admit(self, channel: Channel, attempt: Attempt, after: bool) -> str | None:
         """Wait until this rank's step on `attempt` has begun and, with `after`, until its forward is done. From then on

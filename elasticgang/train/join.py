@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from elasticgang.checkpoint.saver import DurableCheckpoints
 from elasticgang.comm.availability import check_available
 from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, check_process_group
 from elasticgang.errors import InvalidOperationError
@@ -67,7 +69,11 @@ def join(
             ElasticRendezvous(context, layout, device, process_group),
             SnapshotServer(context.host, context.job, context.credentials),
         )
-    return QuorumManager(rendezvous, state_server, layout, device)
+
+    def make_checkpoints(directory: Path, every_steps: int, keep: int) -> DurableCheckpoints:
+        return DurableCheckpoints(directory, every_steps, keep, state_server)
+
+    return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints)
 
 
 def _check_process_group(process_group: object, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,7 +131,7 @@ def learner() -> Driver:
 
 VOTED = ["StartSum", "MakeReady", "AWAIT_SUMS"]
 APPLIED = ["ReportCommitted", "APPLY"]
-REQUESTED = ["LEAVE_GENERATION", "SendRequest", "AWAIT_RECORD"]
+REQUESTED = ["LEAVE_GENERATION", "FIND_CHECKPOINT", "SendRequest", "AWAIT_RECORD"]
 
 
 # MANAGER-9
@@ -246,7 +247,7 @@ def test_a_step_in_doubt_ends_only_in_a_generation_that_is_entered() -> None:
     routine = driver.lifecycle.commit(1.0, measures=False)
     with pytest.raises(IndexError):  # there is no third record
         driver.run(routine, outcomes)
-    assert driver.names[-9:] == ["APPLY", "Configure", *REQUESTED, "Configure", *REQUESTED]
+    assert driver.names[-11:] == ["APPLY", "Configure", *REQUESTED, "Configure", *REQUESTED]
 
 
 def test_a_spare_that_drains_leaves_the_step_that_it_resolved() -> None:
@@ -423,3 +424,61 @@ def test_an_apply_that_raises_as_a_record_is_resolved_tears_the_state_and_the_ra
     driver.enter(record(LEARNER, 3, Attempt(1, 1)))
     (request,) = (each for each in driver.done if isinstance(each, do.SendRequest))
     assert (request.report.tip, request.report.pending, driver.lifecycle.state.torn) == (None, None, True)
+
+
+# --- durable checkpoints
+
+
+SAVED = Attempt(7, 3)
+
+
+def resuming() -> Driver:
+    """In a first generation that goes back to a checkpoint: nobody holds state."""
+    driver = Driver()
+    its = record(LEARNER, 1, SAVED)
+    seats = tuple(seat._replace(status=LEARNER) for seat in its.seats)
+    driver.records = [dataclasses.replace(its, seats=seats, rolled_back=True, digest="")]
+    assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS)) is Next.REGROUP
+    return driver
+
+
+# MANAGER-11
+def test_a_rank_loads_the_checkpoint_before_its_first_step() -> None:
+    driver = resuming()
+    assert driver.lifecycle.state.tip is None
+    assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), {"LoadCheckpoint": True}) is Next.LOAD
+    state = driver.lifecycle.state
+    assert driver.names == ["BuildSeat", "LoadCheckpoint", "REPORT_HEALED"]
+    assert driver.done[1] == do.LoadCheckpoint(SAVED)
+    assert (state.tip, state.committed) == (SAVED, SAVED)
+    assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS)) is Next.STEP
+
+
+# MANAGER-11
+def test_a_rank_that_cannot_load_the_checkpoint_ends_the_generation() -> None:
+    driver = resuming()
+    driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), {"LoadCheckpoint": False})
+    assert driver.names == ["BuildSeat", "LoadCheckpoint", "Poison"]
+    assert driver.lifecycle.state.tip is None
+    driver.lifecycle.observed = Observed(LOST)
+    earlier = Attempt(5, 2)
+    driver.records = [record(LEARNER, 2, earlier)]
+    outcomes = {"FIND_CHECKPOINT": earlier}
+    assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), outcomes) is Next.REGROUP
+    (request,) = (each for each in driver.done if isinstance(each, do.SendRequest))
+    assert request.checkpoint == earlier
+
+
+# MANAGER-11
+def test_a_job_that_had_finished_loads_its_last_state_and_ends() -> None:
+    driver = resuming()
+    assert driver.run(driver.lifecycle.pass_boundary(SAVED.step), {"LoadCheckpoint": True}) is Next.LOAD
+    assert driver.run(driver.lifecycle.pass_boundary(SAVED.step)) is Next.LEAVE
+
+
+# MANAGER-11
+def test_a_rank_whose_peers_hold_the_state_heals_from_them() -> None:
+    driver = Driver()
+    driver.records = [dataclasses.replace(record(LEARNER, 1, SAVED), rolled_back=True, digest="")]
+    driver.run(driver.lifecycle.pass_boundary(NUM_STEPS))
+    assert driver.run(driver.lifecycle.pass_boundary(NUM_STEPS)) is Next.STEP

@@ -145,6 +145,33 @@ def test_lost_state_is_rolled_back_to_the_newest_checkpoint() -> None:
     assert not after.members(ACTIVE)
 
 
+# RECOVERY-5
+def test_a_job_begins_with_the_newest_checkpoint_that_an_agent_can_load() -> None:
+    checkpoint = Attempt(30, 4)
+    asked = [
+        report("a", member("a0"), checkpoint=Attempt(20, 4)),
+        report("b", member("b0"), checkpoint=checkpoint),
+        report("c", member("c0")),
+    ]
+    record = agreed(None, *asked)
+    assert (record.committed, record.rolled_back, record.rolled_forward) == (checkpoint, True, False)
+    assert record.loads_checkpoint
+    assert set(record.members(LEARNER)) == {"a0", "b0", "c0"}
+    # Nobody has loaded it: the next record begins with it again, or with the one before when it is corrupt.
+    again = [dataclasses.replace(each, newest_record=record.ref) for each in asked]
+    after = agreed(record, *again)
+    assert (after.committed, after.loads_checkpoint) == (checkpoint, True)
+    after = agreed(record, again[0], dataclasses.replace(again[1], checkpoint=Attempt(20, 4)), again[2])
+    assert (after.committed, after.loads_checkpoint) == (Attempt(20, 4), True)
+    assert isinstance(
+        next_record(record, [dataclasses.replace(each, checkpoint=None) for each in again]), Unrecoverable
+    )
+    # One has loaded it, and its state is copied from there on.
+    tip = dataclasses.replace(again[0], members=(member("a0", checkpoint, entered=1),))
+    after = agreed(record, tip, *again[1:])
+    assert (after.committed, after.loads_checkpoint, after.members(ACTIVE)) == (checkpoint, False, ("a0",))
+
+
 # RECOVERY-4
 def test_lost_state_is_rolled_back_to_the_newest_whole_copy() -> None:
     """Step 5 was told, and is lost with b0; a0 holds step 4, of the same generation, or the one before, or neither."""

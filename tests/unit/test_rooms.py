@@ -36,6 +36,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "simulation": ("errors", "layout", "protocol"),
     "session": ("errors", "protocol"),
     "state": ("errors", "torch_private", "testing", "protocol", "session"),
+    "checkpoint": ("errors", "torch_private", "testing", "layout", "protocol", "state"),
     "coordinator": ("errors", "testing", "protocol", "session"),
     "agent": ("errors", "environment", "testing", "protocol", "process", "session", "coordinator", "observe"),
     "member": (
@@ -52,8 +53,14 @@ KNOWS: dict[str, tuple[str, ...]] = {
             "gang",
         ),
     ),
-    "train": ("errors", "torch_private", "layout", "protocol", "collectives", "comm", "gang", "member", "state"),
-    "launch": ("errors", "comm", "process", "session", "agent", "coordinator", "member", "observe", "train"),
+    "train": (
+        *("errors", "torch_private", "layout", "protocol", "collectives", "comm", "gang", "member", "state"),
+        "checkpoint",
+    ),
+    "launch": (
+        *("errors", "environment", "comm", "process", "session", "agent", "coordinator"),
+        *("member", "observe", "train", "checkpoint"),
+    ),
 }
 # What one room may take from another alone, where the arrow is no more than that.
 ONLY = {
@@ -63,6 +70,9 @@ ONLY = {
 
 PURE_ROOMS = ("layout", "protocol")
 PURE_MODULES = (
+    "elasticgang.checkpoint.digest",
+    "elasticgang.checkpoint.manifest",
+    "elasticgang.checkpoint.plan",
     "elasticgang.integers",
     "elasticgang.observe.change_report",
     "elasticgang.train.partition",

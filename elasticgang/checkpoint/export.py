@@ -1,0 +1,109 @@
+"""Writes the weights of a checkpoint as one file for inference: plain safetensors, or what `torch.load` reads."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from elasticgang.checkpoint import files, listing
+from elasticgang.checkpoint.loader import CheckpointReader
+from elasticgang.checkpoint.manifest import MANIFEST, SUFFIX, Manifest
+from elasticgang.checkpoint.placed import tensor_names
+from elasticgang.checkpoint.shard import Block, header_of
+from elasticgang.errors import CheckpointError, NotSupportedError
+from elasticgang.state.serialization import as_bytes
+
+
+def export(source: Path, output: Path, module: str | None = None) -> tuple[Path, int]:
+    """Write the parameters and buffers of the registered `module` (None: the only one) to `output`, with the names that
+    the module has for them. `source`: a checkpoint, or a directory of which the newest usable one is taken. Returns the
+    checkpoint and the number of tensors.
+
+    Raises:
+        CheckpointError: there is no usable checkpoint, or none of that module; or its weights are of another layout's
+            seats. Nothing was written.
+        OSError: `output` cannot be written.
+    """
+    path, manifest = _find(source)
+    reader = CheckpointReader(path, manifest)
+    names = _weights(manifest, module)
+    if output.suffix == SUFFIX:
+        files.write_file(output, _safetensors(reader, names))
+    else:
+        temporary = output.with_name(f".{output.name}.tmp")
+        try:
+            torch.save({short: reader.read_whole(name) for short, name in names.items()}, temporary)
+            os.replace(temporary, output)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return path, len(names)
+
+
+def _find(source: Path) -> tuple[Path, Manifest]:
+    if (source / MANIFEST).exists():
+        return source, listing.read_manifest(source)
+    problems = []
+    for found in listing.scan(source):
+        if found.manifest is not None:
+            return found.path, found.manifest
+        problems.append(f"{found.path.name}: {found.problem}")
+    raise CheckpointError(f"there is no usable checkpoint in {source}" + "".join(f"; {each}" for each in problems))
+
+
+def _weights(manifest: Manifest, module: str | None) -> dict[str, str]:
+    """The tensors of a module by the names that it has for them."""
+    saved = [
+        name
+        for objects in manifest.objects.values()
+        for kind in ("parameters", "buffers")
+        for name in tensor_names(objects[kind])
+    ]
+    modules = sorted({name.partition(".")[0] for name in saved})
+    if module is None and len(modules) == 1:
+        module = modules[0]
+    if module not in modules:
+        raise CheckpointError(f"name one of the modules of the checkpoint: {', '.join(modules)}")
+    weights: dict[str, str] = {}
+    for name in dict.fromkeys(saved):
+        if name.startswith(f"{module}."):
+            short, _, scope = name.removeprefix(f"{module}.").partition("@")
+            if weights.setdefault(short, name) != name:
+                raise CheckpointError(
+                    f"{short} is a plain tensor that each seat has its own of ({scope}): only a job of the same layout "
+                    "can load it"
+                )
+    if all(short.startswith("module.") for short in weights):  # the wrapper of DistributedDataParallel
+        weights = {short.removeprefix("module."): name for short, name in weights.items()}
+    return dict(sorted(weights.items()))
+
+
+def _safetensors(reader: CheckpointReader, names: dict[str, str]) -> Iterator[memoryview | bytes]:
+    """The bytes of a safetensors file, a tensor at a time."""
+    entries = {short: reader.entry(name) for short, name in names.items()}
+    yield header_of(
+        [
+            Block(short, each.shape, each.dtype, "", (0,) * len(each.shape), each.shape)
+            for short, each in entries.items()
+        ],
+        is_sharded=False,
+    )
+    for entry in entries.values():
+        yield as_bytes(reader.read(entry, [0] * len(entry.shape), entry.shape))
+
+
+def main(argv: list[str]) -> int:
+    try:
+        path, num_tensors = export(Path(argv[1]), Path(argv[2]), argv[3] if len(argv) > 3 else None)
+    except (CheckpointError, NotSupportedError, OSError) as exc:
+        print(f"elasticgang: error: {exc}", file=sys.stderr)
+        return 1
+    print(f"{num_tensors} tensors of {path} are in {argv[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

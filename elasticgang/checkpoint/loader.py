@@ -1,0 +1,215 @@
+"""Loads a checkpoint into the registered state of a rank.
+
+LOADER-1  Nothing of the state changes before all of it is read and every digest is right.
+LOADER-2  A tensor is read only after its name, shape and dtype are found to be the model's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from elasticgang.checkpoint.digest import digest_of
+from elasticgang.checkpoint.listing import UnreadableError, check_header
+from elasticgang.checkpoint.manifest import Manifest, Piece, TensorEntry
+from elasticgang.checkpoint.placed import Seated, name_tensors, place, tensor_names
+from elasticgang.errors import CheckpointError
+from elasticgang.state.serialization import as_bytes, unflatten
+
+
+class ModelMismatch(CheckpointError):
+    """The checkpoint is of another model, or of a layout that this one cannot load."""
+
+
+class CheckpointReader:
+    """Reads blocks of the tensors of one checkpoint."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self._entries = manifest.by_name
+        for file in manifest.files:
+            check_header(path, file)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Raises CheckpointError: there is none."""
+        if name not in self._entries:
+            raise CheckpointError(f"its manifest is invalid: {name} is not among its tensors")
+        return self._entries[name]
+
+    def read(self, entry: TensorEntry, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The block of `shape` from `start` on. Raises CheckpointError: it is corrupt, or cannot be read."""
+        tensor = torch.empty(tuple(shape), dtype=getattr(torch, entry.dtype))
+        for piece in entry.pieces:
+            low = [max(*firsts) for firsts in zip(start, piece.start, strict=True)]
+            high = [
+                min(first + size, piece_first + piece_size)
+                for first, size, piece_first, piece_size in zip(start, shape, piece.start, piece.shape, strict=True)
+            ]
+            if any(first >= last for first, last in zip(low, high, strict=True)):
+                continue
+            destination = tensor[_slices(low, high, start)]
+            is_whole = tuple(destination.shape) == piece.shape
+            if is_whole and destination.is_contiguous():
+                self._read_piece(entry, piece, destination)
+            else:
+                block = torch.empty(piece.shape, dtype=tensor.dtype)
+                self._read_piece(entry, piece, block)
+                destination.copy_(block[_slices(low, high, piece.start)])
+        return tensor
+
+    def read_whole(self, name: str) -> Tensor:
+        """Raises CheckpointError."""
+        entry = self.entry(name)
+        return self.read(entry, [0] * len(entry.shape), entry.shape)
+
+    def _read_piece(self, entry: TensorEntry, piece: Piece, block: Tensor) -> None:
+        data = as_bytes(block)
+        try:
+            with open(self.path / piece.file, "rb", buffering=0) as file:
+                file.seek(piece.offset)
+                position = 0
+                while position < len(data):
+                    count = file.readinto(data[position:])
+                    if not count:
+                        raise CheckpointError(f"{piece.file} is truncated")
+                    position += count
+        except OSError as exc:
+            raise UnreadableError(f"{self.path / piece.file}: {exc.strerror}") from exc
+        if digest_of(data) != piece.digest:
+            raise CheckpointError(f"{entry.name} in {piece.file} is corrupt: the digest does not match")
+
+
+def read_state(path: Path, manifest: Manifest, state: dict[str, Any], seated: Seated) -> dict[str, Any]:
+    """The state of a seat, as `RegisteredState.load` takes it (LOADER-1). `state`: the live one, with DTensors.
+
+    Raises:
+        ModelMismatch: the first difference between the model and the checkpoint.
+        CheckpointError: the checkpoint is corrupt, or cannot be read.
+    """
+    objects = manifest.objects.get(seated.place) or manifest.objects.get(f"{seated.model[0]}-0-0")
+    if objects is None:
+        raise ModelMismatch(f"it was saved with the layout {manifest.layout}, which has no stage {seated.model[0]}")
+    reader = CheckpointReader(path, manifest)
+    try:
+        _check_model(reader, objects, state, seated)
+        read = {kind: _read_like(reader, state[kind], seated) for kind in ("parameters", "buffers")}
+        others = unflatten(objects["others"], _Whole(reader))  # type: ignore[arg-type]
+        optimizers = unflatten(objects["optimizers"], _Entries(reader))  # type: ignore[arg-type]
+        for name, saved in optimizers.items():
+            groups = state["optimizers"].get(name, {}).get("param_groups", [])
+            if name not in state["optimizers"]:
+                raise ModelMismatch(f"it has the optimizer {name!r}, and this job has none of that name")
+            optimizers[name] = _read_optimizer(reader, saved, state["owned"][name], seated, len(groups))
+        if missing := sorted(set(state["optimizers"]) - set(optimizers)):
+            raise ModelMismatch(f"it has no optimizer {missing[0]!r}")
+        if missing := sorted(set(state["others"]) ^ set(others)):
+            raise ModelMismatch(f"only one of it and this job has the registered object {missing[0]!r}")
+    except (KeyError, TypeError, IndexError, AttributeError) as exc:
+        raise CheckpointError(f"its manifest is invalid: {exc!r}") from exc
+    return {
+        "small": {"buffers": read["buffers"], "others": others},
+        "large": {"parameters": read["parameters"], "optimizers": optimizers},
+    }
+
+
+class _Whole:
+    """The tensors by name, for `unflatten`."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._reader.read_whole(name)
+
+
+class _Entries:
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        return self._reader.entry(name)
+
+
+def _check_model(reader: CheckpointReader, objects: dict[str, Any], state: dict[str, Any], seated: Seated) -> None:
+    """LOADER-2. Raises ModelMismatch with the first difference."""
+    saved = {name for kind in ("parameters", "buffers") for name in tensor_names(objects[kind])}
+    present = set()
+    for kind in ("parameters", "buffers"):
+        for name, tensor in name_tensors(state[kind])[1].items():
+            here = place(name, tensor, seated)
+            present.add(here.name)
+            if here.name not in saved:
+                raise ModelMismatch(f"{_what(kind)} {here.name} of this job's model is not in it")
+            entry = reader.entry(here.name)
+            if entry.shape != here.whole:
+                raise ModelMismatch(f"{here.name} is {list(entry.shape)} in it, but {list(here.whole)} in this job")
+            if entry.dtype != here.dtype:
+                raise ModelMismatch(f"{here.name} is {entry.dtype} in it, but {here.dtype} in this job")
+    if absent := sorted(saved - present):
+        raise ModelMismatch(f"{absent[0]} is in it, and this job's model has none of that name")
+
+
+def _what(kind: str) -> str:
+    return {"parameters": "the parameter", "buffers": "the buffer"}[kind]
+
+
+def _read_like(reader: CheckpointReader, tree: dict[str, Any], seated: Seated) -> dict[str, Any]:
+    """The local parts of the tensors of `tree`, by object and name."""
+    return {
+        owner: {name: _read_placed(reader, f"{owner}.{name}", tensor, seated) for name, tensor in tensors.items()}
+        for owner, tensors in tree.items()
+    }
+
+
+def _read_placed(reader: CheckpointReader, name: str, tensor: Tensor, seated: Seated) -> Tensor:
+    here = place(name, tensor, seated)
+    return reader.read(reader.entry(here.name), here.start, here.shape)
+
+
+def _read_optimizer(
+    reader: CheckpointReader, saved: dict[str, Any], parameters: Sequence[Tensor], seated: Seated, num_groups: int
+) -> dict[str, Any]:
+    """An optimizer's state dict. A tensor of the shape of a sharded parameter is read like the parameter."""
+    if len(saved["param_groups"]) != num_groups:
+        raise ModelMismatch(f"its optimizer has {len(saved['param_groups'])} parameter groups instead of {num_groups}")
+    num_saved = sum(len(group["params"]) for group in saved["param_groups"])
+    if num_saved != len(parameters):
+        raise ModelMismatch(f"its optimizer has {num_saved} parameters instead of {len(parameters)}")
+
+    def read(key: Any, value: Any) -> Any:
+        if not isinstance(value, TensorEntry):
+            return _read_entries(reader, value)
+        parameter = parameters[key] if isinstance(key, int) and key < len(parameters) else None
+        if isinstance(parameter, DTensor) and tuple(parameter.shape) == value.shape and math.prod(value.shape) > 1:
+            here = place("", parameter, seated)
+            return reader.read(value, here.start, here.shape)
+        return _read_entries(reader, value)
+
+    state = {
+        key: {name: read(key, value) for name, value in of_parameter.items()}
+        if isinstance(of_parameter, dict)
+        else read(key, of_parameter)
+        for key, of_parameter in saved["state"].items()
+    }
+    rest = {name: _read_entries(reader, value) for name, value in saved.items() if name != "state"}
+    return {**rest, "state": state}
+
+
+def _read_entries(reader: CheckpointReader, tree: Any) -> Any:
+    if isinstance(tree, TensorEntry):
+        return reader.read(tree, [0] * len(tree.shape), tree.shape)
+    if isinstance(tree, dict):
+        return {key: _read_entries(reader, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_read_entries(reader, item) for item in tree)
+    return tree
+
+
+def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first - zero, last - zero) for first, last, zero in zip(low, high, origin, strict=True))

@@ -1,0 +1,118 @@
+"""The process beside a rank that writes its share of checkpoints. No torch.
+
+The rank sends one line of JSON for each save, and has put the bytes into shared memory before. The writer answers each
+with one line, which says why the save failed, or is empty.
+
+WRITER-1  The writer ends with its rank: a share that is not written then is never written.
+WRITER-2  The committing writer waits up to `PARTS_TIMEOUT_S` for the others' shares, and gives up once the rank says
+    that a writer is lost. Nothing that was complete is touched before the new checkpoint is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from elasticgang.checkpoint import files, listing, plan
+from elasticgang.checkpoint.shard import Shard, part_name, read_parts, write_manifest, write_shard
+from elasticgang.errors import CheckpointError
+from elasticgang.protocol.commit import Attempt
+
+PARTS_TIMEOUT_S = 600.0
+_POLL_S = 0.05
+_NICE = 10
+
+
+def save(memory: int, request: dict[str, Any], is_cancelled: Any = lambda _: False) -> str:
+    """Write the share of one save and, if this writer commits it, the manifest. Returns why the save failed, or ""."""
+    root = Path(request["root"])
+    directory = root / request["directory"]
+    shard = Shard.from_json(request["shard"])
+    try:
+        files.make_directory(directory)
+        with contextlib.ExitStack() as stack:
+            data = memoryview(b"")
+            if shard.num_bytes:
+                mapped = stack.enter_context(mmap.mmap(memory, shard.num_bytes, prot=mmap.PROT_READ))
+                data = stack.enter_context(memoryview(mapped))
+            write_shard(directory, shard, data)
+        commit = request["commit"]
+        return "" if commit is None else _commit(root, directory, commit, is_cancelled)
+    except OSError as exc:
+        return f"{exc.filename or directory}: {exc.strerror or exc}"
+    except (CheckpointError, KeyError, TypeError, ValueError) as exc:
+        return f"the shares of {directory} do not fit together: {exc}"
+
+
+def _commit(root: Path, directory: Path, commit: dict[str, Any], is_cancelled: Any) -> str:
+    deadline = time.monotonic() + PARTS_TIMEOUT_S
+    while True:
+        is_last = is_cancelled(_POLL_S) or time.monotonic() > deadline
+        parts = read_parts(directory, commit["places"])
+        if parts is not None:
+            break
+        if is_last:  # WRITER-2
+            return f"a share of {directory.name} is missing"
+    attempt = Attempt(*commit["attempt"])
+    write_manifest(directory, attempt, commit["job"], commit["record"], commit["layout"], parts)
+    for part in parts:
+        files.unlink(directory / part_name(part["place"], part["number"]))
+    complete, incomplete = listing.names(root)
+    for name in plan.obsolete(directory.name, complete, incomplete, commit["keep"]):
+        try:
+            files.remove_checkpoint(root / name)
+        except OSError as exc:
+            print(f"elasticgang: could not remove the old checkpoint {root / name}: {exc.strerror}", file=sys.stderr)
+    return ""
+
+
+class _Requests:
+    """The lines of stdin. `None` after the last."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._buffer = descriptor, b""
+
+    def next(self) -> dict[str, Any] | None:
+        while b"\n" not in self._buffer:
+            data = os.read(self._descriptor, 1 << 20)
+            if not data:
+                return None
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        request: dict[str, Any] = json.loads(line)
+        return request
+
+    def is_cancelled(self, wait_s: float) -> bool:
+        """Whether the rank has said anything more, or is gone. Waits up to `wait_s` for it."""
+        if self._buffer:
+            return True
+        return bool(select.select([self._descriptor], [], [], wait_s)[0])
+
+
+def main(argv: list[str]) -> int:
+    memory, parent = int(argv[1]), int(argv[2])
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # WRITER-1: PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        return 1
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(_NICE)
+    requests = _Requests(sys.stdin.fileno())
+    while (request := requests.next()) is not None:
+        if "cancel" not in request:
+            answer = save(memory, request, requests.is_cancelled)
+            os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

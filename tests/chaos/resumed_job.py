@@ -1,0 +1,96 @@
+"""A training job with checkpoints, whose gradients are small integers: however it was interrupted, and with any number
+of ranks, it ends in the bits of a run alone.
+
+`python resumed_job.py DIRECTORY STEPS EVERY`. It appends the index of each committed step to `steps-PID`, and writes
+`done-LOCAL_RANK` with the digest of its parameters. It waits in the step that stands in the file `hold`, while that is
+there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import elasticgang as eg
+
+NUM_SAMPLES = 37
+
+
+class Counter(nn.Module):
+    """The gradient of `weight[i]` is how often sample i was taken, times what the slot's random numbers say. `padding`
+    makes the state large enough for several writers."""
+
+    steps: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUM_SAMPLES))
+        self.padding = nn.Parameter(torch.zeros(width, 256))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, index: Tensor) -> Tensor:
+        factors = torch.randint(1, 5, index.shape)
+        return (self.weight[index] * factors).sum() + self.padding[: len(index)].sum()
+
+
+class Seen:
+    """A registered object: the indices of all committed steps."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"indices": self.indices}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.indices = list(state["indices"])
+
+
+def held(path: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        return int(path.read_text())
+    return None
+
+
+def main() -> None:
+    here, num_steps, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    manager = eg.join()
+    model = eg.DistributedDataParallel(manager, Counter(int(os.environ.get("WIDTH", "64"))))
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5))
+    batches, seen = eg.GlobalBatch(NUM_SAMPLES, size=8, slot=2, seed=5), Seen()
+    manager.register_state(model=model, optim=optim, seen=seen)
+    manager.checkpoints(every_steps=every)
+    for step in manager.steps(num_steps):
+        with step:
+            slots = batches.slots(step)
+            for slot in slots:
+                with model.accumulate(last=slot.last):
+                    model(slot.index).backward()
+            while held(here / "hold") == step.index:
+                step.check()
+                time.sleep(0.01)
+            model.module.get_buffer("steps").fill_(step.index + 1)
+            seen.indices = [*seen.indices, step.index]
+            # The weight of all ranks together is a power of two, so that every gradient is exact.
+            if optim.step(weight=slots.num_samples):
+                with open(here / f"steps-{os.getpid()}", "a") as file:
+                    file.write(f"{step.index}\n")
+    digest = hashlib.sha256()
+    for tensor in model.module.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    assert seen.indices == list(range(num_steps)), seen.indices
+    (here / f"done-{os.environ.get('LOCAL_RANK', '0')}").write_text(f"{digest.hexdigest()}\n")
+
+
+if __name__ == "__main__":
+    main()

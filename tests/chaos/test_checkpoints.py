@@ -1,0 +1,161 @@
+"""Jobs that are killed whole go on at their newest checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from elasticgang.checkpoint import listing
+from tests.support import REPOSITORY, Job, kill, wait_until
+
+pytestmark = pytest.mark.timeout(400)  # several jobs, one after another
+
+SCRIPT = REPOSITORY / "tests" / "chaos" / "resumed_job.py"
+STEPS = 60
+EVERY = 10
+LARGE = "30000"  # 30 MB of parameters and as much of momentum: several writers
+
+
+@contextlib.contextmanager
+def job(directory: Path, name: str, ranks: int, *, steps: int = STEPS, width: str = "64") -> Iterator[Job]:
+    here = directory / name
+    here.mkdir(exist_ok=True)
+    with Job(
+        here,
+        SCRIPT,
+        str(directory),
+        str(steps),
+        str(EVERY),
+        ranks=ranks,
+        options=["--checkpoint-dir", str(directory / "checkpoints")],
+        env={"WIDTH": width},
+    ) as running:
+        yield running
+
+
+@cache
+def alone(steps: int, width: str) -> str:
+    with TemporaryDirectory() as directory, job(Path(directory), "alone", 1, steps=steps, width=width) as running:
+        assert running.wait() == 0, running.stderr
+        return (Path(directory) / "done-0").read_text()
+
+
+def results(directory: Path) -> set[str]:
+    return {path.read_text() for path in directory.glob("done-*")}
+
+
+def newest(directory: Path) -> int:
+    """The step of the newest complete checkpoint, every digest of which is right; 0 for none."""
+    with contextlib.suppress(FileNotFoundError, StopIteration):
+        return next(listing.scan(directory / "checkpoints")).attempt.step
+    return 0
+
+
+def kill_whole(running: Job) -> None:
+    """Every process of the job at once."""
+    for process in running.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: not running.processes(), "the end of all processes")
+
+
+@pytest.mark.parametrize("width", ["64", LARGE], ids=["small", "large"])
+def test_a_job_that_was_killed_whole_goes_on_at_its_checkpoint_with_other_ranks(tmp_path: Path, width: str) -> None:
+    """Exactly once: what is left is what a run alone leaves, and the registered object has each step once."""
+    (tmp_path / "hold").write_text("15")
+    with job(tmp_path, "first", 3, width=width) as running:
+        wait_until(lambda: newest(tmp_path) == EVERY, "a checkpoint")
+        kill_whole(running)
+    assert results(tmp_path) == set()
+    saved = newest(tmp_path)
+    assert saved == EVERY
+    (tmp_path / "hold").write_text("35")
+    before = {path.name for path in tmp_path.glob("steps-*")}
+    with job(tmp_path, "second", 2, width=width) as running:
+        wait_until(lambda: newest(tmp_path) > saved, "a further checkpoint")
+        kill(running.process.pid)  # the agent: nothing that it started outlives it
+        wait_until(lambda: not running.processes(), "the end of all processes")
+    resumed = {path.name: path.read_text().split() for path in tmp_path.glob("steps-*") if path.name not in before}
+    assert {int(steps[0]) for steps in resumed.values()} == {saved}
+    (tmp_path / "hold").unlink()
+    with job(tmp_path, "third", 4, width=width) as running:
+        assert running.wait() == 0, running.stderr
+        assert "loaded the checkpoint" in running.stderr
+    assert len(list(tmp_path.glob("done-*"))) == 4
+    assert results(tmp_path) == {alone(STEPS, width)}
+    assert newest(tmp_path) == STEPS
+    complete, incomplete = listing.names(tmp_path / "checkpoints")
+    assert (len(complete), incomplete) == (2, [])  # `keep`
+    with job(tmp_path, "fourth", 1, width=width) as running:  # there is nothing left to do
+        assert running.wait() == 0, running.stderr
+    assert results(tmp_path) == {alone(STEPS, width)}
+
+
+def test_all_ranks_at_once_go_back_to_the_checkpoint(tmp_path: Path) -> None:
+    """The agent lives: no rank holds the state any more, and the job goes on without a word of an operator."""
+    (tmp_path / "hold").write_text("15")
+    with job(tmp_path, "job", 2) as running:
+        wait_until(lambda: newest(tmp_path) == EVERY, "a checkpoint")
+        pids = [running.rank_pid(rank) for rank in range(2)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in pids:
+            kill(pid)
+        running.expect("spawned", count=4)
+        (tmp_path / "hold").unlink()
+        assert running.wait() == 0, running.stderr
+        assert "loaded the checkpoint" in running.stderr
+    assert results(tmp_path) == {alone(STEPS, "64")}
+
+
+def test_a_corrupt_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    with job(tmp_path, "first", 2, steps=2 * EVERY) as running:
+        assert running.wait() == 0, running.stderr
+    found = next(listing.scan(tmp_path / "checkpoints"))
+    assert found.attempt.step == 2 * EVERY
+    (file,) = found.path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for path in tmp_path.glob("done-*"):
+        path.unlink()
+    with job(tmp_path, "second", 3) as running:
+        assert running.wait() == 0, running.stderr
+        assert f"cannot load the checkpoint {found.path}" in running.stderr
+        assert f"step-{EVERY:012d}" in running.stderr
+    assert results(tmp_path) == {alone(STEPS, "64")}
+
+
+def test_a_rank_that_is_killed_during_saves_loses_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "hold").write_text(str(STEPS - 5))
+    with job(tmp_path, "job", 2, width=LARGE) as running:
+        wait_until(lambda: newest(tmp_path) > 0, "a checkpoint")
+        for number in range(1, 3):
+            kept = newest(tmp_path)
+            kill(running.rank_pid(number % 2))
+            running.expect("spawned", count=2 + number)
+            assert newest(tmp_path) >= kept
+            running.expect("entered", count=2 + 2 * number)
+        (tmp_path / "hold").unlink()
+        assert running.wait() == 0, running.stderr
+    assert results(tmp_path) == {alone(STEPS, LARGE)}
+    assert newest(tmp_path) == STEPS
+    for found in listing.scan(tmp_path / "checkpoints"):
+        assert found.manifest is not None
+        listing.verify(found.path, found.manifest)
+
+
+def test_a_job_with_a_checkpoint_of_another_model_ends_with_the_first_difference(tmp_path: Path) -> None:
+    with job(tmp_path, "first", 1, steps=EVERY) as running:
+        assert running.wait() == 0, running.stderr
+    with job(tmp_path, "second", 1, width="65") as running:
+        assert running.wait() == 1
+        assert "padding is [64, 256] in it, but [65, 256] in this job" in running.stderr
+    assert newest(tmp_path) == EVERY

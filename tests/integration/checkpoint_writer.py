@@ -1,0 +1,86 @@
+"""A writer of checkpoints that is killed before its n-th system call: `python checkpoint_writer.py ROOT N`.
+
+It saves step 20 beside step 10, with two shares, and keeps one checkpoint. N = 0: it is not killed. Prints how many
+system calls there were.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elasticgang import testing
+from elasticgang.checkpoint import writer
+from elasticgang.checkpoint.plan import directory_name
+from elasticgang.checkpoint.shard import Block, Shard
+from elasticgang.protocol.commit import Attempt
+
+ROWS = 6
+
+
+def directory(step: int) -> str:
+    return directory_name(Attempt(step, 1), f"{step:016x}")
+
+
+def requests(root: Path, step: int) -> list[tuple[dict[str, Any], bytes]]:
+    """Two shares of a tensor of bytes that all are `step`, and of a scalar; the second share commits."""
+    made = []
+    for number in (1, 0):
+        blocks = [Block("model.w", (ROWS, 2), "uint8", "", (number * ROWS // 2, 0), (ROWS // 2, 2))]
+        if number == 0:
+            blocks.append(Block("model.step", (), "uint8", "", (), ()))
+        spec = {"dict": [["model", {"dict": [["w", {"tensor": "model.w"}], ["step", {"tensor": "model.step"}]]}]]}
+        empty: dict[str, Any] = {"dict": []}
+        objects = {"parameters": spec, "buffers": empty, "optimizers": empty, "others": empty}
+        shard = Shard("0-0-0", number, 2, tuple(blocks), objects if number == 0 else None)
+        commit = {
+            "places": ["0-0-0"],
+            "attempt": [step, 1],
+            "job": "job",
+            "record": "digest",
+            "layout": {},
+            "keep": 1,
+        }
+        request = {
+            "root": str(root),
+            "directory": directory(step),
+            "shard": shard.to_json(),
+            "commit": commit if number == 0 else None,
+        }
+        made.append((request, bytes([step]) * shard.num_bytes))
+    return made
+
+
+def save(root: Path, step: int) -> str:
+    problem = ""
+    for request, data in requests(root, step):
+        memory = os.memfd_create("share")
+        os.write(memory, data)
+        problem = problem or writer.save(memory, request)
+        os.close(memory)
+    return problem
+
+
+def main(argv: Sequence[str]) -> int:
+    root, last = Path(argv[1]), int(argv[2])
+    calls = 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == last:
+            testing.kill_this_process()
+
+    testing.fail_at("checkpoint_io", count)
+    problem = save(root, 20)
+    print(calls)
+    if problem:
+        print(problem, file=sys.stderr)
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

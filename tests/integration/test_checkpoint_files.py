@@ -1,0 +1,232 @@
+"""The files of a checkpoint: kills at every system call, corruption of any byte, disks that fill."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from elasticgang.checkpoint import files, listing, writer
+from elasticgang.checkpoint.export import export
+from elasticgang.checkpoint.listing import Found
+from elasticgang.checkpoint.manifest import MANIFEST
+from elasticgang.errors import CheckpointError
+from elasticgang.protocol.commit import Attempt
+from tests.integration import checkpoint_writer
+from tests.support import REPOSITORY
+
+WRITER = [sys.executable, "-m", "tests.integration.checkpoint_writer"]
+
+
+def run_writer(root: Path, last: int, *, max_file_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        if max_file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
+    return subprocess.run(
+        [*WRITER, str(root), str(last)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=REPOSITORY,
+        preexec_fn=limit,
+    )
+
+
+def usable(root: Path) -> list[Found]:
+    """Newest first. What is complete has the right digests."""
+    found = list(listing.scan(root))
+    for each in found:
+        assert each.manifest is not None, each.problem
+        listing.verify(each.path, each.manifest)
+    return found
+
+
+def content(found: Found) -> set[int]:
+    """The values in all tensors of a checkpoint."""
+    return {value for file in found.path.glob("*.safetensors") for value in _data(file.read_bytes())}
+
+
+def _data(file: bytes) -> bytes:
+    return file[8 + int.from_bytes(file[:8], "little") :]
+
+
+# FILES-1, FILES-2, SHARD-2, WRITER-2
+def test_a_writer_killed_before_any_system_call_leaves_the_previous_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert checkpoint_writer.save(whole, 10) == ""
+    done = run_writer(whole, 0)
+    assert done.returncode == 0, done.stderr
+    num_calls = int(done.stdout)
+    assert num_calls > 25
+    assert [found.attempt.step for found in usable(whole)] == [20]  # `keep=1`
+    newest = []
+    for last in range(1, num_calls + 1):
+        root = tmp_path / str(last)
+        root.mkdir()
+        assert checkpoint_writer.save(root, 10) == ""
+        assert run_writer(root, last).returncode == -signal.SIGKILL
+        found = usable(root)
+        assert {each.attempt.step for each in found} in ({10}, {10, 20}, {20})
+        for each in found:
+            assert content(each) == {each.attempt.step}
+        newest.append(found[0].attempt.step)
+        assert checkpoint_writer.save(root, 30) == ""  # what is left of the killed one goes
+        assert sorted(os.listdir(root)) == [checkpoint_writer.directory(30)]
+        assert sorted(os.listdir(usable(root)[0].path)) == [
+            MANIFEST,
+            "shard-0-0-0-00000.safetensors",
+            "shard-0-0-0-00001.safetensors",
+        ]
+    assert newest == sorted(newest)
+    assert set(newest) == {10, 20}
+
+
+# MANIFEST-1
+def test_a_change_of_any_byte_of_any_file_is_found(tmp_path: Path) -> None:
+    assert checkpoint_writer.save(tmp_path, 10) == ""
+    assert checkpoint_writer.save(tmp_path, 20) == ""
+    (found,) = usable(tmp_path)
+    for file in found.path.iterdir():
+        data = file.read_bytes()
+        for position in range(len(data)):
+            changed = bytearray(data)
+            changed[position] ^= 1 << position % 8
+            file.write_bytes(changed)
+            with pytest.raises(CheckpointError):
+                listing.verify(found.path, listing.read_manifest(found.path))
+        for size in (0, len(data) // 2, len(data) - 1):
+            file.write_bytes(data[:size])
+            with pytest.raises(CheckpointError):
+                listing.read_manifest(found.path)
+        file.write_bytes(data + b" ")
+        with pytest.raises(CheckpointError):
+            listing.read_manifest(found.path)
+        file.unlink()
+        if file.name == MANIFEST:
+            assert list(listing.scan(tmp_path)) == []  # LISTING-1
+        else:
+            with pytest.raises(CheckpointError, match="No such file"):
+                listing.read_manifest(found.path)
+        file.write_bytes(data)
+    assert usable(tmp_path) == [found]
+
+
+# LISTING-2
+def test_a_checkpoint_that_is_marked_is_not_used_again(tmp_path: Path) -> None:
+    checkpoint_writer.save(tmp_path, 10)
+    listing.mark_corrupt(tmp_path / checkpoint_writer.directory(10), "model.w is corrupt")
+    (found,) = listing.scan(tmp_path)
+    assert (found.manifest, found.problem) == (None, "model.w is corrupt")
+
+
+def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
+    checkpoint_writer.save(tmp_path, 10)
+    (tmp_path / checkpoint_writer.directory(10)).rename(tmp_path / checkpoint_writer.directory(20))
+    (found,) = listing.scan(tmp_path)
+    assert found.problem == "its manifest is of step 10, and its name says otherwise"
+
+
+def test_a_link_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint_writer.save(tmp_path, 10)
+    path = tmp_path / checkpoint_writer.directory(10) / "shard-0-0-0-00001.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    (found,) = listing.scan(tmp_path)
+    assert found.manifest is None
+
+
+@pytest.mark.parametrize("max_file_bytes", [0, 100, 300])
+def test_a_disk_that_fills_costs_the_save_alone(tmp_path: Path, max_file_bytes: int) -> None:
+    """A limit on the size of files stands for it: writes end early, then fail."""
+    assert checkpoint_writer.save(tmp_path, 10) == ""
+    done = run_writer(tmp_path, 0, max_file_bytes=max_file_bytes)
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    (found,) = usable(tmp_path)
+    assert found.attempt == Attempt(10, 1)
+    assert not list(tmp_path.glob("*/.*"))  # no part of a file is left
+
+
+def test_a_share_that_never_comes_is_given_up(tmp_path: Path) -> None:
+    """WRITER-2: once the rank says so."""
+    ((first, first_data), (second, second_data)) = checkpoint_writer.requests(tmp_path, 10)
+    del first, first_data
+    memory = os.memfd_create("share")
+    os.write(memory, second_data)
+    problem = writer.save(memory, second, lambda wait_s: True)
+    os.close(memory)
+    assert problem == f"a share of {checkpoint_writer.directory(10)} is missing"
+    assert list(listing.scan(tmp_path)) == []
+
+
+def test_two_removals_of_one_checkpoint_do_not_disturb_each_other(tmp_path: Path) -> None:
+    checkpoint_writer.save(tmp_path, 10)
+    files.remove_checkpoint(tmp_path / checkpoint_writer.directory(10))
+    with pytest.raises(FileNotFoundError):
+        files.remove_checkpoint(tmp_path / checkpoint_writer.directory(10))
+    assert os.listdir(tmp_path) == []
+
+
+# SHARD-1
+def test_others_read_the_files(tmp_path: Path) -> None:
+    """The library safetensors, and torch.distributed.checkpoint's reader, which joins the shares."""
+    from safetensors.torch import load_file
+
+    checkpoint_writer.save(tmp_path, 10)
+    (found,) = usable(tmp_path)
+    share = load_file(found.path / "shard-0-0-0-00001.safetensors")
+    assert torch.equal(share["model.w"], torch.full((3, 2), 10, dtype=torch.uint8))
+    state = {"model": {"w": torch.zeros(6, 2, dtype=torch.uint8), "step": torch.zeros((), dtype=torch.uint8)}}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        load(state, storage_reader=HuggingFaceStorageReader(str(found.path)), no_dist=True)
+    assert torch.equal(state["model"]["w"], torch.full((6, 2), 10, dtype=torch.uint8))
+    assert state["model"]["step"] == 10
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_the_weights_are_exported(tmp_path: Path, suffix: str) -> None:
+    from safetensors.torch import load_file
+
+    checkpoint_writer.save(tmp_path, 10)
+    output = tmp_path / f"weights{suffix}"
+    assert export(tmp_path, output) == (tmp_path / checkpoint_writer.directory(10), 2)
+    weights = load_file(output) if suffix == ".safetensors" else torch.load(output, weights_only=True)
+    assert torch.equal(weights["w"], torch.full((6, 2), 10, dtype=torch.uint8))
+    assert weights["step"] == 10
+    assert sorted(weights) == ["step", "w"]
+    with pytest.raises(CheckpointError, match="name one of the modules of the checkpoint: model"):
+        export(tmp_path, output, "other")
+
+
+def test_a_corrupt_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    checkpoint_writer.save(tmp_path, 10)
+    file = tmp_path / checkpoint_writer.directory(10) / "shard-0-0-0-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for name in ("weights.safetensors", "weights.pt"):
+        with pytest.raises(CheckpointError, match=r"model\.w in shard-0-0-0-00001\.safetensors is corrupt"):
+            export(tmp_path, tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == [checkpoint_writer.directory(10)]
+
+
+# LISTING-3
+def test_no_more_of_a_manifest_is_read_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint_writer.save(tmp_path, 10)
+    path = tmp_path / checkpoint_writer.directory(10)
+    size = (path / MANIFEST).stat().st_size
+    monkeypatch.setattr(listing, "MAX_MANIFEST_BYTES", size)
+    listing.read_manifest(path)
+    monkeypatch.setattr(listing, "MAX_MANIFEST_BYTES", size - 1)
+    with pytest.raises(CheckpointError, match=f"its manifest is over the limit of {size - 1} bytes"):
+        listing.read_manifest(path)

@@ -1,0 +1,165 @@
+"""Checkpoints of layouts in which ranks hold parts of the model: saved by one division, loaded by another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+import elasticgang as eg
+from elasticgang.checkpoint import listing, plan, writer
+from elasticgang.checkpoint.capture import capture
+from elasticgang.checkpoint.export import export
+from elasticgang.checkpoint.loader import ModelMismatch, read_state
+from elasticgang.checkpoint.placed import Seated, place
+from elasticgang.errors import CheckpointError, NotSupportedError
+from elasticgang.protocol.commit import Attempt
+from elasticgang.state.dtensor import local
+from elasticgang.torch_private import forget_meshes
+from tests.integration.checkpoint_writer import directory
+
+COLUMNS = torch.arange(24.0).view(4, 6)
+ROWS = torch.arange(10.0).view(5, 2)
+NORM = torch.arange(3.0)
+WHOLE = {"columns": COLUMNS, "rows": ROWS, "norm": NORM}
+PLACEMENTS: dict[str, Placement] = {"columns": Shard(1), "rows": Shard(0), "norm": Replicate()}
+
+
+@pytest.fixture(autouse=True)
+def no_default_group() -> Iterator[None]:
+    dist.distributed_c10d._update_default_pg(None)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def mesh_of(rank: int, tp: int) -> Any:
+    forget_meshes()  # of another rank, which are equal
+    root = eg.FakeGang(torch.device("cpu"), rank=rank, size=tp)
+    return eg.create_parallel_gangs(root, tp_size=tp).device_mesh("tp")
+
+
+def state_of(rank: int, tp: int, scale: float, plain: Tensor | None = None) -> dict[str, Any]:
+    """The registered state of a rank: DTensors if `tp` is above 1. Those of the optimizer are 10 times as large."""
+
+    def part(name: str, tensor: Tensor) -> Tensor:
+        if tp == 1:
+            return tensor.clone()
+        return distribute_tensor(tensor.clone(), mesh, [PLACEMENTS[name]], src_data_rank=None)
+
+    mesh = mesh_of(rank, tp) if tp > 1 else None
+    parameters = {name: part(name, tensor * scale) for name, tensor in WHOLE.items()}
+    moments = {
+        index: {"exp_avg": part(name, tensor * scale * 10), "step": torch.tensor(scale)}
+        for index, (name, tensor) in enumerate(WHOLE.items())
+    }
+    groups = [{"lr": 0.1, "params": [0, 1, 2]}]
+    if plain is not None:
+        parameters["plain"] = plain
+    return {
+        "parameters": {"model": parameters},
+        "buffers": {"model": {}},
+        "optimizers": {"optim": {"state": moments, "param_groups": groups}},
+        "others": {"counter": {"steps": int(scale)}},
+        "owned": {"optim": list(parameters.values())[:3]},
+    }
+
+
+def save(root: Path, tp: int, plain: bool = False, replicas: int = 1) -> None:
+    """By all ranks of `replicas` replica groups, of which each writes its share."""
+    layout = eg.ParallelLayout(tp=tp)
+    for rank in reversed(range(tp)):
+        for number in reversed(range(replicas)):
+            state = state_of(rank, tp, 1.0, torch.full((2,), float(rank)) if plain else None)
+            captured = capture(state, Seated(layout, (0, 0, rank)), number, replicas)
+            assert captured is not None
+            data = bytearray(captured.shard.num_bytes)
+            assert captured.copy_to(memoryview(data), lambda: False)
+            memory = os.memfd_create("share")
+            os.write(memory, data)
+            commit = {
+                "places": [Seated(layout, (0, 0, each)).place for each in range(tp)],
+                "attempt": [10, 1],
+                "job": "job",
+                "record": "digest",
+                "layout": {"tp": tp},
+                "keep": 1,
+            }
+            request = {
+                "root": str(root),
+                "directory": directory(10),
+                "shard": captured.shard.to_json(),
+                "commit": commit if (rank, number) == (0, 0) else None,
+            }
+            assert writer.save(memory, request) == ""
+            os.close(memory)
+    (found,) = listing.scan(root)
+    assert found.attempt == Attempt(10, 1)
+    assert found.manifest is not None, found.problem
+    listing.verify(found.path, found.manifest)
+
+
+def load(root: Path, rank: int, tp: int, plain: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is read, and the state as it should be."""
+    (found,) = listing.scan(root)
+    assert found.manifest is not None
+    state = state_of(rank, tp, 0.0, torch.zeros(2) if plain else None)
+    read = read_state(found.path, found.manifest, state, Seated(eg.ParallelLayout(tp=tp), (0, 0, rank)))
+    return read, state_of(rank, tp, 1.0, torch.full((2,), float(rank)) if plain else None)
+
+
+# PLACED-1
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_any_division_loads_what_another_has_saved(
+    tmp_path: Path, before: int, after: int, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7 ranks: some have no row or column."""
+    monkeypatch.setattr(plan, "MIN_SHARE_BYTES", 1)
+    save(tmp_path, before, replicas=replicas)
+    for rank in range(after):
+        read, expected = load(tmp_path, rank, after)
+        parameters = expected["parameters"]["model"]
+        moments = expected["optimizers"]["optim"]["state"]
+        assert read["large"]["parameters"]["model"].keys() == parameters.keys()
+        for name, tensor in read["large"]["parameters"]["model"].items():
+            assert torch.equal(tensor, local(parameters[name])), name
+        for index, each in read["large"]["optimizers"]["optim"]["state"].items():
+            assert torch.equal(each["exp_avg"], local(moments[index]["exp_avg"]))
+            assert each["step"] == 1
+        assert read["large"]["optimizers"]["optim"]["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2]}]
+        assert read["small"]["others"] == {"counter": {"steps": 1}}
+
+
+# PLACED-1
+def test_only_its_seat_loads_a_plain_tensor_of_a_divided_model(tmp_path: Path) -> None:
+    save(tmp_path, 2, plain=True)
+    for rank in range(2):
+        read, _ = load(tmp_path, rank, 2, plain=True)
+        assert torch.equal(read["large"]["parameters"]["model"]["plain"], torch.full((2,), float(rank)))
+    with pytest.raises(ModelMismatch, match=r"the parameter model\.plain of this job's model is not in it"):
+        load(tmp_path, 0, 1, plain=True)
+    with pytest.raises(CheckpointError, match="plain is a plain tensor that each seat has its own of"):
+        export(tmp_path, tmp_path / "weights.pt")
+
+
+def test_a_divided_model_is_exported_whole(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    export(tmp_path, tmp_path / "weights.pt")
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert weights.keys() == WHOLE.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in WHOLE.items())
+
+
+def test_partial_sums_have_no_place_in_a_checkpoint() -> None:
+    tensor = DTensor.from_local(torch.ones(2), mesh_of(0, 2), [Partial()], run_check=False)
+    with pytest.raises(NotSupportedError, match=r"a checkpoint cannot hold model\.w: it is a DTensor of"):
+        place("model.w", tensor, Seated(eg.ParallelLayout(tp=2), (0, 0, 0)))
