@@ -28,6 +28,13 @@ MARKED_TIERS = ("chaos", "gpu")
 ALONE = re.compile(r"test_collective_with_resiliency_\d+_send_recv")
 
 
+# Begun first, the longest one first: a file that begins last keeps one core busy and the others idle.
+LONG = (
+    *("test_agents.py", "test_agents_coordinator.py", "test_simulation.py", "test_soak.py", "test_run.py"),
+    *("test_programs.py", "test_mutants.py", "test_hosts.py", "test_demo.py", "test_repair.py", "test_drain.py"),
+    *("test_agent_ends.py", "test_hangs.py", "test_isolated_ends.py", "test_layout_recipe.py", "test_hsdp.py"),
+    *("test_process_groups.py", "test_kills.py", "test_torch_environment.py", "test_script_failures.py"),
+)
 # What a job in the test's own process leaves set: its root gang stays torch's default group after its end.
 TORCH_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -54,6 +61,7 @@ def _has_default_group() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
         tier = item.path.relative_to(TESTS).parts[0]
         if tier in MARKED_TIERS:

@@ -19,9 +19,13 @@ from elasticgang.errors import NotSupportedError
 class GroupBackend:
     """The result of `pg._get_backend(device)`. Answers as Gloo's backend does."""
 
+    supports_abort_hooks = False
     supports_coalescing = False
+    supports_completion_hooks = False
+    supports_reconfigure = False  # by torch; torch 2.15's Gloo is
     supports_shrinking = False
     supports_time_estimate = False
+    supports_window = False
 
     def __init__(self, pg: Any) -> None:
         self._pg = pg

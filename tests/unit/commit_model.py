@@ -54,7 +54,7 @@ class Mem(NamedTuple):
 
     @property
     def is_new(self) -> bool:
-        return self == Mem(part=self.part)
+        return self.generation == 0 and self == Mem(part=self.part)
 
     def is_active(self, generation: int) -> bool:
         """By its seat in the record of `generation`, or because it became active within it."""
@@ -280,12 +280,14 @@ class Rule:
 
 def _decide(world: World, rule: Rule, fates: Sequence[str], heard: Attempt | None) -> Outcome:
     generation, record = len(world.records), world.records[-1]
-    present = {at: world.mems[at] for at, fate in enumerate(fates) if fate == PRESENT}
     absent = [mem for mem, fate in zip(world.mems, fates, strict=True) if fate == AWAY]
     seat_is_absent = any(mem.seat == generation for mem in absent)
-    if not present or (seat_is_absent and not any(mem.is_witness(generation) for mem in present.values())):
+    view = _View.of(world)
+    here = [at for at, fate in enumerate(fates) if fate == PRESENT]
+    if not here or (seat_is_absent and not any(view.is_witness[at] for at in here)):
         raise Impossible("no witness")
-    standings = [Standing(mem.tip, mem.pending, mem.is_active(generation)) for mem in present.values()]
+    present = {at: world.mems[at] for at in here}
+    standings = [view.standings[at] for at in here]
     fate = rule.resolve(record.committed, generation, standings, () if heard is None else (heard,))
     actions = {at: rule.action(mem.tip, mem.pending, fate.committed) for at, mem in present.items()}
     check_actions(world, fate.committed, actions)
@@ -315,9 +317,38 @@ def check_actions(world: World, committed: Attempt, actions: Mapping[int, Action
             )
 
 
+class _View:
+    """What follows from a world alone, kept while proposals to it are tried one after the other."""
+
+    latest: _View | None = None
+
+    def __init__(self, world: World) -> None:
+        generation = len(world.records)
+        self.world = world
+        self.is_witness = [mem.is_witness(generation) for mem in world.mems]
+        self.standings = [Standing(mem.tip, mem.pending, mem.is_active(generation)) for mem in world.mems]
+        self._histories: dict[Attempt, tuple[Attempt, ...]] = {}
+
+    @staticmethod
+    def of(world: World) -> _View:
+        view = _View.latest
+        if view is None or view.world is not world:
+            view = _View.latest = _View(world)
+        return view
+
+    def history(self, attempt: Attempt) -> tuple[Attempt, ...]:
+        found = self._histories.get(attempt)
+        if found is None:
+            found = self._histories[attempt] = history(self.world, attempt)
+        return found
+
+
 def check_truth(world: World, committed: Attempt, living: Sequence[Mem]) -> None:
-    past, record = history(world, committed), world.records[-1]
-    if any(attempt.generation < world.rolled_back for attempt in set(past) - set(history(world, record.committed))):
+    view = _View.of(world)
+    past, record = view.history(committed), world.records[-1]
+    if world.rolled_back and any(
+        attempt.generation < world.rolled_back for attempt in set(past) - set(view.history(record.committed))
+    ):
         raise Violation(
             f"COMMIT-4: {format_attempt(committed)} was given up for {format_attempt(record.committed)}, and comes back"
         )
@@ -326,7 +357,7 @@ def check_truth(world: World, committed: Attempt, living: Sequence[Mem]) -> None
     for attempt in world.committed:
         if attempt in past or attempt.generation < world.rolled_back:
             continue  # the latter was lost with all who had it, as far as the record could tell
-        held = {mem.part for mem in living if mem.tip and attempt in history(world, mem.tip)}
+        held = {mem.part for mem in living if mem.tip and attempt in view.history(mem.tip)}
         parts = held | {mem.part for mem in living if _can_apply(world, mem, attempt)}
         if len(parts) == world.num_parts:
             how = "held" if len(held) == world.num_parts else "prepared"

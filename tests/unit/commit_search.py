@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator
@@ -80,11 +81,11 @@ def explore(rule: Rule, first: World, bounds: Bounds) -> Found:
 
 def possible(world: World, bounds: Bounds, decides: bool = True) -> Iterator[Op]:
     """A superset of what can happen next; `perform` raises Impossible for the rest. `decides`: proposals too."""
-    fingerprints = set()
+    firsts: dict[Mem, int] = {}
+    doubles = tuple([firsts.setdefault(mem, at) for at, mem in enumerate(world.mems)])
     for at, mem in enumerate(world.mems):
-        if mem in fingerprints:
+        if doubles[at] != at:
             continue  # what it can do, its double has done
-        fingerprints.add(mem)
         if mem.running and mem.tip and mem.tip.step < bounds.steps and not mem.pending:
             yield Op("prepares", at)
         if mem.running and mem.pending in world.passed:
@@ -101,32 +102,43 @@ def possible(world: World, bounds: Bounds, decides: bool = True) -> Iterator[Op]
     if not decides:
         return
     news = world.committed.difference(history(world, world.record.committed))
-    for fates in _fates(world, is_last=world.generation == bounds.changes):
-        for heard in (None, *sorted(news)):
+    generation = world.generation
+    if generation == bounds.changes:
+        choices = _last_fates(doubles, tuple([mem.is_witness(generation) for mem in world.mems]))
+    else:
+        choices = _fates(doubles, tuple([mem.is_new for mem in world.mems]))
+    known = (None, *sorted(news))
+    for fates in choices:
+        for heard in known:
             yield Op("propose", fates=fates, heard=heard)
 
 
-def _fates(world: World, is_last: bool) -> Iterator[tuple[str, ...]]:
-    """Every choice of who asks, who is away and who is dead, members in the same state being interchangeable.
-
-    Nothing comes after the last decision, so whoever is not there is as good as dead if no active member is there, and
-    otherwise alive, which forbids more.
-    """
-    groups: dict[Mem, list[int]] = {}
-    for at, mem in enumerate(world.mems):
-        groups.setdefault(mem, []).append(at)
+@functools.cache
+def _fates(doubles: tuple[int, ...], cannot_die: tuple[bool, ...]) -> list[tuple[str, ...]]:
+    """Every choice of who asks, who is away and who is dead. `doubles`: for each member, the first one in the same
+    state, with which it is interchangeable. `cannot_die`: of each."""
+    groups: dict[int, list[int]] = {}
+    for at, first in enumerate(doubles):
+        groups.setdefault(first, []).append(at)
     choices = [
-        itertools.combinations_with_replacement((PRESENT, AWAY) if is_last or mem.is_new else FATES, len(ats))
-        for mem, ats in groups.items()
+        itertools.combinations_with_replacement((PRESENT, AWAY) if cannot_die[first] else FATES, len(ats))
+        for first, ats in groups.items()
     ]
-    for chosen in itertools.product(*choices):
-        fate_of = dict(zip(itertools.chain(*groups.values()), itertools.chain(*chosen), strict=True))
-        fates = tuple(fate_of[at] for at in range(len(world.mems)))
-        if is_last and not any(
-            fate == PRESENT and mem.is_witness(world.generation) for mem, fate in zip(world.mems, fates, strict=True)
-        ):
-            fates = tuple(DIES if fate == AWAY else fate for fate in fates)
-        yield fates
+    order = [*itertools.chain(*groups.values())]
+    fates = (dict(zip(order, itertools.chain(*chosen), strict=True)) for chosen in itertools.product(*choices))
+    return [tuple(fate_of[at] for at in range(len(doubles))) for fate_of in fates]
+
+
+@functools.cache
+def _last_fates(doubles: tuple[int, ...], witnesses: tuple[bool, ...]) -> list[tuple[str, ...]]:
+    """As `_fates`. Nothing comes after the last decision, so whoever is not there is as good as dead if no active
+    member is there, and otherwise alive, which forbids more."""
+    return [
+        fates
+        if any(fate == PRESENT and witness for fate, witness in zip(fates, witnesses, strict=True))
+        else tuple(DIES if fate == AWAY else fate for fate in fates)
+        for fates in _fates(doubles, (True,) * len(doubles))
+    ]
 
 
 def _key(world: World) -> object:
@@ -165,11 +177,21 @@ def _final_key(world: World) -> object:
 
 
 _NUMBERS: dict[object, int] = {}
+_NUMBERED: list[object] = []
 
 
 def number(said: object) -> int:
     """Members are sorted by these: `None` does not compare."""
-    return _NUMBERS.setdefault(said, len(_NUMBERS))
+    found = _NUMBERS.get(said)
+    if found is None:
+        found = _NUMBERS[said] = len(_NUMBERED)
+        _NUMBERED.append(said)
+    return found
+
+
+def numbered(number: int) -> object:
+    """What has that number."""
+    return _NUMBERED[number]
 
 
 _Path: TypeAlias = "tuple[_Path | None, Op]"

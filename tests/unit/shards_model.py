@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from elasticgang.layout import Member, ParallelLayout, Plan
 from elasticgang.protocol import recovery
@@ -19,15 +20,17 @@ from tests.unit.commit_model import AWAY, DIES, PRESENT, Mem, Outcome, Rule, Wor
 
 @dataclass(frozen=True)
 class ShardedRule(Rule):
-    """`known`: what `recover` has returned before, by all that it was asked."""
+    """`known`: what `recover` has returned before, by all that it was asked. `newest`: the world that was asked about
+    last, and the numbers of its members."""
 
     known: dict[object, recovery.CommittedState | Undecided | Unrecoverable] = field(
         default_factory=dict, compare=False
     )
+    newest: list[Any] = field(default_factory=list, compare=False)
 
     def decide(self, world: World, fates: Sequence[str], heard: Attempt | None) -> Outcome:
         present = {at: world.mems[at] for at, fate in enumerate(fates) if fate == PRESENT}
-        if {mem.part for mem in present.values()} != set(range(world.num_parts)):
+        if len({mem.part for mem in present.values()}) < world.num_parts:
             raise commit_model.Impossible("too few for one replica group")
         truth = self._truth(world, fates, heard)
         if not isinstance(truth, recovery.CommittedState):
@@ -49,8 +52,11 @@ class ShardedRule(Rule):
     def _truth(
         self, world: World, fates: Sequence[str], heard: Attempt | None
     ) -> recovery.CommittedState | Undecided | Unrecoverable:
-        said = (_said(mem, fate, world.generation) for mem, fate in zip(world.mems, fates, strict=True))
-        key = (tuple(sorted(map(commit_search.number, said))), heard, world.record, world.generation)
+        generation = len(world.records)
+        if not self.newest or self.newest[0] is not world:
+            self.newest[:] = world, [commit_search.number(mem) for mem in world.mems]
+        said = [_said(mem, fate, generation) for mem, fate in zip(self.newest[1], fates, strict=True)]
+        key = (tuple(sorted(said)), heard, world.record, generation)
         if key not in self.known:
             record = _record(world)
             reports = _reports(world, fates)
@@ -62,10 +68,13 @@ class ShardedRule(Rule):
 
 
 @functools.cache
-def _said(mem: Mem, fate: str, generation: int) -> object:
-    """All that a record and the reports say of a member."""
-    seat = fate, mem.seat, mem.seated, mem.part
-    return seat if fate != PRESENT else (*seat, mem.tip, mem.pending, mem.generation, mem.is_active(generation))
+def _said(number: int, fate: str, generation: int) -> int:
+    """The number of all that a record and the reports say of the member with that number."""
+    mem: Any = commit_search.numbered(number)
+    said: tuple[object, ...] = (fate, mem.seat, mem.seated, mem.part)
+    if fate == PRESENT:
+        said += mem.tip, mem.pending, mem.generation, mem.is_active(generation)
+    return commit_search.number(said)
 
 
 @functools.cache

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import FileStore, TCPStore
 
+from tests.conftest import LONG, TESTS
+
 
 @pytest.mark.parametrize(
     ("act", "what"),
@@ -41,6 +43,10 @@ def fork() -> None:
 def test_a_fork_fails() -> None:
     with pytest.raises(pytest.fail.Exception, match="forks"):
         fork()
+
+
+def test_the_files_that_begin_first_are_there() -> None:
+    assert set(LONG) <= {path.name for path in TESTS.rglob("test_*.py")}
 
 
 def test_files_in_the_temporary_folder_are_allowed(tmp_path: Path) -> None:

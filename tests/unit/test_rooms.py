@@ -8,6 +8,7 @@ module of the package (a fork server's target, a preload list) counts as an impo
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -104,9 +105,12 @@ def import_nodes(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from import_nodes(child)
 
 
+parsed = functools.cache(ast.parse)  # of all tests of this file
+
+
 def imports(module: str, source: str, *, is_package: bool, known: Mapping[str, str]) -> Iterator[tuple[int, str]]:
     """Line and full name of each module that `source` imports."""
-    for node in import_nodes(ast.parse(source)):
+    for node in import_nodes(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
             continue
@@ -122,7 +126,7 @@ def imports(module: str, source: str, *, is_package: bool, known: Mapping[str, s
 
 def named_modules(source: str, known: Mapping[str, str]) -> Iterator[tuple[int, str]]:
     """Line and full name of each module of `known` that a string of `source` names, whole or as "module:function"."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             module = node.value.partition(":")[0]
             if re.fullmatch(r"elasticgang(\.\w+)+", module) and module in known:
@@ -225,7 +229,7 @@ SHARED_C10D = "torch._C._distributed_c10d"  # torch.distributed has its public n
 
 def private_torch_names(source: str) -> Iterator[str]:
     """What `source` imports or reads of torch's and torchft's private names."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     modules = {"torch", "dist", "distributed_c10d", "c10d", "torchft", "reductions"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -255,7 +259,7 @@ def test_private_members_that_one_module_reads_are_read_nowhere_else() -> None:
     sources, _ = read_package()
 
     def members(source: str) -> set[str]:
-        nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
+        nodes = (node for node in ast.walk(parsed(source)) if isinstance(node, ast.Attribute))
         return {node.attr for node in nodes if re.match("_[^_]", node.attr) and ast.unparse(node.value) != "self"}
 
     ours = {name for source in sources.values() for name in re.findall(r"self\.(_\w+)(?:: [^=\n]+)? =", source)}
