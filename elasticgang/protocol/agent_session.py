@@ -81,7 +81,6 @@ class AgentSession:
     decision: Decision | None = None
     over: int = 0
     finished: bool = False
-    coordinator_knows_finished: bool = False
     lease_until_s: float | None = None
     fenced_since_s: float | None = None
     is_ended: bool = False
@@ -265,7 +264,6 @@ class AgentSession:
                 self._joining = max(self._joining, generation)
                 return [Inform(agent_events.PeerNotice(generation, over=False))]
             case Finished():
-                self.coordinator_knows_finished = True
                 return [Inform(agent_events.Finished())]
             case Notice("undecided", reason):
                 return [Inform(message), Inform(agent_events.RecordAnswered(Undecided(reason)))]
@@ -296,7 +294,6 @@ class AgentSession:
             out += self._heartbeat(now_s)  # only an answer renews the lease
         out += self._notices(welcome.over, welcome.joining)
         if welcome.finished:
-            self.coordinator_knows_finished = True
             out.append(Inform(agent_events.Finished()))
         self._is_report_due = self._is_report_due or is_first
         return out + self._collect()
