@@ -85,8 +85,10 @@ def test_an_agent_without_a_live_rank_takes_part_in_the_agreement(tmp_path: Path
         first, second = cluster.start(nnodes="2:9"), cluster.start(nnodes="2:9")
         cluster.reached(5, 4)
         killed = [second.rank_pid(rank) for rank in range(2)]
+        second.process.send_signal(signal.SIGSTOP)  # so that it notices both deaths at once
         for pid in killed:
             kill(pid)
+        second.process.send_signal(signal.SIGCONT)
         assert generation_of(first, 2)["ranks"] == [0, 1]
         generation_of(second, 2)  # it took part: nobody waited until it was declared lost
         cluster.release(5)
