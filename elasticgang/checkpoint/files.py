@@ -15,9 +15,13 @@ from elasticgang.checkpoint.manifest import MANIFEST
 from elasticgang.testing import reached
 
 
+def _before_call() -> None:
+    reached("checkpoint_io")
+
+
 def make_directory(path: Path) -> None:
     """Raises OSError."""
-    reached("checkpoint_io")
+    _before_call()
     path.mkdir(exist_ok=True)
     sync_directory(path.parent)
 
@@ -25,17 +29,17 @@ def make_directory(path: Path) -> None:
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """FILES-1. Raises OSError: the file was not written, and nothing of it is left."""
     temporary = path.with_name(f".{path.name}.tmp")
-    reached("checkpoint_io")
+    _before_call()
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         try:
             for chunk in chunks:
                 _write_all(descriptor, memoryview(chunk))
-            reached("checkpoint_io")
+            _before_call()
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        reached("checkpoint_io")
+        _before_call()
         os.rename(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -46,14 +50,14 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
-        reached("checkpoint_io")
+        _before_call()
         data = data[os.write(descriptor, data) :]
 
 
 def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        reached("checkpoint_io")
+        _before_call()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -65,11 +69,11 @@ def remove_checkpoint(path: Path) -> None:
     sync_directory(path)
     for name in os.listdir(path):
         unlink(path / name)
-    reached("checkpoint_io")
+    _before_call()
     path.rmdir()
 
 
 def unlink(path: Path) -> None:
-    reached("checkpoint_io")
+    _before_call()
     with contextlib.suppress(FileNotFoundError):
         path.unlink()

@@ -59,9 +59,9 @@ def hello(role: str, secret: bytes = b"") -> bytes:
     [
         (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes is over the limit of 1024"),
         (TWO_GB + b"x" * 1000, "a frame of 2147483648 bytes is over the limit of 1024"),
-        (body_frame(os.urandom(300)), "what opens a connection is no hello"),
+        (body_frame(os.urandom(300)), "the first frame is not a hello"),
         (hello(AGENT) + body_frame(b"w" * 32), "a client does not hold the secret of the job"),
-        (hello(RANK), "role rank has no session here"),
+        (hello(RANK), "role rank is not accepted here"),
     ],
 )
 def test_the_coordinator_rejects_what_is_no_agent(job: AttackedJob, sent: bytes, reason: str) -> None:
@@ -116,10 +116,10 @@ Attack = Callable[[FrameWriter], bytes]
     ("attack", "reason"),
     [
         (lambda w: TWO_GB + b"x" * 1000, "a frame of 2147483648 bytes is over the limit of 1677"),
-        (lambda w: w.frame(os.urandom(1000)), "a message is not valid: UnicodeDecodeError"),
-        (lambda w: w.frame(b'["Finished",1]'), "a message is not valid: TypeError"),
-        (lambda w: w.frame(b"[" * 100_000), "a message is not valid: RecursionError"),
-        (lambda w: w.frame(b'["GrantOffice"]'), "a message is not valid: KeyError"),
+        (lambda w: w.frame(os.urandom(1000)), "invalid message: UnicodeDecodeError"),
+        (lambda w: w.frame(b'["Finished",1]'), "invalid message: TypeError"),
+        (lambda w: w.frame(b"[" * 100_000), "invalid message: RecursionError"),
+        (lambda w: w.frame(b'["GrantOffice"]'), "invalid message: KeyError"),
     ],
 )
 def test_a_session_ends_at_its_first_fault(job: AttackedJob, job_id: str, attack: Attack, reason: str) -> None:
@@ -190,7 +190,7 @@ def test_a_slow_reader_is_cut_off(job: AttackedJob) -> None:
     [
         (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes is over the limit of 1024"),
         (TWO_GB + b"x" * 1000, "a frame of 2147483648 bytes is over the limit of 1024"),
-        (hello(AGENT), "role agent has no session here"),
+        (hello(AGENT), "role agent is not accepted here"),
         (hello(RANK) + body_frame(b"w" * 32), "a client does not hold the secret of the job"),
     ],
 )
