@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -144,8 +145,13 @@ def saved(tmp_path: Path) -> Path:
 
 
 def writers() -> list[psutil.Process]:
-    mine = psutil.Process().children()
-    return [child for child in mine if "elasticgang.checkpoint.writer" in child.cmdline()]
+    """Live ones. Other tests of this process may have left a child that is not reaped."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "elasticgang.checkpoint.writer" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def test_two_ranks_save_what_one_loads(saved: Path) -> None:
