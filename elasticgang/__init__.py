@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elasticgang.checkpoint.interchange import load_weights
     from elasticgang.comm import (
         CommProcess,
         ManagedProcessGroup,
@@ -62,9 +63,19 @@ if TYPE_CHECKING:
     )
     from elasticgang.layout import Axes, Member, ModelCoordinates, ParallelLayout, Plan, plan
     from elasticgang.member.manager import QuorumManager
-    from elasticgang.train import DistributedDataParallel, GlobalBatch, Optimizer, ShardedDataParallel, join
+    from elasticgang.train import (
+        DataLoader,
+        DistributedDataParallel,
+        GlobalBatch,
+        Optimizer,
+        PipelineParallel,
+        ShardedDataParallel,
+        StreamLoader,
+        join,
+    )
 
 _HOMES = {
+    "elasticgang.checkpoint.interchange": ("load_weights",),
     "elasticgang.comm": (
         "CommProcess",
         "ManagedProcessGroup",
@@ -88,6 +99,7 @@ _HOMES = {
         "NotSupportedError",
         "OperationalError",
         "PeerLostError",
+        "PipelineParallel",
         "StaleGenerationError",
         "StateLostError",
         "StepAborted",
@@ -117,7 +129,16 @@ _HOMES = {
     ),
     "elasticgang.layout": ("Axes", "Member", "ModelCoordinates", "ParallelLayout", "Plan", "plan"),
     "elasticgang.member.manager": ("QuorumManager",),
-    "elasticgang.train": ("DistributedDataParallel", "GlobalBatch", "Optimizer", "ShardedDataParallel", "join"),
+    "elasticgang.train": (
+        "DataLoader",
+        "DistributedDataParallel",
+        "GlobalBatch",
+        "Optimizer",
+        "PipelineParallel",
+        "ShardedDataParallel",
+        "StreamLoader",
+        "join",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -126,6 +147,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveTimeoutError",
     "CommProcess",
+    "DataLoader",
     "DistributedDataParallel",
     "ElasticGang",
     "ElasticGangError",
@@ -149,6 +171,7 @@ __all__ = [
     "Optimizer",
     "ParallelLayout",
     "PeerLostError",
+    "PipelineParallel",
     "Plan",
     "ProcessGroupGang",
     "ProcessGroupIsolatedGloo",
@@ -159,6 +182,7 @@ __all__ = [
     "StaleGenerationError",
     "StateLostError",
     "StepAborted",
+    "StreamLoader",
     "SwallowingProcessGroup",
     "all_sum",
     "broadcast_flag",
@@ -172,6 +196,7 @@ __all__ = [
     "get_default_gangs",
     "get_world_size",
     "join",
+    "load_weights",
     "maybe_get_current_gangs",
     "plan",
     "raise_operational_gang_error",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 JOB_ID = "ELASTICGANG_JOB_ID"  # `elasticgang run` sets it for its ranks
 CHECKPOINT_DIR = "ELASTICGANG_CHECKPOINT_DIR"  # `elasticgang run --checkpoint-dir` sets it
+RUN_DIR = "ELASTICGANG_RUN_DIR"  # where the jobs of this user on this host are listed
 OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun's; a rank has them from its first step on
 JOIN = "call `manager = elasticgang.join()`, loop over `manager.steps(...)`, and use `manager.gangs`"
 
@@ -13,6 +15,11 @@ JOIN = "call `manager = elasticgang.join()`, loop over `manager.steps(...)`, and
 def checkpoint_dir() -> str | None:
     """The directory of durable checkpoints that the command line names; None for none."""
     return os.environ.get(CHECKPOINT_DIR)
+
+
+def run_dir() -> Path:
+    """The directory in which the jobs of this user on this host are listed."""
+    return Path(os.environ.get(RUN_DIR) or f"/tmp/elasticgang-{os.geteuid()}")
 
 
 def elastic_job() -> str | None:

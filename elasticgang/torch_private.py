@@ -1,4 +1,7 @@
-"""All private APIs of torch and torchft that the package calls. Tried with torch 2.13 and torchft 0.2.
+"""All private APIs of torch and torchft that the package calls.
+
+Each was tried with torch 2.13.0 and 2.15.0, and torchft 0.2.0, but for those of GPUs (`new_nccl`, `share_cuda`,
+`open_cuda`, `release_cuda`), which the tests call over a stand-in for CUDA.
 
 Private methods that the package overrides, because torch calls them (`_device_types`, `_build_params_for_reducer`), are
 in the overriding classes.
@@ -19,6 +22,7 @@ from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions  # torch.distributed exports all others
 from torch._guards import TracingContext as _TracingContext
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _any_c10d: Any = distributed_c10d  # most of it is untyped
 
@@ -39,6 +43,12 @@ def new_group(ranks: Sequence[int], rank: int, backend: str, name: str, **option
     )
     world.pg_group_ranks[made] = {member: index for index, member in enumerate(ranks)}
     return made
+
+
+def skip_flight_recorder(backend: str) -> None:
+    """Let torch's flight recorder skip the groups of `backend`. torch 2.15 attaches it to every group that it makes,
+    and raises for one that is written in Python."""
+    getattr(_any_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(backend)
 
 
 # -- process groups, backends and works
@@ -64,13 +74,18 @@ def reduce_scatter_single(pg: Any, output: Tensor, input: Tensor, options: Any) 
     return pg._reduce_scatter_base(output, input, options)
 
 
-def new_gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | None) -> Any:
+def new_gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | None, *, lazy: bool = False) -> Any:
     """Gloo's backend with its own timeout, on the interface with the address `host` (None: Gloo chooses). The public
-    constructor takes no interface."""
+    constructor takes no interface. `lazy`: two ranks connect when they first exchange something, until when they need
+    `store`, which the caller must keep."""
     gloo: Any = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = [gloo.create_default_device() if host is None else gloo.create_device(hostname=host)]
+    options._devices = [
+        gloo.create_default_device(lazy_init=lazy)
+        if host is None
+        else gloo.create_device(hostname=host, lazy_init=lazy)
+    ]
     return gloo(store, rank, size, options)
 
 
@@ -172,6 +187,23 @@ def rebuild_buckets(reducer: Any) -> None:
 def zeroed_buckets(reducer: Any) -> list[Any]:
     """The buckets of DDP's reducer, filled with zeros."""
     return list(reducer._get_zeros_like_grad_buckets())
+
+
+class AllocatesVectors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which this thread's new vectors on the CPU come from `empty(num, dtype)`. DDP's reducer takes no
+    memory for its buckets, but allocates them so."""
+
+    def __init__(self, empty: Callable[[int, torch.dtype], Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._empty = empty
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.ops.aten.empty.memory_format and len(args[0]) == 1:
+            device, dtype = options.get("device") or torch.device("cpu"), options.get("dtype")
+            if device.type == "cpu" and dtype is not None:
+                return self._empty(args[0][0], dtype)
+        return func(*args, **options)
 
 
 divide_all: Callable[..., None] = torch._foreach_div_  # one call for many small gradients

@@ -24,10 +24,12 @@ MODULES = {
     "elasticgang.gang": "gangs",
     "elasticgang.comm": "process groups",
     "elasticgang.layout": "layouts",
+    "elasticgang.checkpoint.interchange": "weights of other trainers",
     "elasticgang.errors": "errors",
     "elasticgang.testing": "faults at named places, for tests",
 }
 NAMES = {  # of a module without `__all__`
+    "elasticgang.checkpoint.interchange": ["load_weights"],
     "elasticgang.member.manager": ["QuorumManager", "Step"],
     "elasticgang.testing": ["fail_at", "kill_this_process"],
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +24,19 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 # Before torch is imported: OpenMP threads that wait for a core which another test has made tests 30 times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Where this is set, each process that a test starts compiles the package anew, and each of pytest's all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# The jobs of the tests are listed apart from those of the user.
+os.environ["ELASTICGANG_RUN_DIR"] = _run_dir = tempfile.mkdtemp(prefix="elasticgang-tests-")
+atexit.register(shutil.rmtree, _run_dir, ignore_errors=True)
+
 TESTS = Path(__file__).parent
 os.environ["PYTHONPATH"] = str(TESTS.parent)  # so that what a test starts finds `tests` and `scripts`
 MARKED_TIERS = ("chaos", "gpu")
 # torchft's case shuts one rank down as soon as it is configured, maybe before another one is.
-ALONE = re.compile(r"test_collective_with_resiliency_\d+_send_recv")
+ALONE, ALONE_IN = re.compile(r"test_collective_with_resiliency_\d+_send_recv"), "test_torchft.py"
 
 
 # Begun first, the longest one first: a file that begins last keeps one core busy and the others idle.
@@ -60,13 +71,21 @@ def _has_default_group() -> bool:
     return dist is not None and dist.is_available() and dist.is_initialized()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m alone` imports only the files with such tests: the import of all others takes longer than many of these."""
+    if config.option.markexpr != "alone" or not collection_path.name.startswith("test_"):
+        return None
+    has_any = collection_path.name == ALONE_IN or "mark.alone" in collection_path.read_text()
+    return None if has_any else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
         tier = item.path.relative_to(TESTS).parts[0]
         if tier in MARKED_TIERS:
             item.add_marker(tier)
-        if ALONE.fullmatch(item.name):
+        if item.path.name == ALONE_IN and ALONE.fullmatch(item.name):
             item.add_marker("alone")
 
 

@@ -146,6 +146,94 @@ report(committed=manager.committed_steps, size=manager.gangs.dp.size, is_better=
         num_ranks=2,
         expected={"committed": NUM_STEPS, "size": 2, "is_better": True},
     ),
+    "loader": Program(
+        """\
+import torch
+from torch import nn
+
+import elasticgang as eg
+
+torch.set_num_threads(1)
+dataset = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
+
+
+def loss_sum(model, samples):
+    return (model(samples) - samples.flip(1)).square().sum()
+
+
+torch.manual_seed(2)
+manager = eg.join()
+module = nn.Linear(4, 4)
+before = loss_sum(module, dataset).item()
+model = eg.DistributedDataParallel(manager, module)
+optim = eg.Optimizer(manager, torch.optim.AdamW(model.parameters()))
+manager.register_state(model=model, optim=optim)
+weights = torch.ones(len(dataset))
+#: def weighted(seed, step)
+#: loader = eg.DataLoader(
+after = loss_sum(module, dataset).item()
+report(committed=manager.committed_steps, size=manager.gangs.dp.size, is_better=after < before)
+""",
+        num_ranks=2,
+        expected={"committed": NUM_STEPS, "size": 2, "is_better": True},
+    ),
+    "streams": Program(
+        """\
+import warnings
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import elasticgang as eg
+
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+data = torch.randn(64, 9, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Shard(IterableDataset):
+    def __init__(self, number):
+        self.samples, self.place = data[number], 0
+
+    def __iter__(self):
+        while self.place < len(self.samples):
+            self.place += 1
+            yield self.samples[self.place - 1]
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def loss_sum(model, samples):
+    return (model(samples) - samples.flip(1)).square().sum()
+
+
+torch.manual_seed(2)
+manager = eg.join()
+module = nn.Linear(4, 4)
+before = loss_sum(module, data[0]).item()
+model = eg.DistributedDataParallel(manager, module)
+optim = eg.Optimizer(manager, torch.optim.AdamW(model.parameters()))
+#: loader = eg.StreamLoader(
+for step in manager.steps(1000):
+    with step:
+        slots = loader.slots(step)
+        for slot, batch in slots:
+            with model.accumulate(last=slot.last):
+                loss_sum(model, batch).backward()
+        optim.step(weight=slots.num_samples)
+after = loss_sum(module, data[0]).item()
+report(committed=manager.committed_steps, size=manager.gangs.dp.size, is_better=after < before)
+""",
+        num_ranks=2,
+        expected={"committed": NUM_STEPS, "size": 2, "is_better": True},
+    ),
     "parts": Program(
         """\
 import elasticgang as eg

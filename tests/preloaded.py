@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -27,7 +28,10 @@ from elasticgang.launch.run import PRELOAD
 from elasticgang.process import forkserver
 
 MARK = "ELASTICGANG_TEST_JOB"  # the environment variable by which all processes of a command are found
+IN_NAMESPACE = ("ip", "netns", "exec")  # and its name: before a command that runs in that network namespace
 _NO_MARK = "0" * 32
+_NAMESPACES = "/run/netns"
+_CLONE_NEWNET = 0x40000000
 _FORK_SERVER = ["-m", forkserver.__name__]
 _MAX_MESSAGE = 1 << 17
 _EXTRA = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.utils.data", "elasticgang.gang")
@@ -52,10 +56,15 @@ class PreloadedProcess(subprocess.Popen[Any]):
 
     _lock = threading.Lock()
 
+    def __init__(self, args: Sequence[str], *, imports: Sequence[str] = (), **options: Any) -> None:
+        """`imports`: modules that it imports once for all processes that its own fork server starts."""
+        self._imports = imports
+        super().__init__(args, **options)
+
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:
         _, _, _, _, cwd, env, _, _, _, *files = given
         stdin, _, _, stdout, _, stderr = files[:6]
-        request = {"command": list(args), "cwd": str(cwd), "env": dict(env)}
+        request = {"command": list(args), "cwd": str(cwd), "env": dict(env), "imports": list(self._imports)}
         with self._lock, _as_subreaper():
             spawned = _server(os.getpid()).spawn(
                 f"{__name__}:run", request, fds=(stdin,), stdio=(stdout, stderr), name="eg-test"
@@ -89,11 +98,17 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
     os.dup2(fds[0], 0)
     os.close(fds[0])
     env: dict[str, str] = request["env"]
-    python, *command = request["command"]
+    words: list[str] = request["command"]
+    if tuple(words[:3]) == IN_NAMESPACE:
+        _enter_namespace(words[3])
+        words = words[4:]
+    python, *command = words
     assert _mark_address is not None
     ctypes.memmove(_mark_address, env[MARK].encode(), len(_NO_MARK))  # where /proc shows it, of forks too
     _set_environment(env)
     os.chdir(request["cwd"])
+    for module in request["imports"]:
+        importlib.import_module(module)
     offer_fork_server()
     if command[:2] == ["-m", "elasticgang"]:
         sock, pid = _offered[os.getpid()]
@@ -107,6 +122,12 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
         sys.path.insert(0, os.path.dirname(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
     return 0
+
+
+def _enter_namespace(name: str) -> None:
+    with open(f"{_NAMESPACES}/{name}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the network namespace {name} cannot be entered")
 
 
 def _set_environment(env: Mapping[str, str]) -> None:

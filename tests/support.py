@@ -7,6 +7,7 @@ the environment of the process that was executed, so that neither a new parent n
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 import psutil
 
 from scripts.demo_job.driver import Tail
-from tests.preloaded import MARK, PreloadedProcess
+from tests.preloaded import IN_NAMESPACE, MARK, PreloadedProcess
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE_S = 180.0  # a guard against a hang; no test waits for it to pass
@@ -76,6 +77,11 @@ def busy_core() -> Iterator[None]:
         process.wait()
 
 
+def environment(added: dict[str, str] | None = None) -> dict[str, str]:
+    """Of a command: this process's, so that it finds the repository, with a mark of its own."""
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **(added or {}), MARK: uuid.uuid4().hex}
+
+
 class Command:
     """One command as a subprocess, its output in files. As a context manager, ends everything it has started."""
 
@@ -87,18 +93,21 @@ class Command:
         env: dict[str, str] | None = None,
         stdout: int | None = None,
         preloaded: bool = False,
+        imports: Sequence[str] = (),
     ) -> None:
-        """`preloaded`: a Python command that imports torch, or runs an agent; it starts as `PreloadedProcess` does."""
+        """`preloaded`: a Python command that imports torch, or runs an agent; it starts as `PreloadedProcess` does.
+        `imports`: see there."""
         self.directory = directory
         self.mark = uuid.uuid4().hex
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / "stdout").open("wb") as out, (directory / "stderr").open("wb") as err:
-            self.process = (PreloadedProcess if preloaded else subprocess.Popen)(
+            start = functools.partial(PreloadedProcess, imports=imports) if preloaded else subprocess.Popen
+            self.process = start(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out if stdout is None else stdout,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(env or {}), MARK: self.mark},
+                env={**environment(env), MARK: self.mark},
                 cwd=directory,
             )
 
@@ -161,14 +170,13 @@ def run_preloaded(
     command: Sequence[str], *, env: dict[str, str] | None = None, timeout: float = DEADLINE_S
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` of a Python command that imports torch, in the repository. `env`: in addition."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(env or {}), MARK: uuid.uuid4().hex}
     with PreloadedProcess(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=environment(env),
         cwd=REPOSITORY,
     ) as process:
         try:
@@ -194,12 +202,15 @@ class Job(Command):
         program: Sequence[str] = _PROGRAM,
         prefix: Sequence[str] = (),
         fresh: bool = False,
+        imports: Sequence[str] = (),
     ) -> None:
         """`program`: Python's arguments for the command line; `prefix`: a command that runs it. `fresh`: its fork
-        server imports torch, as a user's does."""
+        server imports torch, as a user's does. `imports`: what the ranks of one that is not import too."""
         run = [*prefix, sys.executable, *program, "run", "--nproc-per-node", str(ranks), "--log-dir", str(directory)]
-        preloaded = not (fresh or prefix) and tuple(program) == _PROGRAM
-        super().__init__(directory, [*run, *options, str(script), *args], env=env, stdout=stdout, preloaded=preloaded)
+        can_be_forked = not prefix or tuple(prefix[:3]) == IN_NAMESPACE
+        preloaded = not fresh and can_be_forked and tuple(program) == _PROGRAM
+        command = [*run, *options, str(script), *args]
+        super().__init__(directory, command, env=env, stdout=stdout, preloaded=preloaded, imports=imports)
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened until now."""

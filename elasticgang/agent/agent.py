@@ -20,25 +20,25 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable
 from dataclasses import astuple
 from typing import Any
 
 from elasticgang import environment
+from elasticgang.agent.change_log import ChangeLog
 from elasticgang.agent.control_plane import ControlPlane, Limits
 from elasticgang.agent.embedded_coordinator import EmbeddedCoordinator
-from elasticgang.agent.hang_monitor import HangMonitor, kill_comm
+from elasticgang.agent.hang_monitor import HangMonitor
+from elasticgang.agent.hang_response import HangResponse
 from elasticgang.agent.job import Events, Job, Output
 from elasticgang.agent.process_supervisor import ProcessSupervisor
+from elasticgang.agent.rank_events import RankEvents
 from elasticgang.agent.rank_launch import RankLaunch
 from elasticgang.agent.rank_processes import RankProcess, RankProcesses
 from elasticgang.agent.rank_rendezvous import RankRendezvous
-from elasticgang.errors import OperationalError, WireError
-from elasticgang.observe.change_report import ChangeReporter, format_change
-from elasticgang.process import stacks
-from elasticgang.process.daemon_thread import in_daemon_thread
+from elasticgang.errors import OperationalError
 from elasticgang.process.lease import Lease
 from elasticgang.process.stop_signals import STOP_SIGNALS, release_stop_signals
+from elasticgang.progress import Heals
 from elasticgang.protocol.agent_events import (
     Abort,
     AgentEvent,
@@ -50,22 +50,16 @@ from elasticgang.protocol.agent_events import (
     DeliverRecord,
     End,
     Exit,
-    ExitBegan,
-    Exited,
     Fail,
     Fence,
     InternalError,
     KillRanks,
-    MemberLeft,
     NotifyFinished,
     NotifyOver,
     NotStarted,
-    RankEntered,
-    RecordRequested,
     Rejoin,
     RequestRecord,
     RetireMembers,
-    ScriptRaised,
     SignalRanks,
     SignalReceived,
     Started,
@@ -75,11 +69,10 @@ from elasticgang.protocol.agent_events import (
     Warn,
 )
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
-from elasticgang.protocol.agent_state import AgentState, describe_exit
+from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS
-from elasticgang.protocol.hang_detector import CommHung, HangReport, Standstill
-from elasticgang.protocol.record import Record, attempt_from_json, layout_from_json, member_from_json
+from elasticgang.protocol.record import Record
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 
 log = logging.getLogger("elasticgang")
@@ -100,15 +93,17 @@ class Agent:
         self._stopping = threading.Event()
         self._supervisor = ProcessSupervisor(job.env, job.preload, self._stopping, self._spawn_task)
         self._rendezvous = RankRendezvous(self._send_keys, self._spawn_task, output.write_line)
+        self._began_at = time.monotonic()
+        self._changes = ChangeLog(events, self._began_at)
+        self._rank_events = RankEvents(self._lifecycle, self._handle, self._changes, events, output, self._stopping)
         self._ranks = RankProcesses(self._supervisor, output, _AgentCallbacks(self))
         self._tasks: set[asyncio.Task[None]] = set()
         self._coordinator: EmbeddedCoordinator | None = None  # None: the job uses one that the user runs
         self._lease = Lease.create()
         self._control: ControlPlane | None = None
         self._hang_monitor = HangMonitor(job.hang_timeout)
-        self._change_reporter = ChangeReporter()
-        self._counts: dict[str, int] = {}
-        self._is_reporting = False  # a standstill
+        self._heals = Heals()
+        self._hang_response = HangResponse(self._ranks, self._changes, events, output)
         self._confirming: asyncio.Future[None] | None = None  # that the coordinator knows the end of the job
 
     def run(self) -> int:
@@ -185,7 +180,16 @@ class Agent:
 
     def _connected(self) -> None:
         agent, control = self._lifecycle.agent, self._control_plane
-        self._events.write("started", agent=agent, coordinator=control.coordinator, ranks=self._job.num_processes)
+        self._events.write(
+            "started",
+            agent=agent,
+            coordinator=control.coordinator,
+            ranks=self._job.num_processes,
+            job=self._job.job_id,
+            host=control.host,
+            pid=os.getpid(),
+            monotonic=self._began_at,
+        )
         self._handle(CoordinatorConnected(control.host, control.address))
         control.begin()
 
@@ -218,7 +222,11 @@ class Agent:
         self._stopping.set()
         if self._control is not None:
             self._control.end()
-        self._report_changes(self._change_reporter.ended())
+        self._collect_commits()
+        self._changes.ended()
+        code = self._exit.result() if self._exit is not None and self._exit.done() else None
+        if code is not None or self._lifecycle.state.record is not None:  # else there was no job
+            self._events.write("exiting", code=code, step=self._changes.pace.step)
         for task in self._tasks:
             task.cancel()
         self._ranks.kill()
@@ -248,6 +256,8 @@ class Agent:
             self._stamp_successors()  # before anybody votes in a generation that is begun now
         for instruction in instructions:
             self._carry_out(instruction)
+        if self._control is not None:
+            self._control.broadcast_successors(self._num_successors())  # after what ranks wait for
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -265,15 +275,17 @@ class Agent:
         attempt = Attempt(*rank.page.committed)
         if attempt != rank.committed:
             rank.committed = attempt
+            self._changes.pace.read(rank.page.commit_times())
             self._lifecycle.handle(Committed(rank.member, attempt), time.monotonic())
 
-    def _stamp_successors(self, *, again: bool = False) -> None:
-        """Count the ranks that could replace a draining one. `again`: broadcast the number even if it is unchanged."""
-        ranks = self._ranks.all()
-        num = self._lifecycle.state.num_successors([rank.member for rank in ranks if rank.page.draining])
-        self._control_plane.broadcast_successors(num, again=again)
-        for rank in ranks:
-            rank.page.set_successors(num + self._control_plane.num_successors)
+    def _num_successors(self) -> int:
+        """Ranks of this host that could replace a draining one."""
+        return self._lifecycle.state.num_successors([r.member for r in self._ranks.all() if r.page.draining])
+
+    def _stamp_successors(self) -> None:
+        num = self._num_successors() + self._control_plane.num_successors
+        for rank in self._ranks.all():
+            rank.page.set_successors(num)
 
     @property
     def _control_plane(self) -> ControlPlane:
@@ -283,18 +295,20 @@ class Agent:
     def _carry_out(self, instruction: AgentInstruction) -> None:
         match instruction:
             case Abort(members, generation, reason):
-                self._change_reporter.caused(reason, time.monotonic())
+                self._changes.incidents.ending(generation, self._ranks.all())  # INCIDENT-1
+                self._changes.reporter.caused(reason, "abort", time.monotonic())
                 self._rendezvous.end(generation)
                 self._ranks.send(members, "abort", generation=generation, reason=reason)
                 self._control_plane.broadcast_over(generation, reason)
             case AnnounceJoin(members, generation):
-                self._change_reporter.caused("a rank waits to join", time.monotonic())
+                self._changes.reporter.caused("a rank waits to join", "join", time.monotonic())
                 self._ranks.send(members, "join", generation=generation)
                 self._control_plane.broadcast_join(generation)
             case DeliverRecord(members, record):
                 self._rendezvous.begin(record, self._lifecycle.agent)
                 self._ranks.send(members, "record", text=record.text)
-                self._announce(record)
+                lost_agents = self._control_plane.exited_agents - set(record.agents)
+                self._changes.agreed(record, self._lifecycle.agent, lost_agents)
             case RequestRecord():
                 self._control_plane.request()
             case BroadcastFailure(member, local_rank, step):
@@ -309,7 +323,7 @@ class Agent:
                 self._events.write("ended", reason=reason)
                 self._output.write_line(f"elasticgang: {reason}")
             case Fail(code, reason):
-                self._report_changes(self._change_reporter.ended())
+                self._changes.ended()
                 self._events.write("failed", code=code, reason=reason)
                 self._output.write_line(f"elasticgang: error: {reason}")
             case _:
@@ -347,26 +361,6 @@ class Agent:
         self._events.write("warned", text=text)
         log.warning("%s", text)
 
-    def _announce(self, record: Record) -> None:
-        for agent in self._control_plane.exited_agents - set(record.agents):
-            self._change_reporter.agent_lost(agent, time.monotonic())
-        self._report_changes(self._change_reporter.agreed(record, self._lifecycle.agent))
-        self._counts = {status: len(record.members(status)) for status in ("active", "learner", "spare")}
-        self._events.write(
-            "generation",
-            generation=record.generation,
-            digest=record.digest,
-            committed=list(record.committed),
-            rolled_forward=record.rolled_forward,
-            ranks=sorted(seat.local_rank for seat in record.seats),
-            **self._counts,
-        )
-
-    def _report_changes(self, changes: Iterable[dict[str, Any]]) -> None:
-        for change in changes:
-            self._events.write("generation_change", **change)
-            log.info("%s", format_change(change, self._counts))
-
     # -- ranks
 
     async def _spawn(self, local_rank: int) -> None:
@@ -403,150 +397,37 @@ class Agent:
         )
 
     def _on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
-        match message["kind"]:
-            case "joined":
-                rank.has_joined = True
-                self._ranks.watch(rank)
-            case "request":
-                layout = layout_from_json(message["layout"])
-                report = member_from_json(message["report"])
-                self._change_reporter.requested(rank.member, report.pending)
-                if report.draining and not message["broken"]:
-                    self._change_reporter.caused(
-                        f"rank {rank.local_rank} drains, and a spare may replace it", time.monotonic()
-                    )
-                checkpoint = attempt_from_json(message["checkpoint"])
-                self._handle(
-                    RecordRequested(rank.member, report, layout, message["broken"], message["timed_out"], checkpoint)
-                )
-            case "committed":
-                attempt = Attempt(message["step"], message["generation"])
-                self._report_changes(self._change_reporter.committed(rank.member, attempt, time.monotonic()))
-                self._handle(Committed(rank.member, attempt))
-            case "healed":
-                self._change_reporter.healed(rank.member, message["generation"], time.monotonic())
-            case "entered":
-                phases = message["phases"]
-                self._change_reporter.entered(rank.member, phases["generation"], phases)
-                self._events.write("entered", member=rank.member, local_rank=rank.local_rank, **message["phases"])
-                self._handle(RankEntered())
-            case "spare":
-                self._events.write(
-                    "spare",
-                    member=rank.member,
-                    local_rank=rank.local_rank,
-                    generation=message["generation"],
-                    reason=message["reason"],
-                )
-            case "left":
-                finished, in_order = message["finished"], message["in_order"]
-                rank.has_finished = finished
-                if in_order and not finished:
-                    self._change_reporter.caused(f"rank {rank.local_rank} leaves", time.monotonic())
-                self._handle(MemberLeft(rank.member, finished, in_order, message["by_script"], message["num_steps"]))
-            case "failed":
-                rank.failure = message
-                self._handle(ScriptRaised(rank.member))
-            case kind:
-                raise WireError(f"unknown kind {kind!r}")
-
-    def _on_exit_began(self, rank: RankProcess, began_at: float) -> None:
-        if not self._lifecycle.state.takes_part(rank.member):
-            return
-        self._events.write("exit_began", member=rank.member, local_rank=rank.local_rank, monotonic=began_at)
-        if self._has_seat(rank.member):
-            self._change_reporter.caused(f"rank {rank.local_rank} died", began_at, is_root=True, exiting=rank.member)
-        self._handle(ExitBegan(rank.member))
-
-    def _has_seat(self, member: str) -> bool:
-        record = self._lifecycle.state.record
-        return record is not None and record.seat(member) is not None
+        if message["kind"] == "joined":
+            rank.has_joined = True
+            self._ranks.watch(rank)
+        else:
+            self._rank_events.on_message(rank, message)
 
     def _on_exit(self, rank: RankProcess, died_at: float) -> None:
-        assert rank.status is not None
         self._rendezvous.remove_rank(rank.member)
-        status, failure = rank.status, rank.failure
-        is_dismissed = self._lifecycle.is_retired(rank.member)
         self._collect_commit(rank)
-        self._events.write(
-            "exited", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, status=status, monotonic=died_at
-        )
-        if failure is not None:
-            self._ranks.show_failure(rank)
-        elif status and not self._stopping.is_set() and not is_dismissed:
-            self._output.write_line(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
-        is_early = status == 0 and not (rank.has_finished or is_dismissed or rank.page.draining)
-        cause = f"rank {rank.local_rank} {describe_exit(status, is_early=is_early)}"
-        if self._has_seat(rank.member):
-            self._change_reporter.caused(cause, died_at, is_root=True)
-        self._report_changes(self._change_reporter.exited(rank.member, cause))
-        blameless = bool(failure and failure["blameless"])
-        self._handle(
-            Exited(
-                rank.member,
-                status,
-                blameless,
-                draining=rank.page.draining,
-                joined=rank.has_joined,
-                raised=failure is not None and not blameless,
-                step=rank.page.step,
-                at_s=died_at,
-            )
-        )
+        self._rank_events.on_exit(rank, died_at)
 
     async def _watch_ranks(self) -> None:
-        """RULE-8. The agent restarts a rank that it kills here, as after any kill."""
+        """RULE-8, HANG-5."""
         while True:
             await asyncio.sleep(self._hang_monitor.interval_s)
             now = time.monotonic()
-            self._stamp_successors(again=True)
+            for line in self._heals.lines(now, {member: page.healing for member, page in self._ranks.pages().items()}):
+                log.info("%s", line)
+            self._stamp_successors()
+            self._control_plane.broadcast_successors(self._num_successors(), again=True)
             for report in self._hang_monitor.detect(now, self._ranks.pages(), finished=self._lifecycle.state.finished):
-                self._kill_hung(self._ranks[report.member], report)
+                self._spawn_task(self._hang_response.kill(report))
             if (waits := self._hang_monitor.unsent(now)) is not None:
                 self._control_plane.broadcast_blocked_on([list(astuple(wait)) for wait in waits])
-            if (standstill := self._hang_monitor.standstill()) is not None and not self._is_reporting:
-                self._is_reporting = True
-                self._spawn_task(self._report(standstill))
-
-    async def _report(self, standstill: Standstill) -> None:
-        """HANG-5: write each rank's stack to stderr and to the events. No rank is killed."""
-        sources = {rank: source for rank in self._ranks.of(standstill.members) if (source := rank.stack_source())}
-        try:
-            found = await asyncio.gather(*(in_daemon_thread(stacks.read, source) for source in sources.values()))
-        finally:
-            self._is_reporting = False
-        ranks = [(rank.local_rank, rank.pid, stack) for rank, stack in zip(sources, found, strict=True)]
-        stalled_s = standstill.stalled_ms / 1000
-        self._events.write(
-            "standstill",
-            stalled_s=stalled_s,
-            ranks=[{"local_rank": local_rank, "pid": pid, "stack": stack} for local_rank, pid, stack in ranks],
-        )
-        self._output.write_line(
-            f"elasticgang: warning: no rank of this host has made progress for {stalled_s:.1f} s. No rank waits for "
-            'another, so none is killed. Use `manager.paused("...")` around work that takes long. Their stacks, '
-            f"innermost frame first:\n{stacks.merge(ranks)}"
-        )
+            if (standstill := self._hang_monitor.standstill()) is not None and not self._hang_response.is_reporting:
+                self._spawn_task(self._hang_response.report(standstill))
 
     def _on_peer_blocked(self, agent: str, waits: list[list[Any]]) -> None:
         record = self._lifecycle.state.record
         self._hang_monitor.retain_peers(() if record is None else record.agents)
         self._hang_monitor.update_peer(agent, waits)
-
-    def _kill_hung(self, rank: RankProcess, report: HangReport) -> None:
-        what = f"rank {rank.local_rank} (pid {rank.pid})"
-        comm = report.pid if isinstance(report, CommHung) else None
-        self._events.write("hung", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, comm=comm)
-        if comm is None:
-            rank.kill()
-        else:
-            what = f"the comm process (pid {comm}) of {what}"
-            kill_comm(comm, rank.pid)
-        stalled_s = report.stalled_ms / 1000
-        self._change_reporter.caused(f"{what} hung", time.monotonic() - stalled_s, is_root=True)
-        self._output.write_line(
-            f"elasticgang: killed {what}: no progress for {stalled_s:.1f} s while other ranks were blocked on it"
-        )
 
     # -- rejoining
 
@@ -573,7 +454,7 @@ class _AgentCallbacks:
         self.warn = agent._warn
         self.on_message = agent._on_message
         self.on_exit = agent._on_exit
-        self.on_exit_began = agent._on_exit_began
+        self.on_exit_began = agent._rank_events.on_exit_began
 
     @property
     def state(self) -> AgentState:

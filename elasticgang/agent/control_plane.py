@@ -263,10 +263,12 @@ class ControlPlane:
         self._blocked_on = waits
         self._tell_peers("blocked_on", waits)
 
-    def broadcast_successors(self, num: int, *, again: bool) -> None:
+    def broadcast_successors(self, num: int, *, again: bool = False) -> None:
         """How many are here, when that has changed; `again`: or, now and then, if there are any, for agents that are
-        new."""
-        now_s = time.monotonic()
+        new. Of an agent that takes part alone, no other needs to know."""
+        state, now_s = self._callbacks.state, time.monotonic()
+        if state.record is not None and not state.is_awaited():
+            return
         is_due = again and num > 0 and now_s - self._sent_successors_s > _SUCCESSORS_S
         if num != self._sent_successors or is_due:
             self._sent_successors, self._sent_successors_s = num, now_s
@@ -277,9 +279,9 @@ class ControlPlane:
 
     def request(self) -> None:
         """The ranks may be ready."""
-        self._callbacks.log("requested")
         self._requested_s = self._requested_s or time.monotonic()
         self._client.request_report()
+        self._callbacks.log("requested")
 
     def send_keys(self, message: RendezvousKeys) -> None:
         self._client.send_keys(message)
@@ -292,17 +294,9 @@ class ControlPlane:
     def set_lease(self, until_s: float) -> None:
         self._lease.until = until_s
 
-    def fence(self, generation: int) -> None:
-        where = f"the coordinator at {self.coordinator} cannot be reached"
-        self._callbacks.handle(
-            LeaseExpired(f"{where}: killing the ranks of this host; they restart when it can be reached")
-        )
-
-    def unfence(self) -> None:
-        """Never: the end of the lease ends the ranks."""
-
     def kill_ranks(self, reason: str) -> None:
-        self._callbacks.handle(LeaseExpired(f"{reason}: killing the ranks of this host; they restart"))
+        then = f"they restart once the coordinator at {self.coordinator} can be reached"
+        self._callbacks.handle(LeaseExpired(f"{reason}: killing the ranks of this host; {then}"))
 
     def collect_report(self) -> Report | None:
         state = self._callbacks.state
@@ -379,11 +373,13 @@ class ControlPlane:
             case "undecided":
                 self._callbacks.write_line(f"elasticgang: no generation can be agreed yet: {notice.reason}")
             case "refused":
-                self._callbacks.write_line(f"elasticgang: agent {notice.agent} is refused: {notice.reason}")
+                self._callbacks.write_line(f"elasticgang: agent {', '.join(notice.agents)} is refused: {notice.reason}")
             case "lost":
-                self._lost_agents.add(notice.agent)
-                self._callbacks.log("host lost", agent=notice.agent)
-                if self._successors.pop(notice.agent, 0):
+                self._lost_agents.update(notice.agents)
+                for agent in notice.agents:
+                    self._callbacks.log("host lost", agent=agent)
+                num_successors = [self._successors.pop(agent, 0) for agent in notice.agents]
+                if any(num_successors):
                     self._callbacks.on_successors_changed()
 
     # -- what the agent reads

@@ -18,11 +18,17 @@ class Output(Protocol):
     def track_steps(self, local_rank: int, step: Callable[[], int]) -> None:
         """`step` returns the number of steps that this rank knows to be committed. Any thread may call it."""
 
+    def tail(self, local_rank: int) -> Callable[[], list[str]]:
+        """A function that returns the last lines of the process of this rank that was opened last."""
+
     def write_line(self, line: str) -> None: ...
 
 
 class Events(Protocol):
     def write(self, event: str, **fields: Any) -> None: ...
+
+    def write_file(self, name: str, text: str) -> None:
+        """Write a file beside the events."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,8 +35,8 @@ _LAST_OUTPUT_S = 0.5
 
 @dataclass(eq=False)
 class RankProcess:
-    """`committed`: the newest attempt that the agent has read from the page. `status`: after the exit, as
-    `Popen.returncode`."""
+    """`tail`: returns the last lines that it wrote. `committed`: the newest attempt that the agent has read from the
+    page. `status`: after the exit, as `Popen.returncode`."""
 
     member: str
     local_rank: int
@@ -46,6 +46,7 @@ class RankProcess:
     door: socket.socket
     page: StatusPage
     stack_file: int
+    tail: Callable[[], list[str]]
     watch: DeathWatch | None = None
     committed: Attempt = _NOTHING
     status: int | None = None
@@ -67,7 +68,12 @@ class RankProcess:
         reaped."""
         if self.status is not None:
             return None
-        return StackSource(self.pid, os.dup(self.pidfd), os.dup(self.stack_file))
+        pidfd = os.dup(self.pidfd)
+        try:
+            return StackSource(self.pid, pidfd, os.dup(self.stack_file))
+        except OSError:
+            os.close(pidfd)
+            raise
 
 
 def kill_group(pid: int) -> None:
@@ -97,8 +103,6 @@ class RankProcesses:
     def __init__(self, supervisor: ProcessSupervisor, output: Output, callbacks: RankCallbacks) -> None:
         self._supervisor, self._output, self._callbacks = supervisor, output, callbacks
         self._by_member: dict[str, RankProcess] = {}
-        self._shown: dict[str, int] = {}  # by traceback: the first rank that failed with it
-        self._shown_whole: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._by_member)
@@ -142,6 +146,7 @@ class RankProcesses:
             launched.door,
             launched.page,
             launched.stack_file,
+            self._output.tail(launch.local_rank),
         )
         self._by_member[rank.member] = rank
         self._output.track_steps(rank.local_rank, lambda: rank.page.committed[0])
@@ -205,14 +210,3 @@ class RankProcesses:
         os.close(rank.stack_file)
         del self._by_member[rank.member]
         self._callbacks.on_exit(rank, died_at)
-
-    def show_failure(self, rank: RankProcess) -> None:
-        """Write a new traceback in full, a repeated one as one line."""
-        assert rank.failure is not None
-        traceback = rank.failure["traceback"]
-        first = self._shown.setdefault(traceback, rank.local_rank)
-        if first == rank.local_rank and traceback not in self._shown_whole:
-            self._shown_whole.add(traceback)
-            self._output.write_line(f"elasticgang: rank {rank.local_rank} failed:\n{traceback.rstrip()}")
-        else:
-            self._output.write_line(f"elasticgang: rank {rank.local_rank} failed with the traceback of rank {first}")

@@ -2,45 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import torch
+from torch import Tensor
 
 from elasticgang.checkpoint import files, listing
 from elasticgang.checkpoint.loader import CheckpointReader
-from elasticgang.checkpoint.manifest import MANIFEST, SUFFIX, Manifest
-from elasticgang.checkpoint.placed import tensor_names
+from elasticgang.checkpoint.manifest import MANIFEST, SUFFIX, Manifest, TensorEntry
+from elasticgang.checkpoint.placed import DIVIDING_AXES, tensor_names, without_axes
 from elasticgang.checkpoint.shard import Block, header_of
 from elasticgang.errors import CheckpointError, NotSupportedError
+from elasticgang.layout import MODEL_AXES
+from elasticgang.progress import Progress
 from elasticgang.state.serialization import as_bytes
 
 
-def export(source: Path, output: Path, module: str | None = None) -> tuple[Path, int]:
+def export(
+    source: Path, output: Path, module: str | None = None, progress_on: TextIO | None = None
+) -> tuple[Path, int]:
     """Write the parameters and buffers of the registered `module` (None: the only one) to `output`, with the names that
-    the module has for them. `source`: a checkpoint, or a directory of which the newest usable one is taken. Returns the
-    checkpoint and the number of tensors.
+    the module has for them. `source`: a checkpoint, or a directory of which the newest usable one is taken.
+    `progress_on`: where the progress is shown. Returns the checkpoint and the number of tensors.
 
     Raises:
-        CheckpointError: there is no usable checkpoint, or none of that module; or its weights are of another layout's
-            seats. Nothing was written.
+        CheckpointError: there is no usable checkpoint, or none of that module; or a plain tensor of it differs
+            between seats. Nothing was written.
         OSError: `output` cannot be written.
     """
     path, manifest = _find(source)
-    reader = CheckpointReader(path, manifest)
+    reader = CheckpointReader(path, manifest, DIVIDING_AXES)
     names = _weights(manifest, module)
-    if output.suffix == SUFFIX:
-        files.write_file(output, _safetensors(reader, names))
-    else:
-        temporary = output.with_name(f".{output.name}.tmp")
-        try:
-            torch.save({short: reader.read_whole(name) for short, name in names.items()}, temporary)
+    num_bytes = sum(_num_bytes(reader.entry(name)) for name in names.values())
+    with contextlib.ExitStack() as held:
+        add: Callable[[int], None] = lambda num_bytes: None  # noqa: E731
+        if progress_on is not None:
+            add = held.enter_context(Progress(output.name, num_bytes, progress_on, time.monotonic)).add
+        if output.suffix == SUFFIX:
+            files.write_file(output, _safetensors(reader, names, add))
+        else:
+            temporary = output.with_name(f".{output.name}.tmp")
+            held.callback(temporary.unlink, missing_ok=True)
+            torch.save({short: _read(reader, reader.entry(name), add) for short, name in names.items()}, temporary)
             os.replace(temporary, output)
-        finally:
-            temporary.unlink(missing_ok=True)
     return path, len(names)
+
+
+def _num_bytes(entry: TensorEntry) -> int:
+    return sum(map(entry.num_bytes, entry.pieces))
+
+
+def _read(reader: CheckpointReader, entry: TensorEntry, on_read: Callable[[int], None]) -> Tensor:
+    tensor = reader.read(entry, [0] * len(entry.shape), entry.shape)
+    on_read(_num_bytes(entry))
+    return tensor
 
 
 def _find(source: Path) -> tuple[Path, Manifest]:
@@ -68,20 +89,19 @@ def _weights(manifest: Manifest, module: str | None) -> dict[str, str]:
     if module not in modules:
         raise CheckpointError(f"name one of the modules of the checkpoint: {', '.join(modules)}")
     weights: dict[str, str] = {}
-    for name in dict.fromkeys(saved):
+    for name in dict.fromkeys(without_axes(name, DIVIDING_AXES) for name in saved):
         if name.startswith(f"{module}."):
-            short, _, scope = name.removeprefix(f"{module}.").partition("@")
+            short = without_axes(name, MODEL_AXES).removeprefix(f"{module}.")
             if weights.setdefault(short, name) != name:
-                raise CheckpointError(
-                    f"{short} is a plain tensor that each seat has its own of ({scope}): only a job of the same layout "
-                    "can load it"
-                )
+                raise CheckpointError(f"two stages have a tensor of the name {short}")
     if all(short.startswith("module.") for short in weights):  # the wrapper of DistributedDataParallel
         weights = {short.removeprefix("module."): name for short, name in weights.items()}
     return dict(sorted(weights.items()))
 
 
-def _safetensors(reader: CheckpointReader, names: dict[str, str]) -> Iterator[memoryview | bytes]:
+def _safetensors(
+    reader: CheckpointReader, names: dict[str, str], on_read: Callable[[int], None]
+) -> Iterator[memoryview | bytes]:
     """The bytes of a safetensors file, a tensor at a time."""
     entries = {short: reader.entry(name) for short, name in names.items()}
     yield header_of(
@@ -92,12 +112,12 @@ def _safetensors(reader: CheckpointReader, names: dict[str, str]) -> Iterator[me
         is_sharded=False,
     )
     for entry in entries.values():
-        yield as_bytes(reader.read(entry, [0] * len(entry.shape), entry.shape))
+        yield as_bytes(_read(reader, entry, on_read))
 
 
 def main(argv: list[str]) -> int:
     try:
-        path, num_tensors = export(Path(argv[1]), Path(argv[2]), argv[3] if len(argv) > 3 else None)
+        path, num_tensors = export(Path(argv[1]), Path(argv[2]), argv[3] if len(argv) > 3 else None, sys.stderr)
     except (CheckpointError, NotSupportedError, OSError) as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 1

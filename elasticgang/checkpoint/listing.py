@@ -8,7 +8,7 @@ LISTING-3  A manifest is read only up to `MAX_MANIFEST_BYTES`, and a file only i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,13 +102,18 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def verify(path: Path, manifest: Manifest) -> None:
-    """Check every digest. Raises CheckpointError: one does not match, or a file cannot be read."""
+def verify(path: Path, manifest: Manifest, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Check every digest. `on_read`: gets the number of bytes of each part that was read.
+
+    Raises:
+        CheckpointError: a digest does not match, or a file cannot be read.
+    """
     for entry in manifest.files:
         check_header(path, entry)
+        on_read(entry.header_size)
     pieces = [(piece.file, piece.offset, tensor, piece) for tensor in manifest.tensors for piece in tensor.pieces]
     for name, offset, tensor, piece in sorted(pieces, key=lambda each: each[:2]):
-        if _digest_of_range(path / name, offset, tensor.num_bytes(piece)) != piece.digest:
+        if _digest_of_range(path / name, offset, tensor.num_bytes(piece), on_read) != piece.digest:
             raise CheckpointError(f"{tensor.name} in {name} is corrupt: the digest does not match")
 
 
@@ -118,7 +123,9 @@ def check_header(path: Path, entry: FileEntry) -> None:
         raise CheckpointError(f"the header of {entry.name} is corrupt: the digest does not match")
 
 
-def _digest_of_range(path: Path, offset: int, size: int) -> str:
+def _digest_of_range(
+    path: Path, offset: int, size: int, on_read: Callable[[int], None] = lambda num_bytes: None
+) -> str:
     digest = new_digest()
     try:
         with open(path, "rb", buffering=0) as file:
@@ -129,6 +136,7 @@ def _digest_of_range(path: Path, offset: int, size: int) -> str:
                     raise CheckpointError(f"{path.name} is truncated")
                 digest.update(data)
                 size -= len(data)
+                on_read(len(data))
     except OSError as exc:
         raise UnreadableError(f"{path}: {exc.strerror}") from exc
     return digest.hexdigest()

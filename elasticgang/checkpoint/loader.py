@@ -2,12 +2,13 @@
 
 LOADER-1  Nothing of the state changes before all of it is read and every digest is right.
 LOADER-2  A tensor is read only after its name, shape and dtype are found to be the model's.
+LOADER-3  Another layout loads a plain tensor only if all seats along the axes that differ have saved the same bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from elasticgang.checkpoint.digest import digest_of
 from elasticgang.checkpoint.listing import UnreadableError, check_header
 from elasticgang.checkpoint.manifest import Manifest, Piece, TensorEntry
-from elasticgang.checkpoint.placed import Seated, name_tensors, place, tensor_names
+from elasticgang.checkpoint.placed import DIVIDING_AXES, Seated, name_tensors, place, tensor_names, without_axes
 from elasticgang.errors import CheckpointError
 from elasticgang.state.serialization import as_bytes, unflatten
 
@@ -30,17 +31,31 @@ class ModelMismatch(CheckpointError):
 class CheckpointReader:
     """Reads blocks of the tensors of one checkpoint."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
-        self._entries = manifest.by_name
+    def __init__(self, path: Path, manifest: Manifest, other_axes: Collection[str] = ()) -> None:
+        """`other_axes`: the axes along which the reader's layout differs from the checkpoint's."""
+        self.path, self.manifest, self.other_axes = path, manifest, other_axes
+        self._entries: dict[str, list[TensorEntry]] = {}
+        for tensor in manifest.tensors:
+            self._entries.setdefault(without_axes(tensor.name, other_axes), []).append(tensor)
         for file in manifest.files:
             check_header(path, file)
 
     def entry(self, name: str) -> TensorEntry:
-        """Raises CheckpointError: there is none."""
+        """Raises:
+        CheckpointError: there is none.
+        ModelMismatch: LOADER-3.
+        """
+        name = without_axes(name, self.other_axes)
         if name not in self._entries:
             raise CheckpointError(f"its manifest is invalid: {name} is not among its tensors")
-        return self._entries[name]
+        first, *others = self._entries[name]
+        for other in others:
+            if _content(other) != _content(first):
+                raise ModelMismatch(
+                    f"{name} is a plain tensor of which each seat has its own ({first.name} and {other.name} differ): "
+                    "only a job of the same layout can load it"
+                )
+        return first
 
     def read(self, entry: TensorEntry, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The block of `shape` from `start` on. Raises CheckpointError: it is corrupt, or cannot be read."""
@@ -95,7 +110,8 @@ def read_state(path: Path, manifest: Manifest, state: dict[str, Any], seated: Se
     objects = manifest.objects.get(seated.place) or manifest.objects.get(f"{seated.model[0]}-0-0")
     if objects is None:
         raise ModelMismatch(f"it was saved with the layout {manifest.layout}, which has no stage {seated.model[0]}")
-    reader = CheckpointReader(path, manifest)
+    other_axes = [axis for axis in DIVIDING_AXES if manifest.layout.get(axis, 1) != getattr(seated.layout, axis)]
+    reader = CheckpointReader(path, manifest, other_axes)
     try:
         _check_model(reader, objects, state, seated)
         read = {kind: _read_like(reader, state[kind], seated) for kind in ("parameters", "buffers")}
@@ -118,6 +134,10 @@ def read_state(path: Path, manifest: Manifest, state: dict[str, Any], seated: Se
     }
 
 
+def _content(entry: TensorEntry) -> object:
+    return entry.shape, entry.dtype, {(piece.start, piece.shape, piece.digest) for piece in entry.pieces}
+
+
 class _Whole:
     """The tensors by name, for `unflatten`."""
 
@@ -138,13 +158,15 @@ class _Entries:
 
 def _check_model(reader: CheckpointReader, objects: dict[str, Any], state: dict[str, Any], seated: Seated) -> None:
     """LOADER-2. Raises ModelMismatch with the first difference."""
-    saved = {name for kind in ("parameters", "buffers") for name in tensor_names(objects[kind])}
+    axes = reader.other_axes
+    saved = {without_axes(name, axes) for kind in ("parameters", "buffers") for name in tensor_names(objects[kind])}
     present = set()
     for kind in ("parameters", "buffers"):
         for name, tensor in name_tensors(state[kind])[1].items():
             here = place(name, tensor, seated)
-            present.add(here.name)
-            if here.name not in saved:
+            known = without_axes(here.name, axes)
+            present.add(known)
+            if known not in saved:
                 raise ModelMismatch(f"{_what(kind)} {here.name} of this job's model is not in it")
             entry = reader.entry(here.name)
             if entry.shape != here.whole:

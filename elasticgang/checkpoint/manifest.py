@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elasticgang.checkpoint.digest import DIGEST_CHARS, digest_of
@@ -93,7 +93,8 @@ class FileEntry:
 class Manifest:
     """`record`: the digest of the generation's record. `objects`: by the place of its writer ("pp-sdp-tp"), the tree of
     each kind of state, in which `{"tensor": name}` stands for a tensor. `data_position`: the samples up to that step
-    are in the state."""
+    are in the state. `digest`: the one at the head of the encoded manifest, which names the checkpoint; "" if the
+    manifest was not parsed."""
 
     job: str
     attempt: Attempt
@@ -102,6 +103,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
     objects: dict[str, Any]
+    digest: str = field(default="", compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -150,6 +152,7 @@ def parse(data: bytes) -> Manifest:
             tuple(map(file_from_json, content["files"])),
             tuple(map(tensor_from_json, content["tensors"])),
             dict(content["objects"]),
+            digest=head[len(_HEAD) :].decode(),
         )
         if content["data_position"] != {"step": manifest.attempt.step}:
             raise ValueError("the data position is not the step")

@@ -1,13 +1,14 @@
 """Where the tensors of a rank lie in those of the model, and what they are called in a checkpoint.
 
 PLACED-1  A name stands for one tensor of the whole model. A DTensor's says nothing of the ranks, so that any other
-    division can load it. A plain tensor's says the seat wherever a layout divides the model, because only the seat that
-    saved it can load it.
+    division can load it. A plain tensor's says the seat wherever a layout divides the model, because each seat may have
+    another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,11 @@ from elasticgang.state.serialization import flatten
 from elasticgang.torch_private import local_block
 
 
+def place_name(model: Model) -> str:
+    """What a part of the model is called in names of files: "pp-sdp-tp"."""
+    return "-".join(map(str, model))
+
+
 @dataclass(frozen=True)
 class Seated:
     """The seat whose state is saved or loaded."""
@@ -32,7 +38,7 @@ class Seated:
 
     @property
     def place(self) -> str:
-        return "-".join(map(str, self.model))
+        return place_name(self.model)
 
     def scope(self, covered: Sequence[str] = ()) -> str:
         """PLACED-1: what a name says of the seat. `covered`: the axes over which DTensors divide the tensor."""
@@ -60,6 +66,19 @@ class Placed:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
+
+
+DIVIDING_AXES = ("sdp", "tp")  # seats along them have the same names of tensors; stages of `pp` have others
+_SCOPED = re.compile(r"(.*)@((?:pp|sdp|tp)=\d+(?:,(?:pp|sdp|tp)=\d+)*)", re.DOTALL)
+
+
+def without_axes(name: str, axes: Collection[str]) -> str:
+    """`name` without what it says of the seat along `axes`."""
+    found = _SCOPED.fullmatch(name)
+    if found is None:
+        return name
+    kept = [each for each in found[2].split(",") if each.partition("=")[0] not in axes]
+    return f"{found[1]}@{','.join(kept)}" if kept else found[1]
 
 
 def place(name: str, tensor: Tensor, seated: Seated) -> Placed:

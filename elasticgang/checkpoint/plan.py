@@ -16,7 +16,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.record import Model, Record, canonical_json
+from elasticgang.protocol.record import Model, Record
+from elasticgang.protocol.record_form import canonical_json
 
 MIN_SHARE_BYTES = 8 << 20  # a smaller share is not worth a file
 _NAME = re.compile(r"step-(\d{12})-(\d{1,12})-[0-9a-f]{16}")

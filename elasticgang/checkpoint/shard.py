@@ -130,24 +130,26 @@ def part_name(place: str, number: int) -> str:
     return f"part-{place}-{number:05d}.json"
 
 
-def read_parts(directory: Path, places: Iterable[str]) -> list[dict[str, Any]] | None:
-    """The descriptions of all writers of `places`; None while some are missing.
+def read_parts(directory: Path, places: Iterable[str]) -> tuple[list[dict[str, Any]], set[str]]:
+    """The descriptions of the writers of `places`, and the names of those that are missing so far.
 
     Raises:
         OSError: the directory cannot be read.
         CheckpointError: a description is too large.
     """
-    parts = []
+    parts: list[dict[str, Any]] = []
+    missing: set[str] = set()
     for place in places:
-        first = _read_part(directory / part_name(place, 0))
-        if first is None:
-            return None
-        others = [_read_part(directory / part_name(place, number)) for number in range(1, first["count"])]
-        found = [part for part in others if part is not None]
-        if len(found) < len(others):
-            return None
-        parts += [first, *found]
-    return parts
+        count, number = 1, 0
+        while number < count:
+            part = _read_part(directory / part_name(place, number))
+            if part is None:
+                missing.add(part_name(place, number))
+            else:
+                parts.append(part)
+                count = part["count"]
+            number += 1
+    return parts, missing
 
 
 def _read_part(path: Path) -> dict[str, Any] | None:

@@ -5,7 +5,8 @@ with one line, which says why the save failed, or is empty.
 
 WRITER-1  The writer ends with its rank: a share that is not written then is never written.
 WRITER-2  The committing writer waits up to `PARTS_TIMEOUT_S` for the others' shares, and gives up once the rank says
-    that a writer is lost. Nothing that was complete is touched before the new checkpoint is.
+    that the writer of a missing one is lost, or that the save is. Nothing that was complete is touched before the new
+    checkpoint is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,9 @@ _POLL_S = 0.05
 _NICE = 10
 
 
-def save(memory: int, request: dict[str, Any], is_cancelled: Any = lambda _: False) -> str:
-    """Write the share of one save and, if this writer commits it, the manifest. Returns why the save failed, or ""."""
+def save(memory: int, request: dict[str, Any], news: Callable[[float], dict[str, Any]] = lambda _: {}) -> str:
+    """Write the share of one save and, if this writer commits it, the manifest. Returns why the save failed, or "".
+    `news`: waits for so many seconds for what the rank says of the save meanwhile."""
     root = Path(request["root"])
     directory = root / request["directory"]
     shard = Shard.from_json(request["shard"])
@@ -46,22 +49,26 @@ def save(memory: int, request: dict[str, Any], is_cancelled: Any = lambda _: Fal
                 data = stack.enter_context(memoryview(mapped))
             write_shard(directory, shard, data)
         commit = request["commit"]
-        return "" if commit is None else _commit(root, directory, commit, is_cancelled)
+        return "" if commit is None else _commit(root, directory, commit, set(request["lost"]), news)
     except OSError as exc:
         return f"{exc.filename or directory}: {exc.strerror or exc}"
     except (CheckpointError, KeyError, TypeError, ValueError) as exc:
         return f"the shares of {directory} do not fit together: {exc}"
 
 
-def _commit(root: Path, directory: Path, commit: dict[str, Any], is_cancelled: Any) -> str:
+def _commit(
+    root: Path, directory: Path, commit: dict[str, Any], lost: set[str], news: Callable[[float], dict[str, Any]]
+) -> str:
     deadline = time.monotonic() + PARTS_TIMEOUT_S
+    said: dict[str, Any] = {}
     while True:
-        is_last = is_cancelled(_POLL_S) or time.monotonic() > deadline
-        parts = read_parts(directory, commit["places"])
-        if parts is not None:
+        parts, missing = read_parts(directory, commit["places"])
+        if not missing:
             break
-        if is_last:  # WRITER-2
-            return f"a share of {directory.name} is missing"
+        if missing & lost or "cancel" in said or time.monotonic() > deadline:  # WRITER-2
+            return f"a share of {directory.name} is missing: {min(missing)}"
+        said = news(_POLL_S)
+        lost.update(said.get("lost", ()))
     attempt = Attempt(*commit["attempt"])
     write_manifest(directory, attempt, commit["job"], commit["record"], commit["layout"], parts)
     for part in parts:
@@ -91,11 +98,12 @@ class _Requests:
         request: dict[str, Any] = json.loads(line)
         return request
 
-    def is_cancelled(self, wait_s: float) -> bool:
-        """Whether the rank has said anything more, or is gone. Waits up to `wait_s` for it."""
-        if self._buffer:
-            return True
-        return bool(select.select([self._descriptor], [], [], wait_s)[0])
+    def news(self, wait_s: float) -> dict[str, Any]:
+        """What the rank says next, if it does within `wait_s`. The end of the rank is a cancellation."""
+        if b"\n" not in self._buffer and not select.select([self._descriptor], [], [], wait_s)[0]:
+            return {}
+        said = self.next()
+        return {"cancel": True} if said is None else said
 
 
 def main(argv: list[str]) -> int:
@@ -108,8 +116,8 @@ def main(argv: list[str]) -> int:
     os.nice(_NICE)
     requests = _Requests(sys.stdin.fileno())
     while (request := requests.next()) is not None:
-        if "cancel" not in request:
-            answer = save(memory, request, requests.is_cancelled)
+        if "shard" in request:  # the rest is about a save that has ended
+            answer = save(memory, request, requests.news)
             os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
     return 0
 

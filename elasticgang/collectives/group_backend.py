@@ -6,7 +6,7 @@ backend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -73,6 +73,18 @@ class BackendQueries:
 
     def _has_hooks(self) -> bool:
         return False
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        """Torch has hooks of its calls since 2.15. Those of this package's groups are not calls of torch's.
+
+        Raises:
+            NotSupportedError: `hook` would never be called.
+        """
+        raise NotSupportedError(
+            f"{type(self).__name__} calls no hooks before or after a collective: wrap the group's methods instead."
+        )
+
+    register_post_hook = register_pre_hook
 
     def split_group(
         self,

@@ -8,10 +8,13 @@ TABLE-1  `issue` gets contiguous tensors of one supported dtype (`preparation.py
     torchft. It never waits.
 TABLE-2  Every torchft process group has the basic collectives. `compose` builds any other one from one basic
     collective, for groups that have no others.
+TABLE-3  Only rank 0 of a monitored barrier knows who is absent. It then closes its connections, and the other ranks
+    fail later than it by `_RANK_0_FIRST_S`. Otherwise the report of one of them ends the step first.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -40,6 +43,8 @@ from elasticgang.torch_private import AllgatherOptions, all_gather_single, reduc
 Step = Callable[[], None]
 Issued = tuple[Any, Step | None]  # torch's work, and the step to run after it has completed
 Composed = tuple[Collective, Step | None]  # the basic collective, and the step to run after it has completed
+
+_RANK_0_FIRST_S = 0.25
 
 TORCH_OPERATIONS: dict[Any, Any] = {
     ReduceOperation.SUM: ReduceOp.SUM,
@@ -214,7 +219,12 @@ class _Barrier:
     def wait(self, timeout: timedelta | None = None) -> None:
         own = self._collective.timeout_s
         given = {} if own is None else {"timeout": timedelta(seconds=own)}
-        self._pg.monitored_barrier(wait_all_ranks=self._collective.wait_all_ranks, **given)
+        try:
+            self._pg.monitored_barrier(wait_all_ranks=self._collective.wait_all_ranks, **given)
+        except RuntimeError:
+            if self._pg.rank() != 0:
+                time.sleep(_RANK_0_FIRST_S)  # TABLE-3
+            raise
 
     def get_future(self) -> Any:
         raise RuntimeError("a monitored barrier has no future")

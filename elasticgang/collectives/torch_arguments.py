@@ -49,7 +49,8 @@ def operation_of(opts: Any) -> Any:
     for operation, known in TORCH_OPERATIONS.items():
         if op == known:
             return operation
-    name, known_names = getattr(op, "op", op), ", ".join(known.name for known in TORCH_OPERATIONS.values())
+    name = repr(op) if isinstance(op, str) else getattr(op, "op", op)
+    known_names = ", ".join(known.name for known in TORCH_OPERATIONS.values())
     raise NotSupportedError(f"A reduction by {name} is not supported; use one of {known_names}.")
 
 

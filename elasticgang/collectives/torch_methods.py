@@ -21,7 +21,7 @@ from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.untraced import leave_untraced
 from elasticgang.collectives.work import Outcome, TorchsWork, Work
 from elasticgang.errors import InvalidOperationError, StepAborted
-from elasticgang.torch_private import source_rank
+from elasticgang.torch_private import skip_flight_recorder, source_rank
 
 
 class TorchWork(TorchWorkBase):
@@ -193,6 +193,12 @@ class CollectiveMethods(BackendQueries):
 
     def getGroupDesc(self) -> str:
         return self._desc
+
+    def _register(self, name: str) -> str:
+        """What torchft's `register` calls to make the group a backend of its own."""
+        backend: str = super()._register(name)  # type: ignore[misc]  # groups of gangs are not torchft's
+        skip_flight_recorder(backend.lower())
+        return backend
 
     def rank(self) -> int:
         raise NotImplementedError

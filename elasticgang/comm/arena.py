@@ -2,9 +2,9 @@
 
 A slab is a memfd (not `/dev/shm`, which is 64 MB in a default container). Its descriptor is sent once to each comm
 process; later messages name its id. Blocks are parts of slabs, and are reused. Small and strided tensors are copied
-through blocks; a slab of one block can also be mapped beneath a large tensor (`storage_mapping.py`).
+through blocks; a slab of one block can also be the memory of a large tensor (`storage_mapping.py`).
 
-ARENA-1  A block is free, belongs to exactly one pending work, or is mapped beneath one storage.
+ARENA-1  A block is free, belongs to exactly one pending work, or is the memory of one storage.
 ARENA-2  A block that a killed comm process could still write to is not reused: the owner frees blocks only after the
     process is dead.
 ARENA-3  The arena uses few descriptors and keeps little free memory: blocks of up to 16 MiB share slabs of 64 blocks,

@@ -8,7 +8,7 @@ REPLY-3  When the process is dead or has closed its socket, the server reads the
 REPLY-4  Leader-follower: at most one thread is the server. It gives up this role before it runs a callback, which may
     block, and takes it again afterwards if no other thread has. If a server is needed while there is none, `ring` wakes
     the spare thread or starts one. There are no more threads than blocked callbacks, a server and a spare.
-REPLY-5  Callbacks begin in the order in which they were queued.
+REPLY-5  Callbacks leave the queue in the order in which they were queued. Each may have a thread of its own.
 """
 
 from __future__ import annotations

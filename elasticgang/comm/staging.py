@@ -69,6 +69,11 @@ class Staging:
         with _made_lock:
             return _made.setdefault(arena, Staging(arena))
 
+    def empty(self, num: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialized vector of `num` elements, which is not copied if it is large and there is shared memory."""
+        memory = self._storages.allocate(num * dtype.itemsize)
+        return torch.empty(num, dtype=dtype) if memory is None else memory.view(dtype)
+
     def stage(self, tensor: Tensor, dtype: torch.dtype) -> StagedTensor:
         """Take a block for `tensor` as `dtype`. `give_back` frees it."""
         if dtype == tensor.dtype and (shared := self._storages.find(tensor)) is not None:

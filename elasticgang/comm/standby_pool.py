@@ -7,6 +7,7 @@ STANDBY-2  A process without an agent starts one fork server with its first comm
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -15,8 +16,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+import torch
+from torch import Tensor
+
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess
+from elasticgang.comm.staging import Staging
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
 
@@ -115,6 +120,15 @@ class CommLauncher:
     def start(self, make: MakeProcess = _make_process) -> Future[CommProcess]:
         return self._thread.submit(self._start, make)
 
+    def empty(self, num: int, dtype: torch.dtype) -> Tensor:
+        """See `Staging.empty`. All comm processes of this launcher share the memory, one after another."""
+        return Staging.of(self._arena).empty(num, dtype)
+
+    def close(self) -> None:
+        """End the connection, and a fork server of this process's own. Comm processes go on."""
+        if self._client is not None:
+            self._client.close()
+
     def descriptors(self) -> list[int]:
         """The descriptors that a forked child must close. Takes no lock, because a forked child calls it, where another
         thread's lock would never be released."""
@@ -163,6 +177,13 @@ def local_launcher() -> CommLauncher:
     """The launcher of this process; a forked child has its own."""
     with _lock:
         return _launchers.setdefault(os.getpid(), CommLauncher())
+
+
+@atexit.register
+def _close_launcher() -> None:
+    launcher = _launchers.get(os.getpid())
+    if launcher is not None:
+        launcher.close()
 
 
 def _forget_parents() -> None:

@@ -1,19 +1,23 @@
-"""Shares the memory of large tensors with the comm process, without copies: maps a block at their address.
+"""Large tensors whose memory the comm process shares, so that nothing is copied.
 
-The storage keeps its address, and all of its views stay valid. Only the pages change, from anonymous memory to those of
-a block. The first and the last page, which may also hold other data, are not replaced; their bytes are copied at each
-call.
+Gradient buckets are allocated in a block (`allocate`). A block is mapped at the address of any other large tensor when
+it is given to a collective for the second time: the storage keeps its address, and all of its views stay valid. Only
+the pages change, from anonymous memory to those of the block. The first and the last page, which may also hold other
+data, are not replaced; their bytes are copied at each call. The first time everything is copied, because a mapping
+costs more than that and a tensor may be used only once.
 
-`scripts/bench comm` measures the benefit: for a 64 MB all-reduce of a long-lived tensor, such as a gradient bucket,
-copying takes 1.4 times as long.
+`scripts/bench comm` measures the benefit of both.
 
 MAPPING-1  A storage is mapped only while a tensor that covers all of it is given to a collective. The caller may not
     write to it then, so no write is lost between the copy and the mapping.
 MAPPING-2  Only a chunk that glibc has mapped individually is replaced: the allocator unmaps it when it is freed, and
-    never reuses it. All other memory (small tensors, other allocators, files) is copied.
+    never reuses it. All other memory (small tensors, other allocators, files) is copied. glibc maps every chunk above
+    32 MiB individually, and a smaller one until the process frees a mapped chunk that is larger.
 MAPPING-3  Before each use, the block must still be mapped at the storage's address. The storage may have been freed and
-    allocated again (`resize_`) at the same address.
+    allocated again (`resize_`) at the same address, unless it was allocated in the block: it then has a fixed size.
 MAPPING-4  A forked child gets private pages: its writes do not reach the parent.
+MAPPING-5  A block belongs to its storage for as long as the storage exists, in whichever generation and whatever
+    happens to comm processes. A pending work holds its tensors until its process is dead (ARENA-2).
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elasticgang.comm.arena import PAGE, Arena, Block, max_descriptors
+from elasticgang.comm.arena import PAGE, Arena, Block, map_memory, max_descriptors
 from elasticgang.torch_private import storage_of
 
 SMALLEST_BYTES = 1 << 20
@@ -48,12 +52,19 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 
 @dataclass(eq=False)
 class _Region:
-    """A block mapped at the storage at `address`. Block and storage have the same offset within a page."""
+    """A block mapped at the storage at `address`. Block and storage have the same offset within a page.
+    `is_allocated`: the storage was allocated in the block."""
 
     storage: StorageWeakRef
     block: Block
     address: int
     num_bytes: int
+    is_allocated: bool
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, block: Block, *, is_allocated: bool) -> _Region:
+        weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return cls(weak, block, storage.data_ptr(), storage.nbytes(), is_allocated)
 
     @property
     def base(self) -> int:
@@ -87,6 +98,8 @@ class _Region:
         allocated again, anonymous memory, which no file backs."""
         if _newest.get(self.address) is not self or not self.is_alive():
             return False
+        if self.is_allocated:
+            return True
         of_file = _is_of_file(self.first)
         return _mapped_at(self.first) == self.block.slab.path if of_file is None else of_file
 
@@ -108,11 +121,30 @@ class StorageMappings:
         self._arena = arena
         self._lock = threading.Lock()
         self._regions: dict[int, _Region] = {}
+        self._used_once: dict[int, StorageWeakRef] = {}  # by address
         _all.add(self)
 
+    def allocate(self, num_bytes: int) -> Tensor | None:
+        """New memory as a uint8 tensor, uninitialized, with a storage of its own; None: it is small, or there is no
+        block for it."""
+        if num_bytes < SMALLEST_BYTES:
+            return None
+        with self._lock:
+            self._forget_dead()
+            block = self._take(-(-num_bytes // PAGE) * PAGE)
+            if block is None:
+                return None
+            try:
+                tensor = map_memory(block.slab.fd, block.size)  # its own mapping, which ends with the storage
+            except OSError:  # too many mappings
+                self._arena.give_back(block)
+                return None
+            self._add(_Region.of(tensor.untyped_storage(), block, is_allocated=True))
+        return tensor[:num_bytes]
+
     def find(self, tensor: Tensor) -> MappedTensor | None:
-        """The place of `tensor` in shared memory, mapped now if necessary; None if it must be copied. `tensor` must be
-        an argument of a collective, which no other thread accesses (MAPPING-1)."""
+        """The place of `tensor` in shared memory, mapped now if this is its second time; None if it must be copied.
+        `tensor` must be an argument of a collective, which no other thread accesses (MAPPING-1)."""
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes < SMALLEST_BYTES or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
@@ -129,19 +161,34 @@ class StorageMappings:
                 self._forget_dead()
                 if num_bytes != storage.nbytes() or not _is_own_mapping(address, num_bytes):  # MAPPING-1, MAPPING-2
                     return None
+                if not self._is_used_again(storage):
+                    return None
                 region = self._take_over(storage)
         return None if region is None else _mapped_tensor(region, tensor, start, num_bytes)
+
+    def _is_used_again(self, storage: torch.UntypedStorage) -> bool:
+        address, weak = storage.data_ptr(), StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        before = self._used_once.pop(address, None)
+        if before is not None and before.cdata == weak.cdata:  # as long as `before` exists, no other storage has it
+            return True
+        self._used_once[address] = weak
+        return False
+
+    def _take(self, size: int) -> Block | None:
+        if len(self._regions) >= max_descriptors() // _SHARE_OF_DESCRIPTORS:
+            return None
+        try:
+            return self._arena.take_whole(size)
+        except OSError:
+            return None
 
     def _take_over(self, storage: torch.UntypedStorage) -> _Region | None:
         address, num_bytes = storage.data_ptr(), storage.nbytes()
         base = address // PAGE * PAGE
-        if len(self._regions) >= max_descriptors() // _SHARE_OF_DESCRIPTORS:
+        block = self._take(-(-(address + num_bytes) // PAGE) * PAGE - base)
+        if block is None:
             return None
-        try:
-            block = self._arena.take_whole(-(-(address + num_bytes) // PAGE) * PAGE - base)
-        except OSError:
-            return None
-        region = _Region(StorageWeakRef(storage), block, address, num_bytes)  # type: ignore[no-untyped-call]
+        region = _Region.of(storage, block, is_allocated=False)
         with torch.no_grad():
             contents = torch.empty(0, dtype=torch.uint8).set_(storage)
             block.bytes[address - base : address - base + num_bytes].copy_(contents)
@@ -150,14 +197,20 @@ class StorageMappings:
         except OSError:  # too many mappings
             self._arena.give_back(block)
             return None
-        self._regions[address] = _newest[address] = region
+        self._add(region)
         return region
 
+    def _add(self, region: _Region) -> None:
+        self._regions[region.address] = _newest[region.address] = region
+
     def _forget_dead(self) -> None:
-        """Release the blocks of storages that no longer exist."""
+        """Forget storages that no longer exist, and release their blocks (MAPPING-5)."""
         for region in list(self._regions.values()):
             if not region.is_alive():
                 self._forget(region)
+        for address, storage in list(self._used_once.items()):
+            if storage_of(storage.cdata) is None:
+                del self._used_once[address]
 
     def _forget(self, region: _Region) -> None:
         del self._regions[region.address]

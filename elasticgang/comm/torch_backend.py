@@ -26,6 +26,9 @@ def register() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and BACKEND_NAME not in dist.Backend.backend_list:
+        from elasticgang.torch_private import skip_flight_recorder
+
+        skip_flight_recorder(BACKEND_NAME)
         dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu"])
         _serve_monitored_barrier()
 

@@ -6,6 +6,10 @@ WORKER-2  The command loop starts works and never waits for one. Gloo's thread s
 WORKER-3  It reads and writes only memory of the arena.
 WORKER-4  With a handshake, making a group returns on a rank only when all ranks have connected. A rank may then exit at
     once, also with the store's server, and no peer fails.
+WORKER-5  Two ranks of a group of more than `EAGER_SIZE` connect when they first exchange something, if the agent has
+    the keys that they then need: of the 496 pairs of 32 ranks, a ring and a tree use few.
+WORKER-6  Tags of messages count from the largest downwards. The messages of Gloo's monitored barrier have the number of
+    the collective as their tag, from 0 upwards; one under the same tag would take the place of the other.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation
 from elasticgang.collectives.table import TABLE, Step
-from elasticgang.comm.agent_store import AgentStoreClient
+from elasticgang.comm.agent_store import AgentStore, AgentStoreClient
 from elasticgang.comm.arena import bytes_as, map_memory
 from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
 from elasticgang.torch_private import new_gloo
@@ -47,7 +51,9 @@ _MAX_PREPARED = 4096
 _MAX_THREADS = 1 << 16
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 _MAX_TEXT = 4096
+_MAX_TAG = (1 << 31) - 1
 _PROBE_TIMEOUT_S = 2.0
+EAGER_SIZE = 8  # up to here connecting all pairs is as fast
 
 _OPERATIONS: dict[str, ReduceOperation | BitwiseOperation] = {
     op.name: op for op in (*ReduceOperation, *BitwiseOperation)
@@ -60,13 +66,15 @@ def encoded(group: str, c: Collective, timeout: float | None, described: Sequenc
 
 
 def decoded(body: Sequence[Any], tensor: Callable[..., Tensor]) -> tuple[str, Collective]:
-    """The inverse of `encoded`: the group, and the collective. `tensor` makes a tensor of each description."""
+    """The inverse of `encoded`, but for the tag: the group, and the collective. `tensor` makes a tensor of each
+    description."""
     group, call, op, peer, tag, timeout, wait_all_ranks, num_outputs, described = body
     tensors = [tensor(*each) for each in described]
     kind = TABLE[call]
     if not kind.reduces:  # as bytes, because Gloo supports few dtypes
         tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
     outputs, inputs = tuple(tensors[:num_outputs]), tuple(tensors[0 if kind.is_in_place else num_outputs :])
+    tag = _MAX_TAG - tag if tag >= 0 else tag  # WORKER-6
     return group, Collective(call, outputs, inputs, _OPERATIONS[op], peer, tag, timeout, wait_all_ranks)
 
 
@@ -145,6 +153,7 @@ class Worker:
         self._buffer = bytearray(_MAX_MESSAGE)
         self._slabs: dict[int, Tensor] = {}
         self._groups: dict[str, Any] = {}
+        self._lazy_stores: list[Store] = []  # of these groups: Gloo alone would not keep a Python object
         self._prepared: dict[bytes, tuple[str, Collective]] = {}
         self._pool = ThreadPoolExecutor(_MAX_THREADS)  # each task may block, so each gets a thread
         agent: int | None = args["agent"]
@@ -267,12 +276,16 @@ class Worker:
         return client
 
     def _create(self, store: Store, group: dict[str, Any], timeout: timedelta) -> Any:
-        return new_gloo(store, group["rank"], group["size"], timeout, self._host)
+        lazy = isinstance(store, AgentStore) and group["size"] > EAGER_SIZE  # WORKER-5
+        if lazy:
+            self._lazy_stores.append(store)
+        return new_gloo(store, group["rank"], group["size"], timeout, self._host, lazy=lazy)
 
     def _close(self, command: dict[str, Any]) -> None:
         """Drop the groups. They have no pending works (otherwise the rank kills this process), so they access no
         memory. Their threads take 40 ms to end, for which no one waits."""
         ended, self._groups = self._groups, {}
+        self._lazy_stores = []
         if ended:
             self._pool.submit(ended.clear)
 

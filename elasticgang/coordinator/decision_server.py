@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -69,7 +70,7 @@ _PROBE_S = 1.0
 MAX_JOBS = 1024
 MAX_ENDED = 16384
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
-MIN_DELTA_BYTES = 32 << 10  # smaller records are sent whole, which is faster
+MIN_DELTA_BYTES = 8 << 10  # smaller records are sent whole, which is faster
 
 
 @dataclass
@@ -84,6 +85,7 @@ class _Job:
     num_writes: int = 0
     refused_s: dict[str, float] = field(default_factory=dict)  # by agent: when its host began to refuse (SERVE-EXITED)
     probes: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    awaited: str = ""  # why it waits for the operator's word: logged once
     exchange: KeyExchange[int] | None = None  # of the present generation; the parties are sessions
 
     @property
@@ -121,10 +123,12 @@ class CoordinatorServer:
         self._num_sessions = 0
         self._writer = ThreadPoolExecutor(1, "state-directory")
         self._writes: set[asyncio.Task[None]] = set()
+        self._probes: set[asyncio.Task[None]] = set()  # of all jobs, and of those that were forgotten
         self._order = asyncio.Lock()
         self._ticker: asyncio.TimerHandle | None = None
         self._founds_at_s = time.monotonic() + options.founds_after_s
         self._has_failed = self._is_everywhere = False
+        self._address = ""
         credentials = options.credentials
         self.listener = Listener(self, lambda job: credentials.key, log, (AGENT, OPERATOR), tls=credentials.tls)
 
@@ -137,18 +141,17 @@ class CoordinatorServer:
         self._options.credentials.check_address(host, f"the coordinator listens on loopback only, not on {host!r}")
         self._is_everywhere = host in _ALL_ADDRESSES
         await self.listener.start(host, port)
+        self._address = f"{socket.gethostname()}:{self.listener.port}"
         self._tick()
         return self.listener.port
 
     async def stop(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
-        for job in self._jobs.values():
-            for probe in job.probes.values():
-                probe.cancel()
+        for probe in self._probes:
+            probe.cancel()
         await self.listener.stop()
-        if self._writes:
-            await asyncio.wait(self._writes)
+        await asyncio.gather(*self._writes, *self._probes, return_exceptions=True)
         self._writer.shutdown()
 
     def grant(self, job: str) -> Granted | Refused:
@@ -158,6 +161,8 @@ class CoordinatorServer:
         if found is None or not found.connections:
             return Refused(f"no agent of job {job} has a session with this coordinator: start the agents first")
         state = found.state
+        if any(number not in state.sessions for number in found.connections):  # it may know a record
+            return Refused(f"an agent of job {job} is connecting: try again")
         why = state.word_awaited
         if not why:
             return Refused(f"job {job} needs no word: this coordinator leads it ({state.reason or 'it is running'})")
@@ -201,7 +206,7 @@ class CoordinatorServer:
         connection.send(encode(Refused(why)))
         connection.close()
         if job in self._jobs:
-            notice = encode(Notice("refused", why, f"at {connection.peer}"))
+            notice = encode(Notice("refused", why, (f"at {connection.peer}",)))
             for other in self._jobs[job].connections.values():
                 other.send(notice)
 
@@ -243,7 +248,7 @@ class CoordinatorServer:
         record, session = job.exchanging, job.state.sessions.get(number)
         if record is None or message.prefix != record.prefix:
             return
-        if session is None or session.agent not in record.agents:
+        if session is None or not record.has_agent(session.agent):
             raise WireError("an agent puts rendezvous keys of a generation that it is not in")
         reached("keys_received")
         if job.exchange is None:
@@ -266,13 +271,15 @@ class CoordinatorServer:
                 number=kept.term.number + 1,
                 has_directory=directory is not None,
                 decision=kept.decision,
+                address=self._address,
+                addresses=kept.addresses,
                 finished=kept.finished,
                 granted=directory is not None or (self._options.founds and time.monotonic() >= self._founds_at_s),
                 timeouts=self._options.timeouts,
                 everywhere=self._is_everywhere,
             )
             if directory is not None:
-                directory.write(name, Kept(state.term, kept.decision, kept.finished))
+                directory.write(name, Kept(state.term, kept.decision, kept.finished, state.addresses))
             if name in self._ended:
                 state.finished, state.unrecoverable = self._ended.pop(name)
             self._jobs[name] = _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
@@ -287,6 +294,10 @@ class CoordinatorServer:
                 self._handle(job, OfficeGranted())
             self._probe_absent(job)
             state = job.state
+            why = state.reason if state.awaits_word else ""
+            if why and why != job.awaited:
+                self._log(f"job {job.name}: {why} (`elasticgang grant`)")
+            job.awaited = why
             is_kept = self._options.directory is not None or state.decision is None
             if (is_kept or state.finished or state.unrecoverable) and self._is_abandoned(job):
                 self._forget(job)
@@ -320,11 +331,13 @@ class CoordinatorServer:
         job.refused_s = {agent: at_s for agent, at_s in job.refused_s.items() if agent in absent}
         for agent, address in absent.items():
             if address and agent not in job.probes:
-                task = job.probes[agent] = asyncio.ensure_future(self._probe(job, agent, address))
+                probe = self._probe(job, agent, address)
+                task = job.probes[agent] = asyncio.create_task(probe, name=f"probe of agent {agent}")
+                self._probes.add(task)
                 task.add_done_callback(functools.partial(self._probed, job, agent))
 
-    @staticmethod
-    def _probed(job: _Job, agent: str, task: asyncio.Task[None]) -> None:
+    def _probed(self, job: _Job, agent: str, task: asyncio.Task[None]) -> None:
+        self._probes.discard(task)
         job.probes.pop(agent, None)
 
     async def _probe(self, job: _Job, agent: str, address: str) -> None:
@@ -409,7 +422,7 @@ class CoordinatorServer:
     async def _persist(self, job: _Job, persist: Persist) -> None:
         directory = self._options.directory
         assert directory is not None
-        kept = Kept(persist.term, persist.decision, persist.finished)
+        kept = Kept(persist.term, persist.decision, persist.finished, persist.addresses)
         try:
             async with self._order:
                 loop = asyncio.get_running_loop()

@@ -21,11 +21,12 @@ _LOCK = "lock"
 
 
 class Kept(NamedTuple):
-    """The persistent state of one job."""
+    """The persistent state of one job. `addresses`: of the coordinators that have used it since the decision."""
 
     term: Term = NO_TERM
     decision: Decision | None = None
     finished: bool = False
+    addresses: frozenset[str] = frozenset()
 
 
 class StateDirectory:
@@ -58,7 +59,8 @@ class StateDirectory:
                 raise ValueError("it belongs to another job")
             number, name = fields["term"]
             decision = None if fields["decision"] is None else decision_from_json(fields["decision"], True)
-            return Kept(Term(int(number), str(name)), decision, bool(fields["finished"]))
+            addresses = frozenset(str(address) for address in fields["addresses"])
+            return Kept(Term(int(number), str(name)), decision, bool(fields["finished"]), addresses)
         except FileNotFoundError:
             return Kept()
         except OSError as error:
@@ -69,7 +71,8 @@ class StateDirectory:
     def write(self, job: str, kept: Kept) -> None:
         """Replace the state of `job` (STATE-WHOLE). Raises OSError."""
         decision = None if kept.decision is None else decision_to_json(kept.decision)
-        text = json.dumps({"job": job, "term": kept.term, "decision": decision, "finished": kept.finished})
+        fields = {"job": job, "term": kept.term, "decision": decision, "finished": kept.finished}
+        text = json.dumps({**fields, "addresses": sorted(kept.addresses)})
         path = self._path(job)
         new = path.with_suffix(".new")
         with open(new, "w", encoding="utf-8") as file:

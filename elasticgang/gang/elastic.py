@@ -66,10 +66,11 @@ class ElasticGang(CheckedGang):
     `as_process_group` gives the same group in every generation; its rank and size are the gang's.
     """
 
-    def __init__(self, name: str, device: torch.device, *, is_made: bool = False) -> None:
-        """`is_made`: whether `create_gang` made it, for one generation."""
+    def __init__(self, name: str, device: torch.device, *, maker: ElasticGang | None = None) -> None:
+        """`maker`: the gang whose `create_gang` made it, for one generation."""
         self._name = name
-        self._is_made = is_made
+        self._maker = maker
+        self.num_started = 0  # collectives, also on gangs that it made
         self._device = device
         self._binding: Binding | None = None  # the last one
         self._is_bound = False
@@ -116,7 +117,7 @@ class ElasticGang(CheckedGang):
                 "train meanwhile. Build with `init_sync=False` or `src_data_rank=None`; values come from the peers."
             )
         if self._closed:
-            ended = "ended with its generation; make it anew in this one" if self._is_made else "is closed"
+            ended = "is closed" if self._maker is None else "ended with its generation; make it anew in this one"
             raise InvalidOperationError(f"The gang {self._name} {ended}.")
         if not self._is_bound:
             raise InvalidOperationError(f"The gang {self._name} is in no generation; use it inside `with step:`.")
@@ -158,7 +159,7 @@ class ElasticGang(CheckedGang):
     def close(self) -> None:
         self._closed = True
         compiled.end(self)
-        if self._is_made and self._process_group is not None:
+        if self._maker is not None and self._process_group is not None:
             torch_registry.unregister(self._process_group)
 
     def create_gang(self, ranks: Sequence[int]) -> ElasticGang | None:
@@ -176,7 +177,7 @@ class ElasticGang(CheckedGang):
         # Counted per set of ranks, so that these ranks choose the same name: with `use_local_synchronization`, torch
         # calls this on no other rank.
         self._num_made[chosen] += 1
-        gang = ElasticGang(f"{self._name}.{self._num_made[chosen]}", self._device, is_made=True)
+        gang = ElasticGang(f"{self._name}.{self._num_made[chosen]}", self._device, maker=self)
         group = None
         if len(chosen) > 1:
             assert binding.make is not None
@@ -194,6 +195,10 @@ class ElasticGang(CheckedGang):
 
     def _start(self, collective: Collective) -> Work:
         binding = self._require_bound()
+        gang: ElasticGang | None = self
+        while gang is not None:
+            gang.num_started += 1
+            gang = gang._maker
         if binding.group is None:
             with torch.no_grad():
                 simulate(collective, 0, 1)

@@ -167,7 +167,11 @@ class ProcessGroupGang(CheckedGang):
                 pg = self._new_group(groups, name, timeout, backend, pg_options)
         except (RuntimeError, ValueError) as exc:
             raise GangError(f"the {name} gangs {groups} could not be made: {exc}") from exc
-        return None if pg is None else ProcessGroupGang(pg, self._device, timeout=timeout)
+        if pg is None:
+            return None
+        gang = ProcessGroupGang(pg, self._device, timeout=timeout)
+        gang.description = name
+        return gang
 
     def _new_group(
         self, groups: Sequence[Sequence[int]], desc: str, timeout: timedelta, backend: str, pg_options: Any

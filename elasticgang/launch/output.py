@@ -19,6 +19,8 @@ from typing import BinaryIO
 
 _MAX_LINE = 1 << 16
 _CLOSE_TIMEOUT_S = 1.0
+_NUM_LAST_LINES = 50  # of each rank, for the file of an incident
+_MAX_LAST_LINE = 1 << 11
 
 
 class PrefixedOutput:
@@ -26,13 +28,15 @@ class PrefixedOutput:
 
     def __init__(self, stdout: BinaryIO | None = None, stderr: BinaryIO | None = None) -> None:
         self._steps: dict[int, Callable[[], int]] = {}
+        self._tails: dict[int, deque[bytes]] = {}
         self._stdout = _Stream("stdout", stdout or sys.stdout.buffer, self._steps)
         self._stderr = _Stream("stderr", stderr or sys.stderr.buffer, self._steps)
 
     def open(self, local_rank: int) -> tuple[int, int]:
-        stdout = self._stdout.open(local_rank)
+        tail = self._tails[local_rank] = deque(maxlen=_NUM_LAST_LINES)
+        stdout = self._stdout.open(local_rank, tail)
         try:
-            return stdout, self._stderr.open(local_rank)
+            return stdout, self._stderr.open(local_rank, tail)
         except OSError:
             os.close(stdout)
             raise
@@ -40,6 +44,11 @@ class PrefixedOutput:
     def track_steps(self, local_rank: int, step: Callable[[], int]) -> None:
         """Call `step`, on the output's threads, for the step number in the prefix."""
         self._steps[local_rank] = step
+
+    def tail(self, local_rank: int) -> Callable[[], list[str]]:
+        """A function that returns the last lines of the process of this rank that was opened last."""
+        tail = self._tails[local_rank]
+        return lambda: [line.decode(errors="backslashreplace") for line in tail.copy()]
 
     def write_line(self, line: str) -> None:
         """Write a line of the agent's own to stderr. Never blocks."""
@@ -81,10 +90,10 @@ class _Stream:
         self._thread = threading.Thread(target=self._pump, name=name, daemon=True)
         self._thread.start()
 
-    def open(self, local_rank: int) -> int:
+    def open(self, local_rank: int, tail: deque[bytes]) -> int:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
-        self._selector.register(reader, selectors.EVENT_READ, (local_rank, bytearray()))
+        self._selector.register(reader, selectors.EVENT_READ, (local_rank, bytearray(), tail))
         self._wake()
         return writer
 
@@ -129,7 +138,7 @@ class _Stream:
         return is_closing
 
     def _drain(self, key: selectors.SelectorKey, *, last: bool = False) -> None:
-        local_rank, partial = key.data
+        local_rank, partial, tail = key.data
         data: bytes | None
         try:
             data = os.read(key.fd, 1 << 16)
@@ -144,6 +153,7 @@ class _Stream:
         if lines:
             step = self._steps[local_rank]() if local_rank in self._steps else 0
             prefix = f"[rank {local_rank} step {step}] ".encode()
+            tail.extend(line[:_MAX_LAST_LINE] for line in lines)
             self._write(b"".join(prefix + line + b"\n" for line in lines))
         if ended:
             self._selector.unregister(key.fd)

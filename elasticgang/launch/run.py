@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import os
 import signal
+import socket
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from elasticgang import environment
@@ -19,6 +22,7 @@ from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
 from elasticgang.process.stop_signals import release_stop_signals
 from elasticgang.session.credentials import Credentials
+from elasticgang.watch import registry, serving
 
 _RANK_TARGET = "elasticgang.member.rank_main:main"
 # Modules that the fork server imports once for all processes of a host: ranks, comm processes, and a coordinator.
@@ -35,7 +39,8 @@ PRELOAD = (
 )
 
 
-def run_job(args: argparse.Namespace, credentials: Credentials) -> int:
+def run_job(args: argparse.Namespace, credentials: Credentials, listeners: Mapping[str, socket.socket]) -> int:
+    """`listeners`: see `serving.serve`."""
     env = {}
     if args.nproc_per_node + args.spares > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
@@ -64,12 +69,61 @@ def run_job(args: argparse.Namespace, credentials: Credentials) -> int:
     output = PrefixedOutput()
     log_to(output, args.log_level)
     try:
-        return Agent(job, output, EventLog(args.log_dir, output.write_line)).run()
+        with contextlib.ExitStack() as held:
+            log_dir = _list_job(held, job.job_id, args.log_dir, output)
+            events = EventLog(log_dir, output.write_line, is_bounded=args.log_dir is None)
+            scalars = args.tensorboard_dir and os.path.join(args.tensorboard_dir, job.job_id)
+            _serve(held, listeners, log_dir, scalars, output)
+            return Agent(job, output, events).run()
     except OperationalError as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 2
     finally:
         output.close()
+
+
+def _serve(
+    held: contextlib.ExitStack,
+    listeners: Mapping[str, socket.socket],
+    log_dir: str | None,
+    scalars: str | None,
+    output: PrefixedOutput,
+) -> None:
+    if (listeners or scalars) and log_dir is None:
+        raise OperationalError("--status-port, --metrics-port and --tensorboard-dir need --log-dir then")
+    for what, listener in listeners.items():
+        host, port = listener.getsockname()[:2]
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        path = "metrics" if what == "metrics" else ""
+        output.write_line(f"elasticgang: the {what} of this job: http://{at}/{path}")
+        if not ipaddress.ip_address(host).is_loopback:
+            output.write_line(f"elasticgang: warning: anybody who reaches {at} can read the {what} of this job")
+    traces = _wants_traces(log_dir, output)
+    if log_dir is not None:
+        offset = (Path(log_dir) / registry.EVENTS).stat().st_size  # a directory may have the events of earlier jobs
+        held.enter_context(serving.serve(listeners, log_dir, traces=traces, scalars=scalars, offset=offset))
+
+
+def _wants_traces(log_dir: str | None, output: PrefixedOutput) -> bool:
+    if not serving.wants_traces(os.environ):
+        return False
+    try:
+        if log_dir is None:
+            raise OperationalError("they need --log-dir then")
+        serving.check_traces()
+    except OperationalError as exc:
+        output.write_line(f"elasticgang: warning: no traces: {exc}")
+        return False
+    return True
+
+
+def _list_job(held: contextlib.ExitStack, job: str, log_dir: str | None, output: PrefixedOutput) -> str | None:
+    """List the job for `elasticgang status` until `held` ends. Returns the directory of its events."""
+    try:
+        return held.enter_context(registry.listed(job, log_dir))
+    except OperationalError as exc:  # LISTED-2
+        output.write_line(f"elasticgang: warning: `elasticgang status` does not find this job: {exc}")
+        return log_dir
 
 
 def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:

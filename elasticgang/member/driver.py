@@ -38,7 +38,7 @@ class MemberDriver:
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
         self._apply: Callable[..., None] | None = None
         self._prepare: Callable[..., None] | None = None
-        self._measure: Callable[[], float] | None = None
+        self._measure: Callable[[], Sequence[float]] | None = None
         self._sums: Callable[[], list[float]] = list
         self._is_voting = False  # the sums under way are votes
         self._load_forward: Callable[[], None] | None = None
@@ -48,7 +48,7 @@ class MemberDriver:
         self,
         weight: float,
         apply: Callable[..., None],
-        measure: Callable[[], float] | None,
+        measure: Callable[[], Sequence[float]] | None,
         prepare: Callable[..., None] | None,
     ) -> bool:
         self._apply, self._measure, self._prepare = apply, measure, prepare
@@ -89,15 +89,19 @@ class MemberDriver:
                 state_server.forward_done()
                 self.contribute()
             case do.StartSum(gang, values, measures):
-                measured = [self._measure()] if measures and self._measure is not None else []
-                self._sums = rendezvous.start_sum([*values, *measured])
                 self._is_voting = gang == "control"
+                if self._is_voting:  # SCHEDULE-1
+                    values = (*values, float(self.checkpoints is not None and self.checkpoints.proposes))
+                measured = self._measure() if measures and self._measure is not None else ()
+                self._sums = rendezvous.start_sum([*values, *measured])
             case Do.AWAIT_SUMS:
                 sums = self._sums()
                 if self._is_voting:
                     reached("votes_received")
-                else:
-                    reached("totals_received")
+                    if self.checkpoints is not None:
+                        self.checkpoints.count(sums[-1], self.lifecycle.state.entered)
+                    return sums[:-1]
+                reached("totals_received")
                 return sums
             case Do.FINISH_REDUCTION:
                 for reducer in self.reducers:
@@ -121,15 +125,24 @@ class MemberDriver:
                 with self._page.in_thread_state(ThreadState.WAITING):
                     self._load_forward = state_server.fetch_after(_addresses(sources), attempt, self._is_over)
                 return self._load_forward is not None
+            case Do.SAVE_LAST:
+                assert self.checkpoints is not None
+                with self._page.paused():
+                    return self.checkpoints.save_last(rendezvous.member, self.lifecycle.state)
+            case Do.IS_SAVED:
+                return self.checkpoints is not None and self.checkpoints.has(self.lifecycle.state.committed)
+            case Do.DROP_SAVE:
+                assert self.checkpoints is not None
+                self.checkpoints.drop()
             case Do.FIND_CHECKPOINT:
                 return None if self.checkpoints is None else self.checkpoints.newest()
-            case do.LoadCheckpoint(attempt):
+            case do.LoadCheckpoint(ref):
                 if self.checkpoints is None:
                     raise StateLostError(
-                        f"the job goes back to the checkpoint of step {attempt.step}; this rank has none"
+                        f"the job goes back to the checkpoint of step {ref.attempt.step}; this rank has none"
                     )
                 with self._page.paused(), state_server.exclusive():
-                    return self.checkpoints.load(attempt, self.lifecycle.state)
+                    return self.checkpoints.load(ref, self.lifecycle.state)
             case do.Poison(error):
                 rendezvous.poison(error)
             case do.BuildSeat(coordinates):

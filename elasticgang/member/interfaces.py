@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
 
 from elasticgang.errors import GangError
 from elasticgang.gang import Gang, Gangs
@@ -13,7 +16,10 @@ from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import Instruction, Observed
 from elasticgang.protocol.member_state import MemberState
-from elasticgang.protocol.record import Record
+from elasticgang.protocol.record import CheckpointRef, Record
+
+if TYPE_CHECKING:
+    from elasticgang.member.manager import Step
 
 
 class StateServer(Protocol):
@@ -60,19 +66,36 @@ class StateServer(Protocol):
 class Checkpoints(Protocol):
     """This rank's part in durable checkpoints."""
 
+    @property
+    def proposes(self) -> bool:
+        """Whether this rank's vote proposes to save the state."""
+
+    def count(self, num_proposals: float, generation: int) -> None:
+        """A vote of `generation` has been counted, in which so many ranks proposed to save."""
+
     def begin(self, member: str, state: MemberState) -> None:
         """A step begins on the state that `state` describes: save it, if it is due. Does not wait for the disk."""
 
-    def newest(self) -> Attempt | None:
+    def newest(self) -> CheckpointRef | None:
         """The newest checkpoint that this rank can load, as far as it knows. Raises CheckpointError: there are some,
         and none can be used."""
 
-    def load(self, attempt: Attempt, state: MemberState) -> bool:
-        """Load the checkpoint of `attempt`. False: it cannot be used. Raises CheckpointError: it is of another
-        model."""
+    def load(self, ref: CheckpointRef, state: MemberState) -> bool:
+        """Load the checkpoint `ref`. False: it cannot be used. Raises CheckpointError: it is of another model, or
+        another one stands in its place."""
+
+    def save_last(self, member: str, state: MemberState) -> tuple[bool, bool]:
+        """The last step of the job is committed. Save its state, and wait up to a second for that. Returns whether it
+        is being saved, and whether that has failed."""
+
+    def has(self, attempt: Attempt) -> bool:
+        """Whether a checkpoint of `attempt` is complete, as far as its manifest and file sizes say."""
+
+    def drop(self) -> None:
+        """Give up the save under way."""
 
     def close(self, member: str, state: MemberState) -> None:
-        """The last step has ended. Save its state, if it is due, and wait for the disk."""
+        """This rank leaves. Save the state, if it is due, and wait for the disk."""
 
 
 class Reducer(Protocol):
@@ -91,6 +114,28 @@ class Reducer(Protocol):
         """Release the gradients: this rank has left the seat that the reducer was built for."""
 
 
+class SlotPart(Protocol):
+    """A rank's slots of a step, by number. `kept`: it has their gradients from an earlier try. `due`: it computes
+    them."""
+
+    @property
+    def kept(self) -> Sequence[int]: ...
+
+    @property
+    def due(self) -> Sequence[int]: ...
+
+
+class SlotKeeper(Protocol):
+    """Keeps the gradients of finished slots when a step is tried again."""
+
+    def divide(self, step: Step) -> SlotPart | None:
+        """This rank's slots of `step`. None: those of its share. Call it on every rank. Raises GangError: the
+        generation has ended."""
+
+    def end_slot(self, slot: int) -> None:
+        """The slot under way is finished; `slot` is its number."""
+
+
 class Rendezvous(Protocol):
     """How a rank enters and leaves generations. `ElasticRendezvous` has an agent, `LocalRendezvous` has none."""
 
@@ -107,6 +152,10 @@ class Rendezvous(Protocol):
         ranks without slots reduce later in their program than the others, so on a shared group their collectives
         would run in another order."""
 
+    def empty(self, num: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialized vector on the CPU, in memory that `reduction` need not copy, if there is such memory. It
+        stays valid in all generations."""
+
     @property
     def record(self) -> Record | None:
         """The record of the present generation."""
@@ -114,6 +163,10 @@ class Rendezvous(Protocol):
     @property
     def error(self) -> GangError | None:
         """The error that ended the present generation; None while it goes on, and between two generations."""
+
+    @property
+    def num_collectives(self) -> int:
+        """How many collectives were started so far on the gangs of the script, and on gangs made from them."""
 
     def observe(self) -> Observed: ...
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from elasticgang.errors import GangError, LayoutError
 from elasticgang.gang import FakeGang, Gang, create_fake_gangs
@@ -27,6 +28,7 @@ class LocalRendezvous:
 
     member = "alone"
     local_rank = 0
+    num_collectives = 0  # those of fake gangs always have a result
 
     def __init__(self, layout: ParallelLayout, device: torch.device) -> None:
         if layout.num_needed > 1:
@@ -55,10 +57,18 @@ class LocalRendezvous:
             case do.SendRequest(report, _, checkpoint):
                 loads = report.tip is None and checkpoint is not None
                 seat = Seat(self.member, self.member, "localhost", 0, "", LEARNER if loads else ACTIVE)
-                tip = report.tip or checkpoint or Attempt(0, 1)
-                members = (self.member,)
+                saved, digest = checkpoint or (Attempt(0, 1), "")
                 self.record = Record(
-                    self._job, 1, "", self._layout, self._planned, (seat,), members, tip, rolled_back=loads
+                    self._job,
+                    1,
+                    "",
+                    self._layout,
+                    self._planned,
+                    (seat,),
+                    (self.member,),
+                    report.tip or saved,
+                    rolled_back=loads,
+                    checkpoint=digest if loads else "",
                 )
             case Do.AWAIT_RECORD:
                 return self.record
@@ -71,6 +81,9 @@ class LocalRendezvous:
 
     def reduction(self, family: str) -> Gang:
         return self.gangs.dp
+
+    def empty(self, num: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num, dtype=dtype)
 
     def forbid_collectives(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -6,35 +6,42 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
 import torch
+from torch import Tensor
 
 from elasticgang.environment import checkpoint_dir
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
 from elasticgang.gang import Gang, Gangs
 from elasticgang.layout import ParallelLayout
 from elasticgang.member.driver import MemberDriver
-from elasticgang.member.interfaces import Checkpoints, Reducer, Rendezvous, StateServer
+from elasticgang.member.interfaces import Checkpoints, Reducer, Rendezvous, SlotKeeper, StateServer
 from elasticgang.member.seat_state import BuildFunction, SeatState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_lifecycle import Next
+from elasticgang.protocol.record import Record
 
 log = logging.getLogger("elasticgang")
 
 
 class Step:
-    """One attempt at one step. Use it as `with step:`."""
+    """One attempt at one step. Use it as `with step:`. `is_first`: of all attempts in its generation."""
 
-    def __init__(self, manager: QuorumManager, index: int) -> None:
+    def __init__(self, manager: QuorumManager, index: int, *, is_first: bool) -> None:
         self._manager = manager
-        self.index = index
+        self.index, self.is_first = index, is_first
         self.generation = manager.generation
         self.share = manager._state.share(manager.layout)
+        self.shares = manager._state.shares(manager.layout)  # of all ranks of the dp gang
+        self.num_slots: int | None = None  # of all ranks; `divide` sets it
+        self._part: tuple[Sequence[int], Sequence[int]] | None = None
+        self.slot: int | None = None  # the number of the slot under way; the iteration over slots sets it
         self.committed = False
         self.closed = False
         self._gangs = manager.gangs
@@ -47,6 +54,28 @@ class Step:
         self._manager._rendezvous.page.beat()
         if self._manager.poisoned:
             raise StepAborted(f"step {self.index} is lost: {self._manager.error}")
+
+    def divide(self, num_slots: int) -> tuple[Sequence[int], Sequence[int]] | None:
+        """The numbers of this rank's slots of `num_slots`: those that it computes, and those whose gradients it has
+        kept from an earlier try. None: it computes those of `share`. `GlobalBatch` calls it, on every rank. Raises as
+        `SlotKeeper.divide`."""
+        if num_slots != self.num_slots:
+            keeper = self._manager.keeper()
+            if keeper is not None and self.num_slots is not None:
+                raise InvalidOperationError(
+                    f"step {self.index} has slots of a batch of {self.num_slots} slots and of one of {num_slots}; use "
+                    "one `GlobalBatch` in a step."
+                )
+            self.num_slots, self._part = num_slots, None
+            if keeper is not None and (part := keeper.divide(self)) is not None:
+                self._part = part.due, part.kept
+        return self._part
+
+    def end_slot(self) -> None:
+        """The slot under way is finished; the iteration over slots calls it."""
+        keeper = self._manager.keeper()
+        if keeper is not None and self.slot is not None:
+            keeper.end_slot(self.slot)
 
     def contribute(self) -> None:
         """Reduce this rank's gradients now. Call it on a rank without slots where the other ranks run backward: they
@@ -78,7 +107,7 @@ class QuorumManager:
         state_server: StateServer,
         layout: ParallelLayout,
         device: torch.device,
-        make_checkpoints: Callable[[Path, int, int], Checkpoints] | None = None,
+        make_checkpoints: Callable[[Path, int | None, float | None, int], Checkpoints] | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -87,7 +116,9 @@ class QuorumManager:
         self._driver = MemberDriver(rendezvous, state_server)
         self._state = self._driver.lifecycle.state
         self._step: Step | None = None
+        self._stepped = 0  # the generation of the last step
         self._registered = False
+        self.slot_keeper: SlotKeeper | None = None
         self._make_checkpoints = make_checkpoints
 
     # -- for scripts
@@ -193,25 +224,41 @@ class QuorumManager:
         self._driver.seat_state, self._registered = SeatState(build), True
         return self._driver.seat_state
 
-    def checkpoints(self, directory: str | os.PathLike[str] | None = None, *, every_steps: int, keep: int = 2) -> None:
-        """Save the training state to `directory` whenever so many steps are committed, beside the training, and begin
-        the job with the newest checkpoint there. Call it before the first step, alike on every rank.
+    def checkpoints(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = 2,
+    ) -> None:
+        """Save the training state to `directory` whenever so many steps are committed, or so much time has passed,
+        beside the training, and begin the job with the newest checkpoint there. Call it before the first step, alike on
+        every rank.
 
-        `directory`: the same one on all hosts; by default that of `elasticgang run --checkpoint-dir`. `keep`: how many
-        complete checkpoints are kept.
+        `directory`: the same one on all hosts; by default that of `elasticgang run --checkpoint-dir`. `every_seconds`:
+        the time from the beginning of one save to that of the next; the next step then saves. `keep`: how many complete
+        checkpoints are kept.
+
+        The state after the last step of `steps` is always saved: the loop ends once that is on the disk, or has failed.
 
         A job that is started again goes on at the newest valid checkpoint, with any number of ranks, and any division
         of DTensors. A save that fails costs that save: a warning says why, and training goes on.
 
         Raises:
-            ValueError: no directory is given, or a number is below 1.
+            ValueError: no directory is given, neither or both of `every_steps` and `every_seconds` are, or a number is
+                too small.
             InvalidOperationError: it was called before, or the first step has begun.
             OperationalError: the directory cannot be written.
             NotSupportedError: the package xxhash is missing: `pip install 'elasticgang[checkpoint]'`.
         """
+        if (every_steps is None) == (every_seconds is None):
+            raise ValueError("give one of `every_steps` and `every_seconds`.")
         for name, value in (("every_steps", every_steps), ("keep", keep)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+        if every_seconds is not None and not (math.isfinite(every_seconds) and every_seconds > 0):
+            raise ValueError(f"`every_seconds` must be finite and greater than 0, but is {every_seconds} instead.")
         directory = directory if directory is not None else checkpoint_dir()
         if directory is None:
             raise ValueError("`directory` must be given, here or by `elasticgang run --checkpoint-dir`.")
@@ -221,7 +268,8 @@ class QuorumManager:
             raise InvalidOperationError("call `checkpoints` before the first step")
         if self._make_checkpoints is None:
             raise NotSupportedError("this manager was made without `elasticgang.join`, and has no checkpoints")
-        self._driver.checkpoints = self._make_checkpoints(Path(directory), every_steps, keep)
+        self._driver.checkpoints = self._make_checkpoints(Path(directory), every_steps, every_seconds, keep)
+        self._driver.lifecycle.saves_last = True
 
     def paused(self, what: str) -> AbstractContextManager[None]:
         """A context in which this rank does not count as hung, however long it takes. Use it for work of this rank that
@@ -236,6 +284,22 @@ class QuorumManager:
         """Fail the present step on every rank without ending the generation. Use it for an error of this rank alone,
         such as a loss that is not finite. All ranks try the step again."""
         self._driver.lifecycle.report_error()
+
+    def report(self, **numbers: float) -> None:
+        """Show numbers of this rank's share of a step, such as `loss=` and `tokens=`, in `elasticgang status`, on the
+        page and in the metrics. Of `tokens` these show the sum over the ranks a second, of any other name the mean
+        over the ranks. It writes to shared memory and never waits: call it in every step.
+
+        Raises:
+            TypeError: a value is no number (a tensor: pass `loss.item()`).
+            ValueError: a name is longer than 32 bytes, or there are more than 8 names.
+        """
+        for name, value in numbers.items():
+            if not isinstance(value, int | float):
+                kind = type(value).__name__
+                raise TypeError(f"`{name}` must be an int or a float, but is of type `{kind}` instead.")
+        for name, value in numbers.items():
+            self._rendezvous.page.report(name, float(value))
 
     def steps(self, num_steps: int) -> Iterator[Step]:
         """Yield the next step until `num_steps` are committed. A step that did not commit is yielded again.
@@ -262,7 +326,8 @@ class QuorumManager:
             while (what := driver.run(lifecycle.pass_boundary(num_steps))) is not Next.LEAVE:
                 if what is not Next.STEP:
                     continue
-                step = Step(self, self.committed_steps)
+                step = Step(self, self.committed_steps, is_first=self._stepped != self.generation)
+                self._stepped = self.generation
                 yield step
                 if not step.closed:
                     raise InvalidOperationError(f"step {step.index} was not used; write `with step:` in the loop")
@@ -291,21 +356,53 @@ class QuorumManager:
             raise InvalidOperationError("there is no step under way; use this inside `with step:`")
         return self._step
 
+    def empty(self, num: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialized vector of `num` elements on the CPU, for gradients: `reduction` need not copy it."""
+        return self._rendezvous.empty(num, dtype)
+
     def add_reducer(self, reducer: Reducer) -> None:
         self._driver.reducers.append(reducer)
+
+    def keeper(self) -> SlotKeeper | None:
+        """What keeps the gradients of slots, if anything does.
+
+        Raises:
+            InvalidOperationError: there are further reducers, whose gradients of these slots would be lost.
+        """
+        if self.slot_keeper is not None and len(self._driver.reducers) > 1:
+            raise InvalidOperationError(
+                f"`keep=True` needs one wrapper for all gradients, but there are {len(self._driver.reducers)}: wrap "
+                "one module, or leave `keep` out."
+            )
+        return self.slot_keeper
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """The sums of `values` over all ranks with a seat, before this rank's totals and vote of a step. Call it on
+        every rank. Raises GangError: the generation has ended."""
+        return self._rendezvous.start_sum(values)()
+
+    @property
+    def num_collectives(self) -> int:
+        """How many collectives were started so far on the gangs of the script."""
+        return self._rendezvous.num_collectives
+
+    @property
+    def record(self) -> Record | None:
+        """The record of the present generation."""
+        return self._rendezvous.record
 
     def commit(
         self,
         weight: float,
         apply: Callable[..., None],
-        measure: Callable[[], float] | None = None,
+        measure: Callable[[], Sequence[float]] | None = None,
         *,
         prepare: Callable[..., None] | None = None,
     ) -> bool:
         """Vote on the step under way and, when it is committed, call `apply(total weight)` on the reduced gradients.
 
-        `measure`: returns a number of this rank's reduced gradients. `apply` gets its sum over the ranks of a replica
-        group as the second argument. Pass it on every rank or on none.
+        `measure`: returns numbers about this rank's reduced gradients, equally many on every rank. `apply` gets their
+        sums over all ranks as further arguments. Pass it on every rank or on none.
         `prepare`: called once before `apply`, with the same arguments, while the votes cross the network. It may
         change the gradients and nothing else, because the step may still be dropped.
 

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.exchange import DIRECT_SIZE
@@ -136,6 +137,9 @@ class ElasticRendezvous:
     def reduction(self, family: str) -> Gang:
         return self._elastic[REDUCE_RDP if family == "rdp" and REDUCE_RDP in self._elastic else REDUCE]
 
+    def empty(self, num: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num, dtype=dtype) if self._data is not None else self._comm_launcher.empty(num, dtype)
+
     @property
     def record(self) -> Record | None:
         return None if self._generation is None else self._generation.record
@@ -143,6 +147,10 @@ class ElasticRendezvous:
     @property
     def error(self) -> GangError | None:
         return None if self._generation is None else self._generation.error
+
+    @property
+    def num_collectives(self) -> int:
+        return sum(self._elastic[name].num_started for name in self._families)
 
     def observe(self) -> Observed:
         drain, link = self.drain, self._link

@@ -16,6 +16,9 @@ from typing import Any
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import SPARE, Record
 
+# Who or what ends a generation. No fault is behind the planned ones.
+CAUSES = ("start", "join", "drain", "left", "killed", "failed", "hung", "agent_lost", "abort", "elsewhere")
+PLANNED = frozenset({"start", "join", "drain", "left"})
 PHASES = ("detect", "abort", "quorum", "resolve", "configure", "heal", "first_commit")
 _START = "the job starts"
 
@@ -35,9 +38,10 @@ class _RankTimeline:
 
 @dataclass
 class _Cause:
-    """`exiting`: the member whose exit it is, until that is complete."""
+    """`kind`: one of `CAUSES`. `exiting`: the member whose exit it is, until that is complete."""
 
     text: str
+    kind: str
     at: float | None
     is_root: bool = False
     exiting: str | None = None
@@ -62,26 +66,26 @@ class ChangeReporter:
         self._pending: dict[str, Attempt] = {}
         self._change: _GenerationChange | None = None
 
-    def caused(self, cause: str, at: float, *, is_root: bool = False, exiting: str | None = None) -> None:
+    def caused(self, cause: str, kind: str, at: float, *, is_root: bool = False, exiting: str | None = None) -> None:
         """Why the present generation ends. The first cause counts, but a root cause (a death) replaces its effects (a
-        lost peer). `exiting`: the member that has begun to exit; `exited` follows."""
+        lost peer). `kind`: one of `CAUSES`. `exiting`: the member that has begun to exit; `exited` follows."""
         if self._cause is None:
-            self._cause = _Cause(cause, at, is_root, exiting)
+            self._cause = _Cause(cause, kind, at, is_root, exiting)
         elif is_root and not self._cause.is_root:
-            self._cause = _Cause(cause, min(at, self._cause.at or at), True, exiting)
+            self._cause = _Cause(cause, kind, min(at, self._cause.at or at), True, exiting)
 
-    def exited(self, member: str, cause: str) -> Iterator[dict[str, Any]]:
-        """The exit of `member` is complete: `cause` says how it ended."""
+    def exited(self, member: str, cause: str, kind: str) -> Iterator[dict[str, Any]]:
+        """The exit of `member` is complete: `cause` and `kind` say how it ended."""
         for known in (self._cause, None if self._change is None else self._change.cause):
             if known is not None and known.exiting == member:
-                known.text, known.exiting = cause, None
+                known.text, known.kind, known.exiting = cause, kind, None
         yield from self._end_if_over()
 
     def agent_lost(self, agent: str, at: float) -> None:
         """The agent is dead: a root cause, unless the present cause names the agent already."""
         is_named = self._cause is not None and f"agent {agent} " in self._cause.text
         if self._record is not None and self._record.seats_of(agent) and not is_named:
-            self.caused(f"agent {agent} is lost", at, is_root=True)
+            self.caused(f"agent {agent} is lost", "agent_lost", at, is_root=True)
 
     def requested(self, member: str, pending: Attempt | None) -> None:
         """`member` has left its generation, in doubt about `pending`."""
@@ -92,8 +96,8 @@ class ChangeReporter:
     def agreed(self, record: Record, agent: str) -> Iterator[dict[str, Any]]:
         """A record is agreed. `agent`: this agent."""
         yield from self.ended()
-        unknown = _START if self._record is None else "a change elsewhere"
-        cause = self._cause or _Cause(unknown, None)
+        unknown = (_START, "start") if self._record is None else ("a change elsewhere", "elsewhere")
+        cause = self._cause or _Cause(*unknown, None)
         in_doubt = tuple(sorted(set(self._pending.values())))
         here = frozenset(seat.member for seat in record.seats_of(agent) if seat.status != SPARE)
         self._change = _GenerationChange(self._record, record, cause, in_doubt, here)
@@ -152,6 +156,7 @@ def describe(change: _GenerationChange) -> dict[str, Any]:
         "digest": record.digest,
         "parent": record.parent,
         "cause": change.cause.text,
+        "kind": change.cause.kind,
         "left": sorted(set(old) - set(new)),
         "joined": sorted(set(new) - set(old)),
         "moved": moved,
@@ -160,7 +165,8 @@ def describe(change: _GenerationChange) -> dict[str, Any]:
             for attempt in change.in_doubt
         ],
         "committed": list(record.committed),
-        "phases_ms": _phases(change),
+        "checkpoint": record.committed.step if record.checkpoint else None,
+        **_times(change),
     }
 
 
@@ -180,12 +186,11 @@ def _outcome(attempt: Attempt, record: Record) -> str:
     return "rolled forward" if record.rolled_forward else "applied"
 
 
-def _phases(change: _GenerationChange) -> dict[str, float | None]:
-    """CHANGE-2, in milliseconds."""
-    timelines = list(change.timelines.values())
+def _times(change: _GenerationChange) -> dict[str, Any]:
+    """CHANGE-2. "phases_ms" in milliseconds; "began_at": when the first phase began, as CLOCK_MONOTONIC seconds."""
+    timelines, caused_at = list(change.timelines.values()), change.cause.at
     if not timelines:
-        return dict.fromkeys(PHASES)
-    caused_at = change.cause.at
+        return {"began_at": caused_at, "phases_ms": dict.fromkeys(PHASES)}
     newcomers = change.record.generation == 1 or caused_at is None
     survivors = [timeline for timeline in timelines if newcomers or timeline.began >= (caused_at or 0.0)] or timelines
     began = max(timeline.began for timeline in survivors)
@@ -204,7 +209,13 @@ def _phases(change: _GenerationChange) -> dict[str, float | None]:
         "heal": max(healed) - configured if healed else None,
         "first_commit": min(committed) - configured if committed else None,
     }
-    return {name: None if s is None else round(max(0.0, s) * 1e3, 1) for name, s in found.items()}
+    phases = {name: None if s is None else round(max(0.0, s) * 1e3, 1) for name, s in found.items()}
+    return {"began_at": round(began if caused_at is None else caused_at, 4), "phases_ms": phases}
+
+
+def is_planned(change: Mapping[str, Any]) -> bool:
+    """Whether the job, or the operator, wanted the change."""
+    return change["kind"] in PLANNED or (change["kind"] == "elsewhere" and not change["left"])
 
 
 def format_change(change: Mapping[str, Any], counts: Mapping[str, int]) -> str:
@@ -213,6 +224,8 @@ def format_change(change: Mapping[str, Any], counts: Mapping[str, int]) -> str:
     parts = [f"generation {change['generation']} ({change['cause']}): {seats}"]
     parts += [f"{len(change[what])} {what}" for what in ("left", "joined", "moved") if change[what]]
     parts += [f"step {doubt['step']} in doubt was {doubt['outcome']}" for doubt in change["in_doubt"]]
+    if change["checkpoint"] is not None:
+        parts.append(f"continues at the checkpoint of step {change['checkpoint']}")
     spent = {name: ms for name, ms in change["phases_ms"].items() if ms is not None}
     if spent and "first_commit" in spent:
         times = ", ".join(f"{name} {ms:.0f}" for name, ms in spent.items() if name != "heal" and ms >= 0.5)

@@ -16,9 +16,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
+import math
 import mmap
 import os
+import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +37,15 @@ _BLOCK_HEAD = 2
 _BLOCK = _BLOCK_HEAD + _NUM_GROUPS * _ROW
 _MUTEX = 16
 _FIRST_BLOCK = _MUTEX + death_watch.NUM_WORDS
+_NUM_TIMES = 32
+_LAP = 0xFF  # of a word with the time of a commit, in ns: these bits are the step's, so that an old one is not taken
+_TIMES = _FIRST_BLOCK + _NUM_BLOCKS * _BLOCK  # when the last steps were committed
+_NAME_WORDS = 4
+_NUMBER = 3 + _NAME_WORDS  # a reported number: how often, the last value, the sum, the name
+_NUM_NUMBERS = 8
+_NUMBERS = _TIMES + _NUM_TIMES
+MAX_NAME_BYTES = 8 * _NAME_WORDS
+_FD_NAME = "elasticgang-page"
 
 
 class ThreadState(enum.IntEnum):
@@ -64,7 +76,9 @@ class ThreadState(enum.IntEnum):
     _COMMITTED,
     _SUCCESSORS,
     _STEP,
-) = range(12)
+    _HEAL_RECEIVED,
+    _HEAL_BYTES,
+) = range(14)
 _STEP_BITS = 40  # of the word that names a committed attempt; the rest is the generation
 
 
@@ -78,6 +92,15 @@ class GroupStamps:
     completed: int
     messages_submitted: int
     messages_completed: int
+
+
+@dataclass(frozen=True)
+class ReportedNumber:
+    """A number that the script reports: how often, its last value, and the sum of its finite values."""
+
+    num_reports: int
+    last: float
+    total: float
 
 
 class CommBlock:
@@ -181,9 +204,10 @@ class CommBlock:
 class StatusPage:
     """One rank's page. Its agent creates it; the rank and its comm processes map it."""
 
-    def __init__(self, fd: int | None = None) -> None:
+    def __init__(self, fd: int | None = None, *, is_read_only: bool = False) -> None:
         """Map the page of `fd`, which the caller keeps open; None creates a page for this process alone."""
-        memory = mmap.mmap(-1, SIZE) if fd is None else mmap.mmap(fd, SIZE)
+        access = mmap.ACCESS_READ if is_read_only else mmap.ACCESS_WRITE
+        memory = mmap.mmap(-1, SIZE) if fd is None else mmap.mmap(fd, SIZE, access=access)
         self.fd = fd
         self._words = memoryview(memory).cast("Q")  # STATUS-1
         self._free = list(range(_NUM_BLOCKS))
@@ -192,9 +216,25 @@ class StatusPage:
     @staticmethod
     def create() -> int:
         """A descriptor of a new page; the caller closes it."""
-        fd = os.memfd_create("elasticgang-page", os.MFD_CLOEXEC)
+        fd = os.memfd_create(_FD_NAME, os.MFD_CLOEXEC)
         os.ftruncate(fd, SIZE)
         return fd
+
+    @staticmethod
+    def of_process(pid: int) -> StatusPage | None:
+        """The page of a rank process, to read; None if the process has none, is gone, or belongs to another user."""
+        directory = f"/proc/{pid}/fd"
+        with contextlib.suppress(OSError):
+            for name in os.listdir(directory):
+                with contextlib.suppress(OSError):
+                    path = os.path.join(directory, name)
+                    if os.readlink(path).startswith(f"/memfd:{_FD_NAME} "):
+                        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                        try:
+                            return StatusPage(fd, is_read_only=True)
+                        finally:
+                            os.close(fd)
+        return None
 
     # -- the training thread
 
@@ -215,7 +255,33 @@ class StatusPage:
 
     def commit(self, step: int, generation: int) -> None:
         """The rank knows that `step` steps are committed, the last of them in `generation`."""
+        if step != self.committed[0]:
+            self._words[_TIMES + step % _NUM_TIMES] = time.monotonic_ns() & ~_LAP | step // _NUM_TIMES & _LAP
         self._words[_COMMITTED] = generation << _STEP_BITS | step
+
+    def report(self, name: str, value: float) -> None:
+        """Keep a number of the script's.
+
+        Raises:
+            ValueError: the name is empty or longer than `MAX_NAME_BYTES`, or there are too many names.
+        """
+        encoded = name.encode()
+        if not 0 < len(encoded) <= MAX_NAME_BYTES:
+            raise ValueError(f"a reported name must have 1 to {MAX_NAME_BYTES} bytes, but is {name!r} instead.")
+        for at in range(_NUMBERS, _NUMBERS + _NUM_NUMBERS * _NUMBER, _NUMBER):
+            if not self._words[at] or self._name_at(at) == encoded:
+                break
+        else:
+            raise ValueError(f"at most {_NUM_NUMBERS} names can be reported, but {name!r} is one more.")
+        for index, word in enumerate(struct.unpack(f"={_NAME_WORDS}Q", encoded.ljust(MAX_NAME_BYTES, b"\0"))):
+            self._words[at + 3 + index] = word
+        self._words[at + 1] = _word_of(value)
+        if math.isfinite(value):
+            self._words[at + 2] = _word_of(_float_of(self._words[at + 2]) + value)
+        self._words[at] += 1  # last: a name is there before it is counted
+
+    def _name_at(self, at: int) -> bytes:
+        return struct.pack(f"={_NAME_WORDS}Q", *self._words[at + 3 : at + 3 + _NAME_WORDS]).rstrip(b"\0")
 
     def set_thread_state(self, doing: ThreadState) -> None:
         self._words[_THREAD_STATE] = doing
@@ -244,6 +310,13 @@ class StatusPage:
         finally:
             self._words[_PAUSED] -= 1
             self.beat()
+
+    # -- the thread that heals, or the one that holds the lock of what is received
+
+    def set_healing(self, num_received: int, num_bytes: int) -> None:
+        """So many of so many bytes of the state have arrived."""
+        self._words[_HEAL_BYTES] = num_bytes
+        self._words[_HEAL_RECEIVED] = num_received
 
     # -- any thread of the rank
 
@@ -283,7 +356,33 @@ class StatusPage:
     def block(self, index: int) -> CommBlock:
         return CommBlock(self._words, index)
 
-    # -- the agent
+    # -- the agent, and whoever watches the job
+
+    @property
+    def healing(self) -> tuple[int, int]:
+        """How many bytes of how many have arrived, in the last heal; (0, 0) before the first."""
+        return self._words[_HEAL_RECEIVED], self._words[_HEAL_BYTES]
+
+    def commit_times(self) -> list[tuple[int, float]]:
+        """(steps, CLOCK_MONOTONIC seconds) of the last commits that this process saw, the newest last."""
+        newest = self.committed[0]
+        found: list[tuple[int, float]] = []
+        for step in range(max(newest - _NUM_TIMES + 2, 1), newest + 1):  # not the oldest: it may be overwritten now
+            word = self._words[_TIMES + step % _NUM_TIMES]
+            if word and word & _LAP == step // _NUM_TIMES & _LAP:  # else the process has not seen this commit
+                found.append((step, (word & ~_LAP) / 1e9))
+        return found
+
+    def numbers(self) -> dict[str, ReportedNumber]:
+        """What the script reports."""
+        found = {}
+        for at in range(_NUMBERS, _NUMBERS + _NUM_NUMBERS * _NUMBER, _NUMBER):
+            count = self._words[at]
+            if not count:
+                break
+            last, total = _float_of(self._words[at + 1]), _float_of(self._words[at + 2])
+            found[self._name_at(at).decode()] = ReportedNumber(count, last, total)
+        return found
 
     def mark_job_ending(self) -> None:
         """The job is ending: a SIGTERM from now on stops the rank at once."""
@@ -353,3 +452,13 @@ class StatusPage:
 def key_of(name: str) -> int:
     """The key of a group name; never 0."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") or 1
+
+
+def _word_of(value: float) -> int:
+    (word,) = struct.unpack("=Q", struct.pack("=d", value))
+    return int(word)
+
+
+def _float_of(word: int) -> float:
+    (value,) = struct.unpack("=d", struct.pack("=Q", word))
+    return float(value)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.record import MemberReport, Record, Undecided, Unrecoverable
+from elasticgang.protocol.record import CheckpointRef, MemberReport, Record, Undecided, Unrecoverable
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RecordRequested:
     layout: ParallelLayout
     broken: bool
     timed_out: bool = False
-    checkpoint: Attempt | None = None
+    checkpoint: CheckpointRef | None = None
 
 
 @dataclass(frozen=True)

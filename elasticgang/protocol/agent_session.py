@@ -8,8 +8,8 @@ LEASE    The ranks may act for `lease_s` after the agent sent the last message t
 REFUSED  A connection that was refused at the coordinator's address renews the lease as an answer does: nothing listens
          there, so that nobody decides without this agent. It counts only at the address of the coordinator that
          granted the lease, and no more once another one was promised a term.
-FENCE    Once the lease is over no rank takes part in the generation again, and a record that comes waits, until a
-         coordinator in office answers. An agent that stays fenced for `fenced_limit_s` kills its ranks.
+FENCE    Once the lease is over the agent kills its ranks, and takes part no more under its id. A record that comes
+         before there is a lease waits for one.
 RESEND   What the coordinator must know is in each `Hello` and in each report; nothing is lost with a session.
 """
 
@@ -31,7 +31,6 @@ from elasticgang.protocol.coordinator_messages import (
     Disconnected,
     EndGeneration,
     Evicted,
-    Fence,
     Finished,
     Goodbye,
     HangUp,
@@ -61,12 +60,13 @@ from elasticgang.protocol.coordinator_messages import (
     Term,
     Ticked,
     Timeouts,
-    Unfence,
     Welcome,
 )
 from elasticgang.protocol.record import Record, Undecided, Unrecoverable
 
 Instructions: TypeAlias = "list[SessionInstruction]"
+
+_MAX_DOUBLINGS = 3
 
 
 @dataclass
@@ -82,7 +82,6 @@ class AgentSession:
     over: int = 0
     finished: bool = False
     lease_until_s: float | None = None
-    fenced_since_s: float | None = None
     is_ended: bool = False
     former: str = ""
     _session: int = 0
@@ -95,6 +94,7 @@ class AgentSession:
     _beats_s: dict[int, float] = field(default_factory=dict)  # sent, not answered
     _last_answer_s: float = 0.0
     _next_beat_s: float = 0.0
+    _num_unanswered: int = 0  # sessions in a row: in each further one, the agent waits twice as long
     _is_report_due: bool = False
     _joining: int = 0  # the newest generation that a rank waits to join
     _held: Record | None = None  # FENCE: accepted, not yet delivered
@@ -108,14 +108,12 @@ class AgentSession:
         """The coordinator of this session can be told that the ranks are ready."""
         return self._term is not None
 
-    @property
-    def is_fenced(self) -> bool:
-        return self.fenced_since_s is not None
-
     def handle(self, event: SessionEvent, now_s: float) -> Instructions:
         if self.is_ended:
             return []
-        out = self._check_lease(now_s)
+        if self.lease_until_s is not None and now_s >= self.lease_until_s:
+            return self._fence()
+        out: Instructions = []
         match event:
             case Connected(address):
                 out += self._connected(address, now_s)
@@ -152,6 +150,7 @@ class AgentSession:
         )
 
     def _disconnected(self) -> None:
+        self._num_unanswered += not self.is_welcome
         self._address, self._term, self._in_office = "", None, False
         self._beats_s.clear()
 
@@ -190,9 +189,11 @@ class AgentSession:
     def _tick(self, now_s: float) -> Instructions:
         if not self.is_connected:
             return []
-        if now_s - self._last_answer_s > self.timeouts.answer_s and (self._beats_s or not self.is_welcome):
+        limit_s = self.timeouts.answer_s * 2 ** min(self._num_unanswered, _MAX_DOUBLINGS)
+        if now_s - self._last_answer_s > limit_s and (self._beats_s or not self.is_welcome):
+            self._num_unanswered += self.is_welcome
             self._disconnected()
-            return [HangUp(f"the coordinator has not answered for {self.timeouts.answer_s:g} s")]
+            return [HangUp(f"the coordinator has not answered for {limit_s:g} s")]
         return self._heartbeat(now_s) if now_s >= self._next_beat_s else []
 
     def _heartbeat(self, now_s: float) -> Instructions:
@@ -203,21 +204,12 @@ class AgentSession:
         self._next_beat_s = now_s + self.timeouts.heartbeat_s
         return self._send(Heartbeat(self._beat))
 
-    def _check_lease(self, now_s: float) -> Instructions:
+    def _fence(self) -> Instructions:
         """FENCE."""
-        if self.fenced_since_s is not None:
-            if now_s - self.fenced_since_s >= self.timeouts.fenced_limit_s:
-                return self._end(f"no coordinator has renewed the lease for {self.timeouts.fenced_limit_s:g} s")
-            return []
-        if self.lease_until_s is None or now_s < self.lease_until_s:
-            return []
-        self.fenced_since_s = self.lease_until_s
-        self._lease_address = ""
-        generation = 0 if self.decision is None else self.decision.record.generation
-        out: Instructions = [Fence(generation)]
-        if generation:
+        out = self._end(f"no coordinator has answered for {self.timeouts.lease_s:g} s")
+        if self.decision is not None:
+            generation = self.decision.record.generation
             out += self._notify(EndGeneration(generation, f"the lease of agent {self.agent} is over"))
-            out.append(Inform(agent_events.PeerNotice(generation, over=True, reason="the lease is over")))
         return out
 
     def _renew(self, sent_s: float, now_s: float) -> Instructions:
@@ -225,21 +217,17 @@ class AgentSession:
         if until_s <= now_s:
             return []
         self._lease_address = self._address
-        if self.lease_until_s is not None and until_s <= self.lease_until_s and not self.is_fenced:
+        if self.lease_until_s is not None and until_s <= self.lease_until_s:
             return []
         self.lease_until_s = until_s
-        out: Instructions = [SetLease(until_s)]
-        if self.is_fenced:
-            self.fenced_since_s = None
-            out.append(Unfence())
-        return out + self._deliver_held()
+        return [SetLease(until_s), *self._deliver_held()]
 
     def _refused(self, address: str, began_s: float, now_s: float) -> Instructions:
         """REFUSED."""
-        if address != self._lease_address or self.is_fenced or self.lease_until_s is None:
+        if address != self._lease_address or self.lease_until_s is None:
             return []
         until_s = began_s + self.timeouts.lease_s
-        if until_s <= max(now_s, self.lease_until_s):
+        if until_s <= self.lease_until_s:
             return []
         self.lease_until_s = until_s
         return [SetLease(until_s)]
@@ -285,8 +273,7 @@ class AgentSession:
             self._lease_address = ""  # REFUSED
         self.promised = self._term = welcome.term
         was_in_office, self._in_office = self._in_office, welcome.in_office
-        ref = None if self.decision is None else self.decision.ref
-        out = self._send(Promise(welcome.term, ref))
+        out = self._send(Promise(welcome.term))
         if is_first and welcome.in_office:
             self._last_answer_s = now_s
             out += self._renew(self._hello_s, now_s)
@@ -304,6 +291,7 @@ class AgentSession:
             return []
         self._beats_s = {beat: at_s for beat, at_s in self._beats_s.items() if beat > number}
         self._last_answer_s = min(self._beats_s.values(), default=now_s)
+        self._num_unanswered = 0
         return self._renew(sent_s, now_s) if in_office and self.is_welcome else []
 
     def _push(self, push: Push, now_s: float) -> Instructions:
@@ -316,14 +304,14 @@ class AgentSession:
         if known is not None and not record.builds_on(known.record.ref):
             return self._end(f"generation {record.generation} does not build on its generation {known.ref.generation}")
         self.decision = decision
-        out = self._send(Accepted(record.generation, record.digest))
         self._held = record
-        has_lease = self.lease_until_s is not None and now_s < self.lease_until_s and not self.is_fenced
-        if has_lease:
+        out: Instructions = []
+        if self.lease_until_s is not None:
             out += self._deliver_held()
         elif not self._beats_s:
             out += self._heartbeat(now_s)
-        return out + self._notices(push.over, push.joining)
+        out += self._notices(push.over, push.joining)
+        return out + self._send(Accepted(record.generation, record.digest))  # after what ranks wait for
 
     def _deliver_held(self) -> Instructions:
         record, self._held = self._held, None

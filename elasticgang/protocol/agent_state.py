@@ -55,7 +55,16 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.next_record import infeasible
-from elasticgang.protocol.record import NO_RECORD, SPARE, MemberReport, Record, Report, Undecided, Unrecoverable
+from elasticgang.protocol.record import (
+    NO_RECORD,
+    SPARE,
+    CheckpointRef,
+    MemberReport,
+    Record,
+    Report,
+    Undecided,
+    Unrecoverable,
+)
 from elasticgang.protocol.restarts import Failure, Restarts
 
 _MAX_BACKOFF_S = 10.0
@@ -79,7 +88,7 @@ class _Rank:
     local_rank: int
     phase: _Phase = _Phase.STARTING
     report: MemberReport | None = None
-    checkpoint: Attempt | None = None
+    checkpoint: CheckpointRef | None = None
     entered_any: bool = False
     finished: bool = False
     by_script: bool = False

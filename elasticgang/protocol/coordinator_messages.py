@@ -55,12 +55,10 @@ class Timeouts:
     """Seconds by the clock of the process that waits. `drift`: by how much a clock may run too fast or too slow.
 
     lease_s          an agent's ranks may act so long after the agent sent the last heartbeat that was answered
-    grace_s          after the lease: within it, every rank of the agent has aborted or is dead
-    lost_after_s     the coordinator declares a silent agent lost
-    fenced_limit_s   an agent that is fenced for so long kills its ranks, or they themselves do: their state is given up
-    dead_after_s     the coordinator no longer waits for what a silent agent may hold
+    grace_s          after the lease: within it, every rank of the agent has ended
+    lost_after_s     the coordinator declares a silent agent lost, and what its ranks held
     heartbeat_s      between an agent's heartbeats
-    answer_s         an agent that has waited so long for an answer opens a new session
+    answer_s         an agent that has waited so long for an answer opens a new session, and waits twice as long there
     standstill_s     a coordinator that was not run for so long may not have read what agents sent meanwhile
     founding_s       from the first report of a new job to the record of whoever is ready
     notice_s         agents are told why there is no next record
@@ -69,8 +67,6 @@ class Timeouts:
     lease_s: float = 8.0
     grace_s: float = 3.0
     lost_after_s: float = 12.5
-    fenced_limit_s: float = 300.0
-    dead_after_s: float = 330.0
     heartbeat_s: float = 1.0
     answer_s: float = 3.0
     standstill_s: float = 1.0
@@ -79,30 +75,21 @@ class Timeouts:
     drift: float = 0.01
 
     def __post_init__(self) -> None:
-        """Raises ValueError when a coordinator could declare an agent lost, or dead, before that agent has fenced
-        itself, or killed its ranks."""
+        """Raises ValueError when a coordinator could declare an agent lost before its ranks have ended."""
         slow, fast = 1 + self.drift, 1 - self.drift
         if self.lost_after_s * fast <= (self.lease_s + self.grace_s) * slow:  # LEASE-2
             raise ValueError(
                 f"`lost_after_s` must exceed `lease_s + grace_s` and drift, but is {self.lost_after_s} beside "
                 f"{self.lease_s} + {self.grace_s}"
             )
-        if self.dead_after_s * fast <= (self.lease_s + self.fenced_limit_s + self.grace_s) * slow:
-            raise ValueError(
-                f"`dead_after_s` must exceed `lease_s + fenced_limit_s + grace_s` and drift, but is "
-                f"{self.dead_after_s} beside {self.lease_s} + {self.fenced_limit_s} + {self.grace_s}"
-            )
 
 
-# Of all jobs: the end of the lease kills the ranks, so that an agent that may be declared lost is dead.
-JOB_TIMEOUTS = Timeouts(fenced_limit_s=0.0, dead_after_s=12.5)
+JOB_TIMEOUTS = Timeouts()
 
 _FOREVER_S = 1e9
 
 # Of a job's own coordinator and the agent that runs it: they are one host, which cannot be cut off from itself.
-EMBEDDED_TIMEOUTS = Timeouts(
-    lease_s=_FOREVER_S, lost_after_s=1.1 * _FOREVER_S, fenced_limit_s=0.0, dead_after_s=1.1 * _FOREVER_S
-)
+EMBEDDED_TIMEOUTS = Timeouts(lease_s=_FOREVER_S, lost_after_s=1.1 * _FOREVER_S)
 
 
 # -- an agent to its coordinator
@@ -127,10 +114,9 @@ class Hello:
 
 @dataclass(frozen=True)
 class Promise:
-    """The agent accepts no decision of an earlier term from now on. `decision`: the newest it knows."""
+    """The agent accepts no decision of an earlier term from now on."""
 
     term: Term
-    decision: DecisionRef | None
 
 
 @dataclass(frozen=True)
@@ -271,12 +257,12 @@ class Refused:
 
 @dataclass(frozen=True)
 class Notice:
-    """Agents show it to users. `topic`: "lost" or "refused", about `agent`; "undecided", about the job. An agent that
+    """Agents show it to users. `topic`: "lost" or "refused", about `agents`; "undecided", about the job. An agent that
     waits for nothing but the fate of the last step fails on the latter (AGENT-5)."""
 
     topic: str
     reason: str
-    agent: str = ""
+    agents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -370,11 +356,12 @@ class Send:
 @dataclass(frozen=True)
 class Persist:
     """Write to the state directory and fsync; then bring `Persisted`, if there is a decision. `finished`: the job has
-    finished."""
+    finished. `addresses`: of the coordinators that have used the directory since the decision (MOVED)."""
 
     term: Term
     decision: Decision | None
     finished: bool
+    addresses: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -457,17 +444,6 @@ class SetLease:
 
 
 @dataclass(frozen=True)
-class Fence:
-    """The lease is over: abort `generation` in every rank, and let none act before `Unfence`."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Unfence: ...
-
-
-@dataclass(frozen=True)
 class CollectReport:
     """Bring `ReportCollected`, if every live rank still waits for the next record."""
 
@@ -481,9 +457,9 @@ class Inform:
 
 @dataclass(frozen=True)
 class KillRanks:
-    """The session is over for good."""
+    """The agent takes part no more under this id: its ranks must not act again."""
 
     reason: str
 
 
-SessionInstruction = SendToCoordinator | HangUp | SetLease | Fence | Unfence | CollectReport | Inform | KillRanks
+SessionInstruction = SendToCoordinator | HangUp | SetLease | CollectReport | Inform | KillRanks

@@ -13,17 +13,19 @@ PRESENT  Every agent of the record is ready, or declared lost, before the next r
 REPORT   A report counts while the session by which it came is up, and its agent has promised the present term.
 LOST     An agent is declared lost once it was silent for `lost_after_s` while the coordinator was in office, not
          counting what the coordinator itself stood still; or its process is known to be gone.
-LAST     The job goes on without a silent agent only if nothing is needed of it: if the record could be decided with
-         that agent absent and alive. One that is dead (its process is gone, or it was silent for `dead_after_s`) is
-         not waited for.
+MOVED    After a restart from its state directory at another address, a coordinator declares no agent lost for its
+         silence that has not promised its term: a connection refused at the old address renews that agent's lease.
 ALONE    A record that was decided without a state directory is followed by one without any of its agents only if all of
          these have exited, or on the operator's word: those that are silent may be led by another coordinator.
-ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it.
+ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it,
+         or when all of these have exited, or on the operator's word.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
          of the record that comes back may hold what was given up for lost: the coordinator decides again.
-ABANDON  A job is abandoned once no agent has a session, and every agent of its record is dead, or the coordinator is
+ABANDON  A job is abandoned once no agent has a session, and every agent of its record is lost, or the coordinator is
          not in office. It may be forgotten: what is known of it is in the state directory, or with agents.
+NOTICE   While a proposal is undecided, each session is told why once, after the reason has held for `notice_s`: what an
+         earlier session of the agent was told may not have arrived.
 SENDER   An agent speaks for itself alone: of its own members, and of a generation that it is in. Its id belongs to the
          first process that has used it here.
 """
@@ -115,20 +117,24 @@ class _Session:
     agent: str
     incarnation: str
     number: int
-    seen: DecisionRef | None
+    seen: RecordRef | None
     promised: bool = False
+    told: str = ""  # NOTICE: the newest reason
 
 
 @dataclass
 class CoordinatorState:
-    """`handle` is the only way in. `decision`: the newest, from the state directory or from agents. `granted`: in
-    office by (a) or (c), or by its own last decision. `reason`: why there is no next record yet. `proposal`: what the
-    last decision of this coordinator was made from. `everywhere`: as of `Welcome`."""
+    """`handle` is the only way in. `decision`: the newest, from the state directory or from agents. `addresses`: of the
+    coordinators that have used the state directory since `decision`, from where agents may have leases; `address` is
+    this one's. `granted`: in office by (a) or (c), or by its own last decision. `reason`: why there is no next record
+    yet. `proposal`: what the last decision of this coordinator was made from. `everywhere`: as of `Welcome`."""
 
     name: str
     number: int = 1
     has_directory: bool = False
     decision: Decision | None = None
+    address: str = ""
+    addresses: frozenset[str] = frozenset()
     granted: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
     everywhere: bool = False
@@ -139,29 +145,30 @@ class CoordinatorState:
     reason: str = "no agent is ready"
     proposal: list[Report] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
-    dead: set[str] = field(default_factory=set)  # of the lost
-    awaits_word: bool = False  # ALONE
+    awaits_word: bool = False  # ALONE, MOVED
     sessions: dict[int, _Session] = field(default_factory=dict)
     _session_of: dict[str, int] = field(default_factory=dict)
     _incarnations: dict[str, str] = field(default_factory=dict)
     _reports: dict[str, Report] = field(default_factory=dict)
     _promises: set[str] = field(default_factory=set)  # agents that have promised the present term
-    _exited: set[str] = field(default_factory=set)  # agents: of the dead, those that are known to have exited
+    _exited: set[str] = field(default_factory=set)  # agents: of the lost, those that are known to have exited
     _word: str = ""  # ALONE: the digest of the record for which the operator has given it
     _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
-    _unlearned: dict[int, Hello | Promise] = field(default_factory=dict)  # until `KnownDecision` comes
+    _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes
     _was_in_office: bool = False
     _first_report_s: float | None = None
-    _undecided: str = ""  # the reason that stands, since `_undecided_s`, and the one that agents were told
-    _undecided_s: float = 0.0
-    _told_undecided: str = ""
+    _num_founders: int = 1  # the most agents for which a report wants the first record to wait
+    _is_founding_due: bool = False  # the next tick looks whether there are enough
+    _undecided: str = ""  # the newest reason for which a proposal was undecided: it holds while it is `reason`
+    _undecided_s: float = 0.0  # since when
     _now_s: float = 0.0
     _silences: Silences = field(init=False)
 
     def __post_init__(self) -> None:
         self._silences = Silences(self.timeouts.standstill_s)
+        self.addresses |= {self.address}
 
     @property
     def term(self) -> Term:
@@ -191,19 +198,19 @@ class CoordinatorState:
         return decision.durable
 
     def absent_agents(self) -> dict[str, str]:
-        """Agents of the record that have no session and are not known to be dead, with their addresses."""
+        """Agents of the record that have no session and are not lost, with their addresses."""
         record = self.record
         if record is None:
             return {}
         addresses = zip(record.agents, record.addresses, strict=False)
-        return {a: address for a, address in addresses if a not in self._session_of and a not in self.dead}
+        return {a: address for a, address in addresses if a not in self._session_of and a not in self.lost}
 
     @property
     def is_abandoned(self) -> bool:
         """ABANDON"""
         if self.sessions or self._unlearned or self._deciding is not None:
             return False
-        return not self.in_office or self.record is None or self.dead.issuperset(self.record.agents)
+        return not self.in_office or self.record is None or self.lost.issuperset(self.record.agents)
 
     @property
     def word_awaited(self) -> str:
@@ -245,7 +252,8 @@ class CoordinatorState:
                 return self._exit(agent, f"agent {agent} has exited")
             case OfficeGranted():
                 self.granted, self._word = True, "" if self.record is None else self.record.digest
-                return self._enter_office() + self._decide()
+                self.addresses = frozenset([self.address])
+                return self._enter_office() + (self._lift() if self._parents else []) + self._decide()
             case Persisted():
                 raise AssertionError("`handle` takes it")
 
@@ -263,17 +271,17 @@ class CoordinatorState:
                 return [Send(number, HeartbeatAnswer(beat, self.in_office))]
             case Promise():
                 return self._promise(number, message)
-            case KnownDecision(decision):
-                return self._known(number, decision)
+            case KnownDecision():
+                return [CloseSession(number, "it sends a decision that it was not asked for")]
             case Ready(report):
                 return self._ready(number, report)
             case EndGeneration(generation, reason):
-                is_member = self.record is not None and session.agent in self.record.agents
+                is_member = self.record is not None and self.record.has_agent(session.agent)
                 return self._end(generation, reason, number) if is_member else []
             case JoinRequest(generation):
                 return self._join(generation)
             case Accepted(generation, digest):
-                return self._accepted(number, generation, digest)
+                return self._accepted(number, RecordRef(generation, digest))
             case Finished():
                 return self._finish(number)
             case Goodbye(reason):
@@ -290,7 +298,7 @@ class CoordinatorState:
         limit_s = self.timeouts.lost_after_s
         out: Instructions = []
         members = () if record is None else record.agents
-        joiners = [s.agent for s in self.sessions.values() if s.agent not in members]
+        joiners = [s.agent for s in self.sessions.values() if record is None or not record.has_agent(s.agent)]
         for agent in joiners:
             if self._silences.of(agent) > limit_s:
                 out += self._close(agent, f"agent {agent} was silent for {limit_s:g} s")
@@ -298,15 +306,33 @@ class CoordinatorState:
             return out
         self._silences.expect(members)
         silent = [a for a in members if a not in self.lost and self._silences.of(a) > limit_s]
-        out += self._declare_lost(silent, dead=False) if silent else []
-        dead = [a for a in self.lost - self.dead if self._silences.of(a) > self.timeouts.dead_after_s]
-        out += self._declare_lost(dead, dead=True) if dead else []
-        if self._undecided != self._told_undecided and self._now_s - self._undecided_s >= self.timeouts.notice_s:
-            self._told_undecided = self._undecided
-            out += self._broadcast(Notice("undecided", self._undecided))
-        if self.record is None and self._is_founding_over():
-            out += self._decide()
+        gone = [a for a in silent if not self._may_be_led_elsewhere(a)]
+        out += self._declare_lost(gone) if gone else []
+        if len(gone) < len(silent):
+            out += self._decide()  # for its reason
+        out += self._tell_undecided()
+        if self.record is None and (self._is_founding_due or self._is_founding_over()):
+            out += self._decide(on_tick=True)
         return out
+
+    def _tell_undecided(self) -> Instructions:
+        """NOTICE."""
+        reason = self._undecided
+        if not reason or self.reason != reason or self._now_s - self._undecided_s < self.timeouts.notice_s:
+            return []
+        untold = [number for number, session in self.sessions.items() if session.told != reason]
+        for number in untold:
+            self.sessions[number].told = reason
+        notice = Notice("undecided", reason)
+        return [Send(number, notice) for number in untold]
+
+    @property
+    def _has_moved(self) -> bool:
+        return len(self.addresses) > 1
+
+    def _may_be_led_elsewhere(self, agent: str) -> bool:
+        """MOVED."""
+        return self._has_moved and agent not in self._promises
 
     def _is_founding_over(self) -> bool:
         first_s = self._first_report_s
@@ -314,23 +340,24 @@ class CoordinatorState:
 
     def _exit(self, agent: str, reason: str) -> Instructions:
         self._exited.add(agent)
-        return self._close(agent, reason) + self._declare_lost([agent], dead=True)
+        return self._close(agent, reason) + self._declare_lost([agent])
 
-    def _declare_lost(self, agents: Iterable[str], dead: bool) -> Instructions:
+    def _declare_lost(self, agents: Iterable[str]) -> Instructions:
         """LOST. No record says so before the next one: an agent that is back by then is not lost."""
         record = self.record
-        agents = [agent for agent in agents if record is not None and agent in record.agents]
+        agents = [agent for agent in agents if record is not None and record.has_agent(agent)]
         if record is None or not agents:
             return []
         out: Instructions = []
-        is_harmless = dead and self.finished  # the connections to its ranks break by themselves
+        # The connections to the ranks of an agent that has exited break by themselves.
+        is_harmless = self.finished and self._exited.issuperset(agents)
         for agent in agents:
             out += self._close(agent, f"agent {agent} is declared lost")
-            if agent not in self.lost and not is_harmless:
-                out += self._broadcast(Notice("lost", "", agent))
+        new = tuple([agent for agent in agents if agent not in self.lost])
+        if new and not is_harmless:
+            out += self._broadcast(Notice("lost", "", new))
         self.lost.update(agents)
-        self.dead.update(agents if dead else ())
-        if self._parents and self._parents <= self.dead:
+        if self._parents_are_gone():
             out += self._lift()
         if not is_harmless and any(record.seats_of(agent) for agent in agents):
             out += self._end(record.generation, f"agent {', '.join(agents)} is lost")
@@ -355,11 +382,11 @@ class CoordinatorState:
         if hello.decision is not None and self._is_news(hello.decision):
             self._unlearned[number] = hello
             return [*out, Send(number, RequestDecision(hello.decision.digest))]
-        self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, hello.decision)
+        known = None if hello.decision is None else RecordRef(hello.decision.generation, hello.decision.digest)
+        self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, known)
         self._session_of[hello.agent] = number
         self._silences.hear(hello.agent)
         self.lost.discard(hello.agent)
-        self.dead.discard(hello.agent)
         self._exited.discard(hello.agent)
         self._reconsider(hello.agent)
         if hello.former and self._incarnations.get(hello.former, hello.incarnation) == hello.incarnation:
@@ -367,13 +394,13 @@ class CoordinatorState:
         if hello.finished:
             out += self._finish(number)
         out += self._learn_term(hello.term)
-        if hello.over and self.record is not None and hello.agent in self.record.agents:
+        if hello.over and self.record is not None and self.record.has_agent(hello.agent):
             out += self._end(hello.over, "it was over when an agent came back", number)
         if self.in_office and self._is_evicted(number):
             return [*out, self._evict(number)]
         out.append(Send(number, self._welcome()))
-        if hello.decision is not None:
-            out += self._accepted(number, hello.decision.generation, hello.decision.digest)
+        if known is not None:
+            out += self._accepted(number, known)
         if self.in_office:
             out += self._greet(number)
         if self.unrecoverable:
@@ -382,7 +409,7 @@ class CoordinatorState:
 
     def _reconsider(self, agent: str) -> None:
         """REJOIN."""
-        if self.record is not None and agent in self.record.agents:
+        if self.record is not None and self.record.has_agent(agent):
             self.unrecoverable = ""
 
     def _is_duplicate(self, hello: Hello) -> bool:
@@ -394,13 +421,10 @@ class CoordinatorState:
 
     def _promise(self, number: int, promise: Promise) -> Instructions:
         session = self.sessions[number]
-        if promise.decision is not None and self._is_news(promise.decision):
-            self._unlearned[number] = promise
-            return [Send(number, RequestDecision(promise.decision.digest))]
         out = self._learn_term(promise.term)
         if promise.term != self.term:
             return out
-        session.promised, session.seen = True, promise.decision
+        session.promised = True
         self._promises.add(session.agent)
         if self.in_office and not self._was_in_office:
             out += self._enter_office()
@@ -419,7 +443,7 @@ class CoordinatorState:
         if session is not None:
             del self._session_of[session.agent]
             self._withdraw_report(session.agent)
-            if self.record is None or session.agent not in self.record.agents:
+            if self.record is None or not self.record.has_agent(session.agent):
                 self._silences.forget(session.agent)
         return []
 
@@ -449,7 +473,6 @@ class CoordinatorState:
         self.decision = decision
         self._parents = frozenset()
         self.lost.clear()
-        self.dead.clear()
         self._exited.clear()
         self._leave_office()
         return self._persist(decision)
@@ -499,25 +522,22 @@ class CoordinatorState:
         decision, session = self.decision, self.sessions[number]
         if decision is None or (session.seen is not None and session.seen.digest == decision.record.digest):
             return []
-        if session.agent not in decision.record.agents or not self._may_be_sent(session.agent):
+        if not decision.record.has_agent(session.agent) or not self._may_be_sent(session.agent):
             return []
         return [Send(number, Push(decision, self.over, self.joining))]
 
     @staticmethod
-    def _is_ancestor(record: Record, seen: DecisionRef) -> bool:
-        return record.builds_on(RecordRef(seen.generation, seen.digest))
+    def _is_ancestor(record: Record, seen: RecordRef) -> bool:
+        return record.builds_on(seen)
 
     def _may_be_sent(self, agent: str) -> bool:
         """ACCEPT."""
         return not self._parents or agent in self._parents
 
-    def _accepted(self, number: int, generation: int, digest: str) -> Instructions:
+    def _accepted(self, number: int, ref: RecordRef) -> Instructions:
         session, record = self.sessions[number], self.record
-        if record is None or (generation, digest) != record.ref:
-            return []
-        assert self.decision is not None
-        session.seen = self.decision.ref
-        return self._lift() if session.agent in self._parents else []
+        session.seen = ref
+        return self._lift() if record is not None and ref == record.ref and session.agent in self._parents else []
 
     def _lift(self) -> Instructions:
         """ACCEPT is met: the others are sent the record."""
@@ -525,7 +545,7 @@ class CoordinatorState:
         parents, self._parents = self._parents, frozenset()
         out: Instructions = []
         for number, session in list(self.sessions.items()):
-            if session.agent in self.record.agents and session.agent not in parents:
+            if self.record.has_agent(session.agent) and session.agent not in parents:
                 out += self._greet(number)
         return out
 
@@ -538,6 +558,7 @@ class CoordinatorState:
         if self.record is not None and (why := mismatch(self.record, report)) is not None:
             return self._refuse(Undecided(why, ((session.agent, why),)))
         self._reports[session.agent] = report
+        self._num_founders = max(self._num_founders, report.min_agents)
         if self._first_report_s is None:
             self._first_report_s = self._now_s
         return self._announce([session.agent]) + self._decide()
@@ -598,24 +619,34 @@ class CoordinatorState:
         number, record = self._session_of.get(agent), self.record
         if number is None or not self.sessions[number].promised:
             return False
-        if record is not None and agent in record.agents:
+        if record is not None and record.has_agent(agent):
             return report.newest_record == record.ref
         return report.newest_record == NO_RECORD or (record is not None and record.builds_on(report.newest_record))
 
-    def _decide(self) -> Instructions:
+    def _decide(self, on_tick: bool = False) -> Instructions:
         if not self.in_office or self._deciding is not None or self.unrecoverable:
             return []
         if self.record is None and self.finished:  # ABANDON: it was forgotten, and is not founded anew
             return []
         self._was_in_office = True
         record = self.record
+        if record is None and not self._may_found(on_tick):
+            return []
         if record is not None and (waits := self._waits(record)) is not None:
-            self.reason = waits
+            needs_word = self._away(record) or self._unaccepted()
+            self.awaits_word = bool(needs_word)
+            self.reason = needs_word or waits
             return []
         reports = self.reports()
         if record is None and not self._is_founding_over() and len(reports) < len(self.sessions):
             return []
         return self._next(record, reports) if reports else []
+
+    def _may_found(self, on_tick: bool) -> bool:
+        """Whether to look at the reports before the first record. Too few for it are looked at on a tick, not whenever
+        an agent comes: a thousand that come at once would wait for a thousand looks at all of them."""
+        self._is_founding_due = not on_tick and len(self._reports) < self._num_founders
+        return not self._is_founding_due
 
     def _waits(self, record: Record) -> str | None:
         """PRESENT: for which agents; None for none."""
@@ -625,16 +656,40 @@ class CoordinatorState:
         missing = [agent for agent in record.agents if agent not in reports and agent not in self.lost]
         return f"waiting for agent {', '.join(missing)}" if missing else None
 
+    def _parents_are_gone(self) -> bool:
+        """ACCEPT. Those that are silent may be led by another coordinator (ALONE)."""
+        return bool(self._parents) and self._parents <= self._exited
+
+    def _unaccepted(self) -> str:
+        """ACCEPT: why the operator's word is needed; empty when it is not."""
+        if not self._parents or not self._parents <= self.lost:
+            return ""
+        return (
+            f"agent {', '.join(sorted(self._parents))} is silent and has not accepted the record, and may have another "
+            "coordinator: this takes an operator"
+        )
+
+    def _away(self, record: Record) -> str:
+        """MOVED: why the operator's word is needed; empty when it is not."""
+        if not self._has_moved:  # without a look at each agent, for each report
+            return ""
+        limit_s = self.timeouts.lost_after_s
+        away = [a for a in record.agents if self._may_be_led_elsewhere(a) and self._silences.of(a) > limit_s]
+        if not away:
+            return ""
+        others = ", ".join(sorted(self.addresses - {self.address}))
+        return (
+            f"agent {', '.join(away)} has not come to this coordinator at {self.address}, and may still train if it "
+            f"dials the one before, at {others}: this takes an operator"
+        )
+
     def _next(self, record: Record | None, reports: dict[str, Report]) -> Instructions:
-        if record is not None and (needed := self._needed(record, reports)) is not None:
-            self.reason = needed
-            return []
         proposal = list(reports.values())
         answer = next_record(record, proposal, self.lost)
         if isinstance(answer, Undecided):
-            self.reason = answer.reason
-            if answer.reason != self._undecided:
-                self._undecided, self._undecided_s = answer.reason, self._now_s
+            if answer.reason != self.reason:
+                self.reason = self._undecided = answer.reason
+                self._undecided_s = self._now_s
             return self._refuse(answer)
         if isinstance(answer, Unrecoverable):
             self.unrecoverable = answer.reason
@@ -647,13 +702,6 @@ class CoordinatorState:
             return []
         self.proposal = proposal
         return self._propose(Decision(self.term, answer, self.has_directory))
-
-    def _needed(self, record: Record, reports: dict[str, Report]) -> str | None:
-        """LAST: for what a silent agent is waited for; None when for nothing."""
-        if self.lost <= self.dead:
-            return None
-        careful = next_record(record, list(reports.values()), self.dead)
-        return careful.reason if isinstance(careful, Undecided) and not careful.refused else None
 
     def _is_alone(self, record: Record, reports: dict[str, Report]) -> bool:
         """ALONE."""
@@ -668,7 +716,7 @@ class CoordinatorState:
             self._withdraw_report(agent)
             number = self._session_of.get(agent)
             if number is not None:
-                out += self._broadcast(Notice("refused", reason, agent), number)
+                out += self._broadcast(Notice("refused", reason, (agent,)), number)
                 out.append(Send(number, Refused(reason)))
                 out += self._close(agent, f"agent {agent} is refused: {reason}")
         return out + self._decide() if void.refused else out
@@ -678,10 +726,10 @@ class CoordinatorState:
         if not self.has_directory:
             return self._adopt(decision)
         self._deciding = decision
-        return self._persist(decision)
+        return [Persist(self.term, decision, self.finished, frozenset([self.address]))]
 
     def _persist(self, decision: Decision | None) -> Instructions:
-        return [Persist(self.term, decision, self.finished)] if self.has_directory else []
+        return [Persist(self.term, decision, self.finished, self.addresses)] if self.has_directory else []
 
     def _persisted(self, digest: str) -> Instructions:
         if self._deciding is None or self._deciding.record.digest != digest:
@@ -695,16 +743,16 @@ class CoordinatorState:
     def _adopt(self, decision: Decision) -> Instructions:
         before, record = self.record, decision.record
         self.decision, self.granted, self.reason = decision, True, ""
-        self._undecided = self._told_undecided = ""
+        self.addresses = frozenset([self.address])
+        self._undecided = ""
         self.lost.clear()
-        self.dead.clear()
         self._exited.clear()
         self._silences.expect(record.agents)
         self._parents = self._must_accept(before, record)
         push = Push(decision)
         out: Instructions = []
         for number, session in self.sessions.items():
-            if session.agent in record.agents:
+            if record.has_agent(session.agent):
                 self._withdraw_report(session.agent)
                 if self._may_be_sent(session.agent):
                     out.append(Send(number, push))

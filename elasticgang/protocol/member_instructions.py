@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from elasticgang.errors import GangError
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.record import MemberReport, Record, Seat
+from elasticgang.protocol.record import CheckpointRef, MemberReport, Record, Seat
 
 
 class Observed(NamedTuple):
@@ -53,7 +53,12 @@ class Do(Instruction, enum.Enum):
     WARN_STAYS = "warn that this rank drains, but holds state that nobody else has"
     LEAVE_GENERATION = "end all groups, and wait until they have ended"
     AWAIT_RECORD = "wait for a record, a request to leave, or the end of the job; the outcome is the record or None"
-    FIND_CHECKPOINT = "find the newest durable checkpoint that this rank can load; the outcome is its attempt or None"
+    SAVE_LAST = (
+        "save the final state, and wait for that up to a second; the outcome: is it being saved, and has it failed"
+    )
+    IS_SAVED = "whether a checkpoint of the final state is complete"
+    DROP_SAVE = "give the save of the final state up, because another rank's share of it is missing"
+    FIND_CHECKPOINT = "find the newest durable checkpoint that this rank can load; the outcome is its name or None"
     CLOSE = "end the comm processes and stop serving state"
 
 
@@ -83,10 +88,10 @@ class Heal(Instruction):
 
 @dataclass(frozen=True)
 class LoadCheckpoint(Instruction):
-    """Load the durable checkpoint of `attempt`. The outcome: whether it is loaded. Raises StateLostError: this rank has
-    no directory of checkpoints."""
+    """Load the durable checkpoint `ref`. The outcome: whether it is loaded. Raises StateLostError: this rank has no
+    directory of checkpoints. Raises CheckpointError: another checkpoint of this attempt is in its directory."""
 
-    attempt: Attempt
+    ref: CheckpointRef
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class SendRequest(Instruction):
 
     report: MemberReport
     error: GangError | None
-    checkpoint: Attempt | None = None
+    checkpoint: CheckpointRef | None = None
 
 
 @dataclass(frozen=True)

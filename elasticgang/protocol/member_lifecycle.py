@@ -22,6 +22,9 @@ MANAGER-10  A draining rank leaves at a boundary between steps, after a vote tha
     at once if it has no seat.
 MANAGER-11  When the record goes back to a durable checkpoint, a rank without state loads it before its first step, or
     heals from a peer that has. A rank that cannot ends the generation, and reports an earlier checkpoint.
+MANAGER-12  With durable checkpoints, no rank leaves a job that finishes before it knows that the final state is saved
+    or its save has failed. In rounds, the ranks sum whether they still wait for that. If the generation ends meanwhile
+    and the state is not saved, the members of the next one save it again.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Action, Attempt
 from elasticgang.protocol.member_instructions import Do, Instruction, Observed
 from elasticgang.protocol.member_state import MemberState
-from elasticgang.protocol.record import SPARE, Record, Seat
+from elasticgang.protocol.record import SPARE, CheckpointRef, Record, Seat
 
 MAX_LOST_STEPS = 100
 _NEVER_DROPPED = (InternalError, OperationalError, EvictedError, StateLostError)
@@ -60,6 +63,7 @@ class Next(enum.Enum):
 
     LOAD = "it loads a durable checkpoint"
     STEP = "it takes the next step"
+    SAVE = "it saves the final state"
     REGROUP = "it requests the next generation"
     LEAVE = "it leaves the loop over steps"
     GIVE_UP = "it has lost too many steps in a row"
@@ -84,6 +88,7 @@ class MemberLifecycle:
         self.state = MemberState(member)
         self.observed = Observed()
         self.max_lost_steps = MAX_LOST_STEPS
+        self.saves_last = False  # the job has durable checkpoints
         self.has_left = False
         self._local_rank, self._address = local_rank, address
         self._step: _Step | None = None
@@ -92,6 +97,7 @@ class MemberLifecycle:
         self._regroups = True
         self.has_seat = False
         self._may_leave = False
+        self._has_saved = False
         self._has_stayed = False
         self._announced = 0  # the generation whose first commit the agent was sent
 
@@ -113,11 +119,15 @@ class MemberLifecycle:
             return Next.LEAVE
         if self._loads_checkpoint and not self._is_over:
             return Next.LOAD
-        if state.committed.step >= num_steps:  # without state: the job ends without this rank, or a peer still has it
+        is_last = state.committed.step >= num_steps
+        if is_last and (self._has_saved or not self.saves_last):
+            # Without state: the job ends without this rank, or a peer still has it.
             return Next.REGROUP if state.tip is None else Next.LEAVE
-        if self._num_lost >= self.max_lost_steps:
+        if not is_last and self._num_lost >= self.max_lost_steps:
             return Next.GIVE_UP
-        return Next.REGROUP if self._regroups or self._is_over else Next.STEP
+        if self._regroups or self._is_over:
+            return Next.REGROUP
+        return Next.SAVE if is_last else Next.STEP
 
     @property
     def _loads_checkpoint(self) -> bool:
@@ -128,13 +138,14 @@ class MemberLifecycle:
             state.tip is None
             and self.has_seat
             and record is not None
-            and record.loads_checkpoint
+            and bool(record.checkpoint)
             and state.committed == record.committed
             and not state.sources()
         )
 
     def pass_boundary(self, num_steps: int) -> Routine[Next]:
-        """Do what `at_boundary` says, and return that. After REGROUP and LOAD this rank is at the same boundary again.
+        """Do what `at_boundary` says, and return that. After REGROUP, LOAD and SAVE this rank is at the same boundary
+        again.
 
         Raises:
             OperationalError: too many steps in a row were lost.
@@ -143,6 +154,8 @@ class MemberLifecycle:
         state, what = self.state, self.at_boundary(num_steps)
         if what is Next.REGROUP:
             yield from self._next_generation()
+        elif what is Next.SAVE:
+            yield from self._save_last()
         elif what in (Next.STEP, Next.LOAD):
             assert state.record is not None
             yield do.BuildSeat(state.record.model_coordinates(state.member))
@@ -157,12 +170,26 @@ class MemberLifecycle:
     def _load_checkpoint(self) -> Routine[None]:
         """MANAGER-11."""
         state = self.state
-        if (yield do.LoadCheckpoint(state.committed)):
+        assert state.record is not None
+        if (yield do.LoadCheckpoint(CheckpointRef(state.committed, state.record.checkpoint))):
             state.healed()
             yield Do.REPORT_HEALED
         else:
             self._num_lost += 1
             yield do.Poison(PeerLostError(f"the checkpoint of step {state.committed.step} cannot be loaded"))
+
+    def _save_last(self) -> Routine[None]:
+        """MANAGER-12. A peer that knew of the outcome before this rank did may have left."""
+        try:
+            while not self._has_saved:
+                is_saving, has_failed = yield Do.SAVE_LAST
+                yield do.StartSum("root", (float(is_saving), float(has_failed)))
+                num_saving, num_failed = yield Do.AWAIT_SUMS
+                self._has_saved = not num_saving
+                if num_saving and num_failed:
+                    yield Do.DROP_SAVE
+        except GangError:
+            self._has_saved = yield Do.IS_SAVED
 
     def leave(self, num_steps: int, *, returned: bool) -> Routine[None]:
         """The loop over steps has ended: it has `returned`, or an exception has left it.
@@ -297,8 +324,7 @@ class MemberLifecycle:
         if not num_failed and total > 0 and state.tip is not None and has_forward:
             state.prepare(step.attempt)
         layout = state.record.layout
-        num_groups = state.record.plan.size // layout.unit  # whose gradients are the same
-        return [total / (layout.tp * layout.pp), num_failed, *(each / num_groups for each in measured)]
+        return [total / (layout.tp * layout.pp), num_failed, *measured]
 
     def _heal(self, step: _Step) -> Routine[None]:
         """On failure this rank stays a learner, and tries again in the next step."""

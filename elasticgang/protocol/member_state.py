@@ -215,11 +215,18 @@ class MemberState:
         """This rank's slots. The replica groups whose seats are all active divide them; in a group, its `sdp` ranks
         do."""
         assert self.record is not None
-        whole = self._whole_groups()
         mine = self.record.plan.coordinates(self.member)
-        if mine["rdp"] not in whole:
-            return None
-        return Share(whole.index(mine["rdp"]) * layout.sdp + mine["sdp"], len(whole) * layout.sdp, layout.sdp)
+        return self.shares(layout)[mine["rdp"] * layout.sdp + mine["sdp"]]
+
+    def shares(self, layout: ParallelLayout) -> list[Share | None]:
+        """The slots of each rank of the dp gang, in order."""
+        assert self.record is not None
+        whole, num_groups = self._whole_groups(), self.record.plan.size // self.record.layout.unit
+        found: list[Share | None] = [None] * (num_groups * layout.sdp)
+        for index in range(len(whole) * layout.sdp):
+            group, place = divmod(index, layout.sdp)
+            found[whole[group] * layout.sdp + place] = Share(index, len(whole) * layout.sdp, layout.sdp)
+        return found
 
     @property
     def only_heals(self) -> bool:
@@ -241,7 +248,7 @@ class MemberState:
 
     def action_for(self, record: Record) -> Action:
         """What this rank does with its state before `enter`."""
-        return action(self.tip, self.pending, record.committed)
+        return Action.HEAL if record.checkpoint else action(self.tip, self.pending, record.committed)
 
     def enter(self, record: Record, seat: Seat) -> None:
         """Take `seat`, after the action of `action_for`. A prepared attempt that was not applied is dropped.
@@ -250,7 +257,7 @@ class MemberState:
             StateLostError: the peers are to copy this rank's state, and it is torn. Only `pending` has changed.
         """
         self.pending = None
-        if seat.status == LEARNER or self.tip != record.committed:
+        if seat.status == LEARNER or self.tip != record.committed or record.checkpoint:  # RECOVERY-6
             # RECOVERY-3: before the first committed step, an active seat is where the state is taken from.
             fresh = seat.status == ACTIVE and record.committed.step == 0
             if fresh and self.torn:

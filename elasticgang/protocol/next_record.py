@@ -11,7 +11,8 @@ NEXT-3  A draining member takes no other member's seat. While there are spares, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elasticgang.errors import LayoutError
@@ -85,6 +86,7 @@ def next_record(
         committed=state.committed,
         rolled_forward=state.rolled_forward,
         rolled_back=state.rolled_back,
+        checkpoint=state.checkpoint,
         ancestors=() if record is None else record.ancestor_digests(),
         dead_agents=() if record is None else tuple(agent for agent in record.agents if agent in lost),
         addresses=tuple(report.address for report in reports),
@@ -141,11 +143,8 @@ def _unreachable(record: Record | None, reports: Sequence[Report]) -> tuple[tupl
     return tuple((report.agent, why) for report in reports if report.agent in local)
 
 
-def _most_common(values: Iterable[Any]) -> Any:
-    counted: dict[str, tuple[int, Any]] = {}
-    for value in values:
-        counted[repr(value)] = (counted.get(repr(value), (0, value))[0] + 1, value)
-    return min(counted.items(), key=lambda item: (-item[1][0], item[0]))[1][1]
+def _most_common(values: Iterable[Hashable]) -> Any:
+    return min(Counter(values).items(), key=lambda item: (-item[1], repr(item[0])))[0]
 
 
 def _too_few(record: Record | None, reports: Sequence[Report]) -> Undecided | None:

@@ -9,24 +9,24 @@ RECORD-2  An agent parses only the part of a record that it needs: among the sea
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record_form import RecordForm, canonical_json, parse_lines, spans_of, spans_of_agent
 
-PROTOCOL = 10
+PROTOCOL = 13
 
 ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
 _STATUS_OF = dict(enumerate(_STATUSES))
 _NUM_ANCESTORS = 16
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 Model: TypeAlias = "tuple[int, int, int]"  # coordinates along pp, sdp and tp
 
@@ -39,6 +39,14 @@ class RecordRef(NamedTuple):
 
 
 NO_RECORD = RecordRef(0, "")
+
+
+class CheckpointRef(NamedTuple):
+    """Names a durable checkpoint. `digest`: of its manifest. The attempt alone does not distinguish checkpoints of two
+    jobs, or of two directories."""
+
+    attempt: Attempt
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Report:
     members: tuple[MemberReport, ...]
     newest_commit: Attempt | None = None
     exited: tuple[str, ...] = ()
-    checkpoint: Attempt | None = None
+    checkpoint: CheckpointRef | None = None
     num_seats: int | None = None
     num_ranks: int = 0
     address: str = ""
@@ -109,7 +117,8 @@ class Record:
     newest first. `seats`: grouped by agent, in the order of `agents`; every member in `plan` has one. `addresses`:
     those of `agents`, in their order. `dead_agents`: agents of the generation before that were declared lost.
     `draining_members`: members that leave. `rolled_forward`: `committed` was in doubt until this record. `rolled_back`:
-    a later attempt was or may have been committed, but no whole copy of it is left.
+    a later attempt was or may have been committed, but no whole copy of it is left. `checkpoint`: the digest of the
+    manifest of the durable checkpoint of `committed` that all members load; "" if a member holds the state.
     """
 
     job: str
@@ -122,6 +131,7 @@ class Record:
     committed: Attempt
     rolled_forward: bool = False
     rolled_back: bool = False
+    checkpoint: str = ""
     ancestors: tuple[str, ...] = ()
     dead_agents: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
@@ -130,29 +140,40 @@ class Record:
 
     def __post_init__(self) -> None:
         if not self.digest:
-            object.__setattr__(self, "digest", digest_of(self.text))
+            object.__setattr__(self, "digest", self.form.digest)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             """RECORD-2: parse the seats and the plan of a received record on first use."""
-            if name not in ("seats", "plan") or "_lines" not in vars(self):
+            if name not in ("seats", "plan") or "form" not in vars(self):
                 raise AttributeError(name)
             vars(self).update(_seats_and_plan(self))
             return vars(self)[name]
 
     @cached_property
-    def text(self) -> str:
-        """The canonical text (RECORD-1): one line of JSON with every field but the seats, then one line for each agent,
-        with its host and its members' seats."""
-        places = {member: place for place, member in enumerate((*self.plan.ranks, *self.plan.spares))}
+    def form(self) -> RecordForm:
         lines: dict[str, list[Any]] = {agent: [""] for agent in self.agents}
+        places: dict[str, tuple[str, int, int]] = {}
         for seat in self.seats:
             line = lines[seat.agent]
             line[0] = seat.host
-            status, place = _STATUSES.index(seat.status), places.get(seat.member)
-            line.append((seat.member, seat.local_rank, seat.address, status, place))
-        return "\n".join(map(canonical_json, (self._head(), *lines.values())))
+            places[seat.member] = seat.agent, len(line) - 1, _STATUSES.index(seat.status)
+            line.append((seat.member, seat.local_rank, seat.address))
+        order = spans_of([places[member] for member in (*self.plan.ranks, *self.plan.spares)])
+        return RecordForm(self.tops(order), {agent: canonical_json(line) for agent, line in lines.items()}, order)
+
+    @cached_property
+    def text(self) -> str:
+        """The canonical text (RECORD-1)."""
+        return self.form.text
+
+    def has_agent(self, agent: str) -> bool:
+        return agent in self._agents
+
+    @cached_property
+    def _agents(self) -> frozenset[str]:
+        return frozenset(self.agents)
 
     def seat(self, member: str) -> Seat | None:
         return self._seats_by_member.get(member)
@@ -165,8 +186,10 @@ class Record:
         """The seats of its members (RECORD-2)."""
         if "seats" in vars(self):
             return tuple([seat for seat in self.seats if seat.agent == agent])
-        line = vars(self)["_lines"].get(agent)
-        return () if line is None else _seats(agent, line)[0]
+        line = self.form.lines.get(agent)
+        if line is None:
+            return ()
+        return _seats(agent, json.loads(line), parse_lines(spans_of_agent(agent, self.form.order)))
 
     @property
     def ref(self) -> RecordRef:
@@ -187,12 +210,6 @@ class Record:
         """The digests of some records before this one, newest first."""
         return (self.parent, *self.ancestors)[:_NUM_ANCESTORS] if self.parent else ()
 
-    @property
-    def loads_checkpoint(self) -> bool:
-        """Whether `committed` is a checkpoint that all members load because no whole copy of it is in memory."""
-        held = {self.model_coordinates(member) for member in self.members(ACTIVE)} if self.rolled_back else set()
-        return self.rolled_back and len(held) < self.layout.unit
-
     def members(self, status: str) -> tuple[str, ...]:
         return tuple(seat.member for seat in self.seats if seat.status == status)
 
@@ -203,46 +220,67 @@ class Record:
     def model_coordinates(self, member: str) -> Model:
         return model_coordinates(self.plan, member)
 
-    def _head(self) -> dict[str, Any]:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        found: tuple[int, ...] = vars(self).get("_shape") or self.plan.shape
+        return found
+
+    def head(self) -> dict[str, Any]:
+        """Every field but the agents, their addresses and the seats."""
         return {
             "job": self.job,
             "generation": self.generation,
             "parent": self.parent,
             "layout": layout_to_json(self.layout),
-            "shape": self.plan.shape,
-            "agents": self.agents,
+            "shape": self.shape,
             "committed": self.committed,
             "rolled_forward": self.rolled_forward,
             "rolled_back": self.rolled_back,
+            "checkpoint": self.checkpoint,
             "ancestors": self.ancestors,
             "dead_agents": self.dead_agents,
-            "addresses": self.addresses,
             "draining_members": self.draining_members,
         }
+
+    def tops(self, order: Sequence[str]) -> tuple[str, str, str]:
+        """The first lines of its text."""
+        head = canonical_json({**self.head(), "spans": len(order)})
+        return head, canonical_json(self.agents), canonical_json(self.addresses)
 
     @staticmethod
     def from_text(text: str) -> Record:
         """Raises KeyError, TypeError or ValueError: `text` is not a record. Invalid seats raise on first use."""
-        head, *lines = text.split("\n")
+        head, agents, addresses, *rest = text.split("\n")
+        names = tuple(map(str, json.loads(agents)))
+        lines, order = dict(zip(names, rest, strict=False)), rest[len(names) :]
         data = json.loads(head)
-        agents = tuple(map(str, data["agents"]))
+        if len(lines) < len(names) or len(order) != data.pop("spans"):
+            raise ValueError("a record lacks a line, or has one too many")
+        form = RecordForm((head, agents, addresses), lines, order)
+        return Record.from_form(data, names, tuple(map(str, json.loads(addresses))), form)
+
+    @staticmethod
+    def from_form(
+        head: Mapping[str, Any], agents: tuple[str, ...], addresses: tuple[str, ...], form: RecordForm
+    ) -> Record:
+        """Raises KeyError, TypeError or ValueError: `head` is not one. Invalid seats raise on first use."""
         fields = {
-            "job": str(data["job"]),
-            "generation": int(data["generation"]),
-            "parent": str(data["parent"]),
-            "layout": layout_from_json(data["layout"]),
+            "job": str(head["job"]),
+            "generation": int(head["generation"]),
+            "parent": str(head["parent"]),
+            "layout": layout_from_json(head["layout"]),
             "agents": agents,
-            "committed": Attempt(*data["committed"]),
-            "rolled_forward": bool(data["rolled_forward"]),
-            "rolled_back": bool(data["rolled_back"]),
-            "ancestors": tuple(map(str, data["ancestors"])),
-            "dead_agents": tuple(map(str, data["dead_agents"])),
-            "addresses": tuple(map(str, data["addresses"])),
-            "draining_members": tuple(map(str, data["draining_members"])),
-            "digest": digest_of(text),
-            "text": text,
-            "_shape": data["shape"],
-            "_lines": dict(zip(agents, lines, strict=True)),
+            "committed": Attempt(*head["committed"]),
+            "rolled_forward": bool(head["rolled_forward"]),
+            "rolled_back": bool(head["rolled_back"]),
+            "checkpoint": str(head["checkpoint"]),
+            "ancestors": tuple(map(str, head["ancestors"])),
+            "dead_agents": tuple(map(str, head["dead_agents"])),
+            "addresses": addresses,
+            "draining_members": tuple(map(str, head["draining_members"])),
+            "digest": form.digest,
+            "form": form,
+            "_shape": tuple(map(int, head["shape"])),
         }
         record = object.__new__(Record)
         vars(record).update(fields)
@@ -251,33 +289,40 @@ class Record:
 
 def _seats_and_plan(record: Record) -> dict[str, Any]:
     """Raises KeyError, TypeError or ValueError: they are invalid."""
-    read = vars(record)
-    seats: list[Seat] = []
-    placed: dict[int, Seat] = {}
-    for agent, line in read["_lines"].items():
-        its, places = _seats(agent, line)
-        seats += its
-        placed.update((place, seat) for seat, place in zip(its, places, strict=True) if place is not None)
-    in_order = [placed[place] for place in range(len(placed))]
-    size = math.prod(read["_shape"])
+    form = record.form
+    spans = parse_lines(form.order)
+    spans_by_agent: dict[str, list[Any]] = {agent: [] for agent in form.lines}
+    for agent, *span in spans:
+        spans_by_agent[agent].append((agent, *span))
+    lines = zip(form.lines, parse_lines(form.lines.values()), strict=True)
+    seats_of = {agent: _seats(agent, line, spans_by_agent[agent]) for agent, line in lines}
+    in_order: list[Seat] = []
+    for agent, first, count, _ in spans:
+        in_order += seats_of[agent][first : first + count]
+    size = math.prod(record.shape)
     plan = {
-        "shape": read["_shape"],
+        "shape": record.shape,
         "seats": [(seat.member, seat.host) for seat in in_order[:size]],
         "spares": [seat.member for seat in in_order[size:]],
     }
-    planned = Plan.from_json(plan)
-    return {"seats": tuple(seats), "plan": replace(planned, views=record.layout.views)}
+    planned = replace(Plan.from_json(plan), views=record.layout.views)
+    return {"seats": tuple(itertools.chain.from_iterable(seats_of.values())), "plan": planned}
 
 
-def _seats(agent: str, line: str) -> tuple[tuple[Seat, ...], tuple[int | None, ...]]:
-    """The seats of an agent's line, and their places: ranks first, then the positions of the spares; None for a member
-    that is not in the plan."""
-    host, *rows = json.loads(line)
-    seats = [
-        Seat(member, agent, host, local_rank, address, _STATUS_OF[status])
-        for member, local_rank, address, status, _ in rows
-    ]
-    return tuple(seats), tuple(row[4] for row in rows)
+def _seats(agent: str, line: Any, spans: Sequence[Any]) -> tuple[Seat, ...]:
+    """A member without a place is a spare, of an agent that is one too many."""
+    host, *rows = line
+    statuses = [SPARE] * len(rows)
+    for _, first, count, status in spans:
+        if not 0 <= first < first + count <= len(rows):
+            raise ValueError("a span has places for members that the agent does not have")
+        statuses[first : first + count] = [_STATUS_OF[status]] * count
+    return tuple(
+        [
+            Seat(member, agent, host, local_rank, address, status)
+            for (member, local_rank, address), status in zip(rows, statuses, strict=True)
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -300,16 +345,6 @@ def model_coordinates(planned: Plan, member: str) -> Model:
     rank = planned.ranks[member]
     _, rdp, sdp, tp = planned.shape
     return rank // (rdp * sdp * tp), rank // tp % sdp, rank % tp
-
-
-def digest_of(text: str) -> str:
-    """The digest of a record's canonical text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def canonical_json(data: Any) -> str:
-    """JSON that is identical for equal data."""
-    return _ENCODER.encode(data)
 
 
 def layout_to_json(layout: ParallelLayout) -> dict[str, Any]:
@@ -356,7 +391,7 @@ def report_from_json(data: dict[str, Any]) -> Report:
             "newest_commit": attempt_from_json(data["newest_commit"]),
             "newest_record": RecordRef(int(data["newest_record"][0]), str(data["newest_record"][1])),
             "exited": tuple(data["exited"]),
-            "checkpoint": attempt_from_json(data["checkpoint"]),
+            "checkpoint": checkpoint_from_json(data["checkpoint"]),
         }
     )
 
@@ -384,3 +419,13 @@ def attempt_from_json(data: Sequence[int] | None) -> Attempt | None:
         return None
     step, generation = data
     return Attempt(int(step), int(generation))
+
+
+def checkpoint_from_json(data: Sequence[Any] | None) -> CheckpointRef | None:
+    """Raises TypeError or ValueError when `data` names no checkpoint."""
+    if data is None:
+        return None
+    attempt, digest = attempt_from_json(data[0]), data[1]
+    if attempt is None or not isinstance(digest, str) or not digest or len(data) != 2:
+        raise ValueError(f"{data!r:.200} names no checkpoint")
+    return CheckpointRef(attempt, digest)

@@ -12,6 +12,8 @@ RECOVERY-3  State from before the first committed step carries no samples. Witho
 RECOVERY-4  A committed attempt is dropped only if no whole copy of it is left, and the record says so (`rolled_back`).
     The exception is one step at most that no live agent knows of.
 RECOVERY-5  A job begins with the newest durable checkpoint that any agent can load, if there is one.
+RECOVERY-6  A record that goes back to a durable checkpoint names it by its manifest's digest, and has no holder: state
+    of the same attempt in memory may be of another checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from elasticgang.protocol.record import (
     ACTIVE,
     LEARNER,
     SPARE,
+    CheckpointRef,
     MemberReport,
     Model,
     Record,
@@ -39,12 +42,17 @@ from elasticgang.protocol.record import (
 @dataclass(frozen=True)
 class CommittedState:
     """`designated`: no member holds the state yet; the `rdp = 0` seats of the new plan become its holders
-    (RECOVERY-3)."""
+    (RECOVERY-3). `checkpoint`: the digest of the manifest of the checkpoint that all members load (RECOVERY-6)."""
 
     committed: Attempt
     rolled_forward: bool = False
     rolled_back: bool = False
     designated: bool = False
+    checkpoint: str = ""
+
+    @staticmethod
+    def of(checkpoint: CheckpointRef) -> CommittedState:
+        return CommittedState(checkpoint.attempt, rolled_back=True, checkpoint=checkpoint.digest)
 
     def statuses(self, planned: Plan, holds: Mapping[str, ModelCoordinates]) -> dict[str, str]:
         """RECOVERY-2: of the members with a seat in `planned`. `holds`: as from the method of that name."""
@@ -56,7 +64,7 @@ class CommittedState:
 
     def holds(self, reports: Sequence[Report]) -> dict[str, ModelCoordinates]:
         """The part of the committed state that each member holds, or can apply."""
-        if self.designated:
+        if self.designated or self.checkpoint:  # RECOVERY-6
             return {}
         parts: dict[Model, ModelCoordinates] = {}  # few, of many members
         held: dict[str, ModelCoordinates] = {}
@@ -101,7 +109,7 @@ def recover(
     if record is None:
         checkpoint = _checkpoint(reports)
         if checkpoint is not None:  # RECOVERY-5
-            return CommittedState(checkpoint, rolled_back=True)
+            return CommittedState.of(checkpoint)
         return CommittedState(Attempt(0, 1), designated=True)
     absent = _absent(record, reports, lost)
     return _recover(record, reports, [member for report in reports for member in report.members], known, absent)
@@ -153,7 +161,7 @@ def _roll_back(
     checkpoint = _checkpoint(reports)
     tips = {member.tip for member in members if member.tip is not None and member.tip.generation == record.generation}
     for attempt in sorted({record.committed, *tips}, reverse=True):
-        if attempt >= committed or (checkpoint is not None and attempt < checkpoint):
+        if attempt >= committed or (checkpoint is not None and attempt < checkpoint.attempt):
             continue
         missing = _missing(record, members, attempt)
         if not missing:
@@ -161,7 +169,7 @@ def _roll_back(
         if living := _may_hold_all(record, absent, missing):
             return _wait_for(f"{_name(committed)} is lost, and nobody here holds {_name(attempt)}", living)
     if checkpoint is not None:
-        return CommittedState(checkpoint, rolled_back=True)
+        return CommittedState.of(checkpoint)
     if committed.step == 0:
         return Unrecoverable(
             f"all that took part in generation {record.generation} are lost, and there is no checkpoint"
@@ -169,7 +177,7 @@ def _roll_back(
     return Unrecoverable(f"no live member holds {_name(committed)} and there is no checkpoint")
 
 
-def _checkpoint(reports: Sequence[Report]) -> Attempt | None:
+def _checkpoint(reports: Sequence[Report]) -> CheckpointRef | None:
     """The newest that an agent can load."""
     return max((report.checkpoint for report in reports if report.checkpoint is not None), default=None)
 

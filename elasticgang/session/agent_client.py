@@ -1,8 +1,10 @@
 """An agent's session with its coordinator, over asyncio: connects, reconnects, and drives the `AgentSession`.
 
 CLIENT-LEASE   The client sets the lease before the agent's state machine gets the event that the lease permits.
-CLIENT-RETRY   An attempt to connect ends after `CONNECT_S`, and the next one begins `RETRY_S` later. The client never
-               gives up: its owner decides how long to wait for the coordinator.
+CLIENT-RETRY   An attempt to connect ends after `CONNECT_S`, and the next one begins `RETRY_S` later. While something
+               listens at the address and does not welcome the agent, the pause is a random one of up to `MAX_RETRY_S`:
+               agents that failed together do not come back together. The client never gives up: its owner decides how
+               long to wait for the coordinator.
 CLIENT-REFUSED Only a refused connection counts as refused. A connection that times out does not.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from typing import Any, Protocol
 
@@ -20,7 +23,6 @@ from elasticgang.protocol.coordinator_messages import (
     Connected,
     ConnectionRefused,
     Disconnected,
-    Fence,
     HangUp,
     Inform,
     KillRanks,
@@ -32,7 +34,6 @@ from elasticgang.protocol.coordinator_messages import (
     SessionInstruction,
     SetLease,
     Ticked,
-    Unfence,
     Welcome,
 )
 from elasticgang.protocol.record import PROTOCOL, Report
@@ -44,6 +45,8 @@ from elasticgang.session.messages import decode_from_coordinator, encode
 
 CONNECT_S = 2.0
 RETRY_S = 0.2
+MAX_RETRY_S = 3.2
+_MAX_DOUBLINGS = 8  # a float has no 2**1024
 _TICK_S = 0.2
 _CLOSE_S = 0.5
 
@@ -52,10 +55,6 @@ class SessionOwner(Protocol):
     """What the client calls on its agent. No method may block."""
 
     def set_lease(self, until_s: float) -> None: ...
-
-    def fence(self, generation: int) -> None: ...
-
-    def unfence(self) -> None: ...
 
     def collect_report(self) -> Report | None:
         """The report of the host's members; None unless every live rank waits for the next record."""
@@ -95,6 +94,7 @@ class AgentClient:
         self._ticker: asyncio.TimerHandle | None = None
         self._lost = asyncio.Event()
         self._is_stopped = False
+        self._num_failed = 0  # attempts since the last welcome, or since nothing listened at the address
         self.has_connected = False  # a connection was accepted at the address, by a coordinator or not
 
     def start(self) -> None:
@@ -140,6 +140,7 @@ class AgentClient:
                 return
             self._handle(Answer(message))
             if isinstance(message, Welcome) and self._session.is_welcome:
+                self._num_failed = 0
                 self._owner.welcomed(message, connection.host)
 
     def closed(self, connection: Connection, reason: str) -> None:
@@ -166,20 +167,25 @@ class AgentClient:
             began_s = time.monotonic()
             try:
                 await asyncio.wait_for(connect(self._connect, self._host, self._port), CONNECT_S)
+                self._count_failure()  # until it is welcomed
                 self.has_connected = True
                 await self._lost.wait()
             except ConnectionRefusedError as error:
-                self._connection = None
+                self._connection, self._num_failed = None, 0
                 every = f" ({error})" if error.errno is None else ""  # of several addresses
                 self._owner.disconnected(f"nothing listens at {self._address}{every}")
                 self._handle(ConnectionRefused(self._address, began_s))
             except (OSError, asyncio.TimeoutError) as error:
                 self._connection = None
+                self._count_failure()
                 self._owner.disconnected(f"the coordinator at {self._address} cannot be reached: {error!r}")
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(random.uniform(RETRY_S, min(RETRY_S * 2**self._num_failed, MAX_RETRY_S)))
+
+    def _count_failure(self) -> None:
+        self._num_failed = min(self._num_failed + 1, _MAX_DOUBLINGS)
 
     def _connect(self) -> ClientConnection:
-        self._connection = client_of(self, self._identity, self._credentials, self._host)
+        self._connection = client_of(self, self._identity, self._credentials, self._host, self._num_failed)
         return self._connection
 
     def _tick(self) -> None:
@@ -200,10 +206,6 @@ class AgentClient:
                     self._connection.abort(reason)
             case SetLease(until_s):
                 self._owner.set_lease(until_s)
-            case Fence(generation):
-                self._owner.fence(generation)
-            case Unfence():
-                self._owner.unfence()
             case CollectReport():
                 report = self._owner.collect_report()
                 if report is not None:

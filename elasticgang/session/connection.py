@@ -1,8 +1,14 @@
 """One end of a session over asyncio: the handshake, frames, and limits on the memory that a peer can make it use.
 
-CONN-DEADLINE  A connection whose handshake is not complete after `HANDSHAKE_S` is closed.
+CONN-DEADLINE  A client closes a connection whose handshake is not complete after `HANDSHAKE_S`. While it does not get
+               in, it waits twice as long in each further attempt, `MAX_HANDSHAKE_S` at most: if a coordinator is slow
+               because many come at once, one that gives up loses its place, and makes the coordinator slower. A server
+               waits `MAX_HANDSHAKE_S`.
 CONN-UNREAD    A connection whose peer leaves more than `MAX_UNSENT_BYTES` unread is closed.
 CONN-BOUND     A frame has at most `MAX_HANDSHAKE_BYTES` during the handshake, and at most `max_bytes` after it.
+CONN-LINGER    Who closes a connection goes on reading, and drops what it reads, until the peer has closed its end too,
+               for `LINGER_S` at most. Otherwise what the peer sends meanwhile resets the connection, and asyncio,
+               which then stops reading there, loses the last messages.
 CONN-TLS       With TLS, nothing is sent or accepted before the TLS handshake is complete, within the same deadline.
 """
 
@@ -30,6 +36,8 @@ from elasticgang.session.handshake import (
 from elasticgang.session.tls import TlsStream, explain, looks_like_tls, name_to_check
 
 HANDSHAKE_S = 5.0
+MAX_HANDSHAKE_S = 40.0
+LINGER_S = 1.0
 MAX_UNSENT_BYTES = 32 << 20
 
 
@@ -51,8 +59,10 @@ class Connection(asyncio.Protocol):
 
     _PEER: str  # the peer's name in messages
 
-    def __init__(self, user: SessionUser, max_bytes: int, tls: TlsStream | None, certificate: str) -> None:
-        self._user, self._max_bytes = user, max_bytes
+    def __init__(
+        self, user: SessionUser, max_bytes: int, tls: TlsStream | None, certificate: str, handshake_s: float
+    ) -> None:
+        self._user, self._max_bytes, self._handshake_s = user, max_bytes, handshake_s
         self._tls, self._certificate = tls, certificate
         self._is_begun = False
         self._buffer = FrameBuffer(MAX_HANDSHAKE_BYTES)
@@ -62,7 +72,7 @@ class Connection(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._reason = ""
         self._has_data = False
-        self._is_closed = False
+        self._is_closing = self._is_closed = False
         self.identity: Identity | None = None
         self.peer = "?"
         self.host = ""  # the address of this end
@@ -70,7 +80,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        return self._writer is not None and not self._is_closed
+        return self._writer is not None and not self._is_over()
+
+    def _is_over(self) -> bool:
+        """Nothing that comes is taken any more."""
+        return self._is_closing or self._is_closed
 
     @property
     def num_unread_bytes(self) -> int:
@@ -79,7 +93,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, payload: bytes) -> None:
         """Queue a message. It is dropped if the session is not open."""
-        if self._writer is None or self._transport is None or self._is_closed:
+        if self._writer is None or self._transport is None or not self.is_open:
             return
         frame = self._writer.frame(payload)
         try:
@@ -90,9 +104,17 @@ class Connection(asyncio.Protocol):
             self.abort(f"it leaves more than {MAX_UNSENT_BYTES} bytes unread")
 
     def close(self) -> None:
-        """Close the connection once all queued bytes are sent."""
-        if self._transport is not None:
+        """Close the connection once all queued bytes are sent (CONN-LINGER)."""
+        if self._transport is None or self._is_closing:
+            return
+        self._is_closing = True
+        try:
+            self._transport.write_eof()
+        except OSError:  # it is not connected any more
             self._transport.close()
+            return
+        self._cancel_deadline()
+        self._deadline = asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
 
     def abort(self, reason: str) -> None:
         """Close the connection at once. Queued bytes are dropped; the owner gets `reason`."""
@@ -110,12 +132,13 @@ class Connection(asyncio.Protocol):
             transport.abort()
             return
         peer = transport.get_extra_info("peername")
-        self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) and len(peer) >= 2 else "?"
+        if isinstance(peer, tuple) and len(peer) >= 2:
+            self.peer = f"{peer[0]}:{peer[1]}"
         own = transport.get_extra_info("sockname")
         self.host = str(own[0]) if isinstance(own, tuple) else ""
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(
-            HANDSHAKE_S, lambda: self.abort(f"its handshake was not complete after {HANDSHAKE_S:g} s")
+            self._handshake_s, lambda: self.abort(f"its handshake was not complete after {self._handshake_s:g} s")
         )
         try:
             self._take(b"")
@@ -123,13 +146,15 @@ class Connection(asyncio.Protocol):
             self._end_tls(error)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_over():
+            return
         if not self._has_data and self._tls is None and looks_like_tls(data):
             self.abort(f"{self._PEER} speaks TLS, and this end does not: both ends need `--tls-cert`, or neither")
             return
         self._has_data = True
         try:
             self._take(data)
-            while not self._is_closed and (body := self._buffer.next()) is not None:
+            while not self._is_over() and (body := self._buffer.next()) is not None:
                 if self._reader is None:
                     self._shake_hands(body)
                 else:
@@ -172,7 +197,10 @@ class Connection(asyncio.Protocol):
         self._end()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if exc is not None:
+        self._cancel_deadline()
+        if self._is_closing:
+            pass
+        elif exc is not None:
             early = self._tls is not None and self._reader is None
             doubt = f": {self._PEER} may refuse the certificate {self._certificate}" if early else ""
             self._reason = self._reason or f"the connection broke: {exc}{doubt}"
@@ -184,8 +212,8 @@ class Connection(asyncio.Protocol):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._deadline is not None:
-            self._deadline.cancel()
+        if not self._is_closing:
+            self._cancel_deadline()
         self._user.closed(self, self._reason)
 
     def _lost_early(self) -> str:
@@ -205,9 +233,13 @@ class Connection(asyncio.Protocol):
         self._reader = FrameReader(read_key)
         self._writer = FrameWriter(write_key, self._max_bytes)
         self._buffer.limit = self._max_bytes + FrameReader.OVERHEAD_BYTES
+        self._cancel_deadline()
+        self._user.opened(self)
+
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._user.opened(self)
+            self._deadline = None
 
 
 class ServerConnection(Connection):
@@ -225,7 +257,7 @@ class ServerConnection(Connection):
         tls: TlsStream | None = None,
         certificate: str = "",
     ) -> None:
-        super().__init__(user, max_bytes, tls, certificate)
+        super().__init__(user, max_bytes, tls, certificate, MAX_HANDSHAKE_S)
         self._handshake = ServerHandshake(secret_of, secrets.token_bytes(NONCE_BYTES), decoy, roles)
         self._is_challenged = False
 
@@ -241,7 +273,8 @@ class ServerConnection(Connection):
 
 
 class ClientConnection(Connection):
-    """The end that connects, as `identity`. `secret`: the job's, b"" without one."""
+    """The end that connects, as `identity`. `secret`: the job's, b"" without one. `attempt`: how many attempts have
+    failed (CONN-DEADLINE)."""
 
     _PEER = "the coordinator"
 
@@ -252,8 +285,10 @@ class ClientConnection(Connection):
         secret: bytes,
         tls: TlsStream | None = None,
         certificate: str = "",
+        attempt: int = 0,
     ) -> None:
-        super().__init__(user, MAX_PAYLOAD_BYTES, tls, certificate)
+        handshake_s = min(HANDSHAKE_S * 2**attempt, MAX_HANDSHAKE_S)
+        super().__init__(user, MAX_PAYLOAD_BYTES, tls, certificate, handshake_s)
         self.identity = identity
         self._handshake = ClientHandshake(identity, secret, secrets.token_bytes(NONCE_BYTES))
         self._is_proved = False
@@ -275,14 +310,16 @@ class ClientConnection(Connection):
         self._open(keys.to_client, keys.to_server)
 
 
-def client_of(user: SessionUser, identity: Identity, credentials: Credentials, host: str) -> ClientConnection:
+def client_of(
+    user: SessionUser, identity: Identity, credentials: Credentials, host: str, attempt: int = 0
+) -> ClientConnection:
     """A connection for the coordinator at `host` (TLS-NAME)."""
     tls = credentials.tls
     if tls is None:
-        return ClientConnection(user, identity, credentials.key)
+        return ClientConnection(user, identity, credentials.key, attempt=attempt)
     name = name_to_check(host)
     stream = TlsStream(tls.client_context(checks_name=name is not None), is_server=False, name=name)
-    return ClientConnection(user, identity, credentials.key, stream, tls.path)
+    return ClientConnection(user, identity, credentials.key, stream, tls.path, attempt)
 
 
 async def connect(make: Callable[[], ClientConnection], host: str, port: int) -> None:

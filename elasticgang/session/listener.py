@@ -107,23 +107,32 @@ class Listener:
             self._pause = loop.call_later(for_s, self._resume)
 
     def _accept(self, listening: socket.socket) -> None:
-        """Take one connection: the loop calls again while there are more."""
+        """Take what waits, and as many as the kernel's queue holds at most: with one for each turn of the loop, many
+        that come at once would wait for a turn each, in which all others are served."""
         loop = asyncio.get_running_loop()
-        if (wait_s := self._make_room(loop.time())) > 0.0:
-            self._stop_accepting(wait_s)
-            return
-        try:
-            accepted = listening.accept()[0]
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as exc:
-            self.incidents.note("an unknown host", f"it cannot be accepted: {exc}")
-            self._stop_accepting(_RETRY_S)
-            return
+        for _ in range(_MAX_QUEUED):
+            if (wait_s := self._make_room(loop.time())) > 0.0:
+                self._stop_accepting(wait_s)
+                return
+            try:
+                accepted, address = listening.accept()
+            except (InterruptedError, ConnectionAbortedError):
+                continue
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                self.incidents.note("an unknown host", f"it cannot be accepted: {exc}")
+                self._stop_accepting(_RETRY_S)
+                return
+            self._serve(accepted, address)
+
+    def _serve(self, accepted: socket.socket, address: tuple[str, int]) -> None:
+        loop = asyncio.get_running_loop()
         stream = None if self._context is None else TlsStream(self._context, is_server=True)
         connection = ServerConnection(
             self, self._secret_of, self._decoy, self._roles, self._max_bytes, stream, self._certificate
         )
+        connection.peer = f"{address[0]}:{address[1]}"  # it may be ended before it is made
         self._pending[connection] = loop.time()
         task = loop.create_task(loop.connect_accepted_socket(lambda: connection, accepted))
         self._accepted.add(task)

@@ -90,6 +90,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise TypeError("a list is expected")
+    return tuple(map(_text, value))
+
+
 def _name(value: Any) -> str:
     if not 0 < len(_text(value)) <= MAX_NAME_CHARS:
         raise ValueError("a name has a wrong length")
@@ -163,7 +169,7 @@ def encode_delta(parent: Record, push: m.Push) -> bytes | None:
 
 _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.Hello: lambda x: [x.agent, x.incarnation, x.session, x.term, x.decision, x.over, x.finished, x.former],
-    m.Promise: lambda x: [x.term, x.decision],
+    m.Promise: lambda x: [x.term],
     m.KnownDecision: lambda x: [decision_to_json(x.decision)],
     m.Ready: lambda x: [report_to_json(x.report)],
     m.EndGeneration: lambda x: [x.generation, x.reason],
@@ -178,7 +184,7 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.RequestDecision: lambda x: [x.digest],
     m.HeartbeatAnswer: lambda x: [x.number, x.in_office],
     m.JoinNotice: lambda x: [x.generation],
-    m.Notice: lambda x: [x.topic, x.reason, x.agent],
+    m.Notice: lambda x: [x.topic, x.reason, x.agents],
     m.Evicted: lambda x: [x.reason],
     m.Refused: lambda x: [x.reason],
     m.GrantOffice: lambda x: [],
@@ -216,7 +222,7 @@ _FROM_AGENT: dict[str, Callable[..., Any]] = {
         _flag(finished),
         _text(former),
     ),
-    "Promise": lambda term, ref: m.Promise(_term(term), _ref(ref)),
+    "Promise": lambda term: m.Promise(_term(term)),
     "KnownDecision": lambda decision: m.KnownDecision(decision_from_json(decision, is_checked=True)),
     "Ready": lambda report: m.Ready(_report(report)),
     "EndGeneration": _end_generation,
@@ -240,7 +246,7 @@ _FROM_COORDINATOR: dict[str, Callable[..., Any]] = {
     "JoinNotice": lambda generation: m.JoinNotice(_number(generation)),
     "Finished": lambda: m.Finished(),
     "PeerMessage": _peer_message,
-    "Notice": lambda topic, reason, agent: m.Notice(_name(topic), _text(reason), _text(agent)),
+    "Notice": lambda topic, reason, agents: m.Notice(_name(topic), _text(reason), _texts(agents)),
     "Evicted": lambda reason: m.Evicted(_text(reason)),
     "Refused": lambda reason: m.Refused(_text(reason)),
     "JobUnrecoverable": lambda reason: m.JobUnrecoverable(_text(reason)),

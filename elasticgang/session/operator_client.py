@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.coordinator_messages import GrantOffice, Refused
 from elasticgang.protocol.record import PROTOCOL
-from elasticgang.session.connection import Connection, client_of, connect
+from elasticgang.session.connection import LINGER_S, Connection, client_of, connect
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import OPERATOR, Identity
 from elasticgang.session.messages import decode_for_operator, encode
@@ -16,6 +17,7 @@ from elasticgang.session.messages import decode_for_operator, encode
 class _Operator:
     def __init__(self) -> None:
         self.answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.has_ended = asyncio.Event()
 
     def opened(self, connection: Connection) -> None:
         connection.send(encode(GrantOffice()))
@@ -26,6 +28,7 @@ class _Operator:
         self._set(OperationalError(f"it refuses: {answer.reason}") if refused else answer.reason)
 
     def closed(self, connection: Connection, reason: str) -> None:
+        self.has_ended.set()
         self._set(OperationalError(f"the session ended: {reason or 'the coordinator closed it'}"))
 
     def _set(self, answer: str | OperationalError) -> None:
@@ -45,9 +48,10 @@ async def grant(host: str, port: int, job: str, credentials: Credentials, timeou
     """
     operator = _Operator()
     connection = client_of(operator, Identity(job, OPERATOR, PROTOCOL), credentials, host)
-    where = f"the coordinator at {host}:{port}"
+    where, is_connected = f"the coordinator at {host}:{port}", False
     try:
         await asyncio.wait_for(connect(lambda: connection, host, port), timeout_s)
+        is_connected = True
         return await asyncio.wait_for(operator.answer, timeout_s)
     except asyncio.TimeoutError as exc:
         raise OperationalError(f"{where} did not answer within {timeout_s:g} s") from exc
@@ -57,3 +61,8 @@ async def grant(host: str, port: int, job: str, credentials: Credentials, timeou
         raise OperationalError(f"{where}: {exc}") from exc
     finally:
         connection.close()
+        if is_connected:  # the loop may end after this, which would leave the socket open
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(operator.has_ended.wait(), 2 * LINGER_S)
+        if operator.answer.done() and not operator.answer.cancelled():
+            operator.answer.exception()  # it is retrieved

@@ -119,7 +119,11 @@ class Chain:
         self.records = back
         self.record = back[-1] if back else None
         base = self.invariants.of[self.record.digest] if self.record is not None else None
-        held = [s for rank in self.counting() if rank.alive for s in (rank.state, rank.prepared) if s is not None]
+        _, proposal = self._tentative[record.digest]
+        told = {member.id for report in proposal for member in report.members}  # they may have died since
+        ranks = [rank for rank in self._cluster.ranks.values() if rank.name in told]
+        ranks += [rank for rank in self.counting() if rank.alive]
+        held = [state for rank in ranks for state in (rank.state, rank.prepared) if state is not None]
         self.invariants.forget(base, held)
 
 

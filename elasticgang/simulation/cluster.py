@@ -19,7 +19,7 @@ from elasticgang.protocol.coordinator_messages import Notice
 from elasticgang.protocol.record import Record
 from elasticgang.simulation import delivery, host_moves, host_session, promises, rank_moves
 from elasticgang.simulation.chain import Chain
-from elasticgang.simulation.coordinator_process import PATIENT, TIMEOUTS, CoordinatorProcess, Disk
+from elasticgang.simulation.coordinator_process import CoordinatorProcess, Disk
 from elasticgang.simulation.generation import SimulatedGeneration
 from elasticgang.simulation.host import Host
 from elasticgang.simulation.invariants import Violation
@@ -44,8 +44,8 @@ Actor: TypeAlias = "Rank | Host | CoordinatorProcess"
 @dataclass(frozen=True)
 class Setting:
     """The job at its start. `hosts`: the number of ranks of each; of these, on each host, `num_spares` are asked for as
-    spares. `has_directory`: the first coordinator has a state directory. `is_patient`: its
-    agents' ranks wait, fenced, for a new lease; otherwise the end of the lease kills them, as in the product."""
+    spares. `has_directory`: the first coordinator has a state directory.
+    `saves_last`: the job has durable checkpoints, of which only the last save is simulated."""
 
     layout: ParallelLayout
     hosts: tuple[int, ...]
@@ -54,7 +54,7 @@ class Setting:
     min_hosts: int = 1
     max_hosts: int = 0
     has_directory: bool = False
-    is_patient: bool = False
+    saves_last: bool = False
 
 
 def _name_of(number: int) -> str:
@@ -68,7 +68,6 @@ class Cluster:
         self.setting = setting
         self.layout = setting.layout
         self.num_steps = setting.num_steps
-        self.timeouts = PATIENT if setting.is_patient else TIMEOUTS
         self.now_s = 0.0
         self.generations: dict[str, SimulatedGeneration] = {}
         self.hosts: dict[str, Host] = {}
@@ -82,6 +81,7 @@ class Cluster:
         self.disk = Disk() if setting.has_directory else None
         self.given_up = ""
         self.finished = False
+        self.has_saved_last = False
         self.log: list[str] = []
         self.num_dead_hosts = self.num_only_healed = self.num_sessions = self.num_exited = 0
         self.chain = Chain(self)

@@ -33,7 +33,6 @@ from elasticgang.protocol.coordinator_messages import (
     SessionClosed,
     Term,
     Ticked,
-    Timeouts,
 )
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.simulation import promises
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from elasticgang.simulation.host import Host
 
 TIMEOUTS = replace(JOB_TIMEOUTS, founding_s=20.0)
-PATIENT = Timeouts(fenced_limit_s=90.0, dead_after_s=120.0, founding_s=20.0)
-
 
 _NOBODY: frozenset[str] = frozenset()
 
@@ -74,6 +71,7 @@ class Disk:
     term: Term = NO_TERM
     decision: Decision | None = None
     finished: bool = False
+    addresses: frozenset[str] = frozenset()
     holder: CoordinatorProcess | None = None
     is_stuck: bool = False
 
@@ -101,13 +99,19 @@ class CoordinatorProcess:
         self.outbox: deque[Send | CloseSession] = deque()
         self.writing: deque[Persist] = deque()
         self.sessions: dict[int, SimulatedSession] = {}
-        self.state = CoordinatorState(self.name, has_directory=disk is not None, timeouts=cluster.timeouts)
+        self.state = CoordinatorState(
+            self.name,
+            has_directory=disk is not None,
+            address=address,
+            addresses=frozenset() if disk is None else disk.addresses,
+            timeouts=TIMEOUTS,
+        )
         if disk is not None:
             disk.holder = self
             self.state.number = disk.term.number + 1
             self.state.decision = disk.decision
             self.state.finished = disk.finished
-            disk.term = self.state.term
+            disk.term, disk.addresses = self.state.term, self.state.addresses
         self.state.granted = disk is not None or is_founder
         self.do(cluster, Ticked())
 
@@ -192,18 +196,13 @@ class CoordinatorProcess:
         state = self.state
         number, known = state.number, state.decision
         lost = frozenset(state.lost) if state.lost else _NOBODY
-        dead = frozenset(state.dead) if state.dead else _NOBODY
         instructions = state.handle(event, cluster.now_s * self.rate)
         if state.number != number:
             self._note_all(cluster, instructions, number)  # decided before it took another term, at the same event
             self.promises.clear()
             self.is_granted = self.is_granted and self.disk is not None
-        if state.lost:
-            if not isinstance(event, AgentExited):
-                is_tick = isinstance(event, Ticked)
-                promises.check_lost(cluster, self, state.lost - lost, state.dead - dead, silent=is_tick)
-            if " may live" in state.reason:
-                cluster.seen.add("waited for a silent agent")
+        if state.lost and not isinstance(event, AgentExited):
+            promises.check_lost(cluster, self, state.lost - lost, silent=isinstance(event, Ticked))
         if instructions:
             self._note_all(cluster, instructions, state.number)
             for instruction in instructions:
@@ -263,7 +262,7 @@ class CoordinatorProcess:
         elif session.is_agent_open:
             message = instruction.message
             if isinstance(message, Push):
-                promises.check_push(cluster, self, session.host, message.decision)
+                promises.check_push(cluster, self, session, message.decision)
                 self.num_pushed += 1
             elif isinstance(message, Refused) and session.host.is_duplicate:
                 cluster.seen.add("duplicate id")
@@ -274,7 +273,7 @@ class CoordinatorProcess:
         if persist.decision is not None:
             cluster.chain.make_effective(persist.decision)
         self.disk.term, self.disk.decision = persist.term, persist.decision
-        self.disk.finished = persist.finished
+        self.disk.finished, self.disk.addresses = persist.finished, persist.addresses
         if persist.decision is not None:
             self.do(cluster, Persisted(persist.decision.record.digest))
 

@@ -13,7 +13,6 @@ from elasticgang.simulation.host import Host
 from elasticgang.simulation.invariants import Model
 from elasticgang.simulation.rank import Rank
 from elasticgang.simulation.rank_script import APPLYING, REDUCING, VOTING
-from elasticgang.simulation.recovery import some_moves
 
 FAULTS = (
     "joins",
@@ -21,6 +20,7 @@ FAULTS = (
     "is back",
     "host dies",
     "rank dies",
+    "seems to exit",
     "breaks",
     "leaves",
     "tears",
@@ -38,7 +38,6 @@ FAULTS = (
     "disk stands still",
     "id is taken",
     "operator's word",
-    "is left behind",
     "raises",
     "hangs",
     "gets SIGTERM",
@@ -50,15 +49,15 @@ FAULTS = (
 RARE = {
     "coordinator crashes": 0.4,
     "coordinator restarts": 0.4,
-    "second coordinator": 0.3,
-    "network is parted": 0.3,
+    "second coordinator": 0.4,
+    "network is parted": 0.5,
     "host stands still": 0.3,
     "agent stands still": 0.3,
-    "coordinator stands still": 0.3,
+    "coordinator stands still": 0.4,
     "disk stands still": 0.3,
     "id is taken": 0.1,
     "operator's word": 0.3,
-    "is left behind": 0.3,
+    "seems to exit": 0.25,
     "exits early": 0.25,
     "leaves by its script": 0.25,
     "raises": 0.25,
@@ -70,12 +69,11 @@ RARE = {
     "forks late": 0.25,
 }
 _AIMS = ("deciding", "pushing", "pushed to one", "written")
-_LEFT_BEHIND = 18  # generations: more than a record names of its ancestors
-_LEFT_BEHIND_MOVES, _LEFT_BEHIND_PAUSE, _LEFT_BEHIND_STUCK = 1500, 25, 150
 _OF_HOSTS = frozenset({"is cut off", "host dies", "gets SIGTERM", "gets SIGINT"})
 _INCOMPATIBLE = ("job", "layout", "protocol")
 _SLOW_JOIN_RATE = 0.5
 _RUTHLESS_RATE = 0.02
+_RUTHLESS_PASS_RATE = 0.3
 _AIMED_RATE = 0.5
 _MAX_HOSTS = 5
 
@@ -148,12 +146,6 @@ class Faults:
                     if c.disk is None and cluster.disk is None and promises.may_grant(cluster, c):
                         self._do((c.name, "is granted its office"))
                         return
-            case "is left behind":
-                led = [host for host in hosts if self._is_led(host)]
-                if len(led) > 1:
-                    host = chance.choice(led)
-                    if self._may_inject(host.ranks):
-                        self._leave_behind(host.name)
             case "is back":
                 cut = [host for host in hosts if host.zone]
                 if cut:
@@ -230,44 +222,30 @@ class Faults:
                     others[rank.model] = rank
         return [(alone[0], others[model]) for model, alone in voters.items() if len(alone) == 1 and model in others]
 
-    def _may_inject(self, victims: Iterable[Rank]) -> bool:
+    def _may_inject(self, victims: Iterable[Rank], ruthless_rate: float = _RUTHLESS_RATE) -> bool:
         """Whether the state survives without `victims`; rarely True although it does not, since that ends the job."""
         rest = (rank for rank in self._cluster.ranks.values() if rank.alive and rank not in victims)
         models = {rank.model for rank in rest if rank.state and not self._cluster.hosts[rank.host].is_cut}
-        return len(models) == self._cluster.setting.layout.unit or self._chance.random() < _RUTHLESS_RATE
+        return len(models) == self._cluster.setting.layout.unit or self._chance.random() < ruthless_rate
+
+    def may_pass_leases(self) -> bool:
+        """As `_may_inject`, of those whose lease nobody renews while time passes."""
+        hosts = self._cluster.hosts.values()
+        return self._cluster.chain.record is None or self._may_inject(
+            {rank for host in hosts if not self._is_led(host) for rank in host.ranks}, _RUTHLESS_PASS_RATE
+        )
+
+    @staticmethod
+    def _is_led(host: Host) -> bool:
+        """Nothing hinders it, and its coordinator is in office."""
+        if host.is_cut or host.is_stopped or host.is_slow or host.connection is None:
+            return False
+        c = host.connection.coordinator
+        return c.is_alive and c.zone == host.zone and not c.is_stopped and c.state.in_office
 
     def _num_whole(self) -> int:
         """The number of ranks of a host with one replica group and its spares."""
         return self._cluster.setting.layout.unit + self._cluster.setting.num_spares
-
-    def _is_led(self, host: Host) -> bool:
-        """It takes part, and nothing hinders it."""
-        record, session = self._cluster.chain.record, host.connection
-        is_hindered = host.is_frozen or host.is_stopped or host.is_slow or host.zone or host.session.is_fenced
-        is_member = record is not None and host.session.decision is not None and host.id in record.agents
-        return is_member and not is_hindered and session is not None and session.coordinator.state.in_office
-
-    def _leave_behind(self, name: str) -> None:
-        """The host `name` is cut off until no record names the one that it knows."""
-        cluster = self._cluster
-        until = len(cluster.chain.records) + _LEFT_BEHIND
-        self._do((name, "is cut off"))
-        self._do(("clock", "passes 15"))
-        for number in range(_LEFT_BEHIND_MOVES):
-            is_stuck = len(cluster.chain.records) < number / _LEFT_BEHIND_STUCK
-            if is_stuck or len(cluster.chain.records) >= until or cluster.given_up:
-                break
-            actors = [actor for actor in cluster.actors if actor.home != name]
-            options = some_moves(cluster, actors, self._pick)
-            running = [rank for rank in cluster.ranks.values() if rank.alive and "breaks" in rank.faults()]
-            if running and number % _LEFT_BEHIND_PAUSE == 0:
-                self._do((self._chance.choice(running).name, "breaks"))
-            elif options:
-                self._do(self._pick(options))
-            else:
-                self._do(("clock", "passes 1"))
-        self._do((name, "is back"))
-        self._do(("clock", "passes 2"))
 
     def repair_one(self) -> None:
         """Something that is broken is mended: else a job stands still for most of a schedule."""

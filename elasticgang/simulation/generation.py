@@ -74,6 +74,10 @@ class SimulatedGeneration:
     def vote(self, number: int) -> Sum:
         return self._sum("vote", number)
 
+    def last_save(self, number: int) -> Sum:
+        """What each member says about its save of the final state (MANAGER-12)."""
+        return self._sum("last save", number)
+
     def _sum(self, of: str, number: int) -> Sum:
         if (of, number) not in self.sums:
             self.sums[of, number] = Sum(-1 if self.severed else len(self.seated))

@@ -8,6 +8,8 @@ SIMHOST-1  An agent exits once: when none of its ranks runs, starts or waits for
     job has finished, or every rank has exited with code 0 or was asked to leave.
 SIMHOST-2  An agent whose ranks cannot be started fails after the budget of one id at the latest.
 SIMHOST-3  A record is given only to hosts whose ranks have the seats that it gives to their agents.
+SIMHOST-4  A rank that begins to exit is killed at once, and its generation ends for all others. It is in no report, and
+    its successor starts only once it is gone (AGENT-8).
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from elasticgang.protocol.coordinator_messages import (
     PeerMessage,
     ReportRequested,
 )
-from elasticgang.simulation import host_session
-from elasticgang.simulation.coordinator_process import CoordinatorProcess, SimulatedSession, clock_rate
+from elasticgang.simulation import host_session, promises
+from elasticgang.simulation.coordinator_process import TIMEOUTS, CoordinatorProcess, SimulatedSession, clock_rate
 from elasticgang.simulation.host_moves import SIGNALS, TIMER, faults, moves
 from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.rank import KILLED, Rank
@@ -89,8 +91,7 @@ class Host:
         self.early: list[Any] = []
         self.newest_over = self.newest_join = 0
         self.connection: SimulatedSession | None = None
-        self.timeouts = cluster.timeouts
-        self.session = AgentSession(agent or name, incarnation=name, timeouts=self.timeouts)
+        self.session = AgentSession(agent or name, incarnation=name, timeouts=TIMEOUTS)
         self.lease_until_s: float | None = None
         self.lease_holder: CoordinatorProcess | None = None
         self.agent = AgentLifecycle(
@@ -175,8 +176,6 @@ class Host:
             case "loses" | "hangs":
                 self.hang_up()
                 host_session.do(self, cluster, Disconnected())
-            case "kills":
-                next(rank for rank in self.ranks if rank.alive and rank.phase not in (REQUESTING, STARTING)).end(KILLED)
             case _:
                 raise ValueError(verb)
 
@@ -225,9 +224,20 @@ class Host:
         self.handle(cluster, self.next_event(rank))
 
     def on_exit_began(self, cluster: Cluster, rank: Rank) -> None:
+        """SIMHOST-4."""
+        state, record = self.agent_state, self.agent_state.record
+        takes_part = state.takes_part(rank.name)
+        is_seated = takes_part and rank.name not in {member.id for member in state.report().members}
         rank.is_noticed = True
         cluster.seen.add("exit noticed early")
+        if takes_part and rank.alive:
+            cluster.seen.add("notice of a living rank")
         self.handle(cluster, events.ExitBegan(rank.name))
+        rank.is_exiting = takes_part and not state.takes_part(rank.name)
+        if takes_part and rank.alive:
+            raise Violation(f"SIMHOST-4: {rank.name} runs on, although its exit has begun")
+        if is_seated and record is not None and state.record is record:
+            promises.check_ended(self, record)
 
     def on_exit(self, cluster: Cluster, rank: Rank) -> None:
         self.ended[rank.local_rank] = rank.status == 0 or rank.draining
@@ -259,6 +269,9 @@ class Host:
         starts = [one for one in instructions if isinstance(one, events.StartRank)]
         if starts and (len(starts) > 1 or self.forking is not None or self.signal or self.is_fenced):
             raise Violation(f"SIMHOST-1: {self.name} starts {starts}, but ends, is fenced, or forks another")
+        for rank in self.ranks:
+            if any(rank.local_rank == start.local_rank for start in starts):
+                raise Violation(f"SIMHOST-4: {self.name} starts {starts[0]}, but {rank.name} is not gone")
 
     def _follow(self, cluster: Cluster, instruction: events.AgentInstruction) -> None:
         match instruction:
@@ -354,6 +367,7 @@ class Host:
         number = self.num_started[local_rank]
         name = f"{self.name}{local_rank}" + (f".{number}" if number > 1 else "")
         rank = Rank(name, self.name, local_rank, agent)
+        rank.lifecycle.saves_last = cluster.setting.saves_last
         self.ranks.append(rank)
         cluster.ranks[name] = rank
         cluster.actors.append(rank)

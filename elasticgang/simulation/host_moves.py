@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
     from elasticgang.simulation.host import Host
 
-RARE_MOVES = frozenset({"hangs up", "kills a fenced rank", "fails to start a rank"})
+RARE_MOVES = frozenset({"hangs up", "fails to start a rank"})
 TIMER = "times out: "
 SIGNALS = {"gets SIGTERM": signal.SIGTERM, "gets SIGINT": signal.SIGINT}
 
@@ -23,8 +23,6 @@ def moves(host: Host, cluster: Cluster) -> list[str]:
         moves += ["cannot start a rank"] if host.is_exhausted else ["starts a rank", "fails to start a rank"]
     if host.former:
         moves.append("rejoins")
-    if host.session.is_fenced and not host.is_inert:
-        moves.append("kills a fenced rank")
     connection = host.connection
     if connection is None:
         if not host.session.is_ended:

@@ -12,7 +12,6 @@ from elasticgang.protocol.coordinator_messages import (
     CollectReport,
     Connected,
     ConnectionRefused,
-    Fence,
     HangUp,
     Inform,
     KillRanks,
@@ -23,19 +22,14 @@ from elasticgang.protocol.coordinator_messages import (
     SessionEvent,
     SetLease,
     Ticked,
-    Unfence,
 )
 from elasticgang.protocol.record import PROTOCOL, Record, Undecided
-from elasticgang.simulation.coordinator_process import CoordinatorProcess, SimulatedSession
+from elasticgang.simulation.coordinator_process import TIMEOUTS, CoordinatorProcess, SimulatedSession
 from elasticgang.simulation.invariants import Violation
-from elasticgang.simulation.rank import KILLED, Rank
-from elasticgang.simulation.rank_script import REQUESTING, STARTING
 
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
     from elasticgang.simulation.host import Host
-
-_MAX_ABORT_MOVES = 20
 
 
 def dial(host: Host, cluster: Cluster, coordinator: CoordinatorProcess) -> None:
@@ -74,7 +68,7 @@ def rejoin(host: Host, cluster: Cluster) -> None:
     host.has_begun = False
     host.newest_over = host.newest_join = 0
     host.early.clear()
-    host.session = AgentSession(host.id, incarnation=host.name, timeouts=host.timeouts, former=former)
+    host.session = AgentSession(host.id, incarnation=host.name, timeouts=TIMEOUTS, former=former)
 
 
 def tick(host: Host, cluster: Cluster) -> None:
@@ -101,12 +95,6 @@ def do(host: Host, cluster: Cluster, event: SessionEvent) -> None:
                     cluster.seen.add("lease renewed by a refusal")
                 if host.connection is not None:
                     host.lease_holder = host.connection.coordinator
-            case Fence():
-                cluster.seen.add("lease over")
-                if not cluster.setting.is_patient:
-                    host.handle(cluster, events.LeaseExpired("the lease is over"))
-            case Unfence():
-                cluster.seen.add("unfenced")
             case CollectReport():
                 _report(host, cluster)
             case Inform(inner):
@@ -114,6 +102,8 @@ def do(host: Host, cluster: Cluster, event: SessionEvent) -> None:
             case KillRanks(reason):
                 if reason.startswith("evicted"):
                     cluster.seen.add("evicted")
+                elif host.is_lease_over(cluster):
+                    cluster.seen.add("lease over")
                 host.handle(cluster, events.LeaseExpired(reason))
     decision = session.decision
     if decision is not None and decision is not known and host.alive:
@@ -128,6 +118,9 @@ def _report(host: Host, cluster: Cluster) -> None:
             generation = rank.generation.record.generation
             raise Violation(f"RULE-3: {host.name} is ready while {rank.name} runs in {generation}")
     report = host.agent_state.report()
+    for rank in host.ranks:
+        if rank.is_exiting and any(member.id == rank.name for member in report.members):
+            raise Violation(f"SIMHOST-4: {host.name} reports {rank.name}, whose exit has begun")
     if host.mismatch == "protocol":
         report = replace(report, protocol=PROTOCOL + 1)
     do(host, cluster, ReportCollected(report))
@@ -164,31 +157,9 @@ def _check_record(host: Host, cluster: Cluster, record: Record) -> None:
 
 
 def watch(host: Host, cluster: Cluster) -> None:
-    """What each rank does by itself when it reads the lease. Unless the agent is patient it kills itself; else it
-    aborts its generation, and is killed when it is too slow for that."""
+    """What each rank does by itself when it reads the lease: once that is over, it kills itself."""
     if host.lease_until_s is None:
         return
     over_s = host.clock_s(cluster) - host.lease_until_s
-    if over_s < 0:
-        return
-    is_late = over_s >= host.timeouts.grace_s
-    if not cluster.setting.is_patient or over_s >= host.timeouts.fenced_limit_s + host.timeouts.grace_s:
-        if is_late or not host.is_slow:
-            host.kill_ranks()
-    else:
-        for rank in host.ranks:
-            if not host.is_slow and rank.alive and rank.generation is not None:
-                _abort(cluster, rank)
-            if is_late and rank.alive and rank.phase not in (REQUESTING, STARTING):
-                rank.end(KILLED)
-
-
-def _abort(cluster: Cluster, rank: Rank) -> None:
-    if not rank.poisoned:
-        rank.poison()
-    for _ in range(_MAX_ABORT_MOVES):
-        moves = rank.moves(cluster)
-        verb = next((verb for verb in ("receives", "applies", "fails", "requests") if verb in moves), None)
-        if verb is None or rank.phase in (REQUESTING, STARTING):
-            return
-        rank.perform(cluster, verb)
+    if over_s >= (TIMEOUTS.grace_s if host.is_slow else 0):
+        host.kill_ranks()

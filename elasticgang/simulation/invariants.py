@@ -115,7 +115,7 @@ class Invariants:
         """`record`, which follows from `proposal`, is agreed."""
         state = self._state_of(record, parent)
         seated = {record.model_coordinates(member) for member in record.members(ACTIVE)}
-        if (lacking := sorted(self._models - seated)) and not record.loads_checkpoint:
+        if (lacking := sorted(self._models - seated)) and not record.checkpoint:
             raise Violation(f"RECOVERY-2: nobody sits at {lacking[0]} with the state of generation {record.generation}")
         if parent is not None and record.committed.step and not state.holds(self.of[parent.digest]):
             raise Violation(f"RULE-1: {record.committed} does not build on {parent.committed}")

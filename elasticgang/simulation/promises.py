@@ -1,7 +1,7 @@
 """What coordinators and agents promise each other, and the job: checked where they act.
 
-LOST-1   An agent that a coordinator declares lost is dead, or its lease is over and none of its ranks is in a
-         generation; or it has promised a higher term, and has a lease of another coordinator.
+LOST-1   An agent that a coordinator declares lost is dead, or its lease is over and its ranks have ended; or it has
+         promised a higher term, and has a lease of another coordinator.
 LOST-2   It was silent for `lost_after_s` of the time during which the coordinator ran.
 OFFICE-1 A coordinator that decides holds its directory, was granted its office, or was promised its term by every agent
          of the record.
@@ -28,7 +28,7 @@ from elasticgang.simulation.invariants import Violation
 
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
-    from elasticgang.simulation.coordinator_process import CoordinatorProcess
+    from elasticgang.simulation.coordinator_process import CoordinatorProcess, SimulatedSession
     from elasticgang.simulation.host import Host
 
 
@@ -58,15 +58,13 @@ def may_grant(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
         known = host.session.decision
         if known is not None and known.ref.order > state.decision.ref.order:
             return False
-        is_held = host.is_fenced or (host.session.is_fenced and host.is_inert)
+        is_held = host.is_fenced or (host.session.is_ended and host.is_inert)
         if host.id in state.decision.record.agents and not is_held:
             return False
     return True
 
 
-def check_lost(
-    cluster: Cluster, coordinator: CoordinatorProcess, lost: Collection[str], dead: Collection[str], *, silent: bool
-) -> None:
+def check_lost(cluster: Cluster, coordinator: CoordinatorProcess, lost: Collection[str], *, silent: bool) -> None:
     """`silent`: for no other reason."""
     for name in lost:
         silent_s = coordinator.silent_s(cluster, name)
@@ -74,15 +72,18 @@ def check_lost(
             raise Violation(f"LOST-2: {coordinator.name} declares {name} lost after it has run for {silent_s:.1f} s")
         for host in cluster.hosts_of(name):
             _check_lost(cluster, coordinator, host)
-    for name in dead:
-        for host in cluster.hosts_of(name):
-            _check_dead(cluster, coordinator, host)
 
 
 def _check_lost(cluster: Cluster, coordinator: CoordinatorProcess, host: Host) -> None:
-    if host.alive:
-        cluster.seen.add("lost but alive")
-    if not host.alive or host.is_frozen or (host.is_inert and host.is_lease_over(cluster)):
+    if not host.alive:
+        return
+    cluster.seen.add("lost but alive")
+    if host.is_frozen:
+        host.kill_ranks()  # when it goes on, they end before they do anything
+        return
+    has_acted = host.lease_until_s is not None
+    runs = any(rank.alive for rank in host.ranks) if has_acted else not host.is_inert
+    if not runs and host.is_lease_over(cluster):
         return
     holder = host.lease_holder
     is_led_elsewhere = holder is not None and holder is not coordinator
@@ -90,17 +91,8 @@ def _check_lost(cluster: Cluster, coordinator: CoordinatorProcess, host: Host) -
         raise Violation(
             f"LOST-1: {coordinator.name} declares {host.name} lost, whose lease "
             f"{'is over' if host.is_lease_over(cluster) else 'goes on'} and whose ranks "
-            f"{'wait' if host.is_inert else 'run'}"
+            f"{'run' if runs else 'have ended'}"
         )
-
-
-def _check_dead(cluster: Cluster, coordinator: CoordinatorProcess, host: Host) -> None:
-    if not any(rank.alive for rank in host.ranks) or host.lease_until_s is None:  # or they have never acted
-        return
-    if host.is_frozen:
-        host.kill_ranks()  # when it goes on, they end before they do anything
-    elif host.lease_holder is None or host.lease_holder is coordinator:
-        raise Violation(f"LOST-1: {coordinator.name} declares {host.name} dead, whose ranks live")
 
 
 def check_decision(cluster: Cluster, coordinator: CoordinatorProcess, decision: Decision) -> None:
@@ -121,10 +113,13 @@ def check_decision(cluster: Cluster, coordinator: CoordinatorProcess, decision: 
         cluster.seen.add("decided beside another in office")
 
 
-def check_push(cluster: Cluster, coordinator: CoordinatorProcess, host: Host, decision: Decision) -> None:
+def check_push(
+    cluster: Cluster, coordinator: CoordinatorProcess, session: SimulatedSession, decision: Decision
+) -> None:
+    """`session.agent` was sent it: its host may have another id by now, and not have hung up yet."""
     record = decision.record
     before = cluster.chain.decided.get(record.parent)
-    if coordinator.disk is not None or before is None or host.id in before.agents:
+    if coordinator.disk is not None or before is None or session.agent in before.agents:
         return
     parents = [other for other in cluster.hosts.values() if other.id in before.agents and other.id in record.agents]
     for other in parents:
@@ -133,7 +128,7 @@ def check_push(cluster: Cluster, coordinator: CoordinatorProcess, host: Host, de
             cluster.seen.add("joiner waited")
             return
     if any(rank.alive for other in parents for rank in other.ranks):
-        raise Violation(f"ACCEPT-1: {coordinator.name} sends {record.generation} to {host.name} before its parents")
+        raise Violation(f"ACCEPT-1: {coordinator.name} sends {record.generation} to {session.agent} before its parents")
 
 
 def check_size(cluster: Cluster, record: Record, proposal: Sequence[Report]) -> None:
@@ -182,11 +177,20 @@ def check_step(cluster: Cluster, generation: SimulatedGeneration, parts: Sequenc
         raise Violation(f"RULE-5: the shares of {first.attempt} are {dict(covered)} of {count}")
 
 
+def check_ended(host: Host, record: Record) -> None:
+    """SIMHOST-4: after the agent was told that the exit of a rank has begun, which had a seat in `record`."""
+    generation = record.generation
+    for rank in host.ranks:
+        runs = rank.alive and rank.generation is not None and rank.generation.record is record and not rank.poisoned
+        if runs and ("abort", generation) not in rank.received:
+            raise Violation(f"SIMHOST-4: {rank.name} runs on in generation {generation}, in which an exit has begun")
+    if len(record.agents) > 1 and host.session.over < generation:
+        raise Violation(f"SIMHOST-4: {host.name} notifies nobody of the end of generation {generation}")
+
+
 def led_elsewhere(cluster: Cluster, host: Host) -> set[str]:
-    """Hosts that another coordinator leads than the one that has told `host` that the state is lost."""
-    teller = None if host.connection is None else host.connection.coordinator
+    """Hosts that have promised a higher term than that in which `host` was told that the state is lost: another
+    coordinator led them when the state was given up (LOST-1). They may be back before `host` is told."""
     return {
-        other.name
-        for other in cluster.hosts.values()
-        if other.alive and other.lease_holder is not teller and other.session.promised > host.session.promised
+        other.name for other in cluster.hosts.values() if other.alive and other.session.promised > host.session.promised
     }

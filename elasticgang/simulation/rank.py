@@ -66,12 +66,15 @@ class Rank:
         self.draining = False  # it was asked to leave
         self.hangs = False  # and never does anything more
         self.raised = False  # its script has, and the process has not exited
-        self.is_noticed = False  # its agent knows that it exits
+        self.seems_to_exit = False  # though it does not: it has overwritten its word, or executes another program
+        self.is_noticed = False  # its agent was told that it exits
+        self.is_exiting = False  # and has acted on it
         self.by_script = False  # it was its own script that asked
         self.is_retired = False
         self.reports_error = False  # in the step that begins
         self.has_forward = True  # of a step, as a learner
         self.votes = False  # the sum that it has started last is of a vote
+        self.saves = False  # or of the save of the final state
         self.aborted = AbortNotice()
         self.joining = 0
         self.promised = 0  # the newest generation that was over when it asked
@@ -81,6 +84,7 @@ class Rank:
         self.records: deque[Record] = deque()
         self.state: State | None = None
         self.prepared: State | None = None  # what applying makes of `state`
+        self.forward: Attempt | None = None  # whose forward has changed `state`; of no committed attempt (MANAGER-4)
         self.reported = Attempt(0, 0)  # as committed
         self.model: Model | None = None
 
@@ -136,12 +140,17 @@ class Rank:
                 self.draining = self.by_script = True
             case "hangs":
                 self.hangs = True
+            case "seems to exit":
+                self.seems_to_exit = True
             case "raises":
                 self.raised = True
                 self.sent.append(("raised", None))
             case "exits early":
                 self.end(DONE)
-            case "finishes" | "drains" | "ends" | "stops trying":
+            case "knows of all saves":
+                assert self.generation is not None
+                self._go_on(cluster, self.generation.last_save(self.round).sums())
+            case "saves" | "finishes" | "drains" | "ends" | "stops trying":
                 if self.phase is STARTING:  # the signal's handler ends it
                     self.end(DONE)
                 else:
@@ -214,7 +223,7 @@ class Rank:
             while True:
                 self.paused = self._script.send(outcome) if error is None else self._script.throw(error)
                 error = None
-                phase = phase_at(self.paused, self.votes)
+                phase = phase_at(self.paused, self.votes, self.saves)
                 if phase and self.paused is not through:
                     self.phase = phase
                     if isinstance(self.paused, do.Configure):
@@ -253,6 +262,13 @@ class Rank:
                 return self.has_forward
             case do.StartSum(gang, values):
                 self._start_sum(gang, values)
+                if self.saves and self.generation is not None:  # all have written their shares
+                    cluster.has_saved_last |= self.generation.last_save(self.round).is_complete
+            case Do.SAVE_LAST:
+                self.round, self.saves = self.round + 1, True
+                return not cluster.has_saved_last, False
+            case Do.IS_SAVED:
+                return cluster.has_saved_last
             case Do.AWAIT_SUMS:  # of the totals
                 assert self.generation is not None
                 return self.generation.totals(self.round).sums()
@@ -263,6 +279,11 @@ class Rank:
                 self.reported = attempt
             case Do.APPLY:
                 self._apply(cluster)
+            case do.EndStep(is_dropped, _, restores):
+                if restores and not is_dropped:
+                    raise Violation(f"MANAGER-4: {self.name} restores what {self.forward} has changed and committed")
+                if restores or not is_dropped:
+                    self.forward = None
             case do.Poison():
                 self.poison()
             case Do.LEAVE_GENERATION:
@@ -296,7 +317,7 @@ class Rank:
             check_entered(self, truth, record, seat)
 
     def _arrive(self, cluster: Cluster, record: Record) -> None:
-        self.generation, self.round = cluster.generation(record), 0
+        self.generation, self.round, self.saves = cluster.generation(record), 0, False
         if self.aborted.ends(record.generation):
             self.poison()
         else:
@@ -317,6 +338,8 @@ class Rank:
         assert self.generation is not None
         if self.generation.record.generation <= self.promised:
             raise Violation(f"RULE-9: {self.name} takes part in {self.generation.record.generation} after it asked")
+        if self.forward is not None:
+            raise Violation(f"MANAGER-4: {self.name} begins a step with what {self.forward} has changed in forward")
         self.round += 1
         self.votes = False
         self.serving = tip
@@ -325,6 +348,7 @@ class Rank:
         generation, member_state = self.generation, self.member_state
         assert generation is not None
         share = member_state.share(generation.record.layout)
+        self.forward = member_state.attempt() if share is not None else None
         generation.reduction(self.round).parts[self.name] = Part(
             member_state.attempt(),
             self.state if member_state.tip is not None else None,
@@ -338,6 +362,8 @@ class Rank:
         assert self.generation is not None
         self.votes = gang == "control"
         sums = self.generation.vote(self.round) if self.votes else self.generation.totals(self.round)
+        if self.saves:
+            sums = self.generation.last_save(self.round)
         sums.parts[self.name] = values
 
     def sources(self, cluster: Cluster, heal: do.Heal) -> list[Rank]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.member_instructions import Do
 from elasticgang.protocol.member_lifecycle import Next
-from elasticgang.simulation.rank_script import APPLYING, BETWEEN, CONFIGURING, REDUCING, REQUESTING, STARTING
+from elasticgang.simulation.rank_script import APPLYING, BETWEEN, CONFIGURING, REDUCING, REQUESTING, SAVING, STARTING
 
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
@@ -22,7 +22,9 @@ def moves(rank: Rank, cluster: Cluster) -> list[str]:
     if rank.sent:
         moves.append("is received")
     elif not rank.alive:
-        moves += ["is reaped"] if rank.is_noticed else ["is reaped", "is noticed"]
+        moves.append("is reaped")
+    if not rank.is_noticed and (rank.seems_to_exit if rank.alive else not rank.sent):  # DEATH-3, RANK-2
+        moves.append("is noticed")
     if not rank.alive:
         return moves
     if rank.received:
@@ -55,6 +57,8 @@ def _between(rank: Rank, cluster: Cluster) -> Sequence[str]:
     match rank.lifecycle.at_boundary(cluster.num_steps):
         case Next.REGROUP:
             return ("requests",)
+        case Next.SAVE:
+            return ("saves",)
         case Next.GIVE_UP:
             return ("stops trying",)
         case Next.LEAVE:
@@ -84,12 +88,15 @@ def _waiting(rank: Rank, cluster: Cluster) -> Iterator[str]:
             yield "prepares"
             if rank.member_state.tip is not None and not rank.member_state.is_active:
                 yield "prepares not"
+    elif rank.phase is SAVING:
+        if generation.last_save(rank.round).is_complete:
+            yield "knows of all saves"
     elif generation.vote(rank.round).is_complete:
         yield "counts"
 
 
 def faults(rank: Rank) -> list[str]:
-    faults = ["dies"]
+    faults = ["dies"] if rank.seems_to_exit else ["dies", "seems to exit"]
     if rank.raised:
         return faults
     if rank.generation is not None and not rank.poisoned:

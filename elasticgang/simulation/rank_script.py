@@ -12,7 +12,7 @@ from elasticgang.protocol.member_lifecycle import Next, Routine
 if TYPE_CHECKING:
     from elasticgang.simulation.rank import Rank
 
-STARTING, REQUESTING, CONFIGURING, BETWEEN, REDUCING, VOTING, APPLYING = (
+STARTING, REQUESTING, CONFIGURING, BETWEEN, REDUCING, VOTING, APPLYING, SAVING = (
     "starting",
     "asking",
     "configuring",
@@ -20,6 +20,7 @@ STARTING, REQUESTING, CONFIGURING, BETWEEN, REDUCING, VOTING, APPLYING = (
     "reducing",
     "voting",
     "applying",
+    "saving",
 )
 
 
@@ -34,15 +35,16 @@ class Torn(Exception):
     """An optimizer has raised in the midst of an apply."""
 
 
-def phase_at(instruction: Instruction, votes: bool) -> str:
-    """Where a rank is while it has paused at `instruction`. Empty: it does not. `votes`: its last sum is of a vote."""
+def phase_at(instruction: Instruction, votes: bool, saves: bool) -> str:
+    """Where a rank is while it has paused at `instruction`. Empty: it does not. `votes`: its last sum is of a vote.
+    `saves`: it is of the save of the final state."""
     match instruction:
         case do.Configure():
             return CONFIGURING
         case do.Heal() | Do.FINISH_REDUCTION:
             return REDUCING
         case Do.AWAIT_SUMS:
-            return VOTING if votes else ""
+            return SAVING if saves else VOTING if votes else ""
         case Do.AWAIT_RECORD:
             return REQUESTING
         case Do.APPLY:

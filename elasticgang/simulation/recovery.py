@@ -120,7 +120,7 @@ def _repair(cluster: Cluster, do: Callable[[Move], None], num_whole: int) -> Non
             do((host.name, "is back"))
         if host.alive and host.is_exhausted:
             do((host.name, "recovers"))
-        if host.alive and host.is_duplicate:  # nobody may let it in
+        if host.alive and (host.is_duplicate or host.mismatch):  # of another job, it may found that one here
             do((host.name, "dies"))
     _leave_one_coordinator(cluster, do)
     hosts = [host for host in cluster.hosts.values() if host.alive]
@@ -191,7 +191,7 @@ def standstill(cluster: Cluster) -> str:
     generation = 0 if cluster.chain.record is None else cluster.chain.record.generation
     hosts = "; ".join(
         f"{h.name} at {0 if h.agent_state.record is None else h.agent_state.record.generation}"
-        f"{' fenced' if h.session.is_fenced else ''}"
+        f"{' fenced' if h.is_fenced else ''}"
         f" {'without a session' if h.connection is None else h.connection.coordinator.name}: "
         + ", ".join(f"{r.name} {r.phase} at {r.member_state.entered}" for r in h.ranks if r.alive)
         for h in cluster.hosts.values()

@@ -4,10 +4,9 @@
     hosts 2 1 ; tp=2 across ; steps 9       # a with two ranks, b with one; the layout; when the job is done
     spares 1 ; at-least 2 ; at-most 3       # of each host's ranks, one more than seats are asked for; how many hosts
     directory                               # the first coordinator has a state directory
-    patient                                 # the ranks of an agent whose lease is over wait for a new one
     step 2                                  # two steps, by all who are in a generation
     a0 dies ; run-until-idle                # a move; then all that happens by itself, up to the beginning of a step
-    run-until-idle but b coordinator1       # the same, of all but these and their ranks
+    run-until-idle but b coordinator1 a1    # the same, of all but these, and the ranks of a host
     until b0 prepares                       # the same, and steps too, until that move can be made, and is
     recover                                 # all faults end, and the job must go on
     recover unattended                      # the same, without an operator
@@ -33,7 +32,7 @@ from elasticgang.simulation.schedule import Failure
 _MAX_ROUNDS = 500
 _MAX_TRIES = 3000  # to make a failure shorter
 RECOVER: Move = ("recover", "")
-_FLAGS = {"directory": "has_directory", "patient": "is_patient"}
+_FLAGS = {"directory": "has_directory"}
 _NUMBERS = {"steps": "num_steps", "spares": "num_spares", "at-least": "min_hosts", "at-most": "max_hosts"}
 
 
@@ -222,7 +221,7 @@ def _read_move(text: str) -> Move:
 def _moves(cluster: Cluster, steps: bool, without: Collection[str] = ()) -> Iterator[Move]:
     """What can happen by itself; for each who can do something, the first of it."""
     for actor in list(cluster.actors):
-        if actor.home in without:
+        if actor.home in without or actor.name in without:
             continue
         for verb in cluster.moves_of(actor):
             if not cluster.is_rare(verb) and (steps or verb != "begins"):

@@ -53,6 +53,7 @@ _HICCUP_WORDS = (
 _FAULT_PHASE_MOVES = (500, 2200)
 _FIRST_QUIET_MOVES = 300
 _PASSES = (*(1, 1, 1, 2, 2, 5, 8, 15, 15, 15) * 3, 45)  # of 0.9 s each
+_LONG_PASS = 8  # in which leases end that nobody renews
 _PASS_RATES = (0.002, 0.005, 0.015)
 _REPAIR_RATES = (0.002, 0.01, 0.03)
 _SLOW_MOVES = 150
@@ -93,7 +94,7 @@ class Schedule:
         self.setting = replace(
             self.setting,
             has_directory=drawn if has_directory is None else has_directory,
-            is_patient=chance.random() < 0.5,
+            saves_last=seed % 2 == 1,
         )
         self.has_seconds = has_seconds
         self._likings = [chance.choice(_MOVE_WEIGHTS) * RARE.get(fault, 1.0) for fault in FAULTS]
@@ -138,15 +139,17 @@ class Schedule:
         for number in range(self._chance.randint(*_FAULT_PHASE_MOVES)):
             if cluster.given_up:
                 return
-            if not cluster.actors:
-                self._do(("operator", self._faults.restart()))
             if self._faults.aim or number == self._restart_at:
                 self._crash_where_aimed(number)
+            if not cluster.actors:
+                self._do(("operator", self._faults.restart()))
             if chance() < self._repair_rate:
                 self._faults.repair_one()
                 continue
             if chance() < self._pass_rate:
-                self._do(("clock", f"passes {self._chance.choice(_PASSES)}"))
+                num_steps = self._chance.choice(_PASSES)
+                if num_steps < _LONG_PASS or self._faults.may_pass_leases():
+                    self._do(("clock", f"passes {num_steps}"))
                 continue
             if number >= quiet and chance() < (_BURST_RATE if number < burst else rate):
                 burst = number + _BURST_MOVES if chance() < 0.3 else burst

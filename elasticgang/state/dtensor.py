@@ -16,6 +16,17 @@ def local(tensor: Tensor) -> Tensor:
     return part.detach()
 
 
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """This rank's part of the gradient, laid out as the parameter is: the gradient of a DTensor may have other
+    placements, such as a partial sum. Then it is redistributed, by collectives of the parameter's mesh."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local(gradient)
+
+
 def locally(tree: Any) -> Any:
     """`tree` with each DTensor replaced by its local part."""
     if isinstance(tree, DTensor):

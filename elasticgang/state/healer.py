@@ -10,8 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from elasticgang.errors import WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import striped_fetch, transport
@@ -28,15 +26,19 @@ _T = TypeVar("_T")
 
 
 class Healer:
-    def __init__(self, state: RegisteredState, authenticator: Authenticator) -> None:
-        self._state, self._authenticator = state, authenticator
+    def __init__(
+        self, state: RegisteredState, authenticator: Authenticator, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """`on_progress`: gets the bytes received, and how many there are; the caller of `heal` or a thread of its
+        own."""
+        self._state, self._authenticator, self._on_progress = state, authenticator, on_progress
         self._received: striped_fetch.ReceivedChunks | None = None  # of an unfinished heal
 
     def heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool]) -> bool:
         if self._state.num_bytes < BY_RANGE_FROM_BYTES:
             return self._from_first(sources, attempt, False, cancelled, self._load) is True
         if self._received is None:
-            self._received = striped_fetch.ReceivedChunks()
+            self._received = striped_fetch.ReceivedChunks(self._on_progress)
         fetch = striped_fetch.StripedFetch(self._authenticator, sources, attempt, cancelled, self._received)
         state = fetch.run()
         if state is None:
@@ -98,14 +100,15 @@ class Healer:
             manifest = channel.receive(transport.MAX_MANIFEST_BYTES)
             if "refused" in manifest:
                 raise WireError(manifest["refused"])
-            tensors = [_receive_tensor(channel, shape, dtype) for shape, dtype in manifest["tensors"]]
+            tensors = [transport.empty(shape, dtype) for shape, dtype in manifest["tensors"]]
+            parts = [transport.chunks(tensor) for tensor in tensors]
+            received, num_bytes = 0, sum(len(chunk) for part in parts for chunk in part)
+            for part in parts:
+                for chunk in part:
+                    channel.receive_chunk(chunk)
+                    received += len(chunk)
+                    if not after:
+                        self._on_progress(received, num_bytes)
+                reached("tensor_received")
         state: dict[str, Any] = unflatten(manifest["spec"], tensors)  # HEALER-2
         return state
-
-
-def _receive_tensor(channel: transport.Channel, shape: list[int], dtype: str) -> Tensor:
-    tensor = transport.empty(shape, dtype)
-    for chunk in transport.chunks(tensor):
-        channel.receive_chunk(chunk)
-    reached("tensor_received")
-    return tensor

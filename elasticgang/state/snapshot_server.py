@@ -45,15 +45,22 @@ class Reader(Protocol):
 class SnapshotServer:
     """The state of one rank, and the server from which its peers heal."""
 
-    def __init__(self, host: str | None = None, job: str = "job", credentials: Credentials | None = None) -> None:
+    def __init__(
+        self,
+        host: str | None = None,
+        job: str = "job",
+        credentials: Credentials | None = None,
+        on_heal_progress: Callable[[int, int], None] = lambda received, total: None,
+    ) -> None:
         """`host`: the address to serve on; None serves nobody. `credentials`: what peers of the job need.
+        `on_heal_progress`: gets the bytes received, and how many there are, on any one thread at a time.
 
         Raises:
             OperationalError: without credentials, other hosts could connect to `host`.
         """
         authenticator = Authenticator(job, credentials or Credentials())
         self._state = RegisteredState()
-        self._healer = Healer(self._state, authenticator)
+        self._healer = Healer(self._state, authenticator, on_heal_progress)
         self._changed = threading.Condition()
         self._serving: Attempt | None = None
         self._forward_done = False

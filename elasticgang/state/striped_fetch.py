@@ -82,9 +82,12 @@ def serve(channel: Channel, attempt: Attempt, small: Any, large: Any, digests: D
 
 
 class ReceivedChunks:
-    """The chunks received so far (FETCH-5). `changed` guards all fields."""
+    """The chunks received so far (FETCH-5). `changed` guards all fields. `on_progress` gets the bytes received, and
+    those of the whole large state."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_progress: Callable[[int, int], None] = lambda received, total: None) -> None:
+        self._on_progress = on_progress
+        self._bytes = (0, 0)  # received, of
         self.changed = threading.Condition()
         self.tensors: list[Tensor] = []
         self.missing: set[int] = set()
@@ -111,6 +114,12 @@ class ReceivedChunks:
         if len(views) != len(digests):
             raise WireError(f"{len(digests)} digests do not match {len(views)} chunks")
         self.tensors, self.missing, self._shapes, self._views, self._digests = tensors, missing, shapes, views, digests
+        num_bytes = sum(map(len, views))
+        self._count(num_bytes - sum(len(views[index]) for index in missing), num_bytes)
+
+    def _count(self, received: int, total: int) -> None:
+        self._bytes = (received, total)
+        self._on_progress(received, total)
 
     def to_request(self) -> list[int]:
         """The missing chunks; those that an earlier fetch has requested come last."""
@@ -127,6 +136,7 @@ class ReceivedChunks:
             self._views[index][:] = data
             self.missing.discard(index)
             self.num_received += 1
+            self._count(self._bytes[0] + len(data), self._bytes[1])
             self.changed.notify_all()
             return True
 

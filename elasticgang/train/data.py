@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import overload
@@ -14,6 +14,9 @@ from torch import Tensor
 from elasticgang.member.manager import Step
 from elasticgang.protocol.member_state import Share
 from elasticgang.train.partition import pass_ranges, slots_of
+
+Sampler = Callable[[int, int], Tensor | Sequence[int]]
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,21 @@ class Slot:
 
 class Slots(Sequence[Slot]):
     """One rank's share of a step's slots; empty for a learner. The iteration seeds torch's generators for each slot.
-    When the step is lost, it raises StepAborted before the next slot."""
+    When the step is lost, it raises StepAborted before the next slot.
 
-    def __init__(self, slots: Sequence[Slot], step: Step | None = None) -> None:
+    `kept`: the slots of this share whose gradients this rank has kept from an earlier try of the step
+    (`DistributedDataParallel(keep=True)`). The sequence leaves them out; this process has computed them.
+    """
+
+    def __init__(self, slots: Sequence[Slot], step: Step | None = None, kept: Sequence[Slot] = ()) -> None:
         self._slots = tuple(slots)
         self._step = step
+        self.kept = tuple(kept)
 
     @property
     def num_samples(self) -> int:
-        """Samples in this share: the `weight` of a loss that is summed over samples."""
-        return sum(slot.num_samples for slot in self._slots)
+        """Samples in this share, with those of `kept`: the `weight` of a loss that is summed over samples."""
+        return sum(slot.num_samples for slot in self._slots + self.kept)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -65,9 +73,13 @@ class Slots(Sequence[Slot]):
         for slot in self._slots:
             if self._step is not None:
                 self._step.check()
-            _seed(slot.seed)
+                self._step.slot = slot.number
+            seed_generators(slot.seed)
             yield slot
+            if self._step is not None:
+                self._step.end_slot()
         if self._step is not None:
+            self._step.slot = None
             self._step.check()
             if not self._slots:
                 self._step.contribute()
@@ -77,22 +89,25 @@ class GlobalBatch:
     """The samples of every step, in an order that depends on `seed` alone (RULE-5).
 
     Each pass over the data has its own order and contains each sample exactly once. If `size` does not divide
-    `num_samples`, a batch can contain the tail of one pass and the head of the next.
+    `num_samples`, a batch can contain the tail of one pass and the head of the next. With a `sampler`, each step has
+    the samples that the sampler returns for it.
     """
 
-    def __init__(self, num_samples: int, *, size: int, slot: int, seed: int = 0) -> None:
-        """`size`: samples in a global batch, a multiple of `slot`. `slot`: samples in a slot.
+    def __init__(
+        self, num_samples: int, *, size: int, slot: int, seed: int = 0, sampler: Sampler | None = None
+    ) -> None:
+        """`size`: samples in a global batch, a multiple of `slot`. `slot`: samples in a slot. `sampler`: a function of
+        (seed, the step's index) that returns the step's `size` samples in order, as indices below `num_samples`. It
+        must be pure: every process calls it, for whichever steps it needs, and a step that is tried again again.
 
         Raises:
             ValueError: a number is below 1, or `size` is not a multiple of `slot`.
         """
-        for name, value in (("num_samples", num_samples), ("size", size), ("slot", slot)):
-            if value < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
-        if size % slot:
-            raise ValueError(f"`size` must be a multiple of `slot` ({slot}), but is {size} instead.")
+        check_sizes(num_samples=num_samples, size=size, slot=slot)
         self.num_samples, self.size, self.slot, self.seed = num_samples, size, slot, seed
+        self._sampler, self._is_tried = sampler, False
         self._order = lru_cache(maxsize=2)(self._order_of)
+        self._sampled = lru_cache(maxsize=8)(self._sampled_of)
 
     @property
     def num_slots(self) -> int:
@@ -100,44 +115,108 @@ class GlobalBatch:
         return self.size // self.slot
 
     def slots(self, step: Step) -> Slots:
-        """This rank's share of `step`. It depends only on the seed, the step's index and the rank's share."""
-        return Slots(self.share(step.index, step.share), step)
+        """This rank's share of `step`. It depends only on the seed, the step's index and the rank's share, and on the
+        slots that ranks keep (`Slots.kept`).
+
+        Raises:
+            GangError: ranks may keep slots, and the generation has ended before they agreed which; `with step` catches
+                it.
+        """
+        own = step.divide(self.num_slots)
+        if own is None:
+            return Slots(self.share(step.index, step.share), step)
+        due, kept = own
+        return Slots(
+            [self._slot(step.index, number, number == due[-1]) for number in due],
+            step,
+            [self._slot(step.index, number, False) for number in kept],
+        )
 
     def share(self, step_index: int, share: Share | None) -> Slots:
         """The slots of the part `share` of step `step_index`; empty for None.
 
         Raises:
-            ValueError: the ranks of an sdp gang would have different numbers of slots.
+            ValueError: the ranks of an sdp gang would have different numbers of slots; or the sampler has returned
+                something else than `size` indices, or two results for one step.
         """
         if share is None:
             return Slots(())
-        if self.num_slots % share.group_size:
-            raise ValueError(
-                f"`size` must be a multiple of `slot` x `sdp` ({self.slot} x {share.group_size}), so that the ranks of "
-                f"an sdp gang have equally many slots, but is {self.size} instead."
-            )
-        numbers = slots_of(self.num_slots, share.index, share.count, share.group_size)
+        numbers = numbers_of(self.num_slots, self.slot, share)
         return Slots([self._slot(step_index, number, number == numbers[-1]) for number in numbers])
 
     def samples(self, step_index: int) -> Tensor:
         """All samples of a step, in order: int64 `[size]`."""
-        return self._samples(step_index * self.size, self.size)
+        return self._samples(step_index, 0, self.size)
 
     def _slot(self, step_index: int, number: int, last: bool) -> Slot:
-        index = self._samples(step_index * self.size + number * self.slot, self.slot)
-        return Slot(number, index, _mix(self.seed, step_index, number), last)
+        index = self._samples(step_index, number * self.slot, self.slot)
+        return Slot(number, index, mixed(self.seed, step_index, number), last)
 
-    def _samples(self, first: int, count: int) -> Tensor:
+    def _samples(self, step_index: int, first: int, count: int) -> Tensor:
+        if self._sampler is not None:
+            return self._sampled(step_index)[first : first + count].clone()
+        first += step_index * self.size
         return torch.cat(
             [self._order(run.pass_index)[run.start : run.stop] for run in pass_ranges(first, count, self.num_samples)]
         )
 
+    def _sampled_of(self, step_index: int) -> Tensor:
+        samples = self._called(step_index)
+        if not self._is_tried:
+            self._is_tried = True
+            if not torch.equal(samples, self._called(step_index)):
+                raise ValueError(
+                    f"`sampler` must return the same samples whenever it is called for a step, but has returned others "
+                    f"the second time for step {step_index}: draw with a `torch.Generator` that is seeded with `seed` "
+                    "and the step's index."
+                )
+        return samples
+
+    def _called(self, step_index: int) -> Tensor:
+        assert self._sampler is not None
+        samples = torch.as_tensor(self._sampler(self.seed, step_index))
+        if samples.shape != (self.size,) or samples.dtype not in _INTEGERS:
+            raise ValueError(
+                f"`sampler` must return the {self.size} indices of a global batch, but has returned "
+                f"{samples.dtype} of shape {tuple(samples.shape)} for step {step_index}."
+            )
+        low, high = int(samples.min()), int(samples.max())
+        if low < 0 or high >= self.num_samples:
+            raise ValueError(
+                f"`sampler` must return indices from 0 to {self.num_samples - 1}, but has returned "
+                f"{low if low < 0 else high} for step {step_index}."
+            )
+        return samples.to(torch.int64)
+
     def _order_of(self, pass_index: int) -> Tensor:
-        generator = torch.Generator().manual_seed(_mix(self.seed, pass_index))
+        generator = torch.Generator().manual_seed(mixed(self.seed, pass_index))
         return torch.randperm(self.num_samples, generator=generator)
 
 
-def _seed(seed: int) -> None:
+def check_sizes(*, size: int, slot: int, **others: int) -> None:
+    """Raises ValueError: a number is below 1, or `size` is not a multiple of `slot`."""
+    for name, value in {**others, "size": size, "slot": slot}.items():
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+    if size % slot:
+        raise ValueError(f"`size` must be a multiple of `slot` ({slot}), but is {size} instead.")
+
+
+def numbers_of(num_slots: int, slot: int, share: Share) -> range:
+    """The numbers of the slots of `share`. `slot`: samples in a slot.
+
+    Raises:
+        ValueError: the ranks of an sdp gang would have different numbers of slots.
+    """
+    if num_slots % share.group_size:
+        raise ValueError(
+            f"`size` must be a multiple of `slot` x `sdp` ({slot} x {share.group_size}), so that the ranks of an sdp "
+            f"gang have equally many slots, but is {num_slots * slot} instead."
+        )
+    return slots_of(num_slots, share.index, share.count, share.group_size)
+
+
+def seed_generators(seed: int) -> None:
     """Seed torch's generators. While CUDA is not initialized, `torch.manual_seed` would also store each seed with its
     caller's traceback for later, which takes milliseconds and memory for every slot."""
     torch.default_generator.manual_seed(seed)
@@ -145,7 +224,7 @@ def _seed(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def _mix(*numbers: int) -> int:
+def mixed(*numbers: int) -> int:
     """A seed for torch from several numbers, equal in every process."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -7,6 +7,8 @@ DDP-3  The communication hook never raises and its future never fails: an except
     step.
 DDP-4  The hook never waits: its future is complete at once, with the bucket, and `finish` waits for the reductions.
     Until then a gradient is this rank's own or partly reduced.
+DDP-5  The buckets lie in memory that the comm process shares, from their construction on (`QuorumManager.empty`). They
+    stay there in every generation, whatever happens to comm processes.
 """
 
 # No `from __future__ import annotations` here: torch compares the annotations of communication hooks with its classes.
@@ -14,7 +16,7 @@ DDP-4  The hook never waits: its future is complete at once, with the bucket, an
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +29,9 @@ from torchft.process_group import ProcessGroupDummy
 from elasticgang.collectives.work import Work
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager
-from elasticgang.torch_private import rebuild_buckets, zeroed_buckets
+from elasticgang.torch_private import AllocatesVectors, rebuild_buckets, zeroed_buckets
+from elasticgang.train.kept_gradients import KeptGradients
+from elasticgang.train.slot_gradients import SlotGradients, check_reduction
 
 log = logging.getLogger("elasticgang")
 
@@ -42,9 +46,10 @@ class _FixedBuckets(nn.parallel.DistributedDataParallel):
         parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
 
-    def fix(self) -> int:
-        """Cut the buckets now. Returns their number."""
-        rebuild_buckets(self.reducer)
+    def fix(self, empty: Callable[[int, torch.dtype], Tensor]) -> int:
+        """Cut the buckets now, in memory of `empty`. Returns their number."""
+        with AllocatesVectors(empty):
+            rebuild_buckets(self.reducer)
         return len(zeroed_buckets(self.reducer))
 
 
@@ -63,19 +68,43 @@ class DistributedDataParallel(nn.Module):
         module: nn.Module,
         *,
         over: str = "dp",
+        reduction: str = "sum",
+        keep: bool = False,
         bucket_cap_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
-        """`find_unused_parameters`: in each forward, look for parameters that backward does not reach. Without it, a
-        step in which the last backward leaves out parameters takes longer: torch's wrapper is rebuilt.
+        """`reduction`: "sum", or "reproducible": the sum of the slots' gradients is the same, bit for bit, for every
+        number of ranks and every division of the slots of a `GlobalBatch`. It costs memory for some more copies of the
+        gradients, and the time to add each slot's (see docs/design.md). Each slot's own gradient must then be the same
+        on every rank: the same number of threads, the same kernels, and no buffers that forward changes. So must the
+        sum of `weight`, as that of whole numbers is.
+
+        `keep`, with `reduction="reproducible"`: when a rank dies in the middle of a step, the other ranks keep the
+        gradients of their finished slots, and compute only those that are missing. It costs memory for one more copy of
+        the gradients. In a step that is tried again, the loop over the slots leaves out those in `slots.kept`. What the
+        script adds up in the loop must count them too, `weight` above all: `slots.num_samples` does. If a slot changes
+        buffers of the module, nothing is kept.
+
+        `find_unused_parameters`: in each forward, look for parameters that backward does not reach. Without it, a step
+        in which the last backward leaves out parameters takes longer: torch's wrapper is rebuilt. With both this and
+        `reduction="reproducible"`, the reduction starts after the last backward, not within it.
 
         Raises:
-            ValueError: `over` is neither "dp" nor "rdp", or a parameter is a DTensor, which torch's reducer does not
-                accept.
+            ValueError: `over` is neither "dp" nor "rdp", `reduction` is unknown, or a parameter is a DTensor, which
+                torch's reducer does not accept; or `keep` is set without `reduction="reproducible"`, or in a layout in
+                which ranks hold parts of the model.
         """
         super().__init__()
         if over not in ("dp", "rdp"):
             raise ValueError(f'`over` must be "dp" or "rdp", but is {over!r} instead.')
+        check_reduction(reduction)
+        if keep and reduction != "reproducible":
+            raise ValueError(f'`keep` needs `reduction="reproducible"`, but `reduction` is {reduction!r}.')
+        if keep and manager.layout.unit > 1:
+            raise ValueError(
+                f"`keep` needs a layout in which each rank holds the whole model, but the layout is "
+                f"{manager.layout.sizes}."
+            )
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
                 raise ValueError(
@@ -92,11 +121,17 @@ class DistributedDataParallel(nn.Module):
         self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
         self._has_warned = False
         self._build()
+        self._of_slots: SlotGradients | None = None
+        if keep:
+            self._of_slots = manager.slot_keeper = KeptGradients(manager, module, self.buckets)
+        elif reduction == "reproducible":
+            self._of_slots = SlotGradients(manager, over, self.buckets)
         manager.add_reducer(self)
 
     def _build(self) -> None:
         # DDP itself uses a group of one rank, which never changes (DDP-1); the hook communicates with the other ranks.
-        with warnings.catch_warnings():
+        empty = self._manager.empty
+        with warnings.catch_warnings(), AllocatesVectors(empty) if self._finds_unused else contextlib.nullcontext():
             warnings.simplefilter("ignore")
             ddp = _FixedBuckets(
                 self.module,
@@ -108,7 +143,7 @@ class DistributedDataParallel(nn.Module):
                 bucket_cap_mb=self._bucket_cap_mb,
             )
         ddp.register_comm_hook(None, self._hook)
-        self._num_buckets = ddp.fix()
+        self._num_buckets = ddp.fix(empty)
         self._ddp = [ddp]  # in a list, so that it is not a submodule: its parameters would appear twice
 
     @property
@@ -118,27 +153,41 @@ class DistributedDataParallel(nn.Module):
         return [bucket.parameters() for bucket in zeroed_buckets(self._ddp[0].reducer)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._of_slots is not None:
+            self._of_slots.check_forward()
         ddp = self._ddp[0]
         self._is_under_way = self._is_under_way or (torch.is_grad_enabled() and ddp.require_backward_grad_sync)
         return ddp(*args, **kwargs)
 
     @contextlib.contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
-        """Use it around forward and backward of one slot. `last`: the rank's last slot, whose backward reduces."""
+        """Use it around forward and backward of one slot. `last`: the rank's last slot, whose backward reduces.
+
+        Raises:
+            InvalidOperationError: with `reduction="reproducible"`, outside the loop over the slots of a `GlobalBatch`.
+        """
         self._manager.step.check()
-        with contextlib.nullcontext() if last else self._ddp[0].no_sync():
+        if self._of_slots is not None:
+            self._of_slots.enter_slot()
+        # torch's reducer must not look for unused parameters here: it raises if an earlier slot's gradient is gone.
+        by_hook = last and (self._of_slots is None or not self._finds_unused)
+        with contextlib.nullcontext() if by_hook else self._ddp[0].no_sync():
             yield
 
     def _hook(self, state: None, bucket: GradBucket) -> Future[Tensor]:
         """DDP-3, DDP-4."""
-        self._reduced.append((bucket.parameters(), bucket.gradients()))
-        self._reduce(bucket.buffer())
+        self._reduce(bucket)
         done: Future[Tensor] = Future()
         done.set_result(bucket.buffer())
         return done
 
-    def _reduce(self, buffer: Tensor) -> None:
-        work = self._manager.reduction(self._over).all_reduce(buffer, ReduceOperation.SUM, async_op=True)
+    def _reduce(self, bucket: GradBucket) -> None:
+        index, gradients = len(self._reduced), bucket.gradients()
+        self._reduced.append((bucket.parameters(), gradients))
+        if self._of_slots is not None:
+            self._of_slots.reduce(index, gradients)
+            return
+        work = self._manager.reduction(self._over).all_reduce(bucket.buffer(), ReduceOperation.SUM, async_op=True)
         assert work is not None
         self._pending.append(work)
 
@@ -146,13 +195,11 @@ class DistributedDataParallel(nn.Module):
         if len(self._reduced) == self._num_buckets:
             return
         for bucket in zeroed_buckets(self._ddp[0].reducer)[len(self._reduced) :]:
-            gradients = bucket.gradients()
             with torch.no_grad():
-                for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+                for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                     if parameter.grad is not None:
                         gradient.copy_(parameter.grad)
-            self._reduced.append((bucket.parameters(), gradients))
-            self._reduce(bucket.buffer())
+            self._reduce(bucket)
         if self._is_under_way:
             self._warn_of_unused()
             self._rebuild()
@@ -169,6 +216,10 @@ class DistributedDataParallel(nn.Module):
     def finish(self) -> None:
         for work in self._pending:
             work.wait()
+        if self._of_slots is not None:
+            self._of_slots.finish()
+            self._forget()
+            return
         for parameters, gradients in self._reduced:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -180,6 +231,8 @@ class DistributedDataParallel(nn.Module):
     def drop(self, *, rebuild: bool) -> None:
         for work in self._pending:
             work.wait()
+        if self._of_slots is not None:
+            self._of_slots.drop()
         self._forget()
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -192,6 +245,8 @@ class DistributedDataParallel(nn.Module):
 
     def close(self) -> None:
         self._forget()
+        if isinstance(self._of_slots, KeptGradients):
+            self._manager.slot_keeper = None
         self._ddp.clear()  # its hook keeps this object and the module alive
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elasticgang.checkpoint.saver import DurableCheckpoints
+from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.comm.availability import check_available
 from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, check_process_group
 from elasticgang.errors import InvalidOperationError
@@ -67,11 +69,14 @@ def join(
     else:
         rendezvous, state_server = (
             ElasticRendezvous(context, layout, device, process_group),
-            SnapshotServer(context.host, context.job, context.credentials),
+            SnapshotServer(context.host, context.job, context.credentials, context.drain.page.set_healing),
         )
 
-    def make_checkpoints(directory: Path, every_steps: int, keep: int) -> DurableCheckpoints:
-        return DurableCheckpoints(directory, every_steps, keep, state_server)
+    def make_checkpoints(
+        directory: Path, every_steps: int | None, every_seconds: float | None, keep: int
+    ) -> DurableCheckpoints:
+        schedule = Schedule(every_steps, every_seconds, clock=time.monotonic)
+        return DurableCheckpoints(directory, schedule, keep, state_server)
 
     return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints)
 

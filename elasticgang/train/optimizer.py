@@ -82,9 +82,9 @@ class Optimizer:
             )
         return self._manager.commit(
             float(weight),
-            lambda total, square: self._apply(),
-            self._square,
-            prepare=lambda total, square: self._make_ready(total, max_norm, math.sqrt(square) / total),
+            lambda total, *squares: self._apply(),
+            self._squares,
+            prepare=lambda total, *squares: self._make_ready(total, max_norm, math.sqrt(math.fsum(squares)) / total),
         )
 
     def _make_ready(self, total: float, max_norm: float | None, norm: float | None = None) -> None:
@@ -132,8 +132,17 @@ class Optimizer:
                 forms = " and ".join(f"`{form}`" for form in asked)
                 log.warning("parameter group %d has plain tensors beside DTensors: %s is turned off", index, forms)
 
+    def _squares(self) -> list[float]:
+        """The squared gradient norm by model coordinates. Each rank of the first replica group with slots measures its
+        part, the others none, so that no sum over ranks is rounded. Elements that several ranks have count once."""
+        layout, gangs, share = self._manager.layout, self._manager.gangs, self._manager.step.share
+        squares = [0.0] * layout.unit
+        if share is not None and share.index < share.group_size:
+            squares[(gangs.pp.rank * layout.sdp + gangs.sdp.rank) * layout.tp + gangs.tp.rank] = self._square()
+        return squares
+
     def _square(self) -> float:
-        """This rank's part of the squared gradient norm. Elements that several ranks have count once in the sum."""
+        """The part of the squared norm for which this rank's model coordinates stand."""
         square = 0.0
         for parameter in self._parameters():
             if parameter.grad is not None:

@@ -20,8 +20,9 @@ class PassRange:
 
 
 def slots_of(num_slots: int, index: int, count: int, group_size: int = 1) -> range:
-    """The slots of part `index` of `count`. They are consecutive. Each `group_size` consecutive parts are equally
-    large, and otherwise the parts are as even as possible.
+    """The slots of part `index` of `count`. Each `group_size` consecutive parts form a group. Its slots are
+    consecutive, and its parts take turns at them, so that they are equally large. Otherwise the parts are as even as
+    possible.
 
     Raises:
         ValueError: `index` is not below `count`, or `num_slots` or `count` is not a multiple of `group_size`.
@@ -32,10 +33,9 @@ def slots_of(num_slots: int, index: int, count: int, group_size: int = 1) -> ran
         raise ValueError(
             f"{num_slots} slots in {count} parts cannot be divided so that each {group_size} parts are equally large."
         )
-    run, place = divmod(index, group_size)
-    first, last = (at * (num_slots // group_size) // (count // group_size) for at in (run, run + 1))
-    start = first * group_size + place * (last - first)
-    return range(start, start + last - first)
+    group, place = divmod(index, group_size)
+    first, last = (at * (num_slots // group_size) // (count // group_size) for at in (group, group + 1))
+    return range(first * group_size + place, last * group_size + place, group_size)
 
 
 def pass_ranges(first_position: int, num_positions: int, num_samples: int) -> list[PassRange]:

@@ -4,12 +4,14 @@ SHARDED-1  The module itself (`fully_shard`) reduces gradients within an sdp gan
     backward, this class sums each rank's part over the ranks that hold the same part.
 SHARDED-2  Every rank reduces equally many bytes in the same order; a learner contributes zeros. So no rank waits for
     another's backward.
+SHARDED-3  Backward may leave the gradient of a DTensor with other placements than the parameter has, such as the
+    partial sums of a split embedding. They are redistributed before the sum, because an apply must not communicate.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from elasticgang.collectives.work import Work
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager
-from elasticgang.state.dtensor import like, local
+from elasticgang.state.dtensor import like, local, local_gradient
+from elasticgang.train.slot_gradients import SlotGradients, check_reduction
 
 
 class ShardedDataParallel(nn.Module):
@@ -29,56 +32,103 @@ class ShardedDataParallel(nn.Module):
     instead of means, and `Optimizer.step(weight=)` divides them. `state_dict` is the module's.
     """
 
-    def __init__(self, manager: QuorumManager, module: nn.Module) -> None:
+    def __init__(self, manager: QuorumManager, module: nn.Module, *, reduction: str = "sum") -> None:
+        """`reduction`: as of `DistributedDataParallel`. "reproducible": the same bits for every number of replica
+        groups, if the module reduces over `sdp` in an order of its own, as FSDP2 does over Gloo.
+
+        Raises:
+            ValueError: `reduction` is unknown.
+        """
         super().__init__()
+        check_reduction(reduction)
         self.module = module
         self._manager = manager
         self._parameters_in_order = list(module.parameters())
         self._sums: list[tuple[Tensor, list[nn.Parameter], Work]] = []
+        self._buckets: dict[torch.dtype, Tensor] = {}  # DDP-5
+        self._of_slots: SlotGradients | None = None
+        self._has_contributed = False
+        if reduction == "reproducible":
+            self._of_slots = SlotGradients(manager, "rdp", list(self._by_dtype().values()))
         for part in self._fsdp_modules():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         manager.add_reducer(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._of_slots is not None:
+            self._of_slots.check_forward()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
-        """Use it around forward and backward of one slot. `last`: the rank's last slot."""
+        """Use it around forward and backward of one slot. `last`: the rank's last slot.
+
+        Raises:
+            InvalidOperationError: with `reduction="reproducible"`, outside the loop over the slots of a `GlobalBatch`.
+        """
         self._manager.step.check()
+        if self._of_slots is not None:
+            self._of_slots.enter_slot()
         yield
 
     def contribute(self) -> None:
         """SHARDED-1, SHARDED-2."""
-        if self._sums:
+        if self._has_contributed:
             return
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self._parameters_in_order:
-            if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for parameters in by_dtype.values():
-            flat = torch.cat([self._gradient(parameter).flatten() for parameter in parameters])
+        self._has_contributed = True
+        for index, (dtype, parameters) in enumerate(self._by_dtype().items()):
+            if self._of_slots is not None:
+                self._of_slots.reduce(index, [local_gradient(each) for each in parameters])  # SHARDED-3
+                continue
+            parts = [self._gradient(parameter).flatten() for parameter in parameters]
+            flat = self._bucket(dtype, parts)
+            torch.cat(parts, out=flat)
             work = self._manager.reduction("rdp").all_reduce(flat, ReduceOperation.SUM, async_op=True)
             assert work is not None
             self._sums.append((flat, parameters, work))
 
+    def _by_dtype(self) -> dict[torch.dtype, list[nn.Parameter]]:
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._parameters_in_order:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        return by_dtype
+
+    def _bucket(self, dtype: torch.dtype, parts: Sequence[Tensor]) -> Tensor:
+        """Memory for `parts`: that of the step before, unless one of them still lies in it."""
+        like, num, bucket = parts[0], sum(map(Tensor.numel, parts)), self._buckets.get(dtype)
+        if bucket is not None and (bucket.numel(), bucket.dtype) == (num, like.dtype):
+            address = bucket.untyped_storage().data_ptr()
+            if all(part.untyped_storage().data_ptr() != address for part in parts):
+                return bucket
+        is_shared = like.device.type == "cpu"
+        bucket = self._manager.empty(num, like.dtype) if is_shared else like.new_empty(num)
+        self._buckets[dtype] = bucket
+        return bucket
+
     @staticmethod
     def _gradient(parameter: nn.Parameter) -> Tensor:
-        return torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
+        """This rank's part (SHARDED-3)."""
+        gradient = local_gradient(parameter)
+        return torch.zeros_like(local(parameter)) if gradient is None else gradient
 
     def finish(self) -> None:
+        if self._of_slots is not None:
+            self._of_slots.finish()
         for flat, parameters, work in self._sums:
             work.wait()
             parts = torch.split(flat, [local(parameter).numel() for parameter in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = like(part.view(local(parameter).shape), parameter)
-        self._sums = []
+        self._sums, self._has_contributed = [], False
 
     def drop(self, *, rebuild: bool) -> None:
         for _, _, work in self._sums:
             work.wait()
-        self._sums = []
+        if self._of_slots is not None:
+            self._of_slots.drop()
+        self._sums, self._has_contributed = [], False
         for parameter in self._parameters_in_order:
             parameter.grad = None
         if rebuild:
@@ -87,6 +137,7 @@ class ShardedDataParallel(nn.Module):
 
     def close(self) -> None:
         self._sums, self._parameters_in_order = [], []
+        self._buckets.clear()
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]

@@ -7,7 +7,9 @@ line per figure: medians in ms (MB for memory), their ratios, and what is to be 
                    abort (its time included), with a standby that is ready
   six_gangs_ms     4 ranks: six groups in one round, beside one
   all_reduce_ms    2 ranks, 64 MB: on a tensor that lives on, and on a fresh one each time. "copied" is ours without
-                   `storage_mapping.py`: what is copied into and out of shared memory, in place of mapped
+                   `storage_mapping.py`: what is copied into and out of shared memory, in place of mapped. Then 25 MB,
+                   a gradient bucket: allocated in shared memory, as our DDP does; "malloc" is ours on one that malloc
+                   allocated, as torch's DDP does, after it has freed the buckets of another order
   latency_us       2 ranks, 16 B
   comm_process_mb  unique set size of a comm process: configured, and after the reductions of 64 MB
 
@@ -36,6 +38,7 @@ from typing import Any
 import psutil
 import torch
 import torchft.process_group as torchft
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ReduceOp
 
@@ -47,6 +50,7 @@ from elasticgang.comm.standby_pool import local_launcher
 TIMEOUT_S = 60.0
 FEWEST_ROUNDS = 2
 LARGE = 64 * 1024 * 1024 // 4
+BUCKET = 25 * 1024 * 1024 // 4
 SMALL = 4
 MAPPED_BYTES = storage_mapping.SMALLEST_BYTES
 GANGS = ("control", "root", "dp", "rdp", "sdp", "tp")
@@ -55,8 +59,14 @@ _prefixes = itertools.count()
 KINDS: dict[str, Any] = {
     "ours": lambda: ProcessGroupIsolatedGloo(TIMEOUT_S),
     "copied": lambda: ProcessGroupIsolatedGloo(TIMEOUT_S),
+    "malloc": lambda: ProcessGroupIsolatedGloo(TIMEOUT_S),
     "baby": lambda: torchft.ProcessGroupBabyGloo(TIMEOUT_S),
     "gloo": lambda: torchft.ProcessGroupGloo(torchft.timedelta(seconds=TIMEOUT_S)),
+}
+KINDS_OF = {  # by what becomes of the tensor
+    "lives on": ("ours", "copied", "baby", "gloo"),
+    "fresh": ("ours", "copied", "baby", "gloo"),
+    "bucket": ("ours", "malloc", "copied", "gloo"),
 }
 
 
@@ -67,9 +77,7 @@ class Rank:
         self._rank, self._size = rank, size
         self._groups: dict[str, Any] = {}
         self._comm: CommProcess | None = None
-        self._kept = {
-            kind: torch.ones(LARGE) for kind in KINDS
-        }  # each its own: Baby moves its to torch's shared memory
+        self._kept: dict[tuple[str, str], Tensor] = {}  # each its own: Baby moves its to torch's shared memory
 
     def serve(self) -> None:
         for line in sys.stdin:
@@ -101,16 +109,26 @@ class Rank:
         self._comm.configure(prefix, specs, lambda error: None, store=store, timeout=TIMEOUT_S)
         return [began, time.monotonic()]
 
-    def all_reduce(self, kind: str, fresh: bool, count: int) -> list[float]:
+    def _tensor(self, kind: str, tensor: str) -> Tensor:
+        key = kind, tensor
+        if tensor == "bucket" and key not in self._kept:
+            torch.empty(BUCKET)  # freed at once: malloc takes the next one from the heap
+            is_ours = kind == "ours"
+            self._kept[key] = local_launcher().empty(BUCKET, torch.float32) if is_ours else torch.empty(BUCKET)
+        elif key not in self._kept or tensor == "fresh":
+            self._kept[key] = torch.empty(LARGE)
+        return self._kept[key].fill_(1.0)
+
+    def all_reduce(self, kind: str, tensor: str, count: int) -> list[float]:
         pg, times = self._groups[kind], []
         storage_mapping.SMALLEST_BYTES = sys.maxsize if kind == "copied" else MAPPED_BYTES
         for _ in range(count):
-            tensor = torch.ones(LARGE) if fresh else self._kept[kind].fill_(1.0)
+            reduced = self._tensor(kind, tensor)
             pg.allreduce([torch.ones(1)], ReduceOp.SUM).wait()  # all begin together
             began = time.monotonic()
-            pg.allreduce([tensor], ReduceOp.SUM).wait()
+            pg.allreduce([reduced], ReduceOp.SUM).wait()
             times.append(time.monotonic() - began)
-            assert tensor[-1].item() == self._size
+            assert reduced[-1].item() == self._size
         return times
 
     def latency(self, kind: str, count: int) -> list[float]:
@@ -209,8 +227,8 @@ def measure(store: str, rounds: Rounds, baby_rounds: int) -> Iterator[dict[str, 
         for kind in KINDS:
             world.time("configure", kind=kind, after="clean")
         configured = {kind: max(world.ask("memory", kind=kind))[0] for kind in ("ours", "baby")}
-        for fresh in (False, True):
-            yield _all_reduce(world, fresh, rounds)
+        for tensor in KINDS_OF:
+            yield _all_reduce(world, tensor, rounds)
         yield _latency(world, rounds)
         yield _memory(world, configured)
         world.ask("end")
@@ -243,25 +261,25 @@ def _six_gangs(world: World, rounds: Rounds) -> dict[str, Any]:
     return _figure("six_gangs_ms", times, found, {"six/one": (found["six"] / found["one"], "<=", 2)}, ranks=4)
 
 
-def _all_reduce(world: World, fresh: bool, rounds: Rounds) -> dict[str, Any]:
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for kind in KINDS:
-        world.slowest("all_reduce", kind=kind, fresh=fresh, count=2)
+def _all_reduce(world: World, tensor: str, rounds: Rounds) -> dict[str, Any]:
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS_OF[tensor]}
+    for kind in times:
+        world.slowest("all_reduce", kind=kind, tensor=tensor, count=2)
     for _ in rounds:
-        for kind in KINDS:
-            times[kind] += world.slowest("all_reduce", kind=kind, fresh=fresh, count=2)
+        for kind in times:
+            times[kind] += world.slowest("all_reduce", kind=kind, tensor=tensor, count=2)
     found = _medians(times, 1000)
-    ratios = {"ours/gloo": (found["ours"] / found["gloo"], "<=", 1.3 if fresh else 1.05)}
-    if fresh:
+    ratios = {"ours/gloo": (found["ours"] / found["gloo"], "<=", 1.3 if tensor == "fresh" else 1.05)}
+    if tensor == "fresh":
         ratios["baby/ours"] = (found["baby"] / found["ours"], ">=", 1.5)
     else:  # or `storage_mapping.py` is not worth its lines
         ratios["copied/ours"] = (found["copied"] / found["ours"], ">=", 1.05)
-    tensor = "fresh" if fresh else "lives on"
-    return _figure("all_reduce_ms", times, found, ratios, ranks=2, tensor=tensor, bytes=4 * LARGE)
+    num_bytes = 4 * (BUCKET if tensor == "bucket" else LARGE)
+    return _figure("all_reduce_ms", times, found, ratios, ranks=2, tensor=tensor, bytes=num_bytes)
 
 
 def _latency(world: World, rounds: Rounds) -> dict[str, Any]:
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS if kind != "copied"}
+    times: dict[str, list[float]] = {kind: [] for kind in ("ours", "baby", "gloo")}
     for _ in rounds:
         for kind in times:
             times[kind] += world.slowest("latency", kind=kind, count=200)

@@ -8,6 +8,7 @@ is lost, and joins again, again and again. Prints one JSON line per figure:
   join_ms             from the newcomer's report to the last agent that has the next record: p50, max
   change_cpu_ms       of the coordinator for one lost rank: p50, max (in steps of 10 ms)
   sent_bytes          by the coordinator to each agent for one lost rank: mean
+  first_sent_bytes    for the first one, after which all learners are active
   heartbeat_cpu       of the coordinator while nothing happens, in percent of a core
 
 With `--tls` there is a second coordinator with agents of its own, which speak TLS. The changes take turns, each figure
@@ -30,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from elasticgang.protocol import agent_events
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import EndGeneration, JoinRequest, Notify, Welcome
-from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
+from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Seat
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials, credentials_from_json
@@ -76,6 +77,39 @@ def coordinator_process(directory: str, fields: dict[str, Any], pipe: Connection
         await ended
 
     asyncio.run(run())
+
+
+def report_of(
+    agent: str,
+    members: dict[int, str],
+    fresh: set[str],
+    record: Record | None,
+    own: Iterable[Seat],
+    num_ranks: int,
+    num_agents: int,
+) -> Report:
+    """Of ranks that are nothing but names. `members`: by local rank. `fresh`: of these, those that `record` lacks.
+    `own`: the agent's seats in it."""
+    reports = []
+    for rank, member in members.items():
+        if record is None or member in fresh:
+            reports.append(MemberReport(member, rank, _ADDRESS))
+        else:
+            healed = record.committed, None, (0, 0, 0), record.generation, True
+            reports.append(MemberReport(member, rank, _ADDRESS, *healed))
+    return Report(
+        agent=agent,
+        host=agent,
+        job=_JOB,
+        layout=_LAYOUT,
+        newest_record=NO_RECORD if record is None else record.ref,
+        members=tuple(reports),
+        newest_commit=None if record is None or record.committed == Attempt(0, 1) else record.committed,
+        exited=tuple(seat.member for seat in own if seat.member not in members.values()),
+        num_ranks=num_ranks,
+        address=_ADDRESS,
+        min_agents=num_agents,
+    )
 
 
 class SimulatedAgent:
@@ -117,38 +151,13 @@ class SimulatedAgent:
 
     def set_lease(self, until_s: float) -> None: ...
 
-    def fence(self, generation: int) -> None:
-        self._tell("said", f"{self._name} is fenced")
-
-    def unfence(self) -> None: ...
-
     def collect_report(self) -> Report | None:
         return self._report() if self._is_ready else None
 
     def _report(self) -> Report:
-        record = self._record
-        members = []
-        for rank, member in self._members.items():
-            if record is None or member in self._fresh:
-                members.append(MemberReport(member, rank, _ADDRESS))
-            else:
-                members.append(
-                    MemberReport(member, rank, _ADDRESS, record.committed, None, (0, 0, 0), record.generation, True)
-                )
+        record, args = self._record, self._args
         own = () if record is None else record.seats_of(self._name)
-        return Report(
-            agent=self._name,
-            host=self._name,
-            job=_JOB,
-            layout=_LAYOUT,
-            newest_record=NO_RECORD if record is None else record.ref,
-            members=tuple(members),
-            newest_commit=None if record is None or record.committed == Attempt(0, 1) else record.committed,
-            exited=tuple(seat.member for seat in own if seat.member not in self._members.values()),
-            num_ranks=self._args.ranks,
-            address=_ADDRESS,
-            min_agents=self._args.agents,
-        )
+        return report_of(self._name, self._members, self._fresh, record, own, args.ranks, args.agents)
 
     def inform(self, event: Any) -> None:
         if isinstance(event, agent_events.PeerNotice):
@@ -282,6 +291,7 @@ class Deployment:
         self.changes: list[float] = []
         self.joins: list[float] = []
         self._sent: list[float] = []
+        self._first_sent = 0.0
         self._used: list[float] = []
 
     def change(self, *, counts: bool) -> None:
@@ -296,17 +306,21 @@ class Deployment:
         time.sleep(_PAUSE_S)
         self.fleet.order(victim, "start_rank")
         join_s = self.fleet.all_have(whole)
-        if counts:
-            self.changes.append(change_s)
-            self.joins.append(join_s)
-            self._sent.append((after[1] - before[1]) / self._args.agents)
-            self._used.append(after[0] - before[0])
+        sent = (after[1] - before[1]) / self._args.agents
+        if not counts:
+            self._first_sent = sent
+            return
+        self.changes.append(change_s)
+        self.joins.append(join_s)
+        self._sent.append(sent)
+        self._used.append(after[0] - before[0])
 
     def figures(self) -> Iterator[dict[str, Any]]:
         yield _figure("change_ms", self.changes)
         yield _figure("join_ms", self.joins)
         yield _figure("change_cpu_ms", self._used)
         yield {"figure": "sent_bytes", "count": len(self._sent), "mean": round(statistics.mean(self._sent))}
+        yield {"figure": "first_sent_bytes", "mean": round(self._first_sent)}
         used_s, began_s = _usage(self.coordinator)[0], time.monotonic()
         time.sleep(self._args.idle)
         share = (_usage(self.coordinator)[0] - used_s) / (time.monotonic() - began_s)

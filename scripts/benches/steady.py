@@ -4,6 +4,10 @@ Runs the demo's model in turns under `elasticgang run` and, as plain Distributed
 microbatches, optimizer and clipping. Prints one JSON line per figure:
 
   steps_per_s        medians over the rounds, and how many times DDP's ours is
+  reproducible_reduction
+                     how many times the median step with reduction="reproducible" is that with "sum", both ours
+  watched            how many times its speed a job keeps while its page and metrics are served and read every second,
+                     as the median over windows of one run in turn; the processor time of the server, in % of a core
   coordinator_calls  bytes a second that the job sends to its coordinator, with slow steps and with fast ones; what
                      grows with the steps is calls of the steps, the rest heartbeats and watching
 """
@@ -11,17 +15,25 @@ microbatches, optimizer and clipping. Prints one JSON line per figure:
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from elasticgang.watch.serving import serve
 from scripts.demo_job.driver import Job, JobFailedError, JobSpec, Tail
 
 PLAIN = Path(__file__).with_name("pairs") / "plain_ddp.py"
@@ -29,11 +41,14 @@ _FAST = ("--dim", "32", "--layers", "1", "--context", "16")
 _WARM_UP = 20
 _NEVER = 10**7
 _WINDOW_S = 10.0
+_WATCH_S = 5.0
+_NUM_WINDOWS = 8  # in each round, in turn without the server and with it
 
 
-def ours(args: argparse.Namespace, directory: Path) -> float:
+def ours(args: argparse.Namespace, directory: Path, reduction: str = "sum") -> float:
     """Steps a second."""
-    with Job(JobSpec(args.ranks, args.steps, args.seed, directory, ("--dim", str(args.dim)))) as job:
+    options = ("--dim", str(args.dim), "--reduction", reduction)
+    with Job(JobSpec(args.ranks, args.steps, args.seed, directory, options)) as job:
         job.follow(lambda: 1.0)
         job.read()
         times = sorted({line.attempt: line.t for line in reversed(job.run_log.committed)}.values())
@@ -95,15 +110,71 @@ def _sent(directory: Path) -> int:
     return total
 
 
+def watched(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    windows: list[tuple[float, float]] = []
+    cpu: list[float] = []
+    with Job(JobSpec(args.ranks, _NEVER, args.seed, directory, ("--dim", str(args.dim)))) as job:
+        job.follow(lambda: None if (newest := job.run_log.newest) and newest.step >= _WARM_UP else 0.05)
+        for number in range(_NUM_WINDOWS * args.rounds):
+            with contextlib.ExitStack() as held:
+                server, urls = _serve(held, directory) if number % 2 else (None, ())
+                began, used = time.monotonic(), 0.0 if server is None else sum(server.cpu_times()[:2])
+                job.follow(functools.partial(_read_all, urls, began + _WATCH_S))
+                windows.append((began, time.monotonic()))
+                if server is not None:
+                    cpu.append((sum(server.cpu_times()[:2]) - used) / (windows[-1][1] - began))
+        job.read()
+        times = sorted({line.attempt: line.t for line in reversed(job.run_log.committed)}.values())
+    speeds = [_speed(times, *window) for window in windows]
+    ratios = [on / off for off, on in zip(speeds[::2], speeds[1::2], strict=True)]
+    found = {"ratio": round(statistics.median(ratios), 3), "ratios": [round(ratio, 3) for ratio in ratios]}
+    return {"figure": "watched", **found, "asked": 0.99, "server_cpu_percent": round(100 * statistics.mean(cpu), 2)}
+
+
+def _serve(held: contextlib.ExitStack, directory: Path) -> tuple[psutil.Process, list[str]]:
+    """Serve the page and the metrics, as `elasticgang run` does, and wait until both answer."""
+    listeners = {what: socket.create_server(("127.0.0.1", 0)) for what in ("page", "metrics")}
+    ports = [listener.getsockname()[1] for listener in listeners.values()]
+    before = set(psutil.Process().children())
+    held.enter_context(serve(listeners, str(directory)))
+    (server,) = set(psutil.Process().children()) - before
+    urls = [f"http://127.0.0.1:{port}/{path}" for port, path in zip(ports, ("status.json", "metrics"), strict=True)]
+    _read_all(urls, time.monotonic() + 1.0)
+    return server, urls
+
+
+def _read_all(urls: Sequence[str], until: float) -> float | None:
+    for url in urls:
+        with urllib.request.urlopen(url, timeout=30.0) as response:
+            assert response.read()
+    return None if time.monotonic() > until else 1.0
+
+
+def _speed(times: Sequence[float], began: float, ended: float) -> float:
+    inside = [at for at in times if began <= at <= ended]
+    return (len(inside) - 1) / (inside[-1] - inside[0])
+
+
 def measure(args: argparse.Namespace, directory: Path) -> Any:
-    rates: dict[str, list[float]] = {"ours": [], "ddp": []}
+    rates: dict[str, list[float]] = {"ours": [], "ddp": [], "reproducible": []}
     for number in range(args.rounds):
         rates["ours"].append(ours(args, directory / f"ours-{number}"))
         rates["ddp"].append(plain(args, directory / f"ddp-{number}"))
+        rates["reproducible"].append(ours(args, directory / f"reproducible-{number}", "reproducible"))
     mine, theirs = statistics.median(rates["ours"]), statistics.median(rates["ddp"])
     ratio = statistics.median(a / b for a, b in zip(rates["ours"], rates["ddp"], strict=True))
     found = {"ours": round(mine, 2), "ddp": round(theirs, 2), "ddp_step_ms": round(1e3 / theirs, 1)}
     yield {"figure": "steps_per_s", **found, "ratio": round(ratio, 3), "asked": 0.97, "rounds": args.rounds}
+    ratio = statistics.median(a / b for a, b in zip(rates["ours"], rates["reproducible"], strict=True))
+    yield {
+        "figure": "reproducible_reduction",
+        "step_ms": round(1e3 / statistics.median(rates["reproducible"]), 1),
+        "plain_step_ms": round(1e3 / mine, 1),
+        "ratio": round(ratio, 3),
+        "asked": 1.3,
+        "rounds": args.rounds,
+    }
+    yield watched(args, directory / "watched")
     slow_rate, slow_bytes = coordinator_bytes(args, directory / "slow", ("--dim", str(args.dim)))
     fast_rate, fast_bytes = coordinator_bytes(args, directory / "fast", _FAST)
     yield {

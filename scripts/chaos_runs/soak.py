@@ -50,7 +50,7 @@ class SoakFailedError(Exception):
 
 def calibrate(args: argparse.Namespace, directory: Path) -> float:
     """Steps a second of the fleet left alone."""
-    with Fleet(FleetSpec(args.agents, args.ranks, directory, train_args(args, 10**7))) as fleet:
+    with Fleet(fleet_spec(args, 10**7, directory)) as fleet:
         first, last = _CALIBRATION
         started = _wait_for_steps(fleet, first)
         ended = _wait_for_steps(fleet, last)
@@ -107,18 +107,18 @@ def soak(args: argparse.Namespace, fleet: Fleet, injector: FaultInjector, num_st
         raise SoakFailedError(f"{failures[0]}; see {fleet.spec.directory}")
 
 
-def reference_curve(args: argparse.Namespace, num_steps: int, directory: Path) -> dict[int, float]:
-    """The losses of one undisturbed process."""
+def run_reference(args: argparse.Namespace, num_steps: int, directory: Path) -> RunLog:
+    """One undisturbed process."""
     num_steps = min(num_steps, args.reference_steps)
     if num_steps == 0:
-        return {}
+        return RunLog()
     command = [sys.executable, str(TRAIN), *train_args(args, num_steps), "--output-dir", str(directory)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     run_log = RunLog()
     for path in (directory / "history").glob("*.jsonl"):
         for line in Tail(path).read():
             run_log.add_history("alone", line)
-    return CommittedRun(run_log).curve
+    return run_log
 
 
 def expected_samples(args: argparse.Namespace, num_steps: int) -> Sequence[Sequence[int]]:
@@ -130,7 +130,12 @@ def expected_samples(args: argparse.Namespace, num_steps: int) -> Sequence[Seque
 
 
 def train_args(args: argparse.Namespace, num_steps: int) -> list[str]:
-    return ["--steps", str(num_steps), "--seed", str(args.seed), *_SMALL]
+    reduction = "reproducible" if args.reproducible else "sum"
+    return ["--steps", str(num_steps), "--seed", str(args.seed), "--reduction", reduction, *_SMALL]
+
+
+def fleet_spec(args: argparse.Namespace, num_steps: int, directory: Path) -> FleetSpec:
+    return FleetSpec(args.agents, args.ranks, directory, [*train_args(args, num_steps), "--pause", str(args.pause)])
 
 
 def summary(
@@ -167,14 +172,26 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--agents", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="of each agent (default: %(default)s)")
     parser.add_argument("--every", type=float, default=2.0, help="mean seconds between faults (default: %(default)g)")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds that each rank sleeps in each step (default: %(default)g)"
+    )
     parser.add_argument("--steps", type=int, help="this many, whatever time it takes")
     parser.add_argument(
         "--reference-steps", type=int, default=10**9, help="of the undisturbed run, at most (default: all)"
+    )
+    parser.add_argument(
+        "--reproducible",
+        action="store_true",
+        help='sum the gradients with reduction="reproducible": the job must end in the bits of the undisturbed run',
     )
     parser.add_argument("--output-dir", type=Path, help="keep everything here, in a new or empty folder")
     args = parser.parse_args(argv)
     if args.minutes <= 0 or args.every <= 0:
         parser.error("--minutes and --every must be greater than 0")
+    if args.reproducible and args.reference_steps < 10**9:
+        parser.error("--reproducible needs the whole undisturbed run: leave out --reference-steps")
+    if args.pause < 0:
+        parser.error("--pause must be at least 0")
     if args.agents < 1 or args.ranks < 1 or args.agents * args.ranks < 2:
         parser.error("there must be at least two ranks, so that somebody is left with the state")
     if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
@@ -188,9 +205,8 @@ def run(args: argparse.Namespace, directory: Path) -> int:
         rate = calibrate(args, directory / "calibration")
         num_steps = max(_MIN_STEPS, int(args.minutes * 60 * rate * _SHARE))
         print(f"{rate:.1f} steps a second undisturbed; {num_steps} steps under faults", file=sys.stderr, flush=True)
-    spec = FleetSpec(args.agents, args.ranks, directory / "job", train_args(args, num_steps))
     began = time.monotonic()
-    with Fleet(spec) as fleet:
+    with Fleet(fleet_spec(args, num_steps, directory / "job")) as fleet:
         injector = FaultInjector(fleet, random.Random(f"soak {args.seed}"), args.every)
         try:
             soak(args, fleet, injector, num_steps)
@@ -199,9 +215,16 @@ def run(args: argparse.Namespace, directory: Path) -> int:
             faults = [str(error)]
     seconds = time.monotonic() - began
     if not faults:
-        reference = reference_curve(args, num_steps, directory / "reference")
-        generations = [line for _, line in fleet.generations]
-        faults = failed_checks(fleet.run_log, generations, fleet.changes, expected_samples(args, num_steps), reference)
+        reference = run_reference(args, num_steps, directory / "reference")
+        digest = next((finished.digest for finished in reference.finished), "unknown") if args.reproducible else None
+        faults = failed_checks(
+            fleet.run_log,
+            [line for _, line in fleet.generations],
+            fleet.changes,
+            expected_samples(args, num_steps),
+            CommittedRun(reference).curve,
+            digest,
+        )
     found = summary(fleet, injector, num_steps, seconds, faults)
     text = json.dumps(found, indent=2)
     (directory / "summary.json").write_text(text + "\n")

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from scripts.demo_job.driver import Job, JobFailedError, JobSpec
+from elasticgang.layout import ParallelLayout
+from scripts.demo_job.driver import TRAIN, Job, JobFailedError, JobSpec
 from scripts.demo_job.kills import ScheduledKills
 from scripts.demo_job.progress import Progress, Status
 from scripts.demo_job.report import LOSS_TOLERANCE, Asked, Report, Run
 from scripts.demo_job.run_audit import CommittedRun, Recovery, recoveries
+from scripts.demo_job.run_log import Part
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAIN_LAYOUT = Path("scripts.demo_job.train_layout")  # a module
+_LLAMA_LAYERS, _LLAMA_KV_HEADS, _LLAMA_SLOTS = 2, 2, 4
 MAX_RANKS = 8  # the slots of train.py's batch: more ranks would have nothing to do
 
 EXIT_FAULT, EXIT_USAGE = 1, 2
@@ -27,9 +32,12 @@ _EPILOG = f"""\
 examples:
   scripts/demo                                 four ranks, a kill about every 5 s, about a minute on two cores
   scripts/demo --kill-every 2 --seed 7         more kills, on another schedule
+  scripts/demo --reproducible                  ends in the bits of one undisturbed rank
   scripts/demo --steps 60 --kill-every 2 --no-reference
                                                a short one
   scripts/demo --no-kill --no-reference        the job alone
+  scripts/demo --layout sdp=2,tp=2             a small Llama, of which each rank holds a part: two replica groups of
+                                               four ranks, and a spare
 
 What it writes, in runs/<date>-seed<seed>/ or --output-dir:
   summary.json   the figures, and the kills as they were drawn and as they were carried out
@@ -39,10 +47,13 @@ What it writes, in runs/<date>-seed<seed>/ or --output-dir:
 
 The reference is the same job without kills. The losses of the two may differ by {LOSS_TOLERANCE:g} in a step: a killed
 rank's share is computed by others, so that the same terms are added in another order (measured without kills, with
-1 to 4 ranks over 300 steps: up to 2.6e-7; with one sample of one step left out: more than 1e-3).
+1 to 4 ranks over 300 steps: up to 2.6e-7; with one sample of one step left out: more than 1e-3). With --reproducible
+the reference is one rank alone, and the final parameters of all ranks must be the same as its, bit by bit. With
+--layout it is one rank that holds the whole model (measured without kills: up to 3.2e-7).
 
 Exit code: 0 when the run passed. 1 when a sample was lost or seen twice, when the loss curve leaves the reference's,
-when fewer kills happened than asked for, or when the job failed. 2 for a command line that makes no sense.
+when the bits differ with --reproducible, when fewer kills happened than asked for, or when the job failed. 2 for a
+command line that makes no sense.
 """
 
 
@@ -61,7 +72,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--ranks", type=_integer, default=4, metavar="N", help="processes that train (default: %(default)s)"
+        "--ranks", type=_integer, metavar="N", help="processes that train (default: 4; two replica groups of a layout)"
+    )
+    parser.add_argument(
+        "--layout",
+        type=_layout,
+        default=ParallelLayout(),
+        metavar="AXIS=N,...",
+        help="train a Llama that is divided among ranks: sdp (FSDP2), tp (parallelize_module), pp (a 1F1B pipeline)",
+    )
+    parser.add_argument(
+        "--spares", type=_integer, metavar="N", help="further processes that wait (default: 0; 1 with a layout)"
     )
     parser.add_argument(
         "--steps", type=_integer, default=300, metavar="N", help="optimizer steps to commit (default: %(default)s)"
@@ -80,12 +101,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="of the kill schedule, the model and the order of the data (default: %(default)s)",
     )
+    parser.add_argument(
+        "--reproducible",
+        action="store_true",
+        help='sum the gradients with reduction="reproducible", and compare the final parameters with one rank\'s',
+    )
     parser.add_argument("--no-kill", action="store_true", help="leave the ranks alone")
     parser.add_argument("--no-reference", action="store_true", help="leave out the undisturbed run")
     parser.add_argument(
         "--output-dir", type=Path, metavar="DIR", help="a new or empty folder (default: runs/<date>-seed<seed>)"
     )
     args = parser.parse_args(argv)
+    is_divided = args.layout.unit > 1
+    args.ranks = args.ranks if args.ranks is not None else 2 * args.layout.unit if is_divided else 4
+    args.spares = args.spares if args.spares is not None else int(is_divided)
     for message in _complaints(args):
         parser.error(message)
     return args
@@ -97,6 +126,17 @@ def _complaints(args: argparse.Namespace) -> list[str]:
         found.append(f"--ranks must be from 1 to {MAX_RANKS}, but is {args.ranks} instead")
     if args.ranks == 1 and not args.no_kill:
         found.append("--ranks must be at least 2, so that somebody is left with the state; or add --no-kill")
+    if args.reproducible and args.no_reference:
+        found.append("--reproducible compares with the undisturbed run: leave out --no-reference")
+    if args.reproducible and args.layout.unit > 1:
+        found.append("--reproducible compares whole sets of parameters: leave out --layout")
+    unit = args.layout.unit
+    if args.ranks % unit:
+        found.append(f"--ranks must be a multiple of {unit}, the ranks of a replica group, but is {args.ranks} instead")
+    elif unit > 1 and args.ranks == unit and not args.no_kill:
+        found.append(f"--ranks must be at least {2 * unit}, so that a part survives its rank; or add --no-kill")
+    if args.spares < 0:
+        found.append(f"--spares must be at least 0, but is {args.spares} instead")
     if args.steps < 1:
         found.append(f"--steps must be at least 1, but is {args.steps} instead")
     if args.seed < 0:
@@ -114,6 +154,26 @@ def _integer(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a whole number, but is {text!r} instead") from None
+
+
+def _layout(text: str) -> ParallelLayout:
+    sizes = {"pp": 1, "sdp": 1, "tp": 1}
+    for entry in text.split(","):
+        axis, _, number = entry.partition("=")
+        if axis not in sizes or not number.isdecimal() or int(number) < 1:
+            raise argparse.ArgumentTypeError(f"must be like sdp=2,tp=2, with the axes pp, sdp and tp, but is {text!r}")
+        sizes[axis] = int(number)
+    limits = {
+        "pp": (_LLAMA_LAYERS, "layers"),
+        "tp": (_LLAMA_KV_HEADS, "heads"),
+        "sdp": (_LLAMA_SLOTS, "slots of a batch"),
+    }
+    for axis, (whole, what) in limits.items():
+        if whole % sizes[axis]:
+            raise argparse.ArgumentTypeError(
+                f"{axis} must divide {whole}, the number of {what}, but is {sizes[axis]} instead"
+            )
+    return ParallelLayout(pp=sizes["pp"], sdp=sizes["sdp"], tp=sizes["tp"])
 
 
 def _seconds(text: str) -> float:
@@ -145,6 +205,12 @@ def run_job(spec: JobSpec, label: str, kills: ScheduledKills | None) -> tuple[Jo
     return job, None
 
 
+def parts_of(layout: ParallelLayout) -> list[Part]:
+    if layout.unit == 1:
+        return [()]
+    return list(itertools.product(range(layout.pp), range(layout.sdp), range(layout.tp)))
+
+
 def status_of(job: Job) -> Status:
     committed_run = CommittedRun(job.run_log)
     newest = max(committed_run.committed_at)
@@ -162,29 +228,64 @@ def status_of(job: Job) -> Status:
 
 def expected_samples(spec: JobSpec) -> list[list[int]]:
     """The samples of each step of an undisturbed run."""
-    from scripts.demo_job import train  # here: it imports torch, which takes seconds
+    from scripts.demo_job import train, train_layout
+    from scripts.demo_job.llama import LlamaConfig  # here: they import torch, which takes seconds
 
-    args = train.parse_args(spec.train_argv)
+    job, num_slots = (train, MAX_RANKS) if spec.script == TRAIN else (train_layout, _LLAMA_SLOTS)
+    args = job.parse_args(spec.train_argv)
     batches = train.make_batches(args, len(train.load_text(args.context)))
-    if batches.num_slots < MAX_RANKS:
-        raise AssertionError(f"MAX_RANKS is {MAX_RANKS}, but train.py's batch has {batches.num_slots} slots")
+    found = LlamaConfig.num_layers, LlamaConfig.num_kv_heads, batches.num_slots
+    if found != (_LLAMA_LAYERS, _LLAMA_KV_HEADS, num_slots):
+        raise AssertionError(f"layers, heads and slots are {found}, but demo.py has other numbers")
     return [batches.samples(step).tolist() for step in range(spec.steps)]
 
 
+def spec_of(args: argparse.Namespace, directory: Path, *, is_reference: bool = False) -> JobSpec:
+    layout: ParallelLayout = args.layout
+    is_divided = layout.unit > 1
+    is_alone = is_reference and (is_divided or args.reproducible)
+    ranks, spares = 1 if is_alone else args.ranks, 0 if is_reference else args.spares
+    if not is_divided:
+        train_args = ("--reduction", "reproducible" if args.reproducible else "sum")
+        return JobSpec(ranks, args.steps, args.seed, directory, train_args, spares=spares)
+    return JobSpec(
+        ranks,
+        args.steps,
+        args.seed,
+        directory,
+        () if is_alone else [f"--{axis}={size}" for axis, size in axes_of(layout).items()],
+        TRAIN_LAYOUT,
+        spares,
+        ["--module"],
+        num_parts=1 if is_alone else layout.unit,
+    )
+
+
+def axes_of(layout: ParallelLayout) -> dict[str, int]:
+    return {"pp": layout.pp, "sdp": layout.sdp, "tp": layout.tp}
+
+
 def run(args: argparse.Namespace, directory: Path) -> Report:
-    spec = JobSpec(args.ranks, args.steps, args.seed, directory / "main")
-    kills = None if args.no_kill else ScheduledKills(args.seed, args.ranks, args.kill_every)
+    spec = spec_of(args, directory / "main")
+    kills = None if args.no_kill else ScheduledKills(args.seed, args.ranks + args.spares, args.kill_every)
     job, failure = run_job(spec, "training", kills)
-    reference: Mapping[int, float] | None = None
+    reference = None
     if not args.no_reference and failure is None:
-        spec_of_reference = JobSpec(args.ranks, args.steps, args.seed, directory / "reference")
-        undisturbed, failure = run_job(spec_of_reference, "reference", None)
+        undisturbed, failure = run_job(spec_of(args, directory / "reference", is_reference=True), "reference", None)
         failure = None if failure is None else f"the undisturbed run: {failure}"
-        reference = CommittedRun(undisturbed.run_log).curve
+        reference = undisturbed.run_log
     happened = job.killer.happened(job.run_log)
     return Report(
         Run(
-            asked=Asked(args.ranks, args.steps, args.seed, None if kills is None else args.kill_every),
+            asked=Asked(
+                args.ranks,
+                args.steps,
+                args.seed,
+                None if kills is None else args.kill_every,
+                args.reproducible,
+                ", ".join(f"{axis}={size}" for axis, size in axes_of(args.layout).items()),
+                parts_of(args.layout),
+            ),
             run_log=job.run_log,
             failure=failure,
             due=[] if kills is None else kills.asked(job.run_log, len(happened)),

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from elasticgang.observe.event_file import complete_lines
 from scripts.demo_job.kills import Killer
 from scripts.demo_job.run_log import RunLog
 
@@ -42,7 +43,8 @@ class JobFailedError(Exception):
 @dataclass(frozen=True)
 class JobSpec:
     """`directory`: where everything of this job goes. `train_args`: for `script`, beside what is named here. `spares`:
-    ranks beside `ranks`. `run_args`: for `elasticgang run`. `signal`: what a rank is killed by, in the end."""
+    ranks beside `ranks`. `run_args`: for `elasticgang run`. `signal`: what a rank is killed by, in the end.
+    `num_parts`: of the model, that ranks hold."""
 
     ranks: int
     steps: int
@@ -53,6 +55,7 @@ class JobSpec:
     spares: int = 0
     run_args: Sequence[str] = ()
     signal: signal.Signals = signal.SIGKILL
+    num_parts: int = 1
 
     @property
     def train_argv(self) -> list[str]:
@@ -82,15 +85,8 @@ class Tail:
         self._offset = 0
 
     def read(self) -> Iterator[Any]:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        data = data[: data.rfind(b"\n") + 1]  # the last line may be half written, and stay so when its writer is killed
-        self._offset += len(data)
-        yield from map(json.loads, data.splitlines())
+        lines, self._offset = complete_lines(self._path, self._offset)
+        yield from map(json.loads, lines)
 
 
 class Job:
@@ -111,7 +107,7 @@ class Job:
         command += [*self.spec.run_args, str(self.spec.script), *self.spec.train_argv]
         self._agent = start_command(command, self.log)
         self._agent_fd = os.pidfd_open(self._agent.pid)
-        self.killer = Killer(self._agent.pid, self.spec.signal)
+        self.killer = Killer(self._agent.pid, self.spec.signal, self.spec.num_parts)
         return self
 
     def __exit__(

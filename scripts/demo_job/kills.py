@@ -1,7 +1,8 @@
 """Whom to kill, when, and how to be sure who it was.
 
 KILL-1  Only a process that is, at that moment, a rank of the job is ever sent a signal, whatever became of its pid.
-KILL-2  No kill takes the last live member that holds state; before the first generation, nor the last live rank.
+KILL-2  No kill takes the last live member that holds a part of the state; before the first generation, nor the last
+    live rank.
 KILL-3  A kill counts once the agent has reaped that very process as killed by SIGKILL.
 """
 
@@ -12,11 +13,12 @@ import os
 import random
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from scripts.demo_job.run_audit import Kill
-from scripts.demo_job.run_log import RunLog, Spawned
+from scripts.demo_job.run_log import Part, RunLog, Spawned
 
 _HELD_UP_S = 0.005
 _LAST_MOMENTS_S = 1.0
@@ -41,17 +43,23 @@ def draw_schedule(seed: int, ranks: int, every_s: float) -> Iterator[DueKill]:
         yield DueKill(after_s, source.randrange(ranks))
 
 
-def choose(run_log: RunLog, local_rank: int, is_rank: IsRank) -> Spawned | None:
-    """The live member of `local_rank`, or of the next rank that may be killed; None when none may (KILL-2)."""
+def choose(run_log: RunLog, local_rank: int, is_rank: IsRank, num_parts: int = 1) -> Spawned | None:
+    """The live member of `local_rank`, or of the next rank that may be killed; None when none may (KILL-2).
+    `num_parts`: into which the layout divides the model."""
     live = {rank: spawned for rank, spawned in run_log.live().items() if is_rank(spawned)}
+    needed: defaultdict[Part, set[int]] = defaultdict(set)
     if run_log.num_generations == 0:
-        needed = set(live)  # nobody holds anything yet, so anybody can begin
+        needed[()] = set(live)  # nobody holds anything yet, so anybody can begin
     else:
         # Empty before the first commit: who holds the state of step 0 is not written anywhere.
         holders = run_log.holders()
-        needed = {rank for rank, spawned in live.items() if spawned.member in holders}
+        for rank, spawned in live.items():
+            if spawned.member in holders:
+                needed[run_log.part_of[spawned.member]].add(rank)
+        if len(needed) < num_parts:
+            return None
     for rank in sorted(live, key=lambda rank: (rank < local_rank, rank)):
-        if needed - {rank}:
+        if all(ranks - {rank} for ranks in needed.values()):
             return live[rank]
     return None
 
@@ -60,15 +68,17 @@ class Killer:
     """Kills ranks of the job whose agent is `agent_pid`, a child of this process that it has not reaped; by `number`,
     which is SIGKILL or makes the agent send that."""
 
-    def __init__(self, agent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-        self._agent_pid = agent_pid
+    def __init__(self, agent_pid: int, number: signal.Signals = signal.SIGKILL, num_parts: int = 1) -> None:
+        self._agent_pid, self._num_parts = agent_pid, num_parts
         self._number = number
         self.sent: list[Kill] = []
 
     def kill(self, run_log: RunLog, local_rank: int) -> Kill | None:
         """Kill the member of `local_rank`, or of the next rank that may be killed. None: nobody may be, now."""
         sent = {kill.member for kill in self.sent}  # these may take a while to die
-        victim = choose(run_log, local_rank, lambda who: who.member not in sent and self._is_rank(who.pid))
+        victim = choose(
+            run_log, local_rank, lambda who: who.member not in sent and self._is_rank(who.pid), self._num_parts
+        )
         if victim is None:
             return None
         try:

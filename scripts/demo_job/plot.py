@@ -42,7 +42,7 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _plot_loss(axes: Axes, report: Report) -> None:
-    curve, reference, run = report.curve, report.run.reference, report.run
+    curve, reference, run = report.curve, report.reference, report.run
     if reference is not None:
         axes.plot(*_points(reference), color=_REFERENCE, linewidth=5, label="undisturbed run", solid_capstyle="round")
     axes.plot(*_points(curve), color=_LOSS, linewidth=1.1, label=f"{run.asked.ranks} ranks, killed at random")
@@ -79,7 +79,7 @@ def _plot_strength(axes: Axes, report: Report) -> None:
 
 
 def _plot_difference(axes: Axes, report: Report) -> None:
-    reference = report.run.reference or {}
+    reference = report.reference or {}
     differences = {step: abs(loss - reference[step]) for step, loss in report.curve.items() if step in reference}
     axes.plot(*_points(differences), ".", color=_LOSS, markersize=2.5)
     axes.axhline(LOSS_TOLERANCE, color=_KILL, linewidth=1, linestyle="--")

@@ -26,7 +26,7 @@ from scripts.demo_job.run_audit import (
     recoveries,
     rejoins,
 )
-from scripts.demo_job.run_log import RunLog
+from scripts.demo_job.run_log import Part, RunLog
 
 # How far the loss of a step may be from that of the undisturbed run, which adds up the same terms in another order.
 #
@@ -40,18 +40,22 @@ LOSS_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Asked:
-    """What the run was to be. `kill_every_s`: None for a run without kills."""
+    """What the run was to be. `kill_every_s`: None for a run without kills. `reproducible`: it must end in the bits of
+    the reference. `parts`: those of the layout, each a (pp, sdp, tp); one () without a layout."""
 
     ranks: int
     steps: int
     seed: int
     kill_every_s: float | None
+    reproducible: bool = False
+    layout: str = ""
+    parts: Sequence[Part] = ((),)
 
 
 @dataclass(frozen=True)
 class Run:
     """A run that is over. `due`: the kills that were asked for. `carried_out`: each as drawn and as done; `kills`: of
-    these, the ones that happened. `reference`: the loss curve of the undisturbed run, if there was one."""
+    these, the ones that happened. `reference`: the undisturbed run, if there was one."""
 
     asked: Asked
     run_log: RunLog
@@ -60,7 +64,7 @@ class Run:
     carried_out: Sequence[tuple[DueKill, Kill]]
     kills: Sequence[Kill]
     expected: Sequence[Sequence[int]]
-    reference: Mapping[int, float] | None
+    reference: RunLog | None
 
 
 class Report:
@@ -72,11 +76,19 @@ class Report:
         self.curve = self.committed_run.curve
         self.recoveries: list[Recovery] = recoveries(run.run_log, self.committed_run, run.kills, run.asked.ranks)
         self.rejoins: list[Rejoin] = rejoins(run.run_log, self.committed_run)
+        self.reference = None if run.reference is None else CommittedRun(run.reference).curve
         self.difference: Difference | None = None
-        if run.reference is not None:
-            self.difference = largest_difference(self.curve, run.reference)
+        if self.reference is not None:
+            self.difference = largest_difference(self.curve, self.reference)
+        self.reference_digest: str | None = None
+        if run.asked.reproducible and run.reference is not None:
+            self.reference_digest = next((finished.digest for finished in run.reference.finished), "unknown")
         reached = max(self.curve, default=-1) + 1  # of a job that failed, what it committed is still audited
-        self.audit: Audit = audit(self.committed_run, run.expected[:reached] if run.failure else run.expected)
+        expected = run.expected[:reached] if run.failure else run.expected
+        self.audit: Audit = audit(self.committed_run, expected, {part[:1] + part[2:] for part in run.asked.parts})
+        digests: dict[Part, list[str]] = {part: [] for part in run.asked.parts}
+        for finished in run.run_log.finished:
+            digests[finished.part].append(finished.digest)
         self.faults = faults(
             Outcome(
                 failure=run.failure,
@@ -84,11 +96,12 @@ class Report:
                 steps=len(self.curve),
                 audit=self.audit,
                 torn=self.committed_run.torn,
-                digests=[finished.digest for finished in run.run_log.finished],
+                digests=digests,
                 difference=self.difference,
                 tolerance=LOSS_TOLERANCE,
                 kills_asked=len(run.due),
                 kills=len(run.kills),
+                reference_digest=self.reference_digest,
             )
         )
 
@@ -100,7 +113,7 @@ class Report:
         return max(self.committed_run.committed_at.values(), default=0.0) - self.run.run_log.started_at
 
     def summary(self) -> dict[str, Any]:
-        asked, reference = self.run.asked, self.run.reference
+        asked, reference = self.run.asked, self.reference
         recovery_ms = _measured(recovery.recovery_ms for recovery in self.recoveries)
         rejoin_ms = _measured(recovery.rejoin_ms for recovery in self.recoveries)
         return {
@@ -108,6 +121,7 @@ class Report:
             "faults": self.faults,
             "steps": len(self.curve),
             "ranks": asked.ranks,
+            "layout": asked.layout,
             "kills": len(self.run.kills),
             "rejoins": len(self.rejoins),
             "generations": self.run.run_log.num_generations,
@@ -122,6 +136,8 @@ class Report:
             "seconds": round(self.seconds, 3),
             "steps_asked": asked.steps,
             "kills_asked": len(self.run.due),
+            "parameters": sorted({finished.digest for finished in self.run.run_log.finished}),
+            "reference_parameters": self.reference_digest,
             "not_measured": {
                 "recovery_ms": len(self.recoveries) - len(recovery_ms),
                 "rejoin_ms": len(self.recoveries) - len(rejoin_ms),
@@ -158,6 +174,8 @@ class Report:
                 f"  reference    final loss {summary['reference_final_loss']:.3f}, largest difference in a step "
                 f"{self.difference.size:.1e} (tolerance {LOSS_TOLERANCE:.0e})"
             )
+        if self.reference_digest is not None:
+            yield f"  bits         SHA-256 of one undisturbed rank's parameters: {self.reference_digest[:16]}..."
         if self.run.asked.kill_every_s is not None:
             yield f"  schedule     drawn from seed {self.run.asked.seed}, in seconds after the start of the ranks:"
             for kill in summary["kill_schedule"]["carried_out"]:

@@ -9,13 +9,14 @@ AUDIT-3  What cannot be measured is left out and counted, never guessed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from scripts.demo_job.run_log import Entered, Prepared, RunLog, StepAttempt
+from scripts.demo_job.run_log import Entered, Part, Prepared, RunLog, StepAttempt
 
 
 class CommittedRun:
@@ -47,12 +48,11 @@ class CommittedRun:
         """Steps that were committed in two different attempts (AUDIT-1)."""
         return [step for step, attempts in self.attempts.items() if len(attempts) > 1]
 
-    def samples(self, step: int) -> Counter[int]:
-        """The samples in the committed attempts of `step` (AUDIT-2); with two attempts, those of both."""
-        attempts = self.attempts.get(step, ())
-        return Counter(
-            sample for attempt in attempts for share in self.shares[attempt].values() for sample in share.samples
-        )
+    def samples(self, step: int, part: Part = ()) -> Counter[int]:
+        """The samples that `part` of the model, a (pp, tp), saw in the committed attempts of `step` (AUDIT-2); with two
+        attempts, those of both."""
+        shares = (share for attempt in self.attempts.get(step, ()) for share in self.shares[attempt].values())
+        return Counter(sample for share in shares if share.of_samples == part for sample in share.samples)
 
     def loss(self, attempt: StepAttempt) -> float:
         """The mean over the tokens of `attempt`."""
@@ -83,12 +83,13 @@ class Audit:
     duplicate: int
 
 
-def audit(committed_run: CommittedRun, expected: Sequence[Iterable[int]]) -> Audit:
-    """Compare with `expected`, the samples of each step in an undisturbed run."""
+def audit(committed_run: CommittedRun, expected: Sequence[Iterable[int]], parts: Iterable[Part] = ((),)) -> Audit:
+    """Compare with `expected`, the samples of each step in an undisturbed run. Each of `parts`, the (pp, tp) of the
+    layout, sees all of them."""
     lost = duplicate = 0
-    for step in sorted({*range(len(expected)), *committed_run.attempts}):
+    for step, part in itertools.product(sorted({*range(len(expected)), *committed_run.attempts}), parts):
         due = Counter(expected[step]) if step < len(expected) else Counter[int]()
-        seen = committed_run.samples(step)
+        seen = committed_run.samples(step, part)
         lost += (due - seen).total()
         duplicate += (seen - due).total()
     return Audit(lost, duplicate)
@@ -240,19 +241,21 @@ def largest_difference(curve: Mapping[int, float], reference: Mapping[int, float
 
 @dataclass(frozen=True)
 class Outcome:
-    """What decides whether a run has passed. `failure`: why the job itself failed. `difference`: from the reference;
-    None when there is none."""
+    """What decides whether a run has passed. `failure`: why the job itself failed. `digests`: of the parameters with
+    which the ranks of each part of the model ended. `difference`: from the reference; None when there is none.
+    `reference_digest`: of the parameters that must be the same, bit by bit; None if they need not be."""
 
     failure: str | None
     steps_asked: int
     steps: int
     audit: Audit
     torn: Sequence[int]
-    digests: Sequence[str]
+    digests: Mapping[Part, Sequence[str]]
     difference: Difference | None
     tolerance: float
     kills_asked: int
     kills: int
+    reference_digest: str | None = None
 
 
 def faults(outcome: Outcome) -> list[str]:
@@ -268,10 +271,14 @@ def faults(outcome: Outcome) -> list[str]:
         found.append(f"{outcome.audit.lost} samples were lost")
     if outcome.audit.duplicate:
         found.append(f"{outcome.audit.duplicate} samples were seen twice")
-    if not outcome.digests:
-        found.append("no rank finished")
-    elif len(set(outcome.digests)) > 1:
-        found.append(f"the ranks ended with {len(set(outcome.digests))} different sets of parameters")
+    for part, digests in outcome.digests.items():
+        whose = f" of the part {part}" if part else ""
+        if not digests:
+            found.append(f"no rank{whose} finished")
+        elif len(set(digests)) > 1:
+            found.append(f"the ranks{whose} ended with {len(set(digests))} different sets of parameters")
+        elif outcome.reference_digest not in (None, digests[0]):
+            found.append("the ranks ended with other bits than one undisturbed rank")
     if outcome.difference is not None and not outcome.difference.size <= outcome.tolerance:
         found.append(
             f"the loss curve leaves the undisturbed run's by {outcome.difference.size:.2g} at step "

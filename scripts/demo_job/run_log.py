@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+Part: TypeAlias = tuple[int, ...]
+"""The part of the model that a rank holds: its (pp, sdp, tp), or () if every rank holds all of it."""
 
 
 class StepAttempt(NamedTuple):
@@ -30,6 +33,12 @@ class Prepared:
     tokens: int
     active: int
     samples: tuple[int, ...]
+    part: Part = ()
+
+    @property
+    def of_samples(self) -> Part:
+        """The part of the model without `sdp`, whose ranks divide the samples."""
+        return self.part[:1] + self.part[2:]
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class Finished:
     member: str
     t: float
     digest: str
+    part: Part = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,9 @@ class RunLog:
     seated: int = 0
     spares: int = 0
     last_committed: dict[str, StepAttempt] = field(default_factory=dict)
+    part_of: dict[str, Part] = field(default_factory=dict)  # when it committed last
     _active: dict[StepAttempt, int] = field(default_factory=dict)
+    _passive: set[str] = field(default_factory=set)  # members to whom the newest generation gave no active seat
     _generation_of: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def add_event(self, line: Mapping[str, Any]) -> None:
@@ -115,6 +127,8 @@ class RunLog:
                 self.generation = line["generation"]
                 self.seated, self.spares = line["active"] + line["learner"], line["spare"]
                 live = self.live()
+                statuses = {seat[0]: seat[2] for agent in line["seats"] for seat in agent["seats"]}
+                self._passive = {live[rank].member for rank in live if statuses.get(rank) != "active"}
                 for local_rank in line["ranks"]:
                     if local_rank in live:
                         self._belongs(live[local_rank].member, line["generation"])
@@ -128,18 +142,19 @@ class RunLog:
 
     def add_history(self, member: str, line: Mapping[str, Any]) -> None:
         """A line that `member` wrote."""
+        part = tuple(line.get("part", ()))
         if line["kind"] == "finished":
-            self.finished.append(Finished(member, line["t"], line["digest"]))
+            self.finished.append(Finished(member, line["t"], line["digest"], part))
             return
         attempt = StepAttempt(line["step"], line["generation"])
         self._belongs(member, attempt.generation)
         if line["kind"] == "prepared":
-            share = (line["loss_sum"], line["tokens"], line["active"], tuple(line["samples"]))
+            share = (line["loss_sum"], line["tokens"], line["active"], tuple(line["samples"]), part)
             self.prepared.append(Prepared(member, line["t"], attempt, *share))
             self._active[attempt] = line["active"]
         elif line["kind"] == "committed":
             self.committed.append(Committed(member, line["t"], attempt))
-            self.last_committed[member] = attempt
+            self.last_committed[member], self.part_of[member] = attempt, part
             self.newest = attempt if self.newest is None else max(self.newest, attempt)
 
     def live(self) -> dict[int, Spawned]:
@@ -148,12 +163,16 @@ class RunLog:
 
     def holders(self) -> set[str]:
         """Live members that certainly hold the newest committed step, or will once its vote is resolved: they
-        committed it, or the step before it in the same generation, where no vote passes without them."""
+        committed it, or the step before it in the same generation, where no vote passes without them. Whom the newest
+        generation made a spare or a learner is none until it commits there: others may commit a step at any moment."""
         if self.newest is None:
             return set()
         step, generation = self.newest
         near = {StepAttempt(step, generation), StepAttempt(step - 1, generation)}
-        return {spawned.member for spawned in self.live().values() if self.last_committed.get(spawned.member) in near}
+        holders = {
+            spawned.member for spawned in self.live().values() if self.last_committed.get(spawned.member) in near
+        }
+        return holders if generation == self.generation else holders - self._passive
 
     def generation_of(self, member: str) -> int:
         """The last generation that `member` was seated in; 0 for none."""

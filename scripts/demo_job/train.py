@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import elasticgang as eg
+from elasticgang.state.dtensor import local
 
 
 class Block(nn.Module):
@@ -78,18 +79,25 @@ class History:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--dim", type=int, default=208)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--reduction", choices=["sum", "reproducible"], default="sum", help="of the gradients")
+    parser.add_argument("--hold-bytes", type=int, default=0, help="memory that each rank holds besides, all written")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each rank sleeps in each step")
+    return parser.parse_args(argv)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of every job of the demo."""
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8, help="samples in a global batch")
     parser.add_argument("--slot", type=int, default=1, help="samples in a microbatch")
     parser.add_argument("--context", type=int, default=48, help="bytes in a sample")
-    parser.add_argument("--dim", type=int, default=208)
-    parser.add_argument("--layers", type=int, default=2)
     # At 1e-3 the loss falls faster, but the rounding differences between two runs grow with the steps.
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--hold-bytes", type=int, default=0, help="memory that each rank holds besides, all written")
     parser.add_argument("--output-dir", help="write each rank's history and the final parameters' digest here")
-    return parser.parse_args(argv)
 
 
 def make_batches(args: argparse.Namespace, num_samples: int) -> eg.GlobalBatch:
@@ -99,9 +107,9 @@ def make_batches(args: argparse.Namespace, num_samples: int) -> eg.GlobalBatch:
 def digest_of(model: nn.Module) -> str:
     import hashlib
 
-    digest = hashlib.sha256()
+    digest = hashlib.sha256()  # of what this rank holds of them
     for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(local(parameter).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -112,9 +120,8 @@ def main() -> None:
     manager = eg.join(layout=eg.ParallelLayout())
     data = load_text(args.context)
     held = torch.ones(args.hold_bytes, dtype=torch.uint8)
-    model = eg.DistributedDataParallel(
-        manager, ByteTransformer(dim=args.dim, num_layers=args.layers, context=args.context)
-    )
+    transformer = ByteTransformer(dim=args.dim, num_layers=args.layers, context=args.context)
+    model = eg.DistributedDataParallel(manager, transformer, reduction=args.reduction)
     adam = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     optim = eg.Optimizer(manager, adam)
     warmup = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 20))
@@ -134,6 +141,7 @@ def main() -> None:
                     loss = functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten(), reduction="sum")
                     loss.backward()  # type: ignore[no-untyped-call]
                     loss_sum += loss.item()
+            time.sleep(args.pause)
             history.write(
                 "prepared",
                 step=step.index,
@@ -145,6 +153,7 @@ def main() -> None:
             )
             if optim.step(weight=tokens, max_norm=1.0):
                 assert manager.tip is not None
+                manager.report(tokens=tokens, **({"loss": loss_sum / tokens} if tokens else {}))
                 history.write("committed", step=step.index, generation=manager.tip.generation, pid=os.getpid())
                 warmup.step()
 

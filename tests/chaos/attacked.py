@@ -20,7 +20,7 @@ from elasticgang.session.handshake import ClientHandshake, Identity
 from elasticgang.session.messages import Message, encode
 from tests.chaos.several import Coordinator, secret_options
 from tests.chaos.training_scripts import training
-from tests.support import Job, kill, wait_until
+from tests.support import Command, Job, kill, wait_until
 
 HOST = "127.0.0.1"
 JOB_ID = "job"
@@ -205,10 +205,14 @@ class AttackedJob:
         print(f"at most {max(more.values()) >> 10} kB more: {more}; the coordinator is {pids[0]}")
         assert max(more.values()) < most_bytes
 
-    def logged(self, text: str) -> list[str]:
-        """Lines of the coordinator, once there is one."""
-        wait_until(lambda: text in self.coordinator.stderr, f"{text!r} in the coordinator's log")
-        return [line for line in self.coordinator.stderr.splitlines() if text in line]
+    def logged(self, *parts: str, by: Command | None = None) -> list[str]:
+        """The lines of `by`, the coordinator by default, that have all `parts`, once there is one."""
+        process = by or self.coordinator
+
+        def found() -> list[str]:
+            return [line for line in process.stderr.splitlines() if all(part in line for part in parts)]
+
+        return wait_until(found, f"a line with {parts}")
 
     def lose_rank(self) -> None:
         """It heals from the other one."""

@@ -1,7 +1,8 @@
 """A training job that kills itself at the places it is told to, and whose result is exact.
 
 Gradients are small integers, so that their sums are the same in any order and over any number of ranks: a run with
-kills must end in the very bits of the run alone.
+kills must end in the very bits of the run alone. With `--real` they are not, and `--reduction reproducible` must have
+the same effect.
 
 `--faults` is a list of objects, each of which happens once in the life of the job, when the one before it has:
     at      one of PLACES
@@ -16,6 +17,7 @@ kills must end in the very bits of the run alone.
     free    it waits for no other fault
     step    only in this step
     later   only in a generation after that of the fault before
+    slots   it first waits until other ranks have finished so many slots in this try of the step
 
 `--holds` are steps in which every rank waits for a file, `go-STEP`, or for the end of the generation.
 
@@ -31,6 +33,7 @@ import errno
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -52,7 +55,7 @@ NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 8, 2, 5
 COME_BACK_S = 40.0
 HOLD_S = 120.0
 
-PLACES = ("start", "joined", "built", "step", "forward", "body", "torn", "finished", *testing.PLACES)
+PLACES = ("start", "joined", "built", "step", "forward", "slot", "body", "torn", "finished", *testing.PLACES)
 
 GOING = ("drain", "leave")
 
@@ -62,13 +65,18 @@ class Counter(nn.Module):
 
     steps: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int, *, is_real: bool = False) -> None:
         super().__init__()
+        self.is_real = is_real
         self.weight = nn.Parameter(torch.zeros(NUM_SAMPLES))
-        self.bias = nn.Parameter(torch.zeros(3, 5))
+        self.bias = nn.Parameter(torch.zeros(num_rows, 5))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, index: Tensor) -> Tensor:
+        if self.is_real:
+            return (self.weight[index] * torch.randn(index.shape)).sum() + (
+                self.bias * torch.randn(self.bias.shape)
+            ).sum()
         factors = torch.randint(1, 5, index.shape)
         return (self.weight[index] * factors).sum() + self.bias.sum() * len(index)
 
@@ -110,10 +118,35 @@ class Faults:
             if spec["at"] != place or spec["rank"] not in (self.rank, None) or not self._is_due(number, spec):
                 continue
             generation = 0 if self.manager is None else self.manager.generation
+            if "slots" in spec:
+                self._wait_for_slots(spec["slots"])
             with contextlib.suppress(FileExistsError), self._fired(number).open("x") as file:
                 file.write(str(generation))
                 file.flush()
                 self._do(spec.get("kill", "self"), float(spec.get("for", 0)))
+
+    def slot_done(self, slot: int) -> None:
+        """The backward of a slot of the step under way has ended."""
+        (self._directory / f"slot-{self._try}-{self.rank}-{slot}").touch()
+
+    @property
+    def _try(self) -> str:
+        assert self.manager is not None
+        return f"{self.manager.step.index}-{self.manager.generation}"
+
+    def _wait_for_slots(self, number: int) -> None:
+        def are_done() -> bool:
+            done = {path.name for path in self._directory.glob(f"slot-{self._try}-*")}
+            return sum(not name.startswith(f"slot-{self._try}-{self.rank}-") for name in done) >= number
+
+        wait_until(are_done, f"{number} slots of other ranks")
+
+    def finish(self) -> None:
+        """This rank has finished. A rank that meets the fault before may be slower."""
+        for number, spec in enumerate(self._specs):
+            if number > 0 and spec["at"] == "finished" and spec["rank"] in (self.rank, None):
+                wait_until(self._fired(number - 1).exists, "the fault before")
+        self.at("finished")
 
     def _is_due(self, number: int, spec: dict[str, Any]) -> bool:
         if self._fired(number).exists():
@@ -178,6 +211,9 @@ class Faults:
                 pids = mine[1:]
             case "comms":
                 pids = [pid for rank in range(self._num_ranks) for pid in comm_processes(self._pid(rank))]
+            case "workers":  # of the data loader
+                pids = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+                assert pids
             case "forkserver":
                 pids = [child.pid for child in psutil.Process(os.getppid()).children() if "eg-fork" in child.name()]
             case list():
@@ -208,6 +244,16 @@ class Faults:
         self.manager = manager
         for place in testing.PLACES:
             testing.fail_at(place, functools.partial(self.at, place))
+
+
+class Indices:
+    """A dataset in which each sample is its own index."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 class Holds:
@@ -251,6 +297,18 @@ class History:
         self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
 
 
+def memory_of(tensor: Tensor | None) -> str:
+    """The file that is mapped where `tensor` lies."""
+    if tensor is None:
+        return ""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, _, _, _, _, path = line.split(" ", 5)
+        first, last = (int(address, 16) for address in bounds.split("-"))
+        if first <= tensor.data_ptr() < last:
+            return path.lstrip()
+    return ""
+
+
 def digest_of(*states: dict[str, Any]) -> str:
     digest = hashlib.sha256()
 
@@ -285,6 +343,12 @@ def main() -> None:
     parser.add_argument("--faults", type=json.loads, default=[])
     parser.add_argument("--holds", type=json.loads, default=[])
     parser.add_argument("--layout", type=json.loads, default={})
+    parser.add_argument("--num-workers", type=int, default=0, help="of the data loader of each rank")
+    parser.add_argument("--rows", type=int, default=3, help="of a parameter of five columns")
+    parser.add_argument("--real", action="store_true", help="gradients that are no integers")
+    parser.add_argument("--reduction", default="sum")
+    parser.add_argument("--keep", action="store_true", help="keep the gradients of slots when a step is tried again")
+    parser.add_argument("--slot", type=int, default=SLOT, help="samples in a slot")
     parser.add_argument("--factory", choices=["ProcessGroupGloo", "ProcessGroupBabyGloo"], help="of torchft")
     args = parser.parse_args()
 
@@ -295,13 +359,14 @@ def main() -> None:
     manager = eg.join(layout=eg.ParallelLayout(**args.layout), process_group=factory)
     holds = Holds(args.output_dir, args.holds)
     faults.install(manager)
-    model = Counter()
-    ddp = eg.DistributedDataParallel(manager, model)
+    model = Counter(args.rows, is_real=args.real)
+    ddp = eg.DistributedDataParallel(manager, model, reduction=args.reduction, keep=args.keep)
     sgd = SGD(model.parameters(), lr=0.125, momentum=0.5)
     sgd.faults = faults
     optim = eg.Optimizer(manager, sgd)
     schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0 / (1 + step % 4))
-    batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=SLOT, seed=SEED)
+    batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=args.slot, seed=SEED)
+    loader = eg.DataLoader(Indices(), batches, num_workers=args.num_workers)
     manager.register_state(model=model, optim=optim, schedule=schedule)
     history = History(args.output_dir / "history", manager.member)
     faults.at("joined")
@@ -313,15 +378,31 @@ def main() -> None:
             holds.wait(manager, step.index)
             model.steps.add_(1)
             slots = batches.slots(step)
-            for slot in slots:
+            for slot, index in loader.slots(step):
                 with ddp.accumulate(last=slot.last):
-                    ddp(slot.index).backward()
+                    ddp(index).backward()
+                if args.keep:
+                    history.write("computed", step=step.index, generation=step.generation, slot=slot.number)
+                    faults.slot_done(slot.number)
+                    faults.at("slot")
             faults.at("body")
             group = manager.gangs.root.group_kind if isinstance(manager.gangs.root, eg.ElasticGang) else ""
-            samples = [int(sample) for slot in slots for sample in slot.index]
-            history.write("prepared", step=step.index, generation=step.generation, samples=samples, group=group)
+            mine = (*slots.kept, *slots)
+            samples = [int(sample) for slot in mine for sample in slot.index]
+            numbers = [slot.number for slot in mine]
+            memory = memory_of(model.bias.grad)
+            history.write(
+                "prepared",
+                step=step.index,
+                generation=step.generation,
+                samples=samples,
+                slots=numbers,
+                group=group,
+                memory=memory,
+            )
             if optim.step(weight=slots.num_samples, max_norm=4.0):
                 assert manager.tip is not None
+                manager.report(index=step.index, tokens=len(samples))
                 history.write("committed", step=step.index, generation=manager.tip.generation)
                 schedule.step()
 
@@ -329,7 +410,7 @@ def main() -> None:
         return  # by `leave`
     digest = digest_of(model.state_dict(), sgd.state_dict(), schedule.state_dict())
     history.write("finished", digest=digest, steps=int(model.steps), weight=model.weight.tolist())
-    faults.at("finished")
+    faults.finish()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from types import TracebackType
 import psutil
 import pytest
 
+from tests.preloaded import IN_NAMESPACE
+
 
 class Network:
     """`hosts` have the addresses 10.77.0.1, 10.77.0.2, ... As a context manager, leaves nothing behind."""
@@ -41,7 +43,7 @@ class Network:
 
     def on(self, host: str) -> list[str]:
         """The beginning of a command that runs there."""
-        return ["ip", "netns", "exec", self._name(host)]
+        return [*IN_NAMESPACE, self._name(host)]
 
     def cut(self, host: str) -> None:
         """Nothing reaches it, or leaves it, from now on; nobody is told."""

@@ -1,9 +1,10 @@
 """A training job with checkpoints, whose gradients are small integers: however it was interrupted, and with any number
 of ranks, it ends in the bits of a run alone.
 
-`python resumed_job.py DIRECTORY STEPS EVERY`. It appends the index of each committed step to `steps-PID`, and writes
-`done-LOCAL_RANK` with the digest of its parameters. It waits in the step that stands in the file `hold`, while that is
-there.
+`python resumed_job.py DIRECTORY STEPS EVERY`. EVERY: a number of steps, or of seconds, as `0.5s`. It appends the index
+of each committed step to `steps-PID`, and writes `done-LOCAL_RANK` with the digest of its parameters. It waits in the
+step that stands in the file `hold`, while that is there. With APART in the environment, each rank has a directory of
+checkpoints of its own. With DIE_IN_LAST, the first rank that has copied its share of the final state is killed.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import contextlib
 import hashlib
 import logging
 import os
+import resource
+import signal
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 import elasticgang as eg
+from elasticgang import testing
 
 NUM_SAMPLES = 37
 
@@ -60,16 +65,37 @@ def held(path: Path) -> int | None:
     return None
 
 
+def limit_writer(max_file_bytes: int) -> None:
+    """Of the process alone that writes checkpoints: the limit is on shared memory too."""
+    for child in psutil.Process().children():
+        if "elasticgang.checkpoint.writer" in child.cmdline():
+            resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
+
 def main() -> None:
-    here, num_steps, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    here, num_steps, every = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    if limit := os.environ.get("MAX_FILE_BYTES"):
+        testing.fail_at("checkpoint_copied", lambda: limit_writer(int(limit)))
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     manager = eg.join()
+    if os.environ.get("DIE_IN_LAST"):
+
+        def die_once() -> None:
+            if manager.committed_steps == num_steps:
+                with contextlib.suppress(FileExistsError), open(here / "died", "x"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        testing.fail_at("checkpoint_copied", die_once)
     model = eg.DistributedDataParallel(manager, Counter(int(os.environ.get("WIDTH", "64"))))
     optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5))
     batches, seen = eg.GlobalBatch(NUM_SAMPLES, size=8, slot=2, seed=5), Seen()
     manager.register_state(model=model, optim=optim, seen=seen)
-    manager.checkpoints(every_steps=every)
+    own = here / f"checkpoints-{os.environ.get('LOCAL_RANK', '0')}" if os.environ.get("APART") else None
+    if every.endswith("s"):
+        manager.checkpoints(own, every_seconds=float(every[:-1]))
+    else:
+        manager.checkpoints(own, every_steps=int(every))
     for step in manager.steps(num_steps):
         with step:
             slots = batches.slots(step)

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,16 +69,30 @@ def histories(directory: Path) -> dict[str, list[Line]]:
     return {path.stem: list(map(json.loads, path.read_text().splitlines())) for path in paths}
 
 
-def run(directory: Path, sizes: Sizes, faults: list[Line], *, steps: int = NUM_STEPS) -> Job:
-    """The job, ended."""
-    with start(directory, sizes, faults, steps=steps) as job:
+def run(
+    directory: Path, sizes: Sizes, faults: list[Line], *, steps: int = NUM_STEPS, options: Sequence[str] = ()
+) -> Job:
+    """The job, ended. `options`: of the script."""
+    directory.mkdir(exist_ok=True)
+    with start(directory, sizes, faults, steps=steps, script_options=options) as job:
         job.wait()
         job.assert_nothing_left()
         return job
 
 
-def start(directory: Path, sizes: Sizes, faults: list[Line], *, steps: int = NUM_STEPS) -> Job:
-    asked = [*sizes.axes, "--steps", str(steps), "--output-dir", str(directory), "--faults", json.dumps(faults)]
+def start(
+    directory: Path, sizes: Sizes, faults: list[Line], *, steps: int = NUM_STEPS, script_options: Sequence[str] = ()
+) -> Job:
+    asked = [
+        *sizes.axes,
+        *script_options,
+        "--steps",
+        str(steps),
+        "--output-dir",
+        str(directory),
+        "--faults",
+        json.dumps(faults),
+    ]
     options = ["--spares", str(sizes.spares)] if sizes.spares else []
     return Job(directory, JOB, *asked, ranks=sizes.active, options=options)
 

@@ -206,6 +206,7 @@ def main() -> None:
     for axis in ("pp", "sdp", "tp"):
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true", help="shard over sdp by torch's FSDP2")
+    parser.add_argument("--reduction", default="sum")
     parser.add_argument("--active", type=int, help="of the ranks, without the spares")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--faults", type=json.loads, default=[])
@@ -229,9 +230,9 @@ def main() -> None:
             for block in blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(blocks, mesh=mesh)
-            model: nn.Module = eg.ShardedDataParallel(manager, blocks)
+            model: nn.Module = eg.ShardedDataParallel(manager, blocks, reduction=args.reduction)
         else:
-            model = eg.DistributedDataParallel(manager, blocks, over="rdp")
+            model = eg.DistributedDataParallel(manager, blocks, over="rdp", reduction=args.reduction)
         adam = Adam(model.parameters(), lr=0.02)
         adam.faults = faults
         history.write("built", part=list(seat))

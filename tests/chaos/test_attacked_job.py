@@ -55,20 +55,20 @@ def hello(role: str, secret: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("sent", "reason"),
+    ("sent", "parts"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes is over the limit of 1024"),
-        (TWO_GB + b"x" * 1000, "a frame of 2147483648 bytes is over the limit of 1024"),
-        (body_frame(os.urandom(300)), "the first frame is not a hello"),
-        (hello(AGENT) + body_frame(b"w" * 32), "a client does not hold the secret of the job"),
-        (hello(RANK), "role rank is not accepted here"),
+        (b"GET / HTTP/1.1\r\n\r\n", ["1195725856 bytes", "1024"]),
+        (TWO_GB + b"x" * 1000, ["2147483648 bytes", "1024"]),
+        (body_frame(os.urandom(300)), ["hello"]),
+        (hello(AGENT) + body_frame(b"w" * 32), ["the secret"]),
+        (hello(RANK), ["role rank"]),
     ],
 )
-def test_the_coordinator_rejects_what_is_no_agent(job: AttackedJob, sent: bytes, reason: str) -> None:
+def test_the_coordinator_rejects_what_is_no_agent(job: AttackedJob, sent: bytes, parts: list[str]) -> None:
     with job.unharmed(8 * MB):
         for _ in range(TIMES):
             until_closed(connect(job.port, sent))
-        assert len(job.logged(reason)) == 1
+        assert len(job.logged(*parts)) == 1
 
 
 @pytest.mark.usefixtures("many_descriptors")
@@ -79,7 +79,7 @@ def test_ten_thousand_half_open_connections(job: AttackedJob) -> None:
             for _ in range(NUM_HALF_OPEN):
                 opened.append(connect(job.port, hello(AGENT)[:100]))
             job.make_steps()
-            assert len(job.logged("connections wait for their handshake")) == 1
+            assert len(job.logged("connections", "handshake")) == 1
         finally:
             close_all(opened)
 
@@ -88,12 +88,10 @@ def test_a_recorded_session_is_worthless(job: AttackedJob) -> None:
     with job.unharmed(8 * MB):
         for _ in range(3):
             until_closed(connect(job.port, job.relay.recorded))
-        assert len(job.logged("a client does not hold the secret of the job")) == 1
+        assert len(job.logged("the secret")) == 1
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"), [("replay", "came in place of frame"), ("flip", "the MAC of a frame is wrong")]
-)
+@pytest.mark.parametrize(("how", "reason"), [("replay", "in place of"), ("flip", "MAC")])
 def test_frames_are_changed_on_their_way(job: AttackedJob, how: str, reason: str) -> None:
     """The agent opens another session."""
     agent = job.agents[1]
@@ -113,22 +111,22 @@ Attack = Callable[[FrameWriter], bytes]
 
 @pytest.mark.parametrize("job_id", [JOB_ID, "another job"])
 @pytest.mark.parametrize(
-    ("attack", "reason"),
+    ("attack", "parts"),
     [
-        (lambda w: TWO_GB + b"x" * 1000, "a frame of 2147483648 bytes is over the limit of 1677"),
-        (lambda w: w.frame(os.urandom(1000)), "invalid message: UnicodeDecodeError"),
-        (lambda w: w.frame(b'["Finished",1]'), "invalid message: TypeError"),
-        (lambda w: w.frame(b"[" * 100_000), "invalid message: RecursionError"),
-        (lambda w: w.frame(b'["GrantOffice"]'), "invalid message: KeyError"),
+        (lambda w: TWO_GB + b"x" * 1000, ["2147483648 bytes", "1677"]),
+        (lambda w: w.frame(os.urandom(1000)), ["UnicodeDecodeError"]),
+        (lambda w: w.frame(b'["Finished",1]'), ["TypeError"]),
+        (lambda w: w.frame(b"[" * 100_000), ["RecursionError"]),
+        (lambda w: w.frame(b'["GrantOffice"]'), ["KeyError"]),
     ],
 )
-def test_a_session_ends_at_its_first_fault(job: AttackedJob, job_id: str, attack: Attack, reason: str) -> None:
+def test_a_session_ends_at_its_first_fault(job: AttackedJob, job_id: str, attack: Attack, parts: list[str]) -> None:
     with job.unharmed(16 * MB):
         for _ in range(TIMES):
             session = job.session(job=job_id)
             session.sock.sendall(attack(session.writer))
             until_closed(session.sock)
-        assert len(job.logged(reason)) == 1
+        assert len(job.logged(*parts)) == 1
 
 
 def say_hello(job: AttackedJob, job_id: str = JOB_ID, name: str = "stranger") -> Session:
@@ -147,7 +145,7 @@ def test_a_stranger_speaks_for_nobody(job: AttackedJob) -> None:
         session.send(EndGeneration(1, "forged"))
         session.send(RendezvousKeys(job.prefix, ("root",), (Key("root", "0", "forged"),)))
         until_closed(session.sock)
-        assert len(job.logged("rendezvous keys of a generation that it is not in")) == 1
+        assert len(job.logged("rendezvous keys", "generation")) == 1
 
 
 # SERVE-LOG
@@ -158,7 +156,7 @@ def test_a_forged_record_that_nobody_has_asked_for(job: AttackedJob) -> None:
             session = say_hello(job)
             session.send(KnownDecision(Decision(Term(99, "forged"), record)))
             until_closed(session.sock)
-        assert len(job.logged("it sends a decision that it was not asked for")) == 1
+        assert len(job.logged("a decision")) == 1
 
 
 # SERVE-APART
@@ -178,7 +176,7 @@ def test_a_slow_reader_is_cut_off(job: AttackedJob) -> None:
         reader, writer = (say_hello(job, "a slow job", name) for name in ("reader", "writer"))
         for _ in range(60):
             writer.send(PeerMessage("topic", "x" * MB))
-        assert len(job.logged("bytes unread")) == 1
+        assert len(job.logged("unread")) == 1
         close_all([reader.sock, writer.sock])
 
 
@@ -186,21 +184,19 @@ def test_a_slow_reader_is_cut_off(job: AttackedJob) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "reason"),
+    ("sent", "parts"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes is over the limit of 1024"),
-        (TWO_GB + b"x" * 1000, "a frame of 2147483648 bytes is over the limit of 1024"),
-        (hello(AGENT), "role agent is not accepted here"),
-        (hello(RANK) + body_frame(b"w" * 32), "a client does not hold the secret of the job"),
+        (b"GET / HTTP/1.1\r\n\r\n", ["1195725856 bytes", "1024"]),
+        (TWO_GB + b"x" * 1000, ["2147483648 bytes", "1024"]),
+        (hello(AGENT), ["role agent"]),
+        (hello(RANK) + body_frame(b"w" * 32), ["the secret"]),
     ],
 )
-def test_a_rank_serves_its_state_to_no_stranger(job: AttackedJob, sent: bytes, reason: str) -> None:
+def test_a_rank_serves_its_state_to_no_stranger(job: AttackedJob, sent: bytes, parts: list[str]) -> None:
     with job.unharmed(16 * MB):
         for _ in range(TIMES):
             until_closed(connect(job.ports()["rank"], sent))
-        agent = job.agents[0]
-        agent.expect_line(reason)
-        assert agent.stderr.count(reason) == 1
+        assert len(job.logged(*parts, by=job.agents[0])) == 1
 
 
 @pytest.mark.parametrize("process", ["agent", "rank"])

@@ -23,7 +23,18 @@ EVERY = 10
 
 
 @contextlib.contextmanager
-def job(directory: Path, name: str, ranks: int, *, steps: int = STEPS, width: str = "64") -> Iterator[Job]:
+def job(
+    directory: Path,
+    name: str,
+    ranks: int,
+    *,
+    steps: int = STEPS,
+    width: str = "64",
+    every: str = str(EVERY),
+    max_file_bytes: str = "",
+    apart: str = "",
+    die_in_last: str = "",
+) -> Iterator[Job]:
     here = directory / name
     here.mkdir(exist_ok=True)
     with Job(
@@ -31,10 +42,10 @@ def job(directory: Path, name: str, ranks: int, *, steps: int = STEPS, width: st
         SCRIPT,
         str(directory),
         str(steps),
-        str(EVERY),
+        every,
         ranks=ranks,
         options=["--checkpoint-dir", str(directory / "checkpoints")],
-        env={"WIDTH": width},
+        env={"WIDTH": width, "MAX_FILE_BYTES": max_file_bytes, "APART": apart, "DIE_IN_LAST": die_in_last},
     ) as running:
         yield running
 
@@ -87,6 +98,7 @@ def test_a_job_that_was_killed_whole_goes_on_at_its_checkpoint_with_other_ranks(
     with job(tmp_path, "third", 4, width=width) as running:
         assert running.wait() == 0, running.stderr
         assert "loaded the checkpoint" in running.stderr
+        assert "; continues at the checkpoint of step " in running.stderr
     assert len(list(tmp_path.glob("done-*"))) == 4
     assert results(tmp_path) == {alone(STEPS, width)}
     assert newest(tmp_path) == STEPS
@@ -132,6 +144,19 @@ def test_a_corrupt_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     assert results(tmp_path) == {alone(STEPS, "64")}
 
 
+def test_training_goes_on_while_no_save_fits_on_the_disk(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk."""
+    with job(tmp_path, "first", 2, steps=EVERY) as running:
+        assert running.wait() == 0, running.stderr
+    with job(tmp_path, "second", 2, max_file_bytes="65536") as running:
+        assert running.wait() == 0, running.stderr
+        for step in range(2 * EVERY, STEPS + 1, EVERY):
+            assert f"step {step} is not saved: " in running.stderr
+        assert "File too large" in running.stderr
+    assert newest(tmp_path) == EVERY
+    assert results(tmp_path) == {alone(STEPS, "64")}
+
+
 def test_a_job_with_a_checkpoint_of_another_model_ends_with_the_first_difference(tmp_path: Path) -> None:
     with job(tmp_path, "first", 1, steps=EVERY) as running:
         assert running.wait() == 0, running.stderr
@@ -139,3 +164,59 @@ def test_a_job_with_a_checkpoint_of_another_model_ends_with_the_first_difference
         assert running.wait() == 1
         assert "padding is [64, 256] in it, but [65, 256] in this job" in running.stderr
     assert newest(tmp_path) == EVERY
+
+
+def test_a_job_over_two_directories_ends_with_both_digests(tmp_path: Path) -> None:
+    """Two jobs have saved the same step of the same generation, each in a directory of its own."""
+    own, found = tmp_path / "checkpoints-0", []
+    for directory in (tmp_path / "checkpoints-1", own):
+        with job(tmp_path, "first", 1, steps=EVERY, apart="1") as running:
+            assert running.wait() == 0, running.stderr
+        own.rename(directory)
+        found.append(next(listing.scan(directory)))
+    one, other = found
+    assert one.attempt == other.attempt
+    assert one.manifest is not None
+    assert other.manifest is not None
+    with job(tmp_path, "second", 2, apart="1") as running:
+        assert running.wait() == 1
+        text = running.stderr
+    wanted, here = sorted((one, other), key=lambda each: each.manifest.digest if each.manifest else "", reverse=True)
+    assert wanted.manifest is not None
+    assert here.manifest is not None
+    assert f"continues at the checkpoint of step {EVERY} with the manifest digest {wanted.manifest.digest}" in text
+    assert f"{here.path} with the manifest digest {here.manifest.digest}" in text
+    assert results(tmp_path) == {alone(EVERY, "64")}  # of the two jobs before: nobody has trained on
+
+
+def test_saves_by_the_clock_are_complete_whatever_rank_dies(tmp_path: Path) -> None:
+    """Each rank has a clock of its own, and what each of them saves belongs to one step."""
+    width = "8192"  # large enough for two writers
+    (tmp_path / "hold").write_text("50")
+    with job(tmp_path, "first", 3, every="0.05s", width=width) as running:
+        wait_until(lambda: newest(tmp_path) > 0, "a checkpoint")
+        saved = newest(tmp_path)
+        kill(running.rank_pid(1))
+        wait_until(lambda: newest(tmp_path) > saved + 1, "a checkpoint after the death of a rank")
+        kill_whole(running)
+    saved = newest(tmp_path)
+    assert 0 < saved <= 50
+    (tmp_path / "hold").unlink()
+    with job(tmp_path, "second", 2, every="3600s", width=width) as running:
+        assert running.wait() == 0, running.stderr
+        assert f"loaded the checkpoint {tmp_path / 'checkpoints'}" in running.stderr
+    assert newest(tmp_path) == STEPS  # the final state, though it was not due
+    assert results(tmp_path) == {alone(STEPS, width)}
+
+
+@pytest.mark.parametrize("every", ["7", "3600s"])
+def test_the_final_state_is_saved_whatever_rank_dies_meanwhile(tmp_path: Path, every: str) -> None:
+    with job(tmp_path, "first", 3, every=every, die_in_last="1") as running:
+        assert running.wait() == 0, running.stderr
+    assert (tmp_path / "died").exists()
+    assert newest(tmp_path) == STEPS
+    assert results(tmp_path) == {alone(STEPS, "64")}
+    with job(tmp_path, "second", 2, every=every) as running:  # there is nothing left to do
+        assert running.wait() == 0, running.stderr
+        assert f"loaded the checkpoint {tmp_path / 'checkpoints' / f'step-{STEPS:012d}'}" in running.stderr
+    assert results(tmp_path) == {alone(STEPS, "64")}

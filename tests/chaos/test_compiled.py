@@ -18,7 +18,7 @@ def test_compiled_collectives_follow_four_ranks_to_three_and_back(calls: tuple[s
     """After rank 1's death the ranks above it are others, also when four are there again: the code of a mesh's part,
     which runs no collective, would go on with another rank's."""
     arguments = ["--backend", "aot_eager", "--output-dir", str(tmp_path), "--calls", *calls]
-    with Job(tmp_path, JOB, *arguments, ranks=4) as job:
+    with Job(tmp_path, JOB, *arguments, ranks=4, imports=["torch._inductor.compile_fx"]) as job:
         assert job.wait() == 0, job.stderr
         job.assert_nothing_left()
     seen = {

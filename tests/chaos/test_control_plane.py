@@ -78,11 +78,12 @@ class Host:
         max_restarts: int = 0,
         connect_s: float = TIMEOUT_S,
         reconnect_s: float = TIMEOUT_S,
+        min_agents: int = 2,
     ) -> None:
         restarts = Restarts(max_restarts)
         for local_rank in range(2):
             restarts.committed(local_rank)
-        self.state = AgentState(agent, "127.0.0.1", JOB, restarts, num_ranks=2, min_agents=2)
+        self.state = AgentState(agent, "127.0.0.1", JOB, restarts, num_ranks=2, min_agents=min_agents)
         limits = Limits(connect_s, reconnect_s)
         self.lease = Lease.create()
         self.control_plane = ControlPlane(self, coordinator, JOB, Credentials(), limits, JOB_TIMEOUTS, self.lease)
@@ -102,12 +103,12 @@ class Host:
             member = f"{self.state.agent}{local_rank}"
             self._reports[member] = MemberReport(member, local_rank, "127.0.0.1:1")
             self.handle(Started(member, local_rank))
-            self._request(member, broken=False)
+            self.request(member, broken=False)
 
     def loses_a_rank(self) -> None:
         self.handle(Exited(f"{self.state.agent}0", -signal.SIGKILL))
 
-    def _request(self, member: str, broken: bool) -> None:
+    def request(self, member: str, broken: bool) -> None:
         self.handle(RecordRequested(member, self._reports[member], ParallelLayout(), broken))
 
     def handle(self, event: Event | LeaseExpired | CoordinatorTimedOut) -> None:
@@ -122,7 +123,7 @@ class Host:
                 case Abort(members, generation, reason):
                     self.control_plane.broadcast_over(generation, reason)
                     for member in members:
-                        self._request(member, broken=True)
+                        self.request(member, broken=True)
                 case AnnounceJoin(_, generation):
                     self.control_plane.broadcast_join(generation)
                 case RequestRecord():
@@ -262,11 +263,11 @@ def test_agents_tell_each_other_in_which_step_a_script_has_failed() -> None:
 # CONTROL-2
 def test_successors_of_another_agent_count_while_there_is_a_session() -> None:
     async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
-        one.control_plane.broadcast_successors(2, again=False)
+        one.control_plane.broadcast_successors(2)
         await other.until(lambda: other.control_plane.num_successors == 2)
-        one.control_plane.broadcast_successors(0, again=False)
+        one.control_plane.broadcast_successors(0)
         await other.until(lambda: other.control_plane.num_successors == 0)
-        one.control_plane.broadcast_successors(1, again=False)
+        one.control_plane.broadcast_successors(1)
         await other.until(lambda: other.control_plane.num_successors == 1)
         await coordinator.stop()
         await other.until(lambda: other.control_plane.num_successors == 0)
@@ -274,6 +275,34 @@ def test_successors_of_another_agent_count_while_there_is_a_session() -> None:
         await other.until(lambda: other.control_plane.num_successors == 1)  # told again in the new session
 
     play(story)
+
+
+def test_an_agent_that_takes_part_alone_does_not_broadcast_its_successors() -> None:
+    async def run() -> None:
+        coordinator = Coordinator()
+        await coordinator.start()
+        one, other = (Host(agent, coordinator.address, min_agents=1) for agent in "ab")
+        try:
+            await one.start()
+            await one.enters(1)
+            await other.start()
+            one.control_plane.broadcast_successors(2)
+            one.control_plane.broadcast_blocked_on([["a0", 1, None, 3]])
+            await other.until(lambda: other.waits != [])  # it would come after
+            assert other.control_plane.num_successors == 0
+            for member in ("a0", "a1"):
+                one.request(member, broken=False)
+            for host in (one, other):
+                await host.enters(2)
+            one.control_plane.broadcast_successors(2)
+            await other.until(lambda: other.control_plane.num_successors == 2)
+        finally:
+            for host in (one, other):
+                await host.stop()
+            await coordinator.stop()
+            coordinator.close()
+
+    asyncio.run(run())
 
 
 # CONTROL-2

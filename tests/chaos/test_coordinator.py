@@ -38,10 +38,6 @@ class Agent:
 
     def set_lease(self, until_s: float) -> None: ...
 
-    def fence(self, generation: int) -> None: ...
-
-    def unfence(self) -> None: ...
-
     def collect_report(self) -> Report | None:
         return None
 

@@ -19,7 +19,7 @@ KEYS = (
 
 
 def demo(directory: Path, *args: str) -> Command:
-    given = ["--no-reference", "--output-dir", str(directory / "run"), *args]
+    given = ["--output-dir", str(directory / "run"), *args]
     return Command(directory, [sys.executable, "-m", "scripts.demo_job.demo", *given])
 
 
@@ -29,8 +29,8 @@ def summary_of(command: Command) -> dict[str, Any]:
 
 
 def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
-    with demo(tmp_path, "--steps", "60", "--kill-every", "2") as command:
-        assert command.wait(110.0) == 0, command.stdout + command.stderr
+    with demo(tmp_path, "--no-reference", "--steps", "60", "--kill-every", "2") as command:
+        assert command.wait(300.0) == 0, command.stdout + command.stderr
         command.assert_nothing_left()
         summary = summary_of(command)
         assert set(KEYS) <= set(summary)
@@ -52,8 +52,37 @@ def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
         assert "PASSED" in command.stdout
 
 
+def test_a_reproducible_demo_ends_in_the_bits_of_one_undisturbed_rank(tmp_path: Path) -> None:
+    with demo(tmp_path, "--reproducible", "--ranks", "3", "--steps", "40", "--kill-every", "2") as command:
+        assert command.wait(300.0) == 0, command.stdout + command.stderr
+        summary = summary_of(command)
+        assert summary["kills"] >= 1
+        assert summary["parameters"] == [summary["reference_parameters"]]
+
+
+# PIPELINE-1, SHARDED-3
+@pytest.mark.timeout(600)  # up to 18 processes, one job after another; every kill delays the end
+@pytest.mark.parametrize(
+    ("layout", "steps", "every_s"), [("sdp=2", 40, 2), ("tp=2", 14, 3), ("pp=2", 40, 2), ("sdp=2,tp=2", 8, 3)]
+)
+def test_a_demo_of_each_layout_survives_its_kills(layout: str, steps: int, every_s: int, tmp_path: Path) -> None:
+    """Two replica groups and a spare; the losses are those of one rank that holds the whole model."""
+    given = ["--layout", layout, "--steps", str(steps), "--kill-every", str(every_s)]
+    with demo(tmp_path, *given) as command:
+        assert command.wait(560.0) == 0, command.stdout + command.stderr
+        command.assert_nothing_left()
+    summary = summary_of(command)
+    assert (summary["steps"], summary["faults"]) == (steps, [])
+    assert (summary["lost_samples"], summary["duplicate_samples"]) == (0, 0)
+    assert summary["kills"] >= 1
+    assert summary["loss_difference"]["largest"] <= summary["loss_difference"]["tolerance"]
+    assert summary["reference_final_loss"] == pytest.approx(summary["final_loss"], abs=1e-5)
+    events = [json.loads(line) for line in (tmp_path / "run" / "main" / "events.jsonl").read_text().splitlines()]
+    assert any(event["event"] == "generation" and event["spare"] for event in events)
+
+
 def test_a_demo_without_the_kills_that_were_asked_for_fails(tmp_path: Path) -> None:
-    with demo(tmp_path, "--ranks", "2", "--steps", "2", "--kill-every", "1000") as command:
+    with demo(tmp_path, "--no-reference", "--ranks", "2", "--steps", "2", "--kill-every", "1000") as command:
         assert command.wait() == 1, command.stderr
         assert summary_of(command)["faults"] == ["0 kills happened, fewer than the 1 asked for"]
         assert "FAILED" in command.stdout
@@ -61,7 +90,7 @@ def test_a_demo_without_the_kills_that_were_asked_for_fails(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_whatever_ends_the_demo_ends_the_job(tmp_path: Path, number: int, code: int) -> None:
-    with demo(tmp_path, "--ranks", "2", "--steps", "100000") as command:
+    with demo(tmp_path, "--no-reference", "--ranks", "2", "--steps", "100000") as command:
         history = tmp_path / "run" / "main" / "history"
         wait_until(lambda: history.is_dir() and len(list(history.iterdir())) == 2, "both ranks to train")
         command.process.send_signal(number)

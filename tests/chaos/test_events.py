@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 
 from elasticgang.observe.change_report import PHASES
+from elasticgang.observe.story import tell
 from tests.chaos.test_kills import JOB, at
-from tests.support import Job
+from tests.support import Command, Job, wait_until
+
+GUARD_S = 30.0
 
 
 def test_a_kill_in_doubt_and_the_return_are_told(tmp_path: Path) -> None:
@@ -37,6 +42,28 @@ def test_a_kill_in_doubt_and_the_return_are_told(tmp_path: Path) -> None:
     assert len(said) == len(changes)
     told = [line for line in stderr.splitlines() if "was killed by SIGKILL" in line]
     assert len(told) == 2 * 2, "each death, and what came of it"
+
+    story = "\n".join(tell(events))
+    assert f"generation {loss['generation']} began: rank 1 was killed by SIGKILL" in story
+    assert f"{victim} left: process " in story
+    assert "was in doubt, and was rolled forward" in story
+    assert "was started in its place" in story
+    assert f"and joined in generation {back['generation']}" in story
+
+
+def test_events_are_followed_while_the_job_writes_them(tmp_path: Path) -> None:
+    arguments = ["--output-dir", str(tmp_path), "--faults", json.dumps([at("body", 0)])]
+    with Job(tmp_path, JOB, *arguments, ranks=2) as job:
+        wait_until(lambda: (tmp_path / "events.jsonl").exists(), "the log of events")
+        command = [sys.executable, "-m", "elasticgang", "events", str(tmp_path), "--follow", "--json"]
+        with Command(tmp_path / "followed", command, preloaded=True) as following:
+            assert job.wait() == 0, job.stderr
+            events = job.events()
+            wait_until(lambda: len(following.stdout.splitlines()) == len(events), "the last event")
+            following.process.send_signal(signal.SIGINT)
+            assert following.wait(GUARD_S) == 130, following.stderr
+    assert [json.loads(line) for line in following.stdout.splitlines()] == events
+    assert following.stderr == ""
 
 
 def test_the_lines_can_be_left_out(tmp_path: Path) -> None:

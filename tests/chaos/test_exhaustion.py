@@ -20,7 +20,7 @@ def allow_descriptors(pid: int, limit: int) -> int:
 
 # DOOR-4
 def test_a_rank_that_cannot_be_started_comes_back_once_it_can(tmp_path: Path) -> None:
-    with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=2, fresh=True) as job:
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=2) as job:
         job.expect_file(tmp_path / "at-1")
         former = allow_descriptors(job.process.pid, 8)  # those that it has, it keeps
         kill(job.rank_pid(1))
@@ -39,7 +39,7 @@ def test_a_rank_that_cannot_be_started_comes_back_once_it_can(tmp_path: Path) ->
 
 
 def test_the_coordinator_is_started_again_once_it_can_be(tmp_path: Path) -> None:
-    with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=2, fresh=True) as job:
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=2) as job:
         job.expect_file(tmp_path / "at-1")
         former = allow_descriptors(job.process.pid, 8)
         (coordinator,) = [process for process in job.processes() if process.name() == "eg-coordinator"]
@@ -56,7 +56,7 @@ def test_the_coordinator_is_started_again_once_it_can_be(tmp_path: Path) -> None
 def test_the_end_of_the_job_needs_nothing_more(tmp_path: Path) -> None:
     setup = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # so that there is somebody left to be ended
     path = training(tmp_path, steps=100_000, setup=setup, body=BODY)
-    with Job(tmp_path, path, ranks=2, options=["--grace-period=0.1"], fresh=True) as job:
+    with Job(tmp_path, path, ranks=2, options=["--grace-period=0.1"]) as job:
         job.expect_file(tmp_path / "at-1")
         allow_descriptors(job.process.pid, 3)
         job.process.terminate()

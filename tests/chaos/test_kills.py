@@ -6,6 +6,7 @@ Where a rank dies is decided by the job itself (`job.py`), so that each moment i
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -42,9 +43,12 @@ def histories(directory: Path) -> list[list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_alone(tmp_path_factory.mktemp("alone"))
+
+
+def run_alone(directory: Path, *options: str) -> str:
     """The digest of the state that an undisturbed run of one process ends with."""
-    directory = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, str(JOB), "--steps", str(NUM_STEPS), "--output-dir", str(directory)]
+    command = [sys.executable, str(JOB), "--steps", str(NUM_STEPS), "--output-dir", str(directory), *options]
     done = run_preloaded(command)
     assert done.returncode == 0, done.stderr
     ((*_, last),) = histories(directory)
@@ -53,9 +57,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(last["digest"])
 
 
-def run(directory: Path, faults: list[Fault], ranks: int = 3, options: Sequence[str] = ()) -> Job:
+def run(
+    directory: Path,
+    faults: list[Fault],
+    ranks: int = 3,
+    options: Sequence[str] = (),
+    script_options: Sequence[str] = (),
+) -> Job:
     """The job, ended."""
-    script = ["--output-dir", str(directory), "--faults", json.dumps(faults)]
+    script = ["--output-dir", str(directory), "--faults", json.dumps(faults), *script_options]
     with Job(directory, JOB, *script, ranks=ranks, options=options) as job:
         job.wait()
         job.assert_nothing_left()
@@ -216,10 +226,41 @@ def test_a_kill_leaves_no_trace_in_the_result(name: str, jobs: dict[str, Future[
     check(jobs[name].result(), SCENARIOS[name], alone)
 
 
+# DDP-5
+def test_gradients_that_comm_processes_share_are_exact_whoever_dies(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    large = ["--rows", "100000"]  # a bucket of 2 MB
+    faults = [
+        at("body", 0, "comm"),  # its comm process may be writing to the gradients
+        at("body", 1),
+        at("totals_received", 2, "comms"),  # all have their gradients, and keep them until the next record
+        at("votes_received", 0),
+    ]
+    job = run(tmp_path, faults, script_options=large)
+    check(job, faults, run_alone(tmp_path_factory.mktemp("alone"), *large))
+    lines = [line for history in histories(tmp_path) for line in history if line["kind"] == "prepared"]
+    assert {re.sub(r"\d+", "N", line["memory"]) for line in lines} - {""} == {"/memfd:elasticgang-N-N-N (deleted)"}
+
+
 def test_the_fork_server_may_die(tmp_path: Path, alone: str) -> None:
     """What it is needed for afterwards waits until another one has imported torch."""
     faults = [at("body", 1, "forkserver"), soon("step", 0, "comm"), at("step", 2)]
     check(run(tmp_path, faults), faults, alone, recovery_s=60.0)
+
+
+def test_data_workers_may_die_and_so_may_their_ranks(tmp_path: Path, alone: str) -> None:
+    faults = [
+        at("body", 0, "workers"),
+        soon("body", 1),  # no generation ends by the death of a data worker
+        at("totals_received", 2, "workers"),
+        soon("body", 2),
+        at("step", 1, "workers"),
+        soon("torn", 0),
+        soon("entered", 1, "workers"),
+    ]
+    job = run(tmp_path, faults, script_options=["--num-workers", "2"])
+    check(job, faults, alone)
 
 
 def test_of_two_ranks_one_goes_on(tmp_path: Path, alone: str) -> None:

@@ -13,12 +13,14 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.chaos.training_scripts import script, training
-from tests.support import REPOSITORY, Command, Job, wait_until
+from tests.preloaded import PreloadedProcess
+from tests.support import REPOSITORY, Command, Job, environment, wait_until
 
 AT_ONCE_S = 1.0  # as the issue promises for what was left by a killed agent
 ENDED_S = 2.0  # and for Ctrl-C
@@ -108,7 +110,7 @@ def test_a_server_that_is_no_coordinator_is_named(tmp_path: Path, listener: sock
     """It accepts, and says nothing."""
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     options = ["--connect-timeout", "1", "--coordinator", address]
-    with Job(tmp_path, script(tmp_path, ""), options=options, fresh=True) as job:
+    with Job(tmp_path, script(tmp_path, ""), options=options) as job:
         assert job.wait() == 2
         assert job.stderr.splitlines() == [
             f"elasticgang: error: what answers at {address} is not a coordinator of elasticgang"
@@ -126,7 +128,7 @@ def test_a_layout_that_can_never_be_filled_ends_the_job_in_one_line(tmp_path: Pa
             raise AssertionError("not reached")
         """,
     )
-    with Job(tmp_path, path, ranks=3, fresh=True) as job:
+    with Job(tmp_path, path, ranks=3) as job:
         assert job.wait() == 2
         job.assert_nothing_left()
         assert job.stderr.splitlines() == [
@@ -183,7 +185,7 @@ def started(job: Job, ranks: int = 2) -> None:
 @pytest.mark.parametrize("make", [loading, ignoring])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_in_time(tmp_path: Path, number: signal.Signals, make: Callable[[Path], Path]) -> None:
-    with Job(tmp_path, make(tmp_path), fresh=True) as job:
+    with Job(tmp_path, make(tmp_path)) as job:
         started(job)
         began = time.monotonic()
         job.process.send_signal(number)
@@ -207,7 +209,7 @@ def test_a_rank_may_use_the_grace_period(tmp_path: Path) -> None:
         time.sleep(600)
         """,
     )
-    with Job(tmp_path, path, options=["--grace-period", "30"], fresh=True) as job:
+    with Job(tmp_path, path, options=["--grace-period", "30"]) as job:
         started(job)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(20.0) == 143
@@ -266,7 +268,7 @@ def wait_for_moment(job: Job, moment: str) -> None:
 @pytest.mark.alone  # it has a time bound
 @pytest.mark.parametrize("make", [loading, ignoring])
 def test_nothing_is_left_of_a_killed_agent(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    with Job(tmp_path, make(tmp_path), fresh=True) as job:
+    with Job(tmp_path, make(tmp_path)) as job:
         started(job)
         assert len(job.processes()) >= 1 + 1 + 1 + 2 + 2  # agent, fork server, coordinator, ranks, their children
         job.process.kill()
@@ -282,7 +284,7 @@ def test_nothing_is_left_of_an_agent_that_is_killed_while_it_starts(tmp_path: Pa
 
 
 def test_nothing_is_left_when_the_fork_server_is_killed_and_then_the_agent(tmp_path: Path) -> None:
-    with Job(tmp_path, loading(tmp_path), fresh=True) as job:
+    with Job(tmp_path, loading(tmp_path)) as job:
         started(job)
         job.fork_server().kill()
         job.process.kill()
@@ -295,7 +297,7 @@ def test_a_coordinator_of_its_own_ends_by_a_signal(tmp_path: Path) -> None:
         wait_until(lambda: coordinator.stdout.endswith("\n"), "its address")
         address = coordinator.stdout.removeprefix("coordinator listening on ").strip()
         path = training(tmp_path, steps=3)
-        with Job(tmp_path / "job", path, options=["--coordinator", address], fresh=True) as job:
+        with Job(tmp_path / "job", path, options=["--coordinator", address]) as job:
             assert job.wait() == 0, job.stderr
         coordinator.process.send_signal(signal.SIGTERM)
         assert coordinator.wait(10.0) == 0
@@ -309,7 +311,7 @@ def test_output_has_its_rank_and_step_in_front(tmp_path: Path) -> None:
     body = """print("in step", step.index)
                 print("to stderr", step.index, file=sys.stderr)"""
     path = training(tmp_path, steps=3, body=body, after='os.write(1, b"two\\nlines, and no end")')
-    with Job(tmp_path, path, fresh=True) as job:
+    with Job(tmp_path, path) as job:
         assert job.wait() == 0
         for text, name in ((job.stdout, "in step"), (job.stderr, "to stderr")):
             for rank in range(2):
@@ -325,8 +327,13 @@ def test_output_has_its_rank_and_step_in_front(tmp_path: Path) -> None:
 def test_a_reader_that_goes_away_does_no_harm(tmp_path: Path, stream: str) -> None:
     path = training(tmp_path, steps=20, body=f'print("x" * 5000, file=sys.{stream})', after='(here / "end").touch()')
     command = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "2", "--log-level", "warning", str(path)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with PreloadedProcess(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        cwd=tmp_path,
     ) as process:
         closing, other = (process.stdout, process.stderr) if stream == "stdout" else (process.stderr, process.stdout)
         assert closing is not None
@@ -349,8 +356,8 @@ def test_a_terminal_that_stands_still_holds_up_no_recovery(tmp_path: Path) -> No
     path = training(tmp_path, steps=TRAIN_FOR_EVER, body=body)
     reader, writer = os.pipe()
     command = [sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "3", str(path)]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writer, env=env) as process:
+    files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": writer}
+    with PreloadedProcess(command, **files, env=environment(), cwd=tmp_path) as process:
         os.close(writer)
         try:
             wait_until((tmp_path / "went-on").exists, "the step after the death")
@@ -378,7 +385,7 @@ assert not me.net_connections()
     command = [sys.executable, "-c", code]
     subprocess.run(command, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=60)
     together = tmp_path / "together"
-    with Job(together, job_script, "--steps", "10", "--output-dir", str(together), fresh=True) as job:
+    with Job(together, job_script, "--steps", "10", "--output-dir", str(together)) as job:
         assert job.wait() == 0, job.stderr
     digests = [
         json.loads(path.read_text().splitlines()[-1])["digest"]

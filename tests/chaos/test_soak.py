@@ -27,7 +27,9 @@ def soak(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(420)
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
-    done = soak("--minutes", "1", "--seed", "7", "--output-dir", str(tmp_path), timeout_s=400)
+    options = ["--minutes", "1", "--pause", "0.1", "--seed", "7"]  # the pause leaves the cores to the tests beside
+    options += ["--reproducible"]  # and so the result is checked to the last bit
+    done = soak(*options, "--output-dir", str(tmp_path), timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] is True
@@ -40,6 +42,8 @@ def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     ("argument", "told"),
     [
         (["--minutes", "0"], "must be greater than 0"),
+        (["--pause", "-1"], "at least 0"),
+        (["--reproducible", "--reference-steps", "5"], "needs the whole undisturbed run"),
         (["--agents", "1", "--ranks", "1"], "at least two ranks"),
     ],
 )

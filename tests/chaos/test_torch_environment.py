@@ -17,7 +17,7 @@ DEADLINE_S = 120
 
 # Rank 2 kills itself in step 2, once. `found` is what each process saw, a line for each step that it committed.
 PREAMBLE = """
-    import json, os, pathlib, signal, sys
+    import json, os, pathlib, signal, sys, time
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -204,10 +204,13 @@ STEERS = """
     for step in manager.steps(6):
         with step:
             root = manager.gangs.root
-            if step.index == 2 and local_rank != 2 and not (here / "seen").exists():
+            if step.index == 2 and not (here / "seen").exists():
+                (here / f"at-{local_rank}").touch()
+                while local_rank == 2 and not all((here / f"at-{rank}").exists() for rank in (0, 1)):
+                    time.sleep(0.001)
+                die_once(step)
                 while manager.error is None and root.size == 3:  # until the runtime has learned of the death
-                    pass
-            die_once(step)
+                    time.sleep(0.001)
             try:
                 flag, total = eg.broadcast_flag(root, root.rank != 0, 0), eg.all_sum(root, 1).item()
             except eg.StepAborted:

@@ -44,11 +44,12 @@ def requests(root: Path, step: int) -> list[tuple[dict[str, Any], bytes]]:
             "layout": {},
             "keep": 1,
         }
-        request = {
+        request: dict[str, Any] = {
             "root": str(root),
             "directory": directory(step),
             "shard": shard.to_json(),
             "commit": commit if number == 0 else None,
+            "lost": [],
         }
         made.append((request, bytes([step]) * shard.num_bytes))
     return made

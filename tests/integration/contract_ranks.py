@@ -91,6 +91,7 @@ def _uneven(root: ProcessGroupGang) -> None:
     grid = GangGrid([3], ["cp"], root=others)
     cp = grid.create_gang("cp", timeout=timedelta(seconds=30), group_desc="three of four")
     assert cp is not None
+    assert cp.description == cp.as_process_group().group_desc == "three of four"
     contract.one_to_another(cp)
 
 

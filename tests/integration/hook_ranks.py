@@ -137,8 +137,9 @@ HOOKS: dict[str, Callable[[Any, Any], list[float]]] = {
     "fp16 and power SGD": fp16_wrapped_power_sgd,
     "post-local SGD": post_local_sgd,
     "optimizer after hook": optimizer_after_hook,
-    "optimizer in backward": optimizer_in_backward,
 }
+if torch.version.cuda is None or torch.cuda.is_available():  # a build for CUDA without it dies of a `torch.Stream`
+    HOOKS["optimizer in backward"] = optimizer_in_backward
 
 
 def groups(kind: str, store: str) -> Iterator[Any]:

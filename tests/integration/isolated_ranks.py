@@ -158,11 +158,20 @@ def wait_for_ever(address: str) -> None:
     batches: Any = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
     next(batches)
     work = pg.allreduce([torch.ones(1_000_000)])
-    workers = [worker.pid for worker in batches._workers]
-    others = [child for child in psutil.Process().children(recursive=True) if child.pid not in workers]
-    started = [(child.name(), child.pid) for child in others if child.name().startswith("eg-")]
+    names = [(child.name(), child.pid) for child in psutil.Process().children(recursive=True)]
+    started = [(name, pid) for name, pid in names if name.startswith("eg-")]
+    workers = [pid for name, pid in names if not name.startswith("eg-")]
     print(json.dumps({"workers": workers, "started": started}), flush=True)
     work.wait()
+
+
+def shut_down() -> None:
+    """End after `shutdown` of the only group."""
+    with open_store() as store:
+        pg = ProcessGroupIsolatedGloo(30.0)
+        pg.configure(f"{store}/shut_down", "replica", 0, 1)
+        pg.allreduce([torch.ones(3)]).wait()
+        pg.shutdown()
 
 
 def leave() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.table import TABLE
 from elasticgang.comm import SwallowingProcessGroup, create_process_group
 from elasticgang.errors import CollectiveTimeoutError, GangError, InvalidOperationError, StepAborted
 from elasticgang.gang import FakeGang
@@ -202,6 +206,40 @@ def test_who_did_not_come_is_named(present: list[int], wait_all_ranks: bool, exp
         assert waiting.result(DEADLINE_S) is not None, "it was told by rank 0"
 
 
+class Noted:
+    """Another process group, and when its monitored barrier raised."""
+
+    def __init__(self, pg: Any) -> None:
+        self._pg = pg
+        self.raised_s = math.inf
+
+    def rank(self) -> int:
+        return int(self._pg.rank())
+
+    def monitored_barrier(self, **arguments: Any) -> None:
+        try:
+            self._pg.monitored_barrier(**arguments)
+        finally:
+            self.raised_s = time.monotonic()
+
+
+def test_rank_0_fails_before_those_whose_connections_it_closes(rings: Rings) -> None:
+    """TABLE-3: only its error names the absent rank."""
+    ring = rings(SIZE, make=KINDS["in-process"])
+
+    def use(rank: int) -> float:
+        noted = Noted(ring[rank])
+        barrier = Collective("monitored_barrier", timeout_s=2.0 if rank == 0 else 60.0, wait_all_ranks=True)
+        work, _ = TABLE[barrier.call].issue(noted, barrier)
+        with pytest.raises(RuntimeError):
+            work.wait()
+        return time.monotonic() - noted.raised_s
+
+    pending = [ring.begin(lambda rank=rank: use(rank)) for rank in (0, 1)]  # type: ignore[misc]
+    pending[0].result(DEADLINE_S)
+    assert pending[1].result(DEADLINE_S) >= 0.25
+
+
 def test_a_lost_comm_process_ends_a_barrier_at_once(rings: Rings) -> None:
     """Long before its timeout: the process answers while it waits."""
     ring = rings(2)
@@ -231,6 +269,31 @@ def test_other_collectives_go_on_beside_a_barrier(rings: Rings) -> None:
     assert not pending.done()
     ring[1].monitored_barrier(LONG)
     pending.result(DEADLINE_S)
+
+
+# WORKER-6
+@pytest.mark.parametrize("kind", ["isolated", "swallowing"])
+def test_messages_under_any_tag_go_on_beside_a_barrier(kind: str, rings: Rings) -> None:
+    """Gloo sends the barrier's own messages under the number of the collective."""
+    ring = rings(2, make=KINDS[kind])
+    tags = range(12)
+    received = [torch.zeros(1) for _ in tags]
+    works = [ring[0].recv_anysource([received[tag]], tag) for tag in tags]
+    for _ in range(3):
+        assert ring.each(lambda rank: ring[rank].monitored_barrier(LONG)) == [None] * 2
+    for tag in tags:
+        ring[1].send([torch.tensor([tag + 0.5])], 0, tag).wait()
+    for work in works:
+        work.wait()
+    assert [tensor.item() for tensor in received] == [tag + 0.5 for tag in tags]
+
+
+@pytest.mark.parametrize("tag", [0, 1, (1 << 31) - 1])
+def test_a_message_under_the_first_and_the_last_tag(tag: int, ring: Ring) -> None:
+    pending = ring.begin(lambda: ring[1].send([torch.ones(1)], 0, tag).wait())
+    ring[0].recv([received := torch.zeros(1)], 1, tag).wait()
+    pending.result(DEADLINE_S)
+    assert received.item() == 1.0
 
 
 @pytest.mark.parametrize("timeout", [3, 3.0, "3"])

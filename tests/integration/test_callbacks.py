@@ -150,7 +150,6 @@ def test_blocked_callbacks_keep_no_other_from_running_and_their_threads_end(kind
     wait_until(lambda: num_threads(ring[0]) <= 2, "the threads of blocked callbacks end")
 
 
-# REPLY-5
 def test_callbacks_of_a_chain_run_in_their_order(rings: Rings) -> None:
     ring = ring_of(rings, "isolated", size=2)
     for _ in range(20):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import pty
 import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from elasticgang import progress
 from elasticgang.checkpoint import files, listing, writer
 from elasticgang.checkpoint.export import export
 from elasticgang.checkpoint.listing import Found
@@ -21,7 +26,7 @@ from elasticgang.checkpoint.manifest import MANIFEST
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
 from tests.integration import checkpoint_writer
-from tests.support import REPOSITORY
+from tests.support import DEADLINE_S, REPOSITORY
 
 WRITER = [sys.executable, "-m", "tests.integration.checkpoint_writer"]
 
@@ -157,15 +162,16 @@ def test_a_disk_that_fills_costs_the_save_alone(tmp_path: Path, max_file_bytes: 
     assert not list(tmp_path.glob("*/.*"))  # no part of a file is left
 
 
-def test_a_share_that_never_comes_is_given_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("news", [{"cancel": True}, {"lost": ["part-0-0-0-00001.json"]}])
+def test_a_share_that_never_comes_is_given_up(tmp_path: Path, news: dict[str, Any]) -> None:
     """WRITER-2: once the rank says so."""
     ((first, first_data), (second, second_data)) = checkpoint_writer.requests(tmp_path, 10)
     del first, first_data
     memory = os.memfd_create("share")
     os.write(memory, second_data)
-    problem = writer.save(memory, second, lambda wait_s: True)
+    problem = writer.save(memory, second, lambda wait_s: news)
     os.close(memory)
-    assert problem == f"a share of {checkpoint_writer.directory(10)} is missing"
+    assert problem == f"a share of {checkpoint_writer.directory(10)} is missing: part-0-0-0-00001.json"
     assert list(listing.scan(tmp_path)) == []
 
 
@@ -206,6 +212,52 @@ def test_the_weights_are_exported(tmp_path: Path, suffix: str) -> None:
     assert sorted(weights) == ["step", "w"]
     with pytest.raises(CheckpointError, match="name one of the modules of the checkpoint: model"):
         export(tmp_path, output, "other")
+
+
+def on_terminal(*arguments: str) -> str:
+    """What a command writes to its standard error, which is a terminal."""
+    ours, theirs = pty.openpty()
+    try:
+        command = [sys.executable, "-m", "elasticgang", *arguments]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=theirs, timeout=DEADLINE_S, check=True)
+    finally:
+        os.close(theirs)
+    with open(ours, "rb") as file, contextlib.suppress(OSError):  # EIO: the other end is closed
+        return file.read1().decode()
+    return ""
+
+
+def test_a_terminal_shows_the_progress_of_an_export_and_of_a_verification(tmp_path: Path) -> None:
+    checkpoint_writer.save(tmp_path, 10)
+    name = checkpoint_writer.directory(10)
+    for arguments, what in (
+        (("checkpoints", str(tmp_path), "--verify"), name),
+        (("export", str(tmp_path), str(tmp_path / "weights.pt")), "weights.pt"),
+        (("export", str(tmp_path), str(tmp_path / "weights.safetensors")), "weights.safetensors"),
+    ):
+        drawn = on_terminal(*arguments).split("\r\x1b[K")
+        assert drawn[1].startswith(f"{what}: [..............................] 0 % of ")
+        assert (drawn[0], drawn[-1]) == ("", ""), "it is erased"
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_an_export_tells_how_many_bytes_it_has_read(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    checkpoint_writer.save(tmp_path, 10)
+    file = io.StringIO()
+    export(tmp_path, tmp_path / f"weights{suffix}", progress_on=file)
+    assert file.getvalue().splitlines()[-1] == f"weights{suffix}: 100 % of 13 bytes"
+
+
+def test_a_verification_tells_how_many_bytes_it_has_read(tmp_path: Path) -> None:
+    checkpoint_writer.save(tmp_path, 10)
+    (found,) = listing.scan(tmp_path)
+    assert found.manifest is not None
+    parts: list[int] = []
+    listing.verify(found.path, found.manifest, parts.append)
+    assert sum(parts) == found.manifest.num_bytes
 
 
 def test_a_corrupt_checkpoint_is_not_exported(tmp_path: Path) -> None:

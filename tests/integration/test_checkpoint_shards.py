@@ -72,12 +72,13 @@ def state_of(rank: int, tp: int, scale: float, plain: Tensor | None = None) -> d
     }
 
 
-def save(root: Path, tp: int, plain: bool = False, replicas: int = 1) -> None:
-    """By all ranks of `replicas` replica groups, of which each writes its share."""
+def save(root: Path, tp: int, plain: bool = False, replicas: int = 1, alike: bool = False) -> None:
+    """By all ranks of `replicas` replica groups, of which each writes its share. `plain`: with a plain tensor, which is
+    the same on all ranks if `alike`."""
     layout = eg.ParallelLayout(tp=tp)
     for rank in reversed(range(tp)):
         for number in reversed(range(replicas)):
-            state = state_of(rank, tp, 1.0, torch.full((2,), float(rank)) if plain else None)
+            state = state_of(rank, tp, 1.0, torch.full((2,), 3.0 if alike else float(rank)) if plain else None)
             captured = capture(state, Seated(layout, (0, 0, rank)), number, replicas)
             assert captured is not None
             data = bytearray(captured.shard.num_bytes)
@@ -92,11 +93,12 @@ def save(root: Path, tp: int, plain: bool = False, replicas: int = 1) -> None:
                 "layout": {"tp": tp},
                 "keep": 1,
             }
-            request = {
+            request: dict[str, Any] = {
                 "root": str(root),
                 "directory": directory(10),
                 "shard": captured.shard.to_json(),
                 "commit": commit if (rank, number) == (0, 0) else None,
+                "lost": [],
             }
             assert writer.save(memory, request) == ""
             os.close(memory)
@@ -145,10 +147,23 @@ def test_only_its_seat_loads_a_plain_tensor_of_a_divided_model(tmp_path: Path) -
     for rank in range(2):
         read, _ = load(tmp_path, rank, 2, plain=True)
         assert torch.equal(read["large"]["parameters"]["model"]["plain"], torch.full((2,), float(rank)))
-    with pytest.raises(ModelMismatch, match=r"the parameter model\.plain of this job's model is not in it"):
-        load(tmp_path, 0, 1, plain=True)
-    with pytest.raises(CheckpointError, match="plain is a plain tensor that each seat has its own of"):
+    for tp in (1, 4):
+        with pytest.raises(ModelMismatch, match=r"model\.plain is a plain tensor of which each seat has its own"):
+            load(tmp_path, 0, tp, plain=True)
+    with pytest.raises(CheckpointError, match=r"model\.plain is a plain tensor of which each seat has its own"):
         export(tmp_path, tmp_path / "weights.pt")
+
+
+# LOADER-3
+@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize("before", [1, 2])
+def test_any_division_loads_a_plain_tensor_that_all_seats_have_alike(tmp_path: Path, before: int, after: int) -> None:
+    save(tmp_path, before, plain=True, alike=True)
+    for rank in range(after):
+        read, _ = load(tmp_path, rank, after, plain=True)
+        assert torch.equal(read["large"]["parameters"]["model"]["plain"], torch.full((2,), 3.0))
+    export(tmp_path, tmp_path / "weights.pt")
+    assert torch.load(tmp_path / "weights.pt", weights_only=True)["plain"].tolist() == [3.0, 3.0]
 
 
 def test_a_divided_model_is_exported_whole(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from elasticgang.collectives.collective import Collective
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
+from elasticgang.comm.staging import Staging
 from elasticgang.comm.work import CommWork
 from elasticgang.errors import CollectiveTimeoutError, ElasticGangError, GangError, PeerLostError, StaleGenerationError
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
@@ -104,6 +105,40 @@ def test_a_shared_tensor_of_a_call_that_was_never_sent_is_as_it_was(worlds: Worl
         assert bool((tensor == 7.0).all())
 
 
+# MAPPING-5, ARENA-2
+def test_a_bucket_stays_where_it_is_when_its_comm_process_is_killed_and_replaced(worlds: Worlds) -> None:
+    world = worlds(2)
+    staging = Staging.of(world.arena)
+    buckets = [staging.empty(3 << 20, torch.float32) for _ in range(2)]
+    places = [bucket.data_ptr() for bucket in buckets]
+
+    def start_sums() -> list[CommWork]:
+        return [start_sum(world.comms[rank], bucket.fill_(rank + 1)) for rank, bucket in enumerate(buckets)]
+
+    for victim in range(2):
+        for work in start_sums():
+            work.wait(GUARD_S)
+        assert all(bool((bucket == 3.0).all()) for bucket in buckets)
+        works = start_sums()
+        kill(world.comms[victim])  # in the middle of it
+        for work in works:
+            with contextlib.suppress(GangError):
+                work.wait(GUARD_S)
+        for comm in world.comms:
+            comm.close()
+        for bucket in buckets:
+            bucket.fill_(7.0)
+        world.comms = [world.start() for _ in range(2)]
+        world.configure()
+        assert all(bool((bucket == 7.0).all()) for bucket in buckets)
+    for bucket, place in zip(buckets, places, strict=True):
+        assert bucket.data_ptr() == place
+        staged = staging.stage(bucket, torch.float32)
+        assert staged.staged is None, "it is not copied"
+        assert staged.shared is not None
+        assert staged.shared.edges == ()
+
+
 def test_all_that_wait_for_one_work_are_released_with_it(worlds: Worlds) -> None:
     """Whoever of them comes or goes meanwhile; one reads, the others wait beside it."""
     world = worlds(2)
@@ -160,6 +195,7 @@ def test_the_death_of_a_peer_is_seen_at_once(worlds: Worlds) -> None:
     for work in works:
         with pytest.raises(PeerLostError):
             work.wait(AT_ONCE_S)
+    wait_until(lambda: world.errors[1], "the error of the rank whose process died", AT_ONCE_S)
     assert len(world.errors[1]) == 1
     with pytest.raises(GangError):
         start_sum(world.comms[0], torch.ones(100)).wait(AT_ONCE_S)

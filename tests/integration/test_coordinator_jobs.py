@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,14 @@ from elasticgang.coordinator import decision_server
 from elasticgang.errors import OperationalError
 from elasticgang.launch import cli
 from elasticgang.protocol import agent_events
-from elasticgang.protocol.coordinator_messages import ConnectionRefused, Finished, Goodbye, GrantOffice, Notify
+from elasticgang.protocol.coordinator_messages import (
+    ConnectionRefused,
+    Finished,
+    Goodbye,
+    GrantOffice,
+    Hello,
+    Notify,
+)
 from elasticgang.protocol.record import PROTOCOL
 from elasticgang.session.addresses import failure_of
 from elasticgang.session.agent_client import AgentClient
@@ -115,6 +125,7 @@ def test_an_abandoned_job_makes_room_and_a_living_one_does_not(monkeypatch: pyte
         fourth = job.add("a", job="fourth")
         await until(lambda: any("leads 2 jobs already" in line for line in job.log))
         assert fourth.events == []
+        await fourth.client.stop()  # it would take the room too
         again = job.add("c")  # of the first: it is refused while there is no room
         await leave(*others)
         await until(lambda: any(isinstance(event, agent_events.RecordAnswered) for event in again.events))
@@ -127,6 +138,32 @@ def test_an_abandoned_job_makes_room_and_a_living_one_does_not(monkeypatch: pyte
 
 async def word(job: Job, name: str = "job", credentials: Credentials = CREDENTIALS) -> str:
     return await grant("127.0.0.1", job.port, name, credentials, DEADLINE_S)
+
+
+def test_a_word_that_is_refused_leaves_no_open_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its event loop ends at once."""
+
+    def refused(port: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with pytest.raises(OperationalError, match="needs no word"):
+                asyncio.run(grant("127.0.0.1", port, "job", CREDENTIALS, DEADLINE_S))
+            gc.collect()
+        return [str(each.message) for each in told if each.category is ResourceWarning]
+
+    answer = decision_server.CoordinatorServer.grant
+
+    def answer_and_stand_still(self: Any, name: str) -> Any:
+        asyncio.get_running_loop().call_soon(time.sleep, 0.5)  # it closes its end later
+        return answer(self, name)
+
+    monkeypatch.setattr(decision_server.CoordinatorServer, "grant", answer_and_stand_still)
+
+    async def test(job: Job) -> None:
+        await found(job)
+        assert await asyncio.to_thread(refused, job.port) == []
+
+    play(test, Job())
 
 
 # OFFICE
@@ -182,6 +219,37 @@ def test_a_word_for_a_job_whose_agents_are_away_is_refused() -> None:
     play(test, Job())
 
 
+class Silent:
+    """An agent that has connected and said nothing yet."""
+
+    def opened(self, connection: Connection) -> None: ...
+
+    def received(self, connection: Connection, payload: bytes) -> None: ...
+
+    def closed(self, connection: Connection, reason: str) -> None: ...
+
+
+# OFFICE
+def test_a_word_is_refused_while_an_agent_has_not_said_what_it_knows() -> None:
+    async def test(job: Job) -> None:
+        server = job.server
+        assert server is not None
+        connection = ClientConnection(Silent(), Identity("job", AGENT, PROTOCOL), CREDENTIALS.key)
+        await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", job.port)
+        await until(lambda: server.state_of("job") is not None)
+        state = server.state_of("job")
+        assert state is not None
+        with pytest.raises(OperationalError, match="an agent of job job is connecting: try again"):
+            await word(job)
+        assert not state.in_office
+        connection.send(encode(Hello("a", "incarnation", 1)))
+        await until(lambda: state.sessions)
+        assert await word(job) == "job job: this coordinator founds it"
+        connection.close()
+
+    play(test, Job(founds=False))
+
+
 class Impostor:
     """An agent that gives the operator's word."""
 
@@ -205,7 +273,7 @@ def test_an_operator_needs_the_secret_and_an_agent_is_none() -> None:
         connection = ClientConnection(impostor, Identity("job", AGENT, PROTOCOL), CREDENTIALS.key)
         await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", job.port)
         await impostor.ended.wait()
-        assert any("invalid message" in line for line in job.log)
+        assert any("KeyError" in line for line in job.log)
         assert job.server is not None
         state = job.server.state_of("job")
         assert state is None or not state.in_office

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elasticgang.coordinator import decision_server
-from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
+from elasticgang.coordinator.decision_server import MIN_DELTA_BYTES, CoordinatorServer, ServerOptions
 from elasticgang.coordinator.state_directory import Kept, StateDirectory
 from elasticgang.errors import OperationalError
 from elasticgang.layout import ParallelLayout
@@ -35,14 +35,15 @@ from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report,
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session import connection as connections
 from elasticgang.session.agent_client import AgentClient
+from elasticgang.session.connection import ServerConnection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT
 from elasticgang.session.secret import Secret
 from tests.chaos.attacked import Session
 
 DEADLINE_S = 60.0
-# Fast, so that a silent agent is lost within the test; the inequalities of `Timeouts` hold.
-QUICK = Timeouts(lease_s=1.0, grace_s=0.2, lost_after_s=1.5, heartbeat_s=0.1, answer_s=0.5, founding_s=2.0)
+# Fast, so that a silent agent is lost within the test; but a machine that stands still for a second ends no lease.
+QUICK = Timeouts(lease_s=4.0, grace_s=0.2, lost_after_s=5.0, heartbeat_s=0.1, answer_s=0.5, founding_s=2.0)
 CREDENTIALS = Credentials(Secret(b"0123456789abcdef"))
 
 
@@ -50,9 +51,17 @@ class Agent:
     """Ranks that are nothing but names: they are ready whenever their generation is over."""
 
     def __init__(
-        self, name: str, port: int, num_ranks: int = 2, credentials: Credentials = CREDENTIALS, job: str = "job"
+        self,
+        name: str,
+        port: int,
+        num_ranks: int = 2,
+        credentials: Credentials = CREDENTIALS,
+        job: str = "job",
+        min_agents: int = 2,
+        address: str = "",
     ) -> None:
-        self.name, self.num_ranks, self.job = name, num_ranks, job
+        self.name, self.num_ranks, self.job, self.min_agents = name, num_ranks, job, min_agents
+        self.address = address
         self.record: Record | None = None
         self.records: asyncio.Queue[Record] = asyncio.Queue()
         self.keys: asyncio.Queue[RendezvousKeys] = asyncio.Queue()
@@ -95,12 +104,6 @@ class Agent:
     def set_lease(self, until_s: float) -> None:
         self.leases.append(until_s)
 
-    def fence(self, generation: int) -> None:
-        self.events.append("fenced")
-
-    def unfence(self) -> None:
-        self.events.append("unfenced")
-
     def collect_report(self) -> Report | None:
         if not self.is_ready:
             return None
@@ -120,7 +123,16 @@ class Agent:
             for rank in range(self.num_ranks)
         )
         seen = NO_RECORD if record is None else record.ref
-        return Report(self.name, self.name, self.job, ParallelLayout(), seen, members, min_agents=2)
+        return Report(
+            self.name,
+            self.name,
+            self.job,
+            ParallelLayout(),
+            seen,
+            members,
+            min_agents=self.min_agents,
+            address=self.address,
+        )
 
     def inform(self, event: Any) -> None:
         self.events.append(event)
@@ -213,21 +225,27 @@ def test_a_change_reaches_every_agent() -> None:
 
 
 def test_a_large_record_is_pushed_as_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decision_server, "MIN_DELTA_BYTES", 0)
+    # Answers to heartbeats count as sent, too: few, also on a slow machine.
+    monkeypatch.setattr(sys.modules[__name__], "QUICK", replace(QUICK, heartbeat_s=1.0))
 
     async def test(job: Job) -> None:
-        a, b = job.add("a", num_ranks=400), job.add("b", num_ranks=400)
-        first = await a.next()
-        await b.next()
+        agents = [job.add(f"a{number:02}", num_ranks=8, min_agents=40) for number in range(40)]
+        for agent in agents:
+            await agent.next()
         assert job.server is not None
         before = job.server.num_bytes_sent
-        a.num_ranks = 399
-        a.end_generation()
-        second, same = await a.next(), await b.next()
-        assert second.digest == same.digest
-        assert (len(first.seats), len(second.seats)) == (800, 799)
-        assert job.server.num_bytes_sent - before < 2 * 2000 < len(second.text)
-        assert a.reasons == b.reasons == []  # both have understood it
+        agents[0].end_generation()  # all but one are learners, and become active
+        first = [await agent.next() for agent in agents]
+        assert (job.server.num_bytes_sent - before) / len(agents) < 3000 < len(first[0].text)
+        before = job.server.num_bytes_sent
+        agents[20].num_ranks = 7
+        agents[20].end_generation()
+        second = [await agent.next() for agent in agents]
+        assert len({record.digest for record in second}) == 1
+        assert {(len(one.seats), len(two.seats)) for one, two in zip(first, second, strict=True)} == {(320, 319)}
+        assert len(second[0].text) > MIN_DELTA_BYTES
+        assert (job.server.num_bytes_sent - before) / len(agents) < 2000 < len(second[0].text)
+        assert [agent.reasons for agent in agents if agent.reasons] == []  # all have understood it
 
     play(test, Job())
 
@@ -262,7 +280,7 @@ def test_training_goes_on_without_a_coordinator_and_the_job_after_its_restart(tm
         num_leases = len(a.leases)
         while len(a.leases) < num_leases + 3:  # refused connections renew the lease
             await asyncio.sleep(0.05)
-        assert "fenced" not in a.events
+        assert not a.killed.done()
         a.is_ready = True
         a.client.notify(Notify(EndGeneration(1, "a rank is lost")))
         a.client.request_report()
@@ -276,6 +294,38 @@ def test_training_goes_on_without_a_coordinator_and_the_job_after_its_restart(tm
         assert state.term.number >= 2
 
     play(test, Job(tmp_path / "state"))
+
+
+@contextlib.contextmanager
+def full_listener() -> Iterator[str]:
+    """The address of a socket whose queue is full: a further connection is neither taken nor refused."""
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = listener.getsockname()
+        for _ in range(2):  # one more than its queue takes
+            client = opened.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(address)
+        yield f"127.0.0.1:{address[1]}"
+
+
+def test_nothing_of_a_server_runs_once_it_has_stopped() -> None:
+    """Also not the probe of an absent agent whose host does not answer (SERVE-EXITED)."""
+
+    def probes() -> list[asyncio.Task[Any]]:
+        return [task for task in asyncio.all_tasks() if task.get_name() == "probe of agent b"]
+
+    async def test(job: Job) -> None:
+        with full_listener() as address:
+            a, b = job.add("a"), job.add("b", address=address)
+            await asyncio.gather(a.next(), b.next())
+            await b.client.stop()
+            while not probes():
+                await asyncio.sleep(0.01)
+            await job.stop()
+            assert probes() == []
+
+    play(test, Job())
 
 
 # CONTROL-1
@@ -366,6 +416,26 @@ def test_a_session_that_breaks_in_the_midst_of_a_broadcast_is_handled_after_it(m
         play(test, Job())
 
 
+# CONN-DEADLINE
+def test_an_agent_gets_in_where_a_handshake_takes_longer_than_its_first_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.1)
+    take = ServerConnection.data_received
+
+    def take_late(self: ServerConnection, data: bytes) -> None:
+        asyncio.get_running_loop().call_later(0.3, take, self, data)
+
+    monkeypatch.setattr(ServerConnection, "data_received", take_late)
+
+    async def test(job: Job) -> None:
+        agent = job.add("a", min_agents=1)
+        await agent.next()
+        assert "its handshake was not complete after 0.1 s" in agent.reasons[0]
+
+    play(test, Job())
+
+
 def test_jobs_are_apart() -> None:
     async def test(job: Job) -> None:
         a, _ = await found(job)
@@ -430,6 +500,28 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     with pytest.raises(OperationalError, match="is damaged"):
         directory.read("job")
     directory.close()
+
+
+# MOVED
+def test_the_directory_tells_from_where_agents_may_have_leases(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        assert job.directory is not None
+        name = socket.gethostname()
+        await found(job)
+        first = f"{name}:{job.port}"
+        assert job.directory.read("job").addresses == {first}
+        for num_addresses in (2, 3):
+            await job.stop()
+            job.port = 0  # another one
+            server = await job.start()
+            job.add("c")
+            while (state := server.state_of("job")) is None:
+                await asyncio.sleep(0.02)
+            assert state.addresses >= {first, f"{name}:{job.port}"}
+            assert len(state.addresses) == num_addresses
+            assert job.directory.read("job").addresses == state.addresses
+
+    play(test, Job(tmp_path))
 
 
 # STATE-WHOLE

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from elasticgang.launch.cli import make_parser
+from elasticgang.launch.arguments import make_parser
 from scripts.demo_job import demo
 from tests.documents import DOCUMENTS, REPOSITORY, blocks, inline_code
 
 
 @cache
 def options_of(command: str) -> frozenset[str]:
-    """The long options that `--help` of a command names: `elasticgang run`, `scripts/demo`."""
+    """The long options that `--help` of a command names: `elasticgang run`, `scripts/demo`, `scripts/bench scale`."""
     if command.startswith("elasticgang "):
         commands = next(each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction))
         return frozenset(commands.choices[command.split()[1]].format_help().split())
@@ -30,7 +30,12 @@ def options_of(command: str) -> frozenset[str]:
             demo.parse_args(["--help"])
         return frozenset(said.getvalue().split())
     done = subprocess.run(
-        [REPOSITORY / command, "--help"], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=True
+        [REPOSITORY / command.split()[0], *command.split()[1:], "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=REPOSITORY,
+        check=True,
     )
     return frozenset(done.stdout.split())
 
@@ -59,16 +64,28 @@ def test_a_command_exists_and_knows_its_options(words: list[str]) -> None:
     else:
         assert os.access(REPOSITORY / command, os.X_OK)
     options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
-    if options:
-        assert options <= {word.strip("[],()`:;.") for word in options_of(command)}
     if command in ("scripts/chaos", "scripts/bench") and len(words) > 1 and re.match(r"[a-z]", words[1]):
         assert words[1] in options_of(command)
+        command += f" {words[1]}"
+    if options:
+        assert options <= {word.strip("[],()`:;.") for word in options_of(command)}
 
 
 def test_the_shown_job_can_be_started() -> None:
     """The command line that the README shows is one that the parser takes."""
     (words,) = [words for _, words in COMMANDS if words[:2] == ["elasticgang", "run"] and words[-1] == "train.py"]
     assert make_parser().parse_args(words[1:]).script == "train.py"
+
+
+def test_a_path_of_a_tier_stands_for_itself() -> None:
+    path = "tests/unit/test_collective_table.py"
+    command = [str(REPOSITORY / "scripts" / "test"), "unit", path, "--collect-only", "-q"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert found
+    assert all(line.startswith(path) for line in found)
 
 
 OF_OTHERS = {"--build-arg"}  # docker's

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import subprocess
 import sys
 import time
 import weakref
@@ -19,7 +20,7 @@ from torch.distributed import ReduceOp
 from elasticgang.comm.error_swallowing import SwallowingProcessGroup
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from tests.integration.conftest import Rings
-from tests.support import Command, busy_core, is_alive, run_preloaded, wait_dead, wait_until
+from tests.support import REPOSITORY, Command, busy_core, is_alive, run_preloaded, wait_dead, wait_until
 
 GUARD_S = 20.0
 RANKS = [sys.executable, "-m", "tests.integration.isolated_ranks"]
@@ -83,6 +84,21 @@ def test_a_group_that_is_dropped_ends_though_a_future_waits(operation: Any, swal
     os.close(pidfd)
 
 
+SHUT_DOWN = """\
+import atexit, psutil
+atexit.register(lambda: print(psutil.Process().children()))  # called last
+from tests.integration import isolated_ranks
+isolated_ranks.shut_down()
+"""
+
+
+def test_a_program_whose_groups_are_shut_down_ends_its_fork_server() -> None:
+    """An interpreter that ends can warn of a subprocess that still runs."""
+    command = [sys.executable, "-X", "dev", "-c", SHUT_DOWN]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
 # STANDBY-2
 def test_a_program_that_ends_without_shutdown_ends(tmp_path: Path) -> None:
     """And with it what it has started: its interpreter's end finds groups that nobody has let go of."""
@@ -104,6 +120,7 @@ def test_they_end_with_their_rank_whoever_holds_their_descriptors(busy: bool, st
         told = json.loads(wait_until(lambda: rank.stdout, "its pids"))
         names = [name for name, _ in told["started"]]
         assert names.count("eg-comm") == 2  # with the standby
+        assert len(told["workers"]) == 2
         pidfds = [os.pidfd_open(pid) for _, pid in told["started"]]
         with busy_core() if busy else contextlib.nullcontext():
             rank.process.kill()

@@ -55,6 +55,26 @@ def test_what_was_sent_before_is_handled_first() -> None:
     assert asyncio.run(run()) == ["a", "b", "read", "nothing to read"]
 
 
+# RANK-2, RANKLINK-1
+def test_what_a_rank_sent_before_it_died_is_handled_although_nothing_can_be_sent_to_it() -> None:
+    async def run() -> list[str]:
+        ours, theirs = socket.socketpair()
+        events: list[str] = []
+        link = await RankLink.open(ours)
+        link.send(b"a message that the rank does not read")
+        with theirs:
+            theirs.sendall(framing.pack("a", text="x" * 50_000))
+            theirs.sendall(framing.pack("left"))
+        link.follow(lambda message: events.append(message["kind"]), lambda exc: None)
+        link.send(b"to a socket that is closed")
+        link.when_read(lambda: events.append("read"))
+        await link.wait_closed(GUARD_S)
+        link.when_read(lambda: events.append("nothing to read"))
+        return events
+
+    assert asyncio.run(run()) == ["a", "left", "read", "nothing to read"]
+
+
 def test_an_invalid_message_closes_the_link() -> None:
     async def run() -> tuple[list[str], bytes]:
         ours, theirs = socket.socketpair()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import subprocess
 import sys
 
@@ -42,6 +43,11 @@ def fresh(num: int = NUM) -> Tensor:
     return torch.arange(float(max(num, 9 << 20)))
 
 
+def found(storages: StorageMappings, tensor: Tensor) -> MappedTensor | None:
+    """Its place at the second use."""
+    return storages.find(tensor) or storages.find(tensor)
+
+
 def in_block(span: MappedTensor, like: Tensor) -> Tensor:
     """What the comm process would see."""
     num_bytes = like.numel() * like.element_size()
@@ -56,7 +62,7 @@ def copy_edges(span: MappedTensor, *, out: bool = False) -> None:
 def test_what_one_side_writes_the_other_sees(storages: StorageMappings) -> None:
     tensor = fresh()
     view, address, expected = tensor[5:], tensor.data_ptr(), tensor.clone()
-    span = storages.find(tensor)
+    span = found(storages, tensor)
     assert span is not None
     copy_edges(span)
     assert torch.equal(in_block(span, tensor), expected)
@@ -72,12 +78,24 @@ def test_what_one_side_writes_the_other_sees(storages: StorageMappings) -> None:
     assert again.block is span.block
 
 
+def test_a_tensor_is_copied_at_its_first_use(storages: StorageMappings) -> None:
+    """A mapping costs more than a copy. A storage at the address of another one that was used has its own first use."""
+    tensor = fresh()
+    assert storages.find(tensor) is None
+    address = tensor.data_ptr()
+    del tensor
+    another = fresh()
+    assert another.data_ptr() == address
+    assert storages.find(another) is None
+    assert storages.find(another) is not None
+
+
 def test_a_view_of_a_shared_storage_is_shared_too(storages: StorageMappings) -> None:
     tensor = fresh()
-    assert storages.find(tensor[NUM:]) is None, "others may write to the rest of the storage"
-    assert storages.find(tensor) is not None
+    assert found(storages, tensor[NUM:]) is None, "others may write to the rest of the storage"
+    assert found(storages, tensor) is not None
     half = tensor[NUM // 2 + 3 :]
-    span = storages.find(half)
+    span = found(storages, half)
     assert span is not None
     copy_edges(span)
     assert torch.equal(in_block(span, half), half)
@@ -96,21 +114,21 @@ def test_a_view_of_a_shared_storage_is_shared_too(storages: StorageMappings) -> 
     ids=["small", "strided", "shared", "foreign", "meta"],
 )
 def test_whatever_else_is_copied(storages: StorageMappings, tensor: Tensor) -> None:
-    assert storages.find(tensor) is None
+    assert found(storages, tensor) is None
 
 
 # MAPPING-3
 def test_memory_that_was_made_anew_at_the_same_address_is_noticed(storages: StorageMappings) -> None:
     """FSDP does this: the storage object lives on, its memory does not."""
     tensor = fresh()
-    first = storages.find(tensor)
+    first = found(storages, tensor)
     assert first is not None
     num_bytes = tensor.untyped_storage().nbytes()
     for value in range(5):
         tensor.untyped_storage().resize_(0)
         tensor.untyped_storage().resize_(num_bytes)
         tensor.fill_(value)
-        span = storages.find(tensor)
+        span = found(storages, tensor)
         if span is None:  # the allocator had other memory for it
             continue
         copy_edges(span)
@@ -124,6 +142,7 @@ from elasticgang.comm.storage_mapping import StorageMappings
 
 arena = Arena()
 storages, tensor = StorageMappings(arena), torch.arange(float(9 << 20))
+assert storages.find(tensor) is None
 block = storages.find(tensor).block
 mprotect = ctypes.CDLL(None).mprotect
 mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -140,7 +159,7 @@ def test_looking_for_a_tensor_writes_nothing_to_it() -> None:
 
 def test_a_block_is_found_whatever_was_done_to_its_mapping(storages: StorageMappings) -> None:
     tensor = fresh()
-    first = storages.find(tensor)
+    first = found(storages, tensor)
     assert first is not None
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -158,7 +177,7 @@ def test_two_arenas_take_turns_beneath_one_tensor(storages: StorageMappings) -> 
     other = StorageMappings(kept)
     for value in range(4):
         tensor.fill_(value)
-        span = (storages, other)[value % 2].find(tensor)
+        span = found((storages, other)[value % 2], tensor)
         assert span is not None
         copy_edges(span)
         assert bool((in_block(span, tensor) == value).all())
@@ -168,7 +187,7 @@ def test_blocks_of_dead_tensors_are_used_again(storages: StorageMappings) -> Non
     blocks = set()
     for value in range(20):
         tensor = fresh().fill_(value)
-        span = storages.find(tensor)
+        span = found(storages, tensor)
         assert span is not None
         copy_edges(span)
         assert bool((in_block(span, tensor) == value).all())
@@ -176,6 +195,64 @@ def test_blocks_of_dead_tensors_are_used_again(storages: StorageMappings) -> Non
         del tensor, span
         gc.collect()
     assert len(blocks) <= 2
+
+
+def allocated(storages: StorageMappings, num: int = NUM) -> Tensor:
+    memory = storages.allocate(4 * num)
+    assert memory is not None
+    return memory.view(torch.float32)
+
+
+def test_allocated_memory_is_shared_from_the_start(storages: StorageMappings) -> None:
+    tensor = allocated(storages, NUM + 5).fill_(3)
+    span = storages.find(tensor)
+    assert span is not None
+    assert span.edges == ()
+    assert bool((in_block(span, tensor) == 3).all())
+    in_block(span, tensor).mul_(2)
+    assert bool((tensor == 6).all())
+    half = tensor[NUM // 2 + 3 :]
+    of_half = storages.find(half)
+    assert of_half is not None
+    assert of_half.edges == ()
+    assert in_block(of_half, half).data_ptr() == in_block(span, tensor)[NUM // 2 + 3 :].data_ptr()
+    other = StorageMappings(kept := Arena())
+    assert found(other, tensor) is None, "it belongs to the other arena"
+    del kept
+
+
+# MAPPING-5
+def test_the_block_of_allocated_memory_is_used_again_after_its_storage(storages: StorageMappings) -> None:
+    tensor = allocated(storages).fill_(1)
+    first = storages.find(tensor)
+    assert first is not None
+    view = tensor[7:]
+    del tensor
+    another = allocated(storages).fill_(2)
+    second = storages.find(another)
+    assert second is not None
+    assert second.block is not first.block
+    assert bool((view == 1).all())
+    del view
+    third = storages.find(allocated(storages))
+    assert third is not None
+    assert third.block is first.block
+
+
+def test_no_more_memory_is_allocated_than_descriptors_allow(storages: StorageMappings) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert storages.allocate(SMALLEST_BYTES - 1) is None
+    kept = []
+    limit = 2 * len(os.listdir("/proc/self/fd")) + 512  # there are descriptors left when a quarter of it is reached
+    assert soft == resource.RLIM_INFINITY or limit <= soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        while (memory := storages.allocate(SMALLEST_BYTES)) is not None:
+            kept.append(memory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(kept) == limit // 4
+    assert len({memory.data_ptr() for memory in kept}) == len(kept)
 
 
 def test_memory_is_given_back() -> None:
@@ -186,7 +263,7 @@ def test_memory_is_given_back() -> None:
     storages = StorageMappings(arena)
     for number in range(40):
         tensor = fresh((9 << 20) + number * 4096)
-        assert storages.find(tensor) is not None
+        assert found(storages, tensor) is not None
         del tensor
     assert len(arena.discarded) >= 20
     del storages, arena
@@ -195,9 +272,10 @@ def test_memory_is_given_back() -> None:
 
 
 # MAPPING-4
-def test_a_forked_child_has_the_memory_for_itself(storages: StorageMappings) -> None:
-    tensor = fresh()
-    span = storages.find(tensor)
+@pytest.mark.parametrize("is_allocated", [False, True])
+def test_a_forked_child_has_the_memory_for_itself(storages: StorageMappings, is_allocated: bool) -> None:
+    tensor = allocated(storages).copy_(torch.arange(float(NUM))) if is_allocated else fresh()
+    span = found(storages, tensor)
     assert span is not None
     few = tensor[:: tensor.numel() // 100]  # a parallel operation would hang in a forked child
     expected = few.clone()
@@ -215,7 +293,7 @@ def test_a_forked_child_has_the_memory_for_itself(storages: StorageMappings) -> 
 def test_gradients_and_versions_are_untouched(storages: StorageMappings) -> None:
     tensor = torch.zeros(9 << 20, requires_grad=True)
     version = tensor._version
-    assert storages.find(tensor) is not None
+    assert found(storages, tensor) is not None
     assert tensor._version == version
     assert tensor.is_leaf
     assert tensor.requires_grad

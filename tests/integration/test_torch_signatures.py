@@ -332,10 +332,10 @@ INHERITED = {
     "_wait_for_pending_works", "abort", "boxed", "bound_device_id", "get_group_store", "name", "set_timeout",
     "shutdown", "unbox",
 }  # fmt: skip
-# Asked of a backend in C++: they raise, but for the hooks of calls, which are never called.
+# Asked of a backend in C++: they raise. There is no hook of a call to unregister.
 SINCE_2_15 = {
     "_add_ephemeral_timeout", "get_backend", "get_reconfigure_handle", "new_window", "register_abort_hook",
-    "register_post_hook", "register_pre_hook", "supports_abort_hooks", "supports_completion_hooks",
+    "supports_abort_hooks", "supports_completion_hooks",
     "supports_reconfigure", "supports_window", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook",
 }  # fmt: skip
 
@@ -347,6 +347,13 @@ def test_every_method_of_torchs_is_ours_or_known_to_need_no_backend() -> None:
         ProcessGroup.BackendType.__members__
     )
     assert members - ours - {"BackendType"} <= {*INHERITED, *SINCE_2_15, *NOT_HERE}
+
+
+@pytest.mark.parametrize("method", ["register_pre_hook", "register_post_hook"])
+def test_hooks_of_calls_are_refused_because_nothing_would_call_them(method: str, ours: Ring) -> None:
+    for pg in (ours[0], GangProcessGroup(FakeGang("cpu"))):
+        with pytest.raises(NotSupportedError, match="no hooks"):
+            getattr(pg, method)(1, print)
 
 
 NOT_ALIKE = ("supports_reconfigure", "supports_splitting", "supports_tensor_alloc")

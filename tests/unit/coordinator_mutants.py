@@ -3,7 +3,7 @@ that breaks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,7 @@ from elasticgang.protocol.coordinator_messages import (
     Welcome,
 )
 from elasticgang.protocol.coordinator_state import CoordinatorState, Silences
-from elasticgang.protocol.next_record import next_record
-from elasticgang.protocol.record import Record, Report, Undecided
+from elasticgang.protocol.record import Record, Report
 
 Patch = tuple[object, str, Any]
 
@@ -101,7 +100,7 @@ def _renew_from_the_answer(self: AgentSession, sent_s: float, now_s: float) -> A
 
 
 def _refused_anywhere(self: AgentSession, address: str, began_s: float, now_s: float) -> Any:
-    return [] if self.is_fenced or self.lease_until_s is None else _renew(self, began_s, now_s)
+    return [] if self.lease_until_s is None else _renew(self, began_s, now_s)
 
 
 def _refused_by_former(self: AgentSession, welcome: Welcome, now_s: float) -> Any:
@@ -144,19 +143,12 @@ def _finish_once(self: AgentSession, address: str, now_s: float) -> Any:
     return out
 
 
-def _dead_are_waited_for(self: CoordinatorState, record: Record, reports: dict[str, Report]) -> str | None:
-    if not self.lost:
-        return None
-    careful = next_record(record, list(reports.values()))
-    return careful.reason if isinstance(careful, Undecided) and not careful.refused else None
-
-
 def _free_once_lost(self: CoordinatorState, hello: Hello) -> bool:
     return _is_duplicate(self, hello) and hello.agent not in self.lost
 
 
-def _lost_is_dead(self: CoordinatorState, agents: Iterable[str], dead: bool) -> Any:
-    return _declare_lost(self, agents, True)
+def _parents_are_lost(self: CoordinatorState) -> bool:
+    return bool(self._parents) and self._parents <= self.lost
 
 
 def _newer_by_generation(ref: DecisionRef, than: DecisionRef) -> bool:
@@ -191,10 +183,10 @@ _session_welcome = AgentSession._welcome
 _connected = AgentSession._connected
 _push = AgentSession._push
 _is_duplicate = CoordinatorState._is_duplicate
-_declare_lost = CoordinatorState._declare_lost
 _learn_term = CoordinatorState._learn_term
 _leave_office = CoordinatorState._leave_office
 _learn = CoordinatorState._learn
+_tell_undecided = CoordinatorState._tell_undecided
 
 
 def _forget_but_reports(self: CoordinatorState, number: int) -> Any:
@@ -209,6 +201,15 @@ def _over_once(self: AgentSession, address: str, now_s: float) -> Any:
     over, self.over = self.over, 0
     out = _connected(self, address, now_s)
     self.over = over
+    return out
+
+
+def _tell_undecided_once(self: CoordinatorState) -> Any:
+    if vars(self).get("was_told") == self._undecided:
+        return []
+    out = _tell_undecided(self)
+    if out:
+        vars(self)["was_told"] = self._undecided
     return out
 
 
@@ -237,19 +238,16 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     ),
     "reports of earlier generations count": ((CoordinatorState, "_counts", _counts_whatever_it_knows),),
     "lost before it is fenced": ((Silences, "of", _silent_at_once),),
-    "who is silent is dead": ((CoordinatorState, "_declare_lost", _lost_is_dead),),
+    "leases of another address are not thought of": ((CoordinatorState, "_may_be_led_elsewhere", _always(False)),),
     "a coordinator's standstill counts": ((Silences, "advance", _never_advance),),
     "absent agents are not waited for": ((CoordinatorState, "_waits", _skip_absent),),
-    "silent agents are not waited for": ((CoordinatorState, "_needed", _always(None)),),
-    "dead agents are waited for": ((CoordinatorState, "_needed", _dead_are_waited_for),),
-    "joiners go on alone": ((CoordinatorState, "_is_alone", _always(False)),),
     "directories and promises are mixed": ((CoordinatorState, "_needs_directory", staticmethod(_always(False))),),
     "notices are sent once": (
         (CoordinatorState, "_welcome", _welcome_without_notices),
         (AgentSession, "_notices", _notices_lost),
     ),
+    "a silent parent is gone": ((CoordinatorState, "_parents_are_gone", _parents_are_lost),),
     "joiners are sent a record at once": ((CoordinatorState, "_must_accept", _always(frozenset())),),
-    "lost agents come back as they are": ((CoordinatorState, "_is_ancestor", staticmethod(_always(True))),),
     "an id is free once its agent is lost": ((CoordinatorState, "_is_duplicate", _free_once_lost),),
     "two processes have one id": ((CoordinatorState, "_is_duplicate", _always(False)),),
     "a lease runs from the answer": ((AgentSession, "_renew", _renew_from_the_answer),),
@@ -268,6 +266,7 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
         (CoordinatorState, "_reconsider", _always(None)),
         (CoordinatorState, "_leave_office", _leave_office_in_despair),
     ),
+    "why a proposal is undecided is told once": ((CoordinatorState, "_tell_undecided", _tell_undecided_once),),
     "equal numbers are one term": ((CoordinatorState, "_learn_term", _learn_higher_numbers),),
     "the end of a generation is told once": ((AgentSession, "_connected", _over_once),),
 }

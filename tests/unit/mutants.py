@@ -17,7 +17,10 @@ from elasticgang.protocol.agent_events import (
     Fail,
     Fence,
     Instruction,
+    KillRanks,
     NotStarted,
+    RecordRequested,
+    Restart,
     Started,
     StartRank,
     StopHelpers,
@@ -27,6 +30,8 @@ from elasticgang.protocol.commit import Action, Attempt, Fate, Standing, action,
 from elasticgang.protocol.member_instructions import Do
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Next, Routine
 from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat, Undecided
+from elasticgang.simulation.cluster import Cluster
+from elasticgang.simulation.rank import Rank
 from tests.unit.coordinator_mutants import COORDINATOR_MUTANTS
 
 Patch = tuple[object, str, Any]
@@ -40,8 +45,8 @@ _not_started = AgentLifecycle._not_started
 _enter = member_state.MemberState.enter
 _left = agent_state.AgentState._member_left
 _report = agent_state.AgentState.report
-_may_hold = recovery._may_hold
-_beyond_max = next_record._surplus_agents
+_exit_began = agent_state.AgentState._exit_began
+_record_requested = agent_state.AgentState._record_requested
 _started = AgentLifecycle._started
 _fence = AgentLifecycle._fence
 _timers = AgentLifecycle.timers
@@ -49,12 +54,9 @@ _reduce = MemberLifecycle._reduce
 _vote = MemberLifecycle._vote
 _next_generation = MemberLifecycle._next_generation
 _at_boundary = MemberLifecycle.at_boundary
-
-
-def _action_by_step(tip: Attempt | None, pending: Attempt | None, committed: Attempt) -> Action:
-    if tip is not None and tip.step == committed.step:
-        return Action.KEEP
-    return Action.APPLY if pending is not None and pending.step == committed.step else Action.HEAL
+_end = MemberLifecycle.end
+_end_rank = Rank.end
+_moves = Rank.moves
 
 
 def _resolve_unrecorded(_: Attempt, generation: int, present: Collection[Standing], __: Iterable[Attempt] = ()) -> Fate:
@@ -105,10 +107,6 @@ def _holds_any_part(member: MemberReport, committed: Attempt, _: object) -> bool
     return member.holds is not None and action(member.tip, member.pending, committed) is not Action.HEAL
 
 
-def _may_hold_but_spares(record: Record, absent: Sequence[Seat], model: Any) -> Any:
-    return _may_hold(record, [seat for seat in absent if seat.status != SPARE], model)
-
-
 def _enter_and_keep_pending(self: member_state.MemberState, record: Record, seat: Seat) -> None:
     pending = self.pending
     _enter(self, record, seat)
@@ -157,12 +155,38 @@ def _plan_whoever_holds(*given: Any, holds: object, **others: Any) -> Plan:
     return plan(*given, **others)
 
 
-def _beyond_max_whoever_holds(record: Record | None, reports: Sequence[Report], _: object) -> list[Report]:
-    return _beyond_max(record, reports, {})
-
-
 def _report_without_spares(self: agent_state.AgentState) -> Report:
     return replace(_report(self), num_seats=None)
+
+
+def _exit_began_unkilled(self: agent_state.AgentState, member: str) -> list[Instruction]:
+    return [one for one in _exit_began(self, member) if not isinstance(one, KillRanks)]
+
+
+def _exit_began_in_silence(self: agent_state.AgentState, member: str) -> list[Instruction]:
+    return [KillRanks((member,))] if _exit_began(self, member) else []
+
+
+def _exit_began_and_restart(self: agent_state.AgentState, member: str) -> list[Instruction]:
+    out = _exit_began(self, member)
+    return [*out, Restart(self._ranks[member].local_rank, 0.0)] if out else []
+
+
+def _requested_whoever_exits(self: agent_state.AgentState, event: RecordRequested) -> list[Instruction]:
+    rank = self._ranks.get(event.member)
+    if rank is not None and rank.phase is agent_state._Phase.EXITING:
+        rank.phase = agent_state._Phase.SEATED
+    return _record_requested(self, event)
+
+
+def _moves_with_early_notice(self: Rank, cluster: Cluster) -> list[str]:
+    moves = _moves(self, cluster)
+    return moves if self.alive or self.is_noticed else ["is noticed", *moves]
+
+
+def _end_unread(self: Rank, status: int) -> None:
+    _end_rank(self, status)
+    self.sent.clear()
 
 
 def _fence_without_kill(self: AgentLifecycle, reason: str) -> list[AgentInstruction]:
@@ -258,6 +282,18 @@ def _vote_or_raise(self: MemberLifecycle, *args: Any) -> Routine[bool]:
             return bool(end.value)
 
 
+def _end_unrestored(self: MemberLifecycle, error: BaseException | None) -> Routine[bool]:
+    inner, outcome = _end(self, error), None
+    while True:
+        try:
+            instruction = inner.send(outcome)
+        except StopIteration as end:
+            return bool(end.value)
+        if isinstance(instruction, do.EndStep):
+            instruction = replace(instruction, restores=False)
+        outcome = yield instruction
+
+
 def _request_first(self: MemberLifecycle) -> Routine[None]:
     state = self.state
     yield do.SendRequest(state.report(self._local_rank, self._address, self.observed.draining), self.observed.error)
@@ -294,7 +330,6 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "decision not in the record": ((recovery, "resolve", _resolve_unrecorded),),
     "never rolled forward": ((recovery, "resolve", _resolve_never_forward),),
     "what was told does not count": ((recovery, "resolve", _resolve_untold),),
-    "nobody is waited for": ((recovery, "_absent", _always([])),),
     "all that is lost begins anew": ((recovery, "_is_blind", _always(False)),),
     "any part will do": ((recovery, "_holds", _holds_any_part),),
     "a torn state has a share": ((member_state.MemberState, "fails", False),),  # MEMBER-3
@@ -320,15 +355,11 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a failed vote drops what is prepared": ((MemberLifecycle, "_vote", _forget_when_the_vote_fails),),
     "a rank in doubt begins another step": ((MemberLifecycle, "_resolve_in_step", _in_doubt_goes_on),),
     "a draining rank leaves without a vote": ((MemberLifecycle, "at_boundary", _leaves_at_once),),
-    "spares are not waited for": ((recovery, "_may_hold", _may_hold_but_spares),),
-    "by step alone": ((member_state, "action", _action_by_step), (recovery, "action", _action_by_step)),
-    "chains are told apart by number": ((Record, "builds_on", _always(True)),),
-    "who is one too many waits, whatever it holds": ((next_record, "_surplus_agents", _beyond_max_whoever_holds),),
+    "who does not fit is let in": ((next_record, "_differences", lambda *_: iter(())),),
     "a rank forked while its agent is fenced runs on": ((AgentLifecycle, "_started", _started_unkilled),),
     "an agent rejoins at once": ((AgentLifecycle, "_fence", _rejoins_at_once),),
     "failed starts never give up": ((agent_state, "_MAX_NOT_STARTED", 1_000),),
     "all leave in order": ((agent_state.AgentState, "_member_left", _left_in_order),),
-    "no witness is needed": ((next_record, "without_witness", _always(None)),),
     "what was given up counts": ((recovery, "resolve", _resolve_any_generation),),
     "the first state has one name": ((recovery, "_recover", _recover_under_one_name),),
     "a rollback is not said": ((recovery, "_roll_back", _roll_back_in_silence),),
@@ -345,6 +376,13 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a first start is tried again": ((AgentLifecycle, "_not_started", _try_the_first_start_again),),
     "a grace period does not end": ((AgentLifecycle, "timers", _without("grace")),),
     "learners never decide": ((recovery, "resolve", _resolve_without_learners),),
+    "a rank whose exit has begun runs on": ((agent_state.AgentState, "_exit_began", _exit_began_unkilled),),
+    "an exit that has begun ends no generation": ((agent_state.AgentState, "_exit_began", _exit_began_in_silence),),
+    "a rank is restarted before it is gone": ((agent_state.AgentState, "_exit_began", _exit_began_and_restart),),
+    "a rank whose exit has begun is heard": ((agent_state.AgentState, "_record_requested", _requested_whoever_exits),),
+    "an exit is noticed before messages are read": ((Rank, "moves", _moves_with_early_notice),),
+    "what a dead rank sent is not read": ((Rank, "end", _end_unread),),
+    "a dropped step keeps what forward changed": ((MemberLifecycle, "end", _end_unrestored),),
     **COORDINATOR_MUTANTS,
 }
 
@@ -356,10 +394,13 @@ FOUND = {
 }
 
 
+def mutated(name: str) -> contextlib.AbstractContextManager[None]:
+    """While the rules are those of `name`."""
+    return patched(MUTANTS[name])
+
+
 @contextlib.contextmanager
-def mutated(name: str) -> Iterator[None]:
-    """While the rules are those of `name`; "" is ours."""
-    patches = {**MUTANTS, "": ()}[name]
+def patched(patches: Sequence[Patch]) -> Iterator[None]:
     originals = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in patches]
     try:
         for owner, attribute, value in patches:

@@ -29,12 +29,12 @@ class ShardedRule(Rule):
     newest: list[Any] = field(default_factory=list, compare=False)
 
     def decide(self, world: World, fates: Sequence[str], heard: Attempt | None) -> Outcome:
-        present = {at: world.mems[at] for at, fate in enumerate(fates) if fate == PRESENT}
-        if len({mem.part for mem in present.values()}) < world.num_parts:
+        if not _is_group(tuple(fates), tuple([mem.part for mem in world.mems]), world.num_parts):
             raise commit_model.Impossible("too few for one replica group")
         truth = self._truth(world, fates, heard)
         if not isinstance(truth, recovery.CommittedState):
             raise commit_model.Impossible(truth.reason)
+        present = {at: world.mems[at] for at, fate in enumerate(fates) if fate == PRESENT}
         actions = {at: self.action(mem.tip, mem.pending, truth.committed) for at, mem in present.items()}
         check_actions(world, truth.committed, actions)
         held = {world.mems[at].part for at, answer in actions.items() if answer is not Action.HEAL}
@@ -65,6 +65,12 @@ class ShardedRule(Rule):
             known = [] if heard is None else [heard]
             self.known[key] = undecided if undecided is not None else recovery.recover(record, reports, known, lost)
         return self.known[key]
+
+
+@functools.cache
+def _is_group(fates: tuple[str, ...], parts: tuple[int, ...], num_parts: int) -> bool:
+    """Whether the present members hold every part. `parts`: of each member."""
+    return len({part for part, fate in zip(parts, fates, strict=True) if fate == PRESENT}) == num_parts
 
 
 @functools.cache

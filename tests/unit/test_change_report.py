@@ -28,9 +28,9 @@ def started() -> ChangeReporter:
 # CHANGE-2
 def test_a_death_is_reported_with_its_cause_and_phases() -> None:
     changes = started()
-    changes.caused("rank 1 lost a peer", 10.01)
-    changes.caused("rank 2 was killed by SIGKILL", 10.02, is_root=True)
-    changes.caused("rank 0 exited with code 1", 10.03, is_root=True)
+    changes.caused("rank 1 lost a peer", "abort", 10.01)
+    changes.caused("rank 2 was killed by SIGKILL", "killed", 10.02, is_root=True)
+    changes.caused("rank 0 exited with code 1", "failed", 10.03, is_root=True)
     changes.requested("a0", Attempt(2, 1))
     changes.requested("a1", None)
     assert list(changes.agreed(record_of(["a0", "a1"], 2, committed=Attempt(2, 1), rolled_forward=True), "a")) == []
@@ -38,7 +38,7 @@ def test_a_death_is_reported_with_its_cause_and_phases() -> None:
     enter(changes, "a1", 2, 10.05)
     assert list(changes.committed("a0", Attempt(3, 2), 10.2)) == []
     (change,) = changes.committed("a1", Attempt(3, 2), 10.3)
-    assert change["cause"] == "rank 2 was killed by SIGKILL"
+    assert (change["cause"], change["kind"]) == ("rank 2 was killed by SIGKILL", "killed")
     assert (change["left"], change["joined"], change["moved"]) == (["a2"], [], [])
     assert change["in_doubt"] == [{"step": 2, "generation": 1, "outcome": "rolled forward"}]
     # From the first sign, at 10.01; the slower rank, a1, ends each phase.
@@ -60,7 +60,7 @@ def test_a_death_is_reported_with_its_cause_and_phases() -> None:
 
 def test_a_newcomer_that_heals_is_no_late_survivor() -> None:
     changes = started()
-    changes.caused("a rank waits to join", 10.0)
+    changes.caused("a rank waits to join", "join", 10.0)
     assert list(changes.agreed(record_of(["a0", "a1", "a2", "a3"], 2), "a")) == []
     told: list[dict[str, Any]] = []
     for member in ("a0", "a1", "a2"):  # what a3 says may come last
@@ -113,13 +113,13 @@ def test_events_of_another_generation_do_not_count() -> None:
 
 def test_a_lost_agent_is_the_root_cause() -> None:
     changes = started()
-    changes.caused("rank 1 lost a peer", 10.01)
+    changes.caused("rank 1 lost a peer", "abort", 10.01)
     changes.agent_lost("b", 10.02)  # it has no seats
     changes.agent_lost("a", 10.03)
     list(changes.agreed(record_of(["a0"], 2), "a"))
     (change,) = changes.ended()
     assert change["cause"] == "agent a is lost"
-    changes.caused("agent a exits on SIGTERM", 11.0)
+    changes.caused("agent a exits on SIGTERM", "abort", 11.0)
     changes.agent_lost("a", 11.01)
     list(changes.agreed(record_of(["a0"], 3), "a"))
     (change,) = changes.ended()
@@ -129,22 +129,22 @@ def test_a_lost_agent_is_the_root_cause() -> None:
 # CHANGE-1
 def test_a_change_is_reported_once_the_exit_that_caused_it_is_complete() -> None:
     changes = started()
-    changes.caused("rank 2 died", 10.0, is_root=True, exiting="a2")
-    changes.caused("rank 2 was killed by SIGKILL", 10.5, is_root=True)
+    changes.caused("rank 2 died", "killed", 10.0, is_root=True, exiting="a2")
+    changes.caused("rank 2 was killed by SIGKILL", "killed", 10.5, is_root=True)
     assert list(changes.agreed(record_of(["a0", "a1"], 2), "a")) == []
     for member in ("a0", "a1"):
         enter(changes, member, 2, 10.01)
         assert list(changes.committed(member, Attempt(2, 2), 10.2)) == []
-    assert list(changes.exited("a1", "rank 1 was killed by SIGKILL")) == []
-    (change,) = changes.exited("a2", "rank 2 was killed by SIGKILL")
+    assert list(changes.exited("a1", "rank 1 was killed by SIGKILL", "killed")) == []
+    (change,) = changes.exited("a2", "rank 2 was killed by SIGKILL", "killed")
     assert change["cause"] == "rank 2 was killed by SIGKILL"
     assert change["phases_ms"]["detect"] == 10.0
 
 
 def test_an_exit_that_is_complete_first_names_the_cause() -> None:
     changes = started()
-    changes.caused("rank 2 died", 10.0, is_root=True, exiting="a2")
-    assert list(changes.exited("a2", "rank 2 was killed by SIGKILL")) == []
+    changes.caused("rank 2 died", "killed", 10.0, is_root=True, exiting="a2")
+    assert list(changes.exited("a2", "rank 2 was killed by SIGKILL", "killed")) == []
     assert list(changes.agreed(record_of(["a0", "a1"], 2), "a")) == []
     for member in ("a0", "a1"):
         enter(changes, member, 2, 10.01)
@@ -154,8 +154,8 @@ def test_an_exit_that_is_complete_first_names_the_cause() -> None:
 
 def test_the_next_generation_waits_for_no_exit() -> None:
     changes = started()
-    changes.caused("rank 2 died", 10.0, is_root=True, exiting="a2")
+    changes.caused("rank 2 died", "killed", 10.0, is_root=True, exiting="a2")
     assert list(changes.agreed(record_of(["a0", "a1"], 2), "a")) == []
     (change,) = changes.agreed(record_of(["a0"], 3), "a")
     assert change["cause"] == "rank 2 died"
-    assert list(changes.exited("a2", "rank 2 was killed by SIGKILL")) == []
+    assert list(changes.exited("a2", "rank 2 was killed by SIGKILL", "killed")) == []

@@ -39,6 +39,7 @@ MANIFEST = Manifest("job", Attempt(7, 2), "record", {"tp": 1}, FILES, (WEIGHT, S
 
 def test_a_manifest_is_read_back() -> None:
     assert parse(MANIFEST.encode()) == MANIFEST
+    assert parse(MANIFEST.encode()).digest == json.loads(MANIFEST.encode())["digest"]
     assert MANIFEST.num_bytes == 68
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol import coordinator_messages as m
-from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.record import MemberReport, Report
 from tests.unit.test_coordinator_state import Driver, found, record, report
 
@@ -20,11 +19,11 @@ def undecided(driver: Driver, agents: int) -> Report:
     return replace(report("a"), min_agents=agents)
 
 
-def test_an_agent_that_comes_back_under_another_id_is_dead_under_the_former_one() -> None:
+def test_an_agent_that_comes_back_under_another_id_is_lost_under_the_former_one() -> None:
     driver, _, b = found()
     out = driver.hear(9, m.Hello("a.2", "a", 1, former="a"))
-    assert driver.state.dead == {"a"}
-    assert sent(out, m.Notice) == [(b, m.Notice("lost", "", "a")), (9, m.Notice("lost", "", "a"))]
+    assert driver.state.lost == {"a"}
+    assert sent(out, m.Notice) == [(b, m.Notice("lost", "", ("a",))), (9, m.Notice("lost", "", ("a",)))]
     assert (b, m.EndGeneration(1, "agent a is lost")) in sent(out, m.EndGeneration)
 
 
@@ -44,8 +43,22 @@ def test_an_agent_without_seats_that_ends_ends_no_generation() -> None:
     assert record(driver).agents == ("a", "b")
     out = driver.hear(a, m.Goodbye())
     assert sent(out, m.EndGeneration) == []
-    assert sent(out, m.Notice) == [(b, m.Notice("lost", "", "a"))]
-    assert driver.state.dead == {"a"}
+    assert sent(out, m.Notice) == [(b, m.Notice("lost", "", ("a",)))]
+    assert driver.state.lost == {"a"}
+
+
+def test_agents_that_are_lost_together_are_one_notice() -> None:
+    """A rack of many is lost: a notice for each, to each of the others, would keep the coordinator busy."""
+    driver = Driver(granted=True)
+    a, *_ = sessions = [driver.open(name) for name in "abcd"]
+    for session, name in zip(sessions, "abcd", strict=True):
+        driver.hear(session, m.Ready(report(name)))
+    assert record(driver).agents == ("a", "b", "c", "d")
+    notices = []
+    for _ in range(30):
+        notices += sent(driver.wait(0.5), m.Notice)
+        driver.hear(a, m.Heartbeat(1))
+    assert notices == [(a, m.Notice("lost", "", ("b", "c", "d")))]
 
 
 def test_an_agent_that_ends_after_the_job_has_finished_ends_no_generation() -> None:
@@ -62,7 +75,7 @@ def test_an_agent_with_another_layout_is_refused_at_once_and_ends_nothing() -> N
     assert session == c
     assert refusal.reason.startswith("its layout is ")
     assert [session for session, _ in sent(out, m.Notice)] == [a, b]
-    assert {(notice.topic, notice.agent) for _, notice in sent(out, m.Notice)} == {("refused", "c")}
+    assert {(notice.topic, notice.agents) for _, notice in sent(out, m.Notice)} == {("refused", ("c",))}
     assert sent(out, m.JoinNotice) == []
     assert c not in driver.state.sessions
 
@@ -79,6 +92,22 @@ def test_agents_are_told_once_why_no_record_follows() -> None:
     assert sent(driver.wait(5.0), m.Notice) == []
 
 
+# NOTICE
+def test_an_agent_is_told_again_in_its_next_session_but_only_while_the_reason_holds() -> None:
+    driver, a, b = found()
+    asked = m.Ready(replace(report("a", record(driver).ref), members=(), exited=("a/0",)))
+    driver.hear(b, m.Goodbye())
+    driver.hear(a, asked)
+    ((session, told),) = sent(driver.wait_with(a, 8.0), m.Notice)
+    assert session == a
+    assert told.reason.startswith("the layout (all sizes 1) needs 1 rank; 0 are present")
+    again = driver.open("a")
+    assert sent(driver.wait_with(again, 8.0), m.Notice) == []  # it is its own report that is waited for
+    driver.hear(again, asked)
+    assert sent(driver.wait_with(again, 2.5), m.Notice) == []
+    assert sent(driver.wait_with(again, 8.0), m.Notice) == [(again, told)]
+
+
 def test_each_welcome_says_whether_the_coordinator_listens_everywhere() -> None:
     driver = Driver(granted=True, everywhere=True)
     (welcome,) = sent(driver.hear(1, m.Hello("a", "a", 1)), m.Welcome)
@@ -93,13 +122,3 @@ def test_absent_agents_are_those_without_a_session_that_may_live() -> None:
     driver.do(m.SessionClosed(b))
     driver.do(m.AgentExited("a"))
     assert list(driver.state.absent_agents()) == ["b"]
-
-
-def test_with_the_timeouts_of_a_job_the_end_of_the_lease_ends_the_agent() -> None:
-    session = AgentSession("a", "a", m.JOB_TIMEOUTS)
-    session.handle(m.Connected("c:1"), 0.0)
-    session.handle(m.Answer(m.Welcome(m.Term(1, "c"), True)), 0.0)
-    assert session.handle(m.Ticked(), m.JOB_TIMEOUTS.lease_s - 0.1) != []  # a heartbeat
-    assert m.Fence(0) in session.handle(m.Ticked(), m.JOB_TIMEOUTS.lease_s)
-    assert any(isinstance(i, m.KillRanks) for i in session.handle(m.Ticked(), m.JOB_TIMEOUTS.lease_s))
-    assert session.is_ended

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import elasticgang as eg
+from elasticgang.member.local_rendezvous import LocalRendezvous
+from elasticgang.state.snapshot_server import SnapshotServer
 
 CPU = torch.device("cpu")
 
@@ -90,6 +94,207 @@ def test_what_the_last_backward_leaves_out_is_reduced_all_the_same(
     assert len(told) == (0 if finds_unused else 1)
 
 
+def reproducible(module: nn.Module, **options: object) -> tuple[eg.QuorumManager, eg.DistributedDataParallel]:
+    manager = eg.join(layout=eg.ParallelLayout())
+    ddp = eg.DistributedDataParallel(manager, module, reduction="reproducible", **options)  # type: ignore[arg-type]
+    return manager, ddp
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.clone()
+
+
+def tree_of_seven(gradients: list[Tensor | None], like: Tensor) -> Tensor:
+    """The sum along the tree of `test_summation_tree.py`, written out."""
+    a, b, c, d, e, f, g = (torch.zeros_like(like) if each is None else each for each in gradients)
+    return (((a + b) + (c + d)) + (e + f)) + g
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.001}], ids=str)
+def test_the_reproducible_gradient_is_the_sum_along_the_tree(options: dict[str, object]) -> None:
+    """REPRODUCIBLE-1: also of parameters that some slots do not use, be it the last one, and in a later step."""
+    torch.manual_seed(0)
+    module, reference = Crossed(), Crossed()
+    reference.load_state_dict(module.state_dict())
+    manager, ddp = reproducible(module, **options)
+    manager.register_state(model=ddp)
+    batches = eg.GlobalBatch(70, size=14, slot=2, seed=0)
+    data = torch.randn(70, 300)
+    uses_all = [True, False, False, True, False, True, False]
+
+    def see(seen: list[list[Tensor]], total: float) -> None:
+        seen.append([grad_of(each) for each in module.parameters()])
+
+    for step in manager.steps(2):
+        expected: list[list[Tensor | None]] = [[] for _ in reference.parameters()]
+        with step:
+            for slot in batches.slots(step):
+                for each in (module, reference):
+                    each.uses_all = uses_all[slot.number] and step.index == 0
+                with ddp.accumulate(last=slot.last):
+                    ddp(data[slot.index]).square().sum().backward()
+                reference(data[slot.index]).square().sum().backward()
+                for sums, parameter in zip(expected, reference.parameters(), strict=True):
+                    sums.append(parameter.grad)
+                    parameter.grad = None
+            seen: list[list[Tensor]] = []
+            # The parameters keep their gradients.
+            assert manager.commit(1.0, functools.partial(see, seen))
+        for gradient, sums, parameter in zip(seen[0], expected, module.parameters(), strict=True):
+            assert torch.equal(gradient, tree_of_seven(sums, parameter))
+
+
+def test_two_backwards_of_a_slot_are_one_gradient_and_a_slot_may_have_none() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    manager, ddp = reproducible(module)
+    optim = eg.Optimizer(manager, torch.optim.SGD(module.parameters(), lr=1.0))
+    manager.register_state(model=ddp, optim=optim)
+    before = module.weight.item()
+    for step in manager.steps(1):
+        with step:
+            for slot in eg.GlobalBatch(4, size=4, slot=1).slots(step):
+                for value in () if slot.number == 1 else (1.0, 2.0**24, -(2.0**24)) if slot.number == 0 else (4.0,):
+                    with ddp.accumulate(last=slot.last):
+                        ddp(torch.tensor([[value]])).sum().backward()
+            assert optim.step(weight=1.0)
+    assert module.weight.item() == before - 8.0  # 1 is lost in the sum of slot 0, which is in the order of backward
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_a_value_that_is_not_finite_stays_so(value: float) -> None:
+    module = nn.Linear(1, 1, bias=False)
+    manager, ddp = reproducible(module)
+    manager.register_state(model=ddp)
+    seen: list[float] = []
+    for step in manager.steps(1):
+        with step:
+            for slot in eg.GlobalBatch(4, size=4, slot=1).slots(step):
+                with ddp.accumulate(last=slot.last):
+                    ddp(torch.tensor([[value if slot.number == 1 else 1.0]])).sum().backward()
+            assert manager.commit(1.0, lambda total: seen.append(grad_of(module.weight).item()))
+    assert str(seen[0]) == str(value)
+
+
+# SLOTS-1
+def test_a_backward_whose_slot_is_unknown_is_refused() -> None:
+    manager, ddp = reproducible(nn.Linear(1, 1))
+    manager.register_state(model=ddp)
+    batches = eg.GlobalBatch(4, size=4, slot=1)
+    with next(manager.steps(1)) as step:
+        list(batches.slots(step))  # all before the first backward
+        with pytest.raises(eg.InvalidOperationError, match=r"in a loop over `batches\.slots"):
+            ddp.accumulate(last=True).__enter__()
+        manager.commit(1.0, lambda total: None)
+
+
+@pytest.mark.parametrize("kind", [eg.DistributedDataParallel, eg.ShardedDataParallel])
+def test_a_forward_outside_of_accumulate_is_refused_unless_nothing_can_follow(kind: type[nn.Module]) -> None:
+    """Its gradient would be lost."""
+    manager = eg.join(layout=eg.ParallelLayout())
+    model = kind(manager, nn.Linear(1, 1), reduction="reproducible")
+    manager.register_state(model=model)
+    with torch.no_grad():
+        model(torch.ones(1, 1))
+    with next(manager.steps(1)) as step:
+        with pytest.raises(eg.InvalidOperationError, match="call the model inside `accumulate`"):
+            model(torch.ones(1, 1))
+        eg.GlobalBatch(1, size=1, slot=1).slots(step)
+        manager.commit(1.0, lambda total: None)
+
+
+def test_slots_of_two_batches_are_refused() -> None:
+    manager, ddp = reproducible(nn.Linear(1, 1))
+    manager.register_state(model=ddp)
+    with next(manager.steps(1)) as step:
+        for _ in eg.GlobalBatch(2, size=2, slot=1).slots(step):
+            ddp.accumulate(last=False).__enter__()
+        for _ in eg.GlobalBatch(3, size=3, slot=1).slots(step):
+            with pytest.raises(eg.InvalidOperationError, match="of a batch of 2 slots and of one of 3"):
+                ddp.accumulate(last=False).__enter__()
+            break
+        manager.commit(1.0, lambda total: None)
+
+
+def test_slots_in_another_order_are_refused() -> None:
+    manager, ddp = reproducible(nn.Linear(1, 1))
+    manager.register_state(model=ddp)
+    with next(manager.steps(1)) as step:
+        slots = eg.GlobalBatch(2, size=2, slot=1).slots(step)
+        for _ in slots:
+            ddp.accumulate(last=False).__enter__()
+        for _ in slots:
+            with pytest.raises(eg.InvalidOperationError, match="slot 0 was used after slot 1"):
+                ddp.accumulate(last=False).__enter__()
+            break
+        manager.commit(1.0, lambda total: None)
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    with pytest.raises(ValueError, match='must be "sum" or "reproducible", but is \'mean\' instead'):
+        eg.DistributedDataParallel(eg.join(layout=eg.ParallelLayout()), nn.Linear(1, 1), reduction="mean")
+
+
+class Allocating(LocalRendezvous):
+    """Remembers the memory that it has given."""
+
+    def __init__(self) -> None:
+        super().__init__(eg.ParallelLayout(), CPU)
+        self.given: list[Tensor] = []
+
+    def empty(self, num: int, dtype: torch.dtype) -> Tensor:
+        self.given.append(super().empty(num, dtype))
+        return self.given[-1]
+
+    def holds(self, gradient: Tensor | None) -> bool:
+        storages = {tensor.untyped_storage().data_ptr() for tensor in self.given}
+        return gradient is not None and gradient.untyped_storage().data_ptr() in storages
+
+
+def managed_by(rendezvous: Allocating) -> eg.QuorumManager:
+    return eg.QuorumManager(rendezvous, SnapshotServer(), eg.ParallelLayout(), CPU)
+
+
+# DDP-5
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_buckets_lie_in_memory_of_the_manager_even_if_they_are_made_again(finds_unused: bool) -> None:
+    rendezvous = Allocating()
+    manager = managed_by(rendezvous)
+    module = Crossed()
+    ddp = eg.DistributedDataParallel(manager, module, bucket_cap_mb=1.0, find_unused_parameters=finds_unused)
+    optim = eg.Optimizer(manager, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    manager.register_state(model=ddp, optim=optim)
+    for step in manager.steps(4):
+        with step:
+            module.uses_all = (
+                step.index % 2 == 0
+            )  # otherwise torch's wrapper is made again, unless it finds unused ones
+            with ddp.accumulate(last=True):
+                ddp(torch.ones(2, 300)).sum().backward()
+            step.contribute()
+            used = [each for index, layer in enumerate(module.layers) if index != 2 for each in layer.parameters()]
+            assert all(rendezvous.holds(parameter.grad) for parameter in used)
+            assert optim.step(weight=2.0)
+
+
+# DDP-5
+def test_a_sharded_modules_gradients_lie_in_memory_of_the_manager_and_are_summed_again_if_nobody_clears_them() -> None:
+    rendezvous = Allocating()
+    manager = managed_by(rendezvous)
+    module = nn.Linear(3, 2)
+    sharded = eg.ShardedDataParallel(manager, module)
+    optim = eg.Optimizer(manager, torch.optim.SGD([module.weight], lr=0.1))  # the bias keeps its gradient
+    manager.register_state(model=sharded, optim=optim)
+    for step in manager.steps(3):
+        with step:
+            with sharded.accumulate(last=True):
+                sharded(torch.ones(4, 3)).sum().backward()
+            assert optim.step(weight=4.0)
+        assert rendezvous.holds(module.bias.grad)
+        assert module.bias.grad is not None
+        assert module.bias.grad.tolist() == [4.0 * (step.index + 1)] * 2
+
+
 # MANAGER-5
 def test_gradients_are_made_ready_before_they_are_applied_and_not_in_a_step_that_fails() -> None:
     manager = eg.join(layout=eg.ParallelLayout())
@@ -100,7 +305,7 @@ def test_gradients_are_made_ready_before_they_are_applied_and_not_in_a_step_that
         return manager.commit(
             3.0,
             lambda total, square: calls.append(f"apply {total:g} {square:g}"),
-            lambda: 4.0,
+            lambda: [4.0],
             prepare=lambda total, square: calls.append(f"prepare {total:g} {square:g}"),
         )
 

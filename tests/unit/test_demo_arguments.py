@@ -29,6 +29,14 @@ from scripts.demo_job import demo
         (["--kill-every", "nan"], "argument --kill-every: must be a number of seconds greater than 0"),
         (["--output-dir", __file__], "is not a folder"),
         (["--output-dir", str(Path(__file__).parent)], "is not empty; name a new folder"),
+        (["--reproducible", "--no-reference"], "compares with the undisturbed run: leave out --no-reference"),
+        (["--reproducible", "--layout", "tp=2"], "compares whole sets of parameters: leave out --layout"),
+        (["--layout", "cp=2"], "argument --layout: must be like sdp=2,tp=2, with the axes pp, sdp and tp"),
+        (["--layout", "tp=0"], "argument --layout: must be like sdp=2,tp=2"),
+        (["--layout", "tp=4"], "argument --layout: tp must divide 2, the number of heads, but is 4 instead"),
+        (["--layout", "tp=2", "--ranks", "3"], "--ranks must be a multiple of 2, the ranks of a replica group"),
+        (["--layout", "tp=2", "--ranks", "2"], "--ranks must be at least 4, so that a part survives its rank"),
+        (["--spares", "-1"], "--spares must be at least 0, but is -1 instead"),
         (["--kills", "3"], "unrecognized arguments: --kills 3"),
     ],
 )
@@ -45,6 +53,13 @@ def test_what_makes_no_sense_is_refused_in_one_line(
 
 def test_one_rank_is_enough_without_kills() -> None:
     assert demo.parse_args(["--ranks", "1", "--no-kill"]).ranks == 1
+
+
+def test_a_layout_has_two_replica_groups_and_a_spare() -> None:
+    args = demo.parse_args(["--layout", "sdp=2,tp=2"])
+    assert (args.ranks, args.spares) == (8, 1)
+    args = demo.parse_args([])
+    assert (args.ranks, args.spares) == (4, 0)
 
 
 def test_help_names_the_exit_codes_and_the_tolerance(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticgang.launch.cli import make_parser
+from elasticgang.launch.arguments import make_parser
 from elasticgang.protocol.coordinator_messages import JOB_TIMEOUTS
 from tests.documents import DOCUMENTS, PROGRAMS, REPOSITORY, anchors, blocks, links
 
@@ -102,7 +102,7 @@ def test_the_table_of_timeouts_has_the_defaults_of_the_options() -> None:
 
 def test_the_table_of_timeouts_has_the_values_of_the_sessions() -> None:
     said = [pair for row, _ in timeouts() for pair in re.findall(r"`([a-z_]+_s)` ([\d.]+) s", row)]
-    assert len(said) == 9
+    assert len(said) == 8
     assert [(name, value) for name, value in said if getattr(JOB_TIMEOUTS, name) != float(value)] == []
 
 
@@ -188,7 +188,7 @@ UNTESTED = frozenset(
     re.findall(
         r"\S+",
         """
-        BATCH-2 DATA-4 DDP-1 DDP-3 DDP-4 FAULT-1 FAULT-2 FAULT-3 KILL-1 KILL-3 MEMBER-1 NCCL-4
+        BATCH-2 DATA-4 DDP-1 DDP-3 DDP-4 FAULT-1 FAULT-2 FAULT-3 KILL-1 KILL-3 NCCL-4
         NCCLWORKER-1 RANK-1 RENDEZVOUS-1 SUPERVISOR-2 WORKER-3
         """,
     )

@@ -43,6 +43,12 @@ class FakeStep:
         if self._checks < 0:
             raise StepAborted("lost")
 
+    def divide(self, num_slots: int) -> None:
+        """Nobody keeps slots."""
+
+    def end_slot(self) -> None:
+        pass
+
     def contribute(self) -> None:
         assert self.share is None, "only a rank without slots has nothing else to contribute"
 
@@ -183,16 +189,69 @@ def test_slots_are_a_sequence() -> None:
     ],
 )
 def test_a_bad_size_is_refused_with_what_was_given(arguments: dict[str, int], complaint: str) -> None:
-    given_arguments = {"num_samples": 10, "size": 4, "slot": 2, **arguments}
+    given_arguments: dict[str, Any] = {"num_samples": 10, "size": 4, "slot": 2, **arguments}
     with pytest.raises(ValueError, match="must be") as refused:
         GlobalBatch(**given_arguments)
     assert str(refused.value) == complaint
 
 
-def test_a_step_is_asked_for_nothing_but_its_index_and_share() -> None:
+def test_a_step_is_asked_for_nothing_but_its_index_its_share_and_what_is_kept() -> None:
     """Purity: neither the generation nor anything else of a step decides."""
     batches = GlobalBatch(50, size=8, slot=2)
-    bare = cast(Step, SimpleNamespace(index=7, share=Share(1, 2), check=lambda: None))
+    fields = {"check": lambda: None, "divide": lambda num_slots: None, "end_slot": lambda: None}
+    bare = cast(Step, SimpleNamespace(index=7, share=Share(1, 2), **fields))
     assert [slot.index.tolist() for slot in batches.slots(bare)] == [
         slot.index.tolist() for slot in batches.share(7, Share(1, 2))
     ]
+
+
+# -- samplers
+
+LENGTHS = torch.randint(1, 100, (50,), generator=torch.Generator().manual_seed(4))
+
+
+def weighted(seed: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + step)
+    return torch.multinomial(LENGTHS.float(), 8, replacement=True, generator=generator)
+
+
+def of_similar_length(seed: int, step: int) -> list[int]:
+    """Each slot of four has samples of similar length."""
+    chosen = torch.randperm(50, generator=torch.Generator().manual_seed(seed + step))[:8]
+    return [int(i) for i in chosen[LENGTHS[chosen].argsort()]]
+
+
+@pytest.mark.parametrize("sampler", [weighted, of_similar_length])
+@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_the_ranks_divide_what_a_sampler_returns(sampler: Any, counts: list[int]) -> None:
+    batches = GlobalBatch(50, size=8, slot=4, seed=3, sampler=sampler)
+    for step, count in enumerate(counts):
+        assert taken(batches, step, count) == list(sampler(3, step)) == batches.samples(step).tolist()
+
+
+def test_a_sampler_is_asked_for_any_step_in_any_order() -> None:
+    batches = GlobalBatch(50, size=8, slot=4, seed=3, sampler=weighted)
+    assert [batches.samples(step).tolist() for step in (7, 2, 7)] == [weighted(3, step).tolist() for step in (7, 2, 7)]
+
+
+@pytest.mark.parametrize(
+    ("returned", "complaint"),
+    [
+        (torch.zeros(7, dtype=torch.int64), "must return the 8 indices"),
+        (torch.zeros(2, 4, dtype=torch.int64), "must return the 8 indices"),
+        (torch.zeros(8), "torch.float32"),
+        ([], "must return the 8 indices"),
+        ([0] * 7 + [50], "from 0 to 49, but has returned 50 for step 5"),
+        ([-1] + [0] * 7, "from 0 to 49, but has returned -1 for step 5"),
+    ],
+)
+def test_what_is_no_batch_is_refused(returned: Any, complaint: str) -> None:
+    batches = GlobalBatch(50, size=8, slot=4, sampler=lambda seed, step: returned)
+    with pytest.raises(ValueError, match=complaint):
+        batches.share(5, Share(0, 2))
+
+
+def test_a_sampler_that_draws_from_the_processs_own_generator_is_refused() -> None:
+    batches = GlobalBatch(50, size=8, slot=4, sampler=lambda seed, step: torch.randperm(50)[:8])
+    with pytest.raises(ValueError, match="the same samples whenever it is called"):
+        batches.share(0, Share(0, 1))

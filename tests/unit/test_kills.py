@@ -16,21 +16,26 @@ def journal_of(committed: dict[int, tuple[int, int]], *, ranks: int = 3, generat
     for rank in range(ranks):
         run_log.add_event({"event": "spawned", "t": 0.0, "member": f"m{rank}", "local_rank": rank, "pid": 100 + rank})
     for number in range(generations):
-        everybody = list(range(ranks))
-        run_log.add_event(
-            {
-                "event": "generation",
-                "t": 0.0,
-                "generation": number + 1,
-                "ranks": everybody,
-                "active": 1,
-                "learner": 0,
-                "spare": 0,
-            }
-        )
+        begin_generation(run_log, number + 1, ["active"] * ranks)
     for rank, (step, generation) in committed.items():
         run_log.add_history(f"m{rank}", {"kind": "committed", "t": 0.0, "step": step, "generation": generation})
     return run_log
+
+
+def begin_generation(run_log: RunLog, number: int, statuses: list[str]) -> None:
+    """`statuses`: by local rank."""
+    seats = [(rank, None, status) for rank, status in enumerate(statuses)]
+    counts = {status: statuses.count(status) for status in ("active", "learner", "spare")}
+    run_log.add_event(
+        {
+            "event": "generation",
+            "t": 0.0,
+            "generation": number,
+            "ranks": list(range(len(statuses))),
+            "seats": [{"agent": "a", "host": "a", "seats": seats}],
+            **counts,
+        }
+    )
 
 
 def chosen(run_log: RunLog, rank: int, dead: tuple[int, ...] = ()) -> int | None:
@@ -56,6 +61,27 @@ def test_the_last_member_with_state_is_spared_and_those_without_may_die() -> Non
     assert chosen(run_log, 0, dead=(1, 2)) is None
 
 
+# KILL-2
+def test_the_last_member_with_a_part_of_the_state_is_spared() -> None:
+    run_log = journal_of({}, ranks=4)
+
+    def commits(rank: int, part: list[int]) -> None:
+        line = {"kind": "committed", "t": 0.0, "step": 5, "generation": 1, "part": part}
+        run_log.add_history(f"m{rank}", line)
+
+    def chosen_of_two(rank: int) -> int | None:
+        victim = choose(run_log, rank, lambda _: True, num_parts=2)
+        return None if victim is None else victim.local_rank
+
+    commits(0, [0, 0, 0])
+    commits(1, [0, 0, 0])
+    assert chosen_of_two(0) is None  # who holds the other part is not known
+    commits(2, [0, 1, 0])
+    assert [chosen_of_two(rank) for rank in range(4)] == [0, 1, 3, 3]
+    commits(3, [0, 1, 0])
+    assert [chosen_of_two(rank) for rank in range(4)] == [0, 1, 2, 3]
+
+
 def test_a_member_one_step_behind_in_the_same_generation_holds_what_it_needs() -> None:
     assert chosen(journal_of({0: (5, 1), 1: (4, 1)}, ranks=2), 0) == 0
 
@@ -63,6 +89,18 @@ def test_a_member_one_step_behind_in_the_same_generation_holds_what_it_needs() -
 @pytest.mark.parametrize("behind", [(3, 1), (4, 2)])
 def test_a_member_further_behind_or_of_another_generation_does_not(behind: tuple[int, int]) -> None:
     assert chosen(journal_of({0: (5, 1), 1: behind}, ranks=2), 0) == 1
+
+
+# KILL-2
+@pytest.mark.parametrize("status", ["spare", "learner"])
+def test_who_has_lost_its_active_seat_holds_nothing_until_it_commits(status: str) -> None:
+    """The others may have committed a step of which this process has not read."""
+    run_log = journal_of({0: (5, 1), 1: (5, 1)}, ranks=2)
+    begin_generation(run_log, 2, ["active", status])
+    assert chosen(run_log, 0) == 1
+    for rank in (0, 1):
+        run_log.add_history(f"m{rank}", {"kind": "committed", "t": 0.0, "step": 6, "generation": 2})
+    assert chosen(run_log, 0) == 0
 
 
 def test_before_the_first_generation_all_but_the_last_may_die() -> None:

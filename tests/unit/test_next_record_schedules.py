@@ -191,7 +191,7 @@ class Job:
         lost = set().union(*(host.lost for host in asking)).difference(host.agent for host in asking)
         answer = next_record(self.record, proposal, lost)
         if self.record is not None and not isinstance(answer, Undecided):
-            # Nothing is needed of agents that are silent (LAST): the job goes on without them.
+            # The job goes on without agents that nobody waits for.
             lost |= {agent for agent in self.record.agents if agent not in {mine.agent for mine in proposal}}
             answer = next_record(self.record, proposal, lost)
         self.seen.add(type(answer).__name__)

@@ -14,6 +14,7 @@ import pytest
 
 from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput
+from elasticgang.observe import events
 from elasticgang.observe.events import EventLog
 from tests.support import wait_until
 
@@ -39,6 +40,21 @@ def test_what_cannot_be_encoded_is_written_escaped(output: PrefixedOutput, scree
     output.write_line("file \udcff is bad")
     output.write_line("after it")
     wait_until(lambda: screen.holds(b"file \\udcff is bad\nafter it\n"), "both lines")
+
+
+def test_the_last_lines_of_each_process_are_kept(output: PrefixedOutput) -> None:
+    tails = []
+    lines = [b"line %d" % number for number in range(60)]
+    for on_stdout, on_stderr in ((b"first\n", b"error\n"), (b"\n".join(lines) + b"\n" + b"\xff" * 3000, b"")):
+        stdout, stderr = output.open(0)
+        tails.append(output.tail(0))
+        with open(stdout, "wb", buffering=0) as out, open(stderr, "wb", buffering=0) as err:
+            out.write(on_stdout)
+            err.write(on_stderr)
+    cut = "\\xff" * 2048
+    wait_until(lambda: tails[1]()[-1:] == [cut], "the last line, which is cut")
+    assert tails[1]() == [*(line.decode() for line in lines[-49:]), cut]
+    wait_until(lambda: sorted(tails[0]()) == ["error", "first"], "the lines of the first process")
 
 
 def test_an_error_is_told_once_and_the_next_line_passes(output: PrefixedOutput, screen: Screen) -> None:
@@ -73,6 +89,21 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert said == [f"elasticgang: stopped writing events to {file}: File too large"]
     assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["first"]
+
+
+def test_a_directory_that_nobody_has_given_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_BYTES", 1 << 20)
+    said: list[str] = []
+    log = EventLog(str(tmp_path), said.append, is_bounded=True)
+    for number in range(events.MAX_FILES + 2):
+        log.write_file(f"incident-{number}.json", "{}")
+    for _ in range(20):
+        log.write("large", text="x" * (1 << 16))
+    file = tmp_path / "events.jsonl"
+    assert said == [f"elasticgang: stopped writing events to {file}: it has 1 MiB; with --log-dir there is no limit"]
+    assert len(file.read_text().splitlines()) == 15
+    kept = {path.name for path in tmp_path.glob("incident-*")}
+    assert kept == {f"incident-{number}.json" for number in range(2, events.MAX_FILES + 2)}
 
 
 def test_a_log_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -17,11 +17,14 @@ def test_the_parts_are_all_slots_once_in_order_and_as_even_as_possible(num_slots
 
 
 @given(runs=st.integers(0, 40), num_groups=st.integers(1, 10), alike=st.integers(1, 5))
-def test_parts_of_a_group_have_equal_size(runs: int, num_groups: int, alike: int) -> None:
+def test_parts_of_a_group_have_equal_size_and_take_turns_at_its_slots(runs: int, num_groups: int, alike: int) -> None:
     parts = [slots_of(runs * alike, index, num_groups * alike, alike) for index in range(num_groups * alike)]
-    assert [slot for part in parts for slot in part] == list(range(runs * alike))
+    divided = []
     for group in range(num_groups):
-        assert len({len(part) for part in parts[group * alike : (group + 1) * alike]}) == 1
+        of_group = parts[group * alike : (group + 1) * alike]
+        assert len({len(part) for part in of_group}) == 1
+        divided += [slot for at_one_time in zip(*of_group, strict=True) for slot in at_one_time]
+    assert divided == list(range(runs * alike))
     assert {len(part) for part in parts} <= {runs // num_groups, -(-runs // num_groups)}
 
 

@@ -18,14 +18,16 @@ from elasticgang.protocol.record import (
     LEARNER,
     PROTOCOL,
     SPARE,
+    CheckpointRef,
     Record,
     RecordRef,
     Seat,
     Undecided,
-    canonical_json,
     report_from_json,
     report_to_json,
 )
+from elasticgang.protocol.record_delta import apply_delta, delta_of
+from elasticgang.protocol.record_form import canonical_json
 from tests.unit.proposals import agreed, member, report, trained
 
 # --- the form of records and reports
@@ -70,7 +72,7 @@ def test_when_all_hosts_are_here_and_too_small_each_is_told_all_numbers() -> Non
 # RECORD-1
 def test_digest_is_the_same_everywhere() -> None:
     """It is part of the rendezvous prefix: when this changes, so must PROTOCOL."""
-    assert (PROTOCOL, FIXED.digest) == (10, "a81d8ea7a8a81bec")
+    assert (PROTOCOL, FIXED.digest) == (13, "8db8bd259e162c3e")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,7 @@ def test_digest_is_the_same_everywhere() -> None:
         {"parent": ""},
         {"committed": Attempt(7, 2)},
         {"rolled_back": True},
+        {"checkpoint": "0123456789abcdef"},
         {"ancestors": ("fedcba9876543210",)},
         {"addresses": ("10.0.0.1:1",)},
         {"dead_agents": ("d",)},
@@ -91,7 +94,7 @@ def test_digest_tells_records_apart(changed: dict[str, Any]) -> None:
 
 
 def test_record_survives_being_written() -> None:
-    full = dataclasses.replace(FIXED, digest="", ancestors=("0", "1"), dead_agents=("d", "e"))
+    full = dataclasses.replace(FIXED, digest="", ancestors=("0", "1"), dead_agents=("d", "e"), checkpoint="d")
     unplanned = Seat("c1", "c", "h3", 2, "h3:7001", SPARE)  # of a host that is one too many
     empty = dataclasses.replace(FIXED, digest="", agents=("a", "b", "c", "d"), seats=(*FIXED.seats, unplanned))
     for record in (FIXED, full, empty):
@@ -111,7 +114,7 @@ def test_report_survives_json() -> None:
         seen=RecordRef(2, "0123456789abcdef"),
         newest_commit=Attempt(4, 2),
         exited=("a9",),
-        checkpoint=Attempt(1, 1),
+        checkpoint=CheckpointRef(Attempt(1, 1), "0123456789abcdef"),
     )
     for sent in (full, report("b")):
         assert report_from_json(json.loads(json.dumps(report_to_json(sent)))) == sent
@@ -125,7 +128,11 @@ def test_report_survives_json() -> None:
         {"seen": ["x", ""]},
         {"known": [1]},
         {"known": 5},
-        {"checkpoint": [1, "x"]},
+        {"checkpoint": [1, 1]},
+        {"checkpoint": [[1, "x"], "d"]},
+        {"checkpoint": [[1, 1], 5]},
+        {"checkpoint": [[1, 1], ""]},
+        {"checkpoint": [None, "d"]},
         {"layout": {"tp": 0}},
         {"layout": {"qp": 1}},
         {"more": 1},
@@ -141,7 +148,7 @@ def test_what_is_not_a_report_says_so(broken: dict[str, Any]) -> None:
         report_from_json({**report_to_json(report("a")), **broken})
 
 
-@pytest.mark.parametrize("absent", ["job", "shape", "committed", "rolled_back"])
+@pytest.mark.parametrize("absent", ["job", "shape", "committed", "rolled_back", "checkpoint"])
 def test_what_is_not_a_record_says_so(absent: str) -> None:
     head, *lines = FIXED.text.split("\n")
     data = json.loads(head)
@@ -156,6 +163,37 @@ def test_neither_is_a_part_of_one_or_more_than_one(text: str) -> None:
         Record.from_text(text)
 
 
+# DELTA-SENT
+def test_a_record_that_a_delta_does_not_make_is_sent_whole() -> None:
+    parent = dataclasses.replace(FIXED, digest="", addresses=("h1:1", "h2:1", "h3:1"))
+    child = dataclasses.replace(
+        parent, digest="", parent=parent.digest, generation=parent.generation + 1, ancestors=parent.ancestor_digests()
+    )
+    assert delta_of(parent, child) is not None
+    assert delta_of(parent, dataclasses.replace(child, digest="", addresses=())) is None
+
+
+def test_the_first_change_of_a_large_job_is_a_delta_of_its_places() -> None:
+    """All learners have become active: no line of an agent is sent again."""
+    asked = [report(f"agent{n:03}", *(member(f"agent{n:03}/{rank}") for rank in range(8))) for n in range(100)]
+    founding = agreed(None, *asked)
+    assert len(founding.members(ACTIVE)) == 1
+    tip = Attempt(3, 1)
+    again = [
+        replace(each, newest_record=founding.ref, members=tuple(member(m.id, tip, entered=1) for m in each.members))
+        for each in asked
+    ]
+    first = agreed(founding, *again)
+    assert len(first.members(ACTIVE)) == 800
+    delta = delta_of(founding, first)
+    assert delta is not None
+    assert delta["lines"] == {}
+    assert len(canonical_json(delta)) < 4000 < len(first.text) / 5
+    made = apply_delta(founding, json.loads(canonical_json(delta)))
+    assert made.seats_of("agent000") == first.seats_of("agent000")
+    assert made.seats == first.seats
+
+
 # RECORD-2
 @pytest.mark.parametrize(
     "line",
@@ -163,18 +201,53 @@ def test_neither_is_a_part_of_one_or_more_than_one(text: str) -> None:
         "{}",
         "[]",
         '["h1"]',  # nobody has rank 0
+        '["h1",["a0",0]]',
         '["h1",["a0",0,"h1:7000",0]]',
-        '["h1",["a0",0,"h1:7000",3,0]]',
-        '["h1",["a0",0,"h1:7000",0,1]]',  # two have rank 1
-        '["h1",["b0",0,"h1:7000",0,0]]',  # somebody has two
+        '["h1",["b0",0,"h1:7000"]]',  # somebody has two
+        "",
+        '["h1",["a0",0,"h1:7000"]],["h2",["b0",0,"h2:7000"]]',
     ],
 )
 def test_what_are_not_its_seats_say_so_when_they_are_asked_for(line: str) -> None:
-    head, _, *lines = FIXED.text.split("\n")
-    record = Record.from_text("\n".join((head, line, *lines)))
+    head, agents, addresses, _, *lines = FIXED.text.split("\n")
+    _has_no_seats("\n".join((head, agents, addresses, line, *lines)))
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        "[]",
+        '["a",0,1]',
+        '["a",0,1,3]',
+        '["a",0,2,0]',
+        '["a",1,1,0]',
+        '["a",-1,1,0]',
+        '["a",0,0,0]',
+        '["b",0,1,1]',
+        '["d",0,1,0]',
+    ],
+)
+def test_what_is_not_their_order_says_so_then_too(span: str) -> None:
+    *lines, _, second, third = FIXED.text.split("\n")
+    _has_no_seats("\n".join((*lines, span, second, third)))
+
+
+def _has_no_seats(text: str) -> None:
+    record = Record.from_text(text)
     assert record.seats_of("b") == FIXED.seats_of("b")
     with pytest.raises((KeyError, TypeError, ValueError)):
         _ = record.plan
+
+
+# FORM-DIGEST
+def test_every_line_changes_the_digest() -> None:
+    lines = FIXED.text.split("\n")
+    assert Record.from_text(FIXED.text).digest == FIXED.digest
+    for number, line in enumerate(lines):
+        changed = "\n".join((*lines[:number], f"{line} ", *lines[number + 1 :]))
+        assert Record.from_text(changed).digest != FIXED.digest
+    lines[3], lines[4] = lines[4], lines[3]
+    assert Record.from_text("\n".join(lines)).digest != FIXED.digest
 
 
 def test_the_order_of_the_proposal_does_not_matter() -> None:

@@ -14,6 +14,7 @@ from elasticgang.protocol.record import (
     ACTIVE,
     LEARNER,
     SPARE,
+    CheckpointRef,
     Record,
     RecordRef,
     Undecided,
@@ -61,6 +62,17 @@ def test_the_decision_stands_for_those_who_have_not_acted_on_it() -> None:
     assert [after.generation for after in chain] == [2, 3, 4, 5]
     assert [after.parent for after in chain[1:]] == [before.digest for before in chain[:-1]]
     assert chain[-1].members(ACTIVE) == ("a0", "b0")
+
+
+# COMMIT-2
+def test_a_step_number_alone_does_not_name_a_state() -> None:
+    """c0 is back with step 4 of an earlier generation, in doubt there; the others have committed another step 4."""
+    record, tip = trained("a", "b")
+    other = Attempt(4, 1)
+    here = report("a", member("a0", Attempt(4, 2), entered=2, active=True), seen=record)
+    for mine in (member("c0", other, entered=1), member("c0", tip, other, entered=1)):
+        after = agreed(record, here, report("c", mine))
+        assert (after.committed, after.members(ACTIVE), after.members(LEARNER)) == (Attempt(4, 2), ("a0",), ("c0",))
 
 
 def test_a_dropped_attempt_stays_dropped() -> None:
@@ -135,41 +147,65 @@ def test_a_spare_may_hold_the_missing_state() -> None:
 
 def test_lost_state_is_rolled_back_to_the_newest_checkpoint() -> None:
     record, _ = trained("a", "b")
-    newer, checkpoint = Attempt(4, 2), Attempt(2, 1)
+    newer, checkpoint = Attempt(4, 2), CheckpointRef(Attempt(2, 1), "d2")
     torn = member("a0", entered=2)
     asked = report("a", torn, seen=record, newest_commit=newer, exited=("b0",), checkpoint=checkpoint)
-    other = report("c", member("c0"), checkpoint=Attempt(1, 1))
+    other = report("c", member("c0"), checkpoint=CheckpointRef(Attempt(1, 1), "d1"))
     after = agreed(record, asked, other)
-    assert (after.committed, after.rolled_back, after.rolled_forward) == (checkpoint, True, False)
-    assert after.loads_checkpoint
+    assert (after.committed, after.rolled_back, after.rolled_forward) == (checkpoint.attempt, True, False)
+    assert after.checkpoint == "d2"
     assert not after.members(ACTIVE)
 
 
 # RECOVERY-5
 def test_a_job_begins_with_the_newest_checkpoint_that_an_agent_can_load() -> None:
-    checkpoint = Attempt(30, 4)
+    checkpoint, earlier = CheckpointRef(Attempt(30, 4), "d30"), CheckpointRef(Attempt(20, 4), "d20")
     asked = [
-        report("a", member("a0"), checkpoint=Attempt(20, 4)),
+        report("a", member("a0"), checkpoint=earlier),
         report("b", member("b0"), checkpoint=checkpoint),
         report("c", member("c0")),
     ]
     record = agreed(None, *asked)
-    assert (record.committed, record.rolled_back, record.rolled_forward) == (checkpoint, True, False)
-    assert record.loads_checkpoint
+    assert (record.committed, record.rolled_back, record.rolled_forward) == (checkpoint.attempt, True, False)
+    assert record.checkpoint == "d30"
     assert set(record.members(LEARNER)) == {"a0", "b0", "c0"}
     # Nobody has loaded it: the next record begins with it again, or with the one before when it is corrupt.
     again = [dataclasses.replace(each, newest_record=record.ref) for each in asked]
     after = agreed(record, *again)
-    assert (after.committed, after.loads_checkpoint) == (checkpoint, True)
-    after = agreed(record, again[0], dataclasses.replace(again[1], checkpoint=Attempt(20, 4)), again[2])
-    assert (after.committed, after.loads_checkpoint) == (Attempt(20, 4), True)
+    assert (after.committed, after.checkpoint) == checkpoint
+    after = agreed(record, again[0], dataclasses.replace(again[1], checkpoint=earlier), again[2])
+    assert (after.committed, after.checkpoint) == earlier
     assert isinstance(
         next_record(record, [dataclasses.replace(each, checkpoint=None) for each in again]), Unrecoverable
     )
     # One has loaded it, and its state is copied from there on.
-    tip = dataclasses.replace(again[0], members=(member("a0", checkpoint, entered=1),))
+    tip = dataclasses.replace(again[0], members=(member("a0", checkpoint.attempt, entered=1),))
     after = agreed(record, tip, *again[1:])
-    assert (after.committed, after.loads_checkpoint, after.members(ACTIVE)) == (checkpoint, False, ("a0",))
+    assert (after.committed, after.checkpoint, after.members(ACTIVE)) == (checkpoint.attempt, "", ("a0",))
+
+
+# RECOVERY-6
+def test_state_in_memory_is_no_holder_of_a_checkpoint_of_the_same_attempt() -> None:
+    """Half of step 4 is lost with b0. What a0 holds of it may be of another checkpoint."""
+    across = ParallelLayout(tp=2, within_host=())
+    start = first("a", "b", layout=across)
+    tip = Attempt(4, 1)
+    mine = member("a0", tip, entered=1, holds=start.model_coordinates("a0"))
+    ref = CheckpointRef(tip, "d4")
+    asked = report("a", mine, member("a1"), seen=start, layout=across, checkpoint=ref)
+    after = agreed(start, asked, lost="b")
+    assert (after.committed, after.checkpoint) == ref
+    assert set(after.members(LEARNER)) == {"a0", "a1"}
+
+
+def test_checkpoints_of_one_attempt_and_different_content_are_told_apart() -> None:
+    """Two hosts have directories of their own: the record names one of the two, and its digest covers which."""
+    one, other = CheckpointRef(Attempt(30, 4), "1"), CheckpointRef(Attempt(30, 4), "2")
+    record = agreed(None, report("a", member("a0"), checkpoint=one), report("b", member("b0"), checkpoint=other))
+    assert (record.committed, record.checkpoint) == other
+    alike = agreed(None, report("a", member("a0"), checkpoint=one), report("b", member("b0"), checkpoint=one))
+    assert alike.committed == record.committed
+    assert alike.digest != record.digest
 
 
 # RECOVERY-4
@@ -179,18 +215,19 @@ def test_lost_state_is_rolled_back_to_the_newest_whole_copy() -> None:
 
     def ask(held: Attempt | None, checkpoint: Attempt | None) -> Record | Undecided | Unrecoverable:
         mine = member("a0", held, entered=2)
-        asked = report("a", mine, seen=record, newest_commit=Attempt(5, 2), exited=("b0",), checkpoint=checkpoint)
+        ref = None if checkpoint is None else CheckpointRef(checkpoint, "d")
+        asked = report("a", mine, seen=record, newest_commit=Attempt(5, 2), exited=("b0",), checkpoint=ref)
         return next_record(record, [asked])
 
     for held in (Attempt(4, 2), tip):
         for checkpoint in (None, Attempt(1, 1), held):
             after = ask(held, checkpoint)
             assert isinstance(after, Record)
-            assert (after.committed, after.rolled_back, after.loads_checkpoint) == (held, True, False)
+            assert (after.committed, after.rolled_back, after.checkpoint) == (held, True, "")
             assert after.members(ACTIVE) == ("a0",)
     newest = ask(tip, Attempt(4, 2))
     assert isinstance(newest, Record)
-    assert (newest.committed, newest.loads_checkpoint) == (Attempt(4, 2), True)
+    assert (newest.committed, newest.checkpoint) == (Attempt(4, 2), "d")
     assert isinstance(ask(Attempt(2, 1), None), Unrecoverable)  # it may be of a line that was given up
 
 
@@ -227,8 +264,8 @@ def test_quorum_without_voters_does_not_restart_from_step_zero() -> None:
     joiner = report("j", member("j0"))
     answer = next_record(record, [joiner], "ab")
     assert answer == Unrecoverable("all that took part in generation 1 are lost, and there is no checkpoint")
-    loaded = agreed(record, dataclasses.replace(joiner, checkpoint=Attempt(7, 1)), lost="ab")
-    assert (loaded.committed, loaded.rolled_back, loaded.loads_checkpoint) == (Attempt(7, 1), True, True)
+    loaded = agreed(record, dataclasses.replace(joiner, checkpoint=CheckpointRef(Attempt(7, 1), "d7")), lost="ab")
+    assert (loaded.committed, loaded.rolled_back, loaded.checkpoint) == (Attempt(7, 1), True, "d7")
     behind = report("b", seen=record, exited=("b0",))  # it would have heard of a step
     told = agreed(record, joiner, behind, lost="a")
     assert (told.committed, told.rolled_back) == (Attempt(0, 2), False)
@@ -238,7 +275,7 @@ def test_a_return_to_a_lost_generation_is_recorded_as_a_rollback() -> None:
     record, tip = trained("a", "b")
     shrunk = agreed(record, report("a", member("a0", tip, entered=2), seen=record))
     after = agreed(shrunk, report("b", member("b0", tip, entered=2), seen=record), lost="a")
-    assert (after.committed, after.rolled_back, after.loads_checkpoint) == (tip, True, False)
+    assert (after.committed, after.rolled_back, after.checkpoint) == (tip, True, "")
 
 
 # --- chains of records
@@ -267,7 +304,7 @@ def test_a_record_builds_on_no_other_chain_whatever_its_numbers() -> None:
 def test_a_rolled_back_attempt_does_not_return() -> None:
     """COMMIT-4: the agent still knows of step 4, and somebody who was long away even holds it."""
     record, tip = trained("a", "b")
-    gone, checkpoint = Attempt(4, 2), Attempt(2, 1)
+    gone, checkpoint = Attempt(4, 2), CheckpointRef(Attempt(2, 1), "d2")
     asked = report(
         "a", member("a0", tip, entered=2), seen=record, newest_commit=gone, exited=("b0",), checkpoint=checkpoint
     )

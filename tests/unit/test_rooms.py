@@ -27,6 +27,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "integers": (),
     "torch_private": (),
     "testing": (),
+    "progress": (),
     "layout": ("errors", "integers"),
     "protocol": ("errors", "layout"),
     "process": ("errors",),
@@ -37,9 +38,12 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "simulation": ("errors", "layout", "protocol"),
     "session": ("errors", "protocol"),
     "state": ("errors", "torch_private", "testing", "protocol", "session"),
-    "checkpoint": ("errors", "torch_private", "testing", "layout", "protocol", "state"),
+    "checkpoint": ("errors", "torch_private", "testing", "progress", "layout", "protocol", "state"),
     "coordinator": ("errors", "testing", "protocol", "session"),
-    "agent": ("errors", "environment", "testing", "protocol", "process", "session", "coordinator", "observe"),
+    "watch": ("errors", "environment", "progress", "process", "observe"),
+    "agent": (
+        *("errors", "environment", "testing", "progress", "protocol", "process", "session", "coordinator", "observe"),
+    ),
     "member": (
         *(
             "errors",
@@ -59,8 +63,8 @@ KNOWS: dict[str, tuple[str, ...]] = {
         "checkpoint",
     ),
     "launch": (
-        *("errors", "environment", "comm", "process", "session", "agent", "coordinator"),
-        *("member", "observe", "train", "checkpoint"),
+        *("errors", "environment", "progress", "layout", "comm", "process", "session", "agent", "coordinator"),
+        *("member", "observe", "train", "checkpoint", "watch"),
     ),
 }
 # What one room may take from another alone, where the arrow is no more than that.
@@ -76,7 +80,16 @@ PURE_MODULES = (
     "elasticgang.checkpoint.plan",
     "elasticgang.integers",
     "elasticgang.observe.change_report",
+    "elasticgang.observe.pace",
+    "elasticgang.observe.story",
+    "elasticgang.progress",
+    "elasticgang.train.division",
     "elasticgang.train.partition",
+    "elasticgang.train.prefetch",
+    "elasticgang.train.summation_tree",
+    "elasticgang.watch.history",
+    "elasticgang.watch.summary",
+    "elasticgang.watch.terminal",
 )
 IMPURE = ("torch", "torchft", "socket", "threading", "time", "random", "asyncio", "os", "subprocess")
 
@@ -180,7 +193,7 @@ def test_the_package_keeps_its_arrows() -> None:
 
 
 # The agent's process and the coordinator's import no torch: it costs them 200 MB and two seconds.
-NO_TORCH_ROOMS = ("layout", "protocol", "process", "observe", "session", "coordinator", "agent", "launch")
+NO_TORCH_ROOMS = ("layout", "protocol", "process", "observe", "watch", "session", "coordinator", "agent", "launch")
 
 
 def ways_to_torch(sources: Mapping[str, str], packages: frozenset[str]) -> list[str]:

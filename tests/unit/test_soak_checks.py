@@ -74,6 +74,12 @@ def test_members_that_end_apart() -> None:
     assert told == "the members ended with 2 different sets of parameters"
 
 
+def test_members_that_end_in_other_bits_than_the_undisturbed_run() -> None:
+    (told,) = faults(run_log_of(), reference_digest="e")
+    assert told == "the members ended with other bits than one undisturbed rank"
+    assert faults(run_log_of(), reference_digest="d") == []
+
+
 def test_nobody_that_finished() -> None:
     assert faults(run_log_of(digests=())) == ["no member finished"]
 

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from elasticgang.agent.hang_monitor import read_status
-from elasticgang.process.status_page import CommBlock, GroupStamps, StatusPage, ThreadState, key_of
+from elasticgang.process.status_page import CommBlock, GroupStamps, ReportedNumber, StatusPage, ThreadState, key_of
 from elasticgang.protocol.hang_detector import Comm, Reached, Reading
 
 
@@ -124,3 +124,62 @@ def test_blocks_are_given_back(page: StatusPage) -> None:
     assert found.index == blocks[1].index
     page.use(None)
     assert page.comm is None
+
+
+def test_the_last_commits_are_read_with_their_times(page: StatusPage, agents: StatusPage) -> None:
+    page.commit(1, 1)
+    before = agents.commit_times()
+    page.commit(1, 1)
+    assert agents.commit_times() == before, "the same step again"
+    for step in (2, 3, 5):  # 4 was rolled forward
+        page.commit(step, 1)
+    times = agents.commit_times()
+    assert [step for step, _ in times] == [1, 2, 3, 5]
+    assert times[0] == before[0]
+    assert sorted(at for _, at in times) == [at for _, at in times]
+    for step in (*range(6, 40), 41):
+        page.commit(step, 1)
+    steps = [step for step, _ in agents.commit_times()]
+    assert steps == [*range(11, 40), 41], "no time of an earlier lap stands for step 40"
+
+
+def test_a_heal_is_read_while_it_goes_on(page: StatusPage, agents: StatusPage) -> None:
+    assert agents.healing == (0, 0)
+    page.set_healing(5, 20)
+    assert agents.healing == (5, 20)
+
+
+def test_reported_numbers_are_read_with_their_names(page: StatusPage, agents: StatusPage) -> None:
+    assert agents.numbers() == {}
+    page.report("loss", 2.5)
+    page.report("größe", -1.0)
+    page.report("loss", 1.5)
+    page.report("loss", float("inf"))
+    assert agents.numbers() == {"loss": ReportedNumber(3, float("inf"), 4.0), "größe": ReportedNumber(1, -1.0, -1.0)}
+
+
+@pytest.mark.parametrize("name", ["", "x" * 33, "ü" * 17])
+def test_a_name_that_does_not_fit_is_refused(page: StatusPage, name: str) -> None:
+    with pytest.raises(ValueError, match="must have 1 to 32 bytes"):
+        page.report(name, 1.0)
+    assert page.numbers() == {}
+
+
+def test_too_many_names_are_refused(page: StatusPage) -> None:
+    for number in range(8):
+        page.report(f"n{number}", number)
+    with pytest.raises(ValueError, match="at most 8 names"):
+        page.report("n8", 1.0)
+    page.report("n7", 9.0)
+    assert page.numbers()["n7"].last == 9.0
+
+
+# READER-1
+def test_the_page_of_another_process_can_only_be_read(page: StatusPage) -> None:
+    found = StatusPage.of_process(os.getpid())
+    assert found is not None
+    page.commit(3, 1)
+    assert found.committed == (3, 1)
+    with pytest.raises(TypeError):
+        found.beat()
+    assert StatusPage.of_process(1 << 30) is None

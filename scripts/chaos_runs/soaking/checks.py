@@ -25,9 +25,11 @@ def failed_checks(
     changes: Iterable[Mapping[str, Any]],
     expected: Sequence[Iterable[int]],
     reference: Mapping[int, float],
+    reference_digest: str | None = None,
 ) -> list[str]:
     """Every promise that was broken, in sentences. `generations`, `changes`: the events of those names of all agents,
-    each agent's in its order; `expected`: the samples of each step; `reference`: the undisturbed run's losses."""
+    each agent's in its order; `expected`: the samples of each step; `reference`: the undisturbed run's losses.
+    `reference_digest`: of its final parameters, if the job must end in the same bits."""
     committed_run = CommittedRun(run_log)
     found = [*_chain(generations, changes)]
     if committed_run.torn:
@@ -43,6 +45,8 @@ def failed_checks(
         found.append("no member finished")
     elif len(digests) > 1:
         found.append(f"the members ended with {len(digests)} different sets of parameters")
+    elif reference_digest is not None and digests != {reference_digest}:
+        found.append("the members ended with other bits than one undisturbed rank")
     return found + _apart(committed_run.curve, reference)
 
 

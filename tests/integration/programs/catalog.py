@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 Values = dict[str, Any]
 TOPICS = ("collectives", "checkpoints", "compiled", "ddp", "groups", "messages", "pipelines", "sharding")
+MODULES = tuple(f"tests.integration.programs.{topic}" for topic in TOPICS)
 _F = TypeVar("_F", bound=Callable[..., Values])
 
 
@@ -53,8 +54,8 @@ def programs() -> dict[str, Program]:
     """By name, in the order in which they run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch itself: torch.distributed.optim compiles by jit
-        for topic in TOPICS:
-            importlib.import_module(f"tests.integration.programs.{topic}")
+        for module in MODULES:
+            importlib.import_module(module)
     return dict(_programs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch._inductor.compile_fx  # what the first compilation imports: here once, before the ranks are forked
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor

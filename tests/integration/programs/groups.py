@@ -75,10 +75,13 @@ def groups_one_after_the_other() -> Values:
 
 @program()
 def groups_of_two_and_three_left_at_once() -> Values:
-    """Unused. The ranks are in different numbers of them."""
+    """Unused. The ranks are in different numbers of them. Over torch's own Gloo, they wait for each other before: it
+    fails if one leaves while another is still connecting."""
     for ranks in ([0, 1], [1, 2, 3], [0, 3], [0, 1, 2]) * 2:
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
+            if dist.get_backend(group) == "gloo":
+                dist.barrier(group)
             dist.destroy_process_group(group)
     return {"sum": _sum(dist.new_group())}
 
@@ -117,12 +120,14 @@ def groups_that_overlap() -> Values:
     return {"sums": [_sum(group) for each, group in zip(ranks, groups, strict=True) if dist.get_rank() in each]}
 
 
-@program()
-def group_that_only_its_members_make() -> Values:
-    if dist.get_rank() in (1, 3):
-        group = dist.new_group([1, 3], use_local_synchronization=True)
-        return {"sum": _sum(group)}
-    return {}
+if torch.__version__ < "2.15":  # which counts such a group on its members alone: the next `new_group` hangs
+
+    @program()
+    def group_that_only_its_members_make() -> Values:
+        if dist.get_rank() in (1, 3):
+            group = dist.new_group([1, 3], use_local_synchronization=True)
+            return {"sum": _sum(group)}
+        return {}
 
 
 @program()

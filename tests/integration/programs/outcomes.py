@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.integration.programs.catalog import MODULES
 from tests.integration.programs.runner import Outcome, read, started_file
 from tests.support import REPOSITORY, Command
 
@@ -36,7 +37,8 @@ class Outcomes:
         """How many of `names` had their turn: after a program that ended differently on some ranks, nothing goes on."""
         launcher = [*JOB, str(size)] if mode == "run" else []
         arguments = [RUNNER, "--mode", mode, "--size", str(size), "--output", str(self._output), *names]
-        with Command(directory, [sys.executable, *launcher, *arguments], preloaded=True) as command:
+        command_line = [sys.executable, *launcher, *arguments]
+        with Command(directory, command_line, preloaded=True, imports=MODULES) as command:
             code = self._wait(command)
         started = [number for number, name in enumerate(names, 1) if started_file(self._output, name).exists()]
         if not started:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.programs.catalog import TOPICS, programs
+from tests.integration.programs.catalog import MODULES, TOPICS, programs
 from tests.integration.programs.changes import FOUR, THREE
 from tests.integration.programs.outcomes import JOB, Outcomes, differences
 from tests.integration.programs.runner import Outcome, read
@@ -80,9 +80,8 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("changes")
     for part in (THREE, FOUR):
         (output / part).mkdir()
-    with Command(
-        output / "job", [sys.executable, *JOB, "4", CHANGES, "--output", str(output)], preloaded=True
-    ) as command:
+    command_line = [sys.executable, *JOB, "4", CHANGES, "--output", str(output)]
+    with Command(output / "job", command_line, preloaded=True, imports=MODULES) as command:
         code = command.wait(CHANGES_DEADLINE_S)
         assert code == 0, command.stderr[-4000:]
     return output

@@ -1,0 +1,155 @@
+"""Translates the messages and exits of ranks to events of the agent's lifecycle, and writes what a reader needs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elasticgang.agent.change_log import ChangeLog
+from elasticgang.agent.job import Events, Output
+from elasticgang.agent.rank_processes import RankProcess
+from elasticgang.errors import WireError
+from elasticgang.protocol.agent_events import (
+    AgentEvent,
+    Committed,
+    ExitBegan,
+    Exited,
+    MemberLeft,
+    RankEntered,
+    RecordRequested,
+    ScriptRaised,
+)
+from elasticgang.protocol.agent_lifecycle import AgentLifecycle
+from elasticgang.protocol.agent_state import describe_exit
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import checkpoint_from_json, layout_from_json, member_from_json
+
+
+class RankEvents:
+    """`handle` takes the events. `stopping` is set once the agent kills all of its ranks."""
+
+    def __init__(
+        self,
+        lifecycle: AgentLifecycle,
+        handle: Callable[[AgentEvent], None],
+        changes: ChangeLog,
+        events: Events,
+        output: Output,
+        stopping: threading.Event,
+    ) -> None:
+        self._lifecycle, self._handle, self._changes = lifecycle, handle, changes
+        self._events, self._output, self._stopping = events, output, stopping
+        self._shown: dict[str, int] = {}  # by traceback: the first rank that failed with it
+        self._shown_whole: set[str] = set()
+
+    def on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
+        """Raises WireError, KeyError, TypeError or ValueError: the message is invalid."""
+        reporter = self._changes.reporter
+        match message["kind"]:
+            case "request":
+                layout = layout_from_json(message["layout"])
+                report = member_from_json(message["report"])
+                reporter.requested(rank.member, report.pending)
+                if report.draining and not message["broken"]:
+                    cause = f"rank {rank.local_rank} drains, and a spare may replace it"
+                    reporter.caused(cause, "drain", time.monotonic())
+                checkpoint = checkpoint_from_json(message["checkpoint"])
+                self._handle(
+                    RecordRequested(rank.member, report, layout, message["broken"], message["timed_out"], checkpoint)
+                )
+            case "committed":
+                attempt = Attempt(message["step"], message["generation"])
+                self._changes.pace.read(rank.page.commit_times())
+                self._changes.write(reporter.committed(rank.member, attempt, time.monotonic()))
+                self._handle(Committed(rank.member, attempt))
+            case "healed":
+                reporter.healed(rank.member, message["generation"], time.monotonic())
+                _, num_bytes = rank.page.healing
+                self._events.write(
+                    "healed",
+                    member=rank.member,
+                    local_rank=rank.local_rank,
+                    generation=message["generation"],
+                    bytes=num_bytes,
+                )
+            case "entered":
+                phases = message["phases"]
+                reporter.entered(rank.member, phases["generation"], phases)
+                self._events.write("entered", member=rank.member, local_rank=rank.local_rank, **phases)
+                self._handle(RankEntered())
+            case "spare":
+                self._events.write(
+                    "spare",
+                    member=rank.member,
+                    local_rank=rank.local_rank,
+                    generation=message["generation"],
+                    reason=message["reason"],
+                )
+            case "left":
+                finished, in_order = message["finished"], message["in_order"]
+                rank.has_finished = finished
+                if not finished and (in_order or self._has_seat(rank.member)):
+                    how, kind = ("leaves", "left") if in_order else ("left before the last step", "failed")
+                    reporter.caused(f"rank {rank.local_rank} {how}", kind, time.monotonic())
+                self._handle(MemberLeft(rank.member, finished, in_order, message["by_script"], message["num_steps"]))
+            case "failed":
+                rank.failure = message
+                self._handle(ScriptRaised(rank.member))
+            case kind:
+                raise WireError(f"unknown kind {kind!r}")
+
+    def on_exit_began(self, rank: RankProcess, began_at: float) -> None:
+        if not self._lifecycle.state.takes_part(rank.member):
+            return
+        self._events.write("exit_began", member=rank.member, local_rank=rank.local_rank, monotonic=began_at)
+        if self._has_seat(rank.member):
+            cause = f"rank {rank.local_rank} died"
+            self._changes.reporter.caused(cause, "killed", began_at, is_root=True, exiting=rank.member)
+        self._handle(ExitBegan(rank.member))
+
+    def on_exit(self, rank: RankProcess, died_at: float) -> None:
+        assert rank.status is not None
+        status, failure = rank.status, rank.failure
+        is_retired = self._lifecycle.is_retired(rank.member)
+        self._events.write(
+            "exited", member=rank.member, local_rank=rank.local_rank, pid=rank.pid, status=status, monotonic=died_at
+        )
+        if failure is not None:
+            self._show_failure(rank.local_rank, failure["traceback"])
+        elif status and not self._stopping.is_set() and not is_retired:
+            self._output.write_line(f"elasticgang: rank {rank.local_rank} (pid {rank.pid}) {describe_exit(status)}")
+        is_early = status == 0 and not (rank.has_finished or is_retired or rank.page.draining)
+        cause = f"rank {rank.local_rank} {describe_exit(status, is_early=is_early)}"
+        self._changes.incidents.exited(rank)
+        kind = "killed" if status < 0 else "failed"
+        if self._has_seat(rank.member):
+            self._changes.reporter.caused(cause, kind, died_at, is_root=True)
+        self._changes.write(self._changes.reporter.exited(rank.member, cause, kind))
+        blameless = bool(failure and failure["blameless"])
+        self._handle(
+            Exited(
+                rank.member,
+                status,
+                blameless,
+                draining=rank.page.draining,
+                joined=rank.has_joined,
+                raised=failure is not None and not blameless,
+                step=rank.page.step,
+                at_s=died_at,
+            )
+        )
+
+    def _has_seat(self, member: str) -> bool:
+        record = self._lifecycle.state.record
+        return record is not None and record.seat(member) is not None
+
+    def _show_failure(self, local_rank: int, traceback: str) -> None:
+        """Write a new traceback in full, a repeated one as one line."""
+        first = self._shown.setdefault(traceback, local_rank)
+        if first == local_rank and traceback not in self._shown_whole:
+            self._shown_whole.add(traceback)
+            self._output.write_line(f"elasticgang: rank {local_rank} failed:\n{traceback.rstrip()}")
+        else:
+            self._output.write_line(f"elasticgang: rank {local_rank} failed with the traceback of rank {first}")

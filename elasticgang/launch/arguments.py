@@ -1,0 +1,433 @@
+"""The options of the commands, and their types; a type refuses what is wrong by itself. `commands.py` checks more."""
+
+from __future__ import annotations
+
+import argparse
+
+from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, PROCESS_GROUPS
+
+_LEAST_HANG_S = 0.5
+_MAX_SECONDS = 7 * 24 * 3600 + 1
+
+_RUN_EXAMPLES = """\
+examples:
+  elasticgang run --nproc-per-node 4 train.py --lr 3e-4
+      four ranks on this machine, with an embedded coordinator
+  elasticgang run --nproc-per-node 4 --max-restarts 0 -m package.train
+      a module; its first failure ends the job
+  elasticgang run --nnodes 2:4 --coordinator 10.0.0.1:29400 --job-id NAME --nproc-per-node 8 train.py
+      the same command on each host; `elasticgang coordinator` runs on 10.0.0.1. The job starts with two hosts and
+      grows to four; the ranks of a fifth host are spares
+
+A rank that is killed, or whose script fails, is restarted and heals from its peers. A kill does not count against
+--max-restarts. A failure ends the job, with its traceback, if the rank has never committed a step, if the step has
+failed before on any rank, or if --max-restarts is used up.
+Exit code: 0 if the job finished, 1 (or the script's own) if it failed, 2 if it could not be started, 128+N if signal N
+stopped it.
+"""
+
+
+_GRANT_DESCRIPTION = """\
+Confirm to a coordinator that no other coordinator leads the job, and that the job's absent agents have exited.
+
+After a restart without --state-dir, a coordinator leads a running job only once every agent of its last record has
+reconnected. A coordinator that has lost all agents of a record does not decide the next one. In both cases, another
+coordinator may lead the absent agents, and the job would be split in two. The agents log this ("waiting for ...",
+"this takes an operator"). A coordinator cannot know that a host is gone for good, but an operator can:
+
+  1. Make sure that no other coordinator of this job runs, and that the absent hosts run no rank of it (they are off,
+     or their `elasticgang run` has exited).
+  2. Start the agents that are to continue, if they are not running, and wait until they have connected.
+  3. elasticgang grant --coordinator HOST:PORT --job-id NAME
+
+The job then continues from the newest state that is left, or ends if a part of it is lost. Ranks live on while nothing
+listens at the coordinator's address. Once a coordinator listens there that does not lead the job, or none can be
+reached, they live for 8 seconds more, the lease: grant within 8 seconds of the coordinator's start. After that no state
+is left, and the grant only ends the wait. So make sure of the absent hosts before you start the coordinator. A
+coordinator with --state-dir needs no grant. A grant while absent ranks are alive can split the job in two. The
+coordinator refuses a grant that the job does not wait for.
+"""
+
+
+class _PrintVersion(argparse.Action):
+    """Looks up the version only on request."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
+        from importlib.metadata import version
+
+        print(f"elasticgang {version('elasticgang')}")
+        parser.exit()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="elasticgang", description="Run training jobs that go on while ranks die, hang, leave and return."
+    )
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run a script on the ranks of this host",
+        description="Start a script as a number of ranks, restart ranks that die, and return the job's exit code.",
+        epilog=_RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_run_arguments(run)
+    coordinator = commands.add_parser(
+        "coordinator",
+        help="run a coordinator for jobs on several hosts",
+        description="Decide which ranks are in each generation of one or more jobs, until SIGINT or SIGTERM. "
+        "Training steps do not call it; agents do when the membership changes.",
+    )
+    coordinator.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
+    coordinator.add_argument("--port", type=_port, default=29400, help="0 for a free one (default: %(default)s)")
+    coordinator.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        help="keep the jobs' records there, so that a restarted coordinator has them: without it, the coordinator "
+        "leads a job again only once every agent of the job has come back",
+    )
+    _add_credentials_arguments(coordinator)
+    grant = commands.add_parser(
+        "grant",
+        help="let a coordinator lead a job without the agents that do not return",
+        description=_GRANT_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    grant.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the address of the coordinator")
+    grant.add_argument("--job-id", required=True, metavar="NAME", help="the job")
+    grant.add_argument(
+        "--connect-timeout", type=_seconds, default=10.0, metavar="SECONDS", help="(default: %(default)g)"
+    )
+    _add_credentials_arguments(grant)
+    checkpoints = commands.add_parser(
+        "checkpoints",
+        help="list the durable checkpoints of a directory",
+        description="List the complete checkpoints, newest first. Exit code: 0 if the newest can be used, 1 if not.",
+    )
+    checkpoints.add_argument("directory", metavar="DIR", help="the directory that the job saves to")
+    checkpoints.add_argument("--verify", action="store_true", help="read all files, and check every digest")
+    export = commands.add_parser(
+        "export",
+        help="write the weights of a checkpoint as one file",
+        description="Write the parameters and buffers of a checkpoint as one file, under the module's own names.",
+    )
+    export.add_argument("directory", metavar="DIR", help="a checkpoint, or a directory of them: its newest usable one")
+    export.add_argument(
+        "output", metavar="OUT", help="ends in .safetensors, or in .pt or .pth for a file that torch.load reads"
+    )
+    export.add_argument("--module", metavar="NAME", help="the registered module (default: the only one)")
+    _add_events_arguments(
+        commands.add_parser(
+            "events",
+            help="print an agent's events",
+            description="Print the events that `elasticgang run --log-dir` writes, one line each.",
+        )
+    )
+    explain = commands.add_parser(
+        "explain",
+        help="tell why the generation changed",
+        description="Tell each loss of ranks as a short story: the cause, who left, what became of the step under way, "
+        "how long each phase took, and who came back.",
+    )
+    explain.add_argument("log_dir", metavar="LOG_DIR", help="the --log-dir of the job, or the file events.jsonl in it")
+    explain.add_argument(
+        "generation", type=int, nargs="?", metavar="GENERATION", help="the change to this one alone, also a planned one"
+    )
+    _add_status_arguments(
+        commands.add_parser(
+            "status",
+            help="show what the jobs of this host do",
+            description="Print generation, seats, steps a second, goodput, and the last generation changes of each job "
+            "that this user runs on this host. It only reads. Exit code: 0 if a job runs, 1 if none does.",
+        )
+    )
+    plan = commands.add_parser(
+        "plan",
+        help="show who gets which seat when ranks are lost and return",
+        description="Print what the planner decides for ranks that are lost and return, in the order given: who keeps "
+        "which seat, and who fetches state from how many holders. No process is started.",
+        epilog="example:\n"
+        "  elasticgang plan --hosts 16 --ranks-per-host 8 --tp 8 --kill host3/rank2 --join host3/rank2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_plan_arguments(plan)
+    return parser
+
+
+def _add_events_arguments(events: argparse.ArgumentParser) -> None:
+    events.add_argument("log_dir", metavar="LOG_DIR", help="the --log-dir of the job, or the file events.jsonl in it")
+    events.add_argument("-f", "--follow", action="store_true", help="wait for further events, until Ctrl-C")
+    events.add_argument(
+        "--event", action="append", metavar="NAME", help="only events of this name; may be given several times"
+    )
+    events.add_argument("--json", action="store_true", help="the lines as they are in the file")
+
+
+def _add_status_arguments(status: argparse.ArgumentParser) -> None:
+    status.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="a job's name, or the --log-dir of one, also of one that has ended (default: all that run)",
+    )
+    status.add_argument("-w", "--watch", action="store_true", help="again every second, until Ctrl-C or their end")
+    status.add_argument("--json", action="store_true", help="one JSON object for each agent and reading")
+
+
+class _Action(argparse.Action):
+    """Keeps the order of different options."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
+        actions = [*(getattr(namespace, self.dest) or ()), (str(option).lstrip("-"), values)]
+        setattr(namespace, self.dest, actions)
+
+
+def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
+    for name, text in (("hosts", "hosts at the start"), ("ranks-per-host", "ranks of each host")):
+        plan.add_argument(f"--{name}", type=_at_least_one, required=True, metavar="N", help=text)
+    for name in ("pp", "sdp", "tp"):
+        plan.add_argument(f"--{name}", type=_at_least_one, default=1, metavar="N", help="(default: %(default)s)")
+    plan.add_argument(
+        "--within-host",
+        default="tp",
+        metavar="AXES",
+        help="the model axes that never span hosts, with commas between; empty for none (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--max-replicas", type=_at_least_one, metavar="N", help="replica groups; ranks beyond them are spares"
+    )
+    plan.add_argument(
+        "--kill",
+        action=_Action,
+        dest="actions",
+        metavar="NAMES",
+        help="lose these at once: host3 or host3/rank2, with commas between; may be given several times",
+    )
+    plan.add_argument("--join", action=_Action, dest="actions", metavar="NAMES", help="these come, or come back")
+    plan.add_argument("--json", action="store_true", help="one JSON object for each change, with the whole plan")
+
+
+def _add_credentials_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="the secret by which agents and the coordinator authenticate each other; only its owner may read the file "
+        "(default: the file that ELASTICGANG_SECRET_FILE names; without a secret or TLS, loopback addresses only)",
+    )
+    command.add_argument(
+        "--tls-cert",
+        metavar="FILE",
+        help="the certificate of this host, as PEM: agents, the coordinator and ranks speak TLS 1.3 and check each "
+        "other's certificates, with a secret or without. The coordinator's must be for the host in --coordinator",
+    )
+    command.add_argument(
+        "--tls-key",
+        metavar="FILE",
+        help="the private key of --tls-cert, which only its owner may read, without a passphrase",
+    )
+    command.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="the CA that has signed the certificates of all hosts; every holder of one of them can take part",
+    )
+    command.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow other addresses than loopback without a secret or TLS, with a warning",
+    )
+
+
+def _add_run_arguments(run: argparse.ArgumentParser) -> None:
+    run.add_argument(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks on this host (default: %(default)s)",
+    )
+    run.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="additional processes, each of which replaces a lost rank at once (default: %(default)s)",
+    )
+    run.add_argument(
+        "--standalone",
+        action="store_true",
+        help="start an embedded coordinator for this job (the default without --coordinator)",
+    )
+    run.add_argument(
+        "--coordinator",
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        metavar="HOST:PORT",
+        help="use the coordinator at this address",
+    )
+    run.add_argument(
+        "--nnodes",
+        type=_nnodes,
+        metavar="MIN:MAX",
+        help="number of hosts, each with its own `elasticgang run`: the job starts with MIN hosts, and the ranks of "
+        "hosts beyond MAX are spares; N means N:N (default: at least 1, no maximum)",
+    )
+    run.add_argument(
+        "--coordinator-timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for an unreachable coordinator when it is needed, before the job fails "
+        "(default: %(default)g)",
+    )
+    run.add_argument(
+        "--connect-timeout",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long to try to reach the coordinator at the start (default: %(default)g)",
+    )
+    run.add_argument(
+        "--max-restarts",
+        "--max_restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="restarts of each rank within an hour after failures of its script (an exception, a non-zero exit code, a "
+        "crash); 0: the first failure ends the job. A killed rank is always restarted (default: %(default)s)",
+    )
+    run.add_argument(
+        "--job-id",
+        "--rdzv-id",
+        "--rdzv_id",
+        metavar="NAME",
+        help="the job's name at the coordinator; never use it again there (default: a unique one)",
+    )
+    run.add_argument(
+        "--checkpoint-dir",
+        metavar="DIR",
+        help="the directory of durable checkpoints, the same one on all hosts, for scripts that call "
+        "`manager.checkpoints(...)` without one",
+    )
+    run.add_argument(
+        "--log-dir",
+        "--log_dir",
+        metavar="DIR",
+        help="write events.jsonl there: the agent's actions, and one entry for each generation change",
+    )
+    for what, text in (
+        ("status", "serve a page that shows the job, read-only"),
+        ("metrics", "serve Prometheus metrics at /metrics; needs pip install 'elasticgang[metrics]'"),
+    ):
+        run.add_argument(
+            f"--{what}-port",
+            type=_listen_address,
+            metavar="[HOST:]PORT",
+            help=f"{text}; on loopback unless HOST is given, and then without authentication; 0 for a free port",
+        )
+    run.add_argument(
+        "--tensorboard-dir",
+        metavar="DIR",
+        help="write TensorBoard scalars to DIR/JOB_ID, on one agent of the job; needs pip install "
+        "'elasticgang[tensorboard]'",
+    )
+    run.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning"],
+        default="info",
+        help="level of the agent's log lines; info has one for each generation change (default: %(default)s)",
+    )
+    run.add_argument(
+        "--grace-period",
+        type=_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="time from SIGINT or SIGTERM to this command, which forwards it to the ranks, until it kills them. On "
+        "SIGTERM a rank finishes its step and leaves, if other hosts go on (default: %(default)g)",
+    )
+    run.add_argument(
+        "--collective-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="time limit of a collective, after which the step is lost even if all peers are alive (default: "
+        "%(default)g)",
+    )
+    run.add_argument(
+        "--process-group",
+        choices=PROCESS_GROUPS,
+        default=DEFAULT_PROCESS_GROUP,
+        metavar="NAME",
+        help="the process groups of the gangs: isolated-gloo (Gloo in a process beside each rank; can always be "
+        "aborted), gloo (torchft's Gloo within the rank; a rank whose collective cannot be aborted within a second is "
+        "killed and restarted), nccl or isolated-nccl (CUDA). Votes always use isolated-gloo. "
+        "elasticgang.join(process_group=...) overrides it (default: %(default)s)",
+    )
+    run.add_argument(
+        "--hang-timeout",
+        type=_hang_seconds,
+        metavar="SECONDS",
+        help="how long a rank may make no progress in the script's own code while others wait for it, before it is "
+        "killed and restarted; at least 0.5; does not apply inside `manager.paused` and in the first steps (default: "
+        "the maximum of 30, ten median steps, and twice the longest pause after which a rank went on). If all ranks "
+        "make no progress for as long, none is killed, and a warning shows their Python stacks",
+    )
+    _add_credentials_arguments(run)
+    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    run.add_argument("script", help="the training script")
+    run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, but is {text!r} instead")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, but is {text!r} instead") from None
+    if not 0 < value < _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be greater than 0 and at most a week, but is {text} instead")
+    return value
+
+
+def _hang_seconds(text: str) -> float:
+    value = _seconds(text)
+    if value < _LEAST_HANG_S:
+        raise argparse.ArgumentTypeError(
+            f"must be at least {_LEAST_HANG_S:g}, but is {text} instead: healthy ranks can pause for as long"
+        )
+    return value
+
+
+def _nnodes(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        fewest, most = int(low), int(high or low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be N or MIN:MAX, but is {text!r} instead") from None
+    if not 1 <= fewest <= most:
+        raise argparse.ArgumentTypeError(f"must be N or MIN:MAX with 1 <= MIN <= MAX, but is {text!r} instead")
+    return fewest, most
+
+
+def _listen_address(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if separator and not host:
+        raise argparse.ArgumentTypeError(f"must be PORT or HOST:PORT, but is {text!r} instead")
+    return host.strip("[]") or "127.0.0.1", _port(port)
+
+
+def _port(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, but is {text!r} instead") from None
+    if not 0 <= value < 1 << 16:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and less than 65536, but is {text} instead")
+    return value

@@ -1,0 +1,325 @@
+"""The commands. Each validates all of its arguments before it imports what it needs or starts a process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import socket
+
+    from elasticgang.session.credentials import Credentials
+
+_MAX_JOB_ID = 100  # bytes: files are named by it
+_WATCH_S = 1.0
+_EXPORT = "elasticgang.checkpoint.export"
+
+
+class UsageError(Exception):
+    """The arguments make no sense, or what they name is not there. Nothing was started."""
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_run(args)
+    credentials = _find_credentials(args, is_client=True)
+    if args.coordinator is not None:
+        host = args.coordinator.rpartition(":")[0]
+        _check_reachable(args.coordinator, args.connect_timeout)
+        _check_open(host, credentials, f"the agent uses a coordinator on loopback only, not at {host!r}")
+    from elasticgang.errors import NotSupportedError
+    from elasticgang.launch.availability import check_available
+    from elasticgang.process.stop_signals import hold_stop_signals
+
+    try:
+        check_available(args.process_group)
+    except NotSupportedError as exc:
+        raise UsageError(f"--process-group {args.process_group}: {exc}") from exc
+    listeners = _listen(args)
+    hold_stop_signals()
+    from elasticgang.launch.run import run_job
+
+    code = run_job(args, credentials, listeners)
+    # All processes are reaped and the output is flushed. The interpreter would still wait for a thread that is in a
+    # call to a resolver.
+    os._exit(code)
+
+
+def coordinator(args: argparse.Namespace) -> int:
+    import socket
+
+    if args.port:  # a short answer, before the modules of the coordinator are imported
+        try:
+            socket.create_server((args.host, args.port)).close()
+        except OSError as exc:
+            reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
+            raise UsageError(f"cannot listen on {args.host}:{args.port}: {reason}") from exc
+    credentials = _find_credentials(args, is_client=False)
+    _check_open(args.host, credentials, f"the coordinator listens on loopback only, not on {args.host!r}")
+    from elasticgang.process.stop_signals import hold_stop_signals
+
+    hold_stop_signals()
+    from elasticgang.launch.run import run_coordinator
+
+    return run_coordinator(args, credentials)
+
+
+def grant(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from elasticgang.errors import OperationalError
+    from elasticgang.session import operator_client
+
+    host, port = _host_and_port(args.coordinator)
+    credentials = _find_credentials(args, is_client=True)
+    _check_open(host, credentials, f"an operator uses a coordinator on loopback only, not at {host!r}")
+    try:
+        print(asyncio.run(operator_client.grant(host, port, args.job_id, credentials, args.connect_timeout)))
+    except OperationalError as exc:
+        print(f"elasticgang: error: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def checkpoints(args: argparse.Namespace) -> int:
+    import time
+
+    from elasticgang.checkpoint import listing
+    from elasticgang.errors import CheckpointError, NotSupportedError
+    from elasticgang.progress import Progress
+
+    if not Path(args.directory).is_dir():
+        raise UsageError(f"there is no directory {args.directory!r}")
+    problems = []
+    try:
+        for found in listing.scan(Path(args.directory)):
+            problem, manifest = found.problem, found.manifest
+            if args.verify and manifest is not None:
+                try:
+                    with Progress(found.path.name, manifest.num_bytes, sys.stderr, time.monotonic) as progress:
+                        listing.verify(found.path, manifest, progress.add)
+                except CheckpointError as exc:
+                    problem = str(exc)
+            size = "?"
+            if manifest is not None:
+                size = f"{manifest.num_bytes:,} bytes, {len(manifest.tensors)} tensors, manifest {manifest.digest}"
+            sound = "every digest matches" if args.verify else "complete"
+            print(f"{found.path.name}  step {found.attempt.step}  {size}  {problem or sound}")
+            problems.append(problem)
+    except (CheckpointError, NotSupportedError) as exc:
+        print(f"elasticgang: error: {exc}", file=sys.stderr)
+        return 1
+    if not problems:
+        print(f"elasticgang: there is no checkpoint in {args.directory}", file=sys.stderr)
+    return 0 if problems and not problems[0] else 1
+
+
+def export(args: argparse.Namespace) -> int:
+    output = Path(args.output)
+    if output.suffix not in (".safetensors", ".pt", ".pth"):
+        raise UsageError(f"OUT must end in .safetensors, .pt or .pth, but is {args.output!r} instead")
+    if not Path(args.directory).is_dir():
+        raise UsageError(f"there is no directory {args.directory!r}")
+    import subprocess
+
+    command = [sys.executable, "-m", _EXPORT, args.directory, args.output, *([args.module] if args.module else [])]
+    return subprocess.run(command, stdin=subprocess.DEVNULL).returncode  # torch is imported there
+
+
+def events(args: argparse.Namespace) -> int:
+    import json
+
+    from elasticgang.observe.event_file import read_events
+    from elasticgang.observe.story import line_of
+
+    path = _event_file(args.log_dir)
+    for event in read_events(path, _warn, follows=args.follow):
+        if not args.event or event["event"] in args.event:
+            print(json.dumps(event) if args.json else line_of(event), flush=args.follow)
+    return 0
+
+
+def explain(args: argparse.Namespace) -> int:
+    from elasticgang.observe.event_file import read_events, read_incident
+    from elasticgang.observe.story import tell
+
+    path = _event_file(args.log_dir)
+    found = list(read_events(path, _warn))
+    try:
+        for line in tell(found, args.generation, lambda generation: read_incident(path.parent, generation, _warn)):
+            print(line)
+    except ValueError as exc:
+        raise UsageError(str(exc)) from exc
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    import json
+    import time
+
+    from elasticgang.watch import registry
+    from elasticgang.watch.reader import JobReader
+    from elasticgang.watch.terminal import lines_of
+
+    readers = [JobReader(path, is_alive, _warn) for path, is_alive in registry.find(args.job)]
+    if not readers:
+        what = "no job runs" if args.job is None else f"there is no job {args.job!r}, and no event file in it,"
+        print(f"elasticgang: {what} on this host, as far as this user can see", file=sys.stderr)
+        return 1
+    while True:
+        found = [reader.read() for reader in readers]
+        if args.json:
+            print("\n".join(map(json.dumps, found)), flush=True)
+        else:
+            text = "\n\n".join("\n".join(lines_of(each)) for each in found)
+            print(f"\x1b[2J\x1b[H{text}" if args.watch and sys.stdout.isatty() else text, flush=True)
+        is_running = any(each["state"] in ("starting", "running") for each in found)
+        if not (args.watch and is_running):
+            return 0 if is_running else 1
+        time.sleep(_WATCH_S)
+
+
+def plan(args: argparse.Namespace) -> int:
+    from elasticgang.errors import LayoutError
+    from elasticgang.launch.plan import Fleet, as_json, explore, lines_of
+    from elasticgang.layout import ParallelLayout
+
+    try:
+        within = tuple(filter(None, args.within_host.split(",")))
+        layout = ParallelLayout(pp=args.pp, sdp=args.sdp, tp=args.tp, within_host=within)
+        fleet = Fleet(args.hosts, args.ranks_per_host)
+        for what, found in explore(fleet, layout, args.actions or (), args.max_replicas):
+            print(as_json(what, found) if args.json else "\n".join(lines_of(what, found)))
+    except LayoutError as exc:
+        print(f"elasticgang: {exc}", file=sys.stderr)
+        return 1
+    except ValueError as exc:
+        raise UsageError(str(exc)) from exc
+    return 0
+
+
+def _event_file(log_dir: str) -> Path:
+    path = Path(log_dir)
+    path = path / "events.jsonl" if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"there are no events at {path}: `elasticgang run --log-dir DIR` writes them")
+    return path
+
+
+def _warn(text: str) -> None:
+    print(f"elasticgang: warning: {text}", file=sys.stderr)
+
+
+def _listen(args: argparse.Namespace) -> dict[str, socket.socket]:
+    """Open the ports of the page and of the metrics, and see that the scalars can be written."""
+    wanted = {"page": ("--status-port", args.status_port), "metrics": ("--metrics-port", args.metrics_port)}
+    if args.tensorboard_dir is None and not any(address for _, address in wanted.values()):
+        return {}
+    from elasticgang.errors import OperationalError
+    from elasticgang.watch import serving
+
+    listeners = {}
+    try:
+        if args.metrics_port is not None:
+            serving.check_metrics("--metrics-port")
+        if args.tensorboard_dir is not None:
+            serving.check_tensorboard(args.tensorboard_dir, "--tensorboard-dir")
+        for what, (option, address) in wanted.items():
+            if address is not None:
+                host, port = address
+                listeners[what] = serving.listen(host, port, option)
+    except OperationalError as exc:
+        raise UsageError(str(exc)) from exc
+    return listeners
+
+
+def _check_run(args: argparse.Namespace) -> None:
+    if args.nproc_per_node < 1:
+        raise UsageError(f"--nproc-per-node must be at least 1, but is {args.nproc_per_node} instead")
+    if args.spares < 0:
+        raise UsageError(f"--spares must be at least 0, but is {args.spares} instead")
+    if args.max_restarts < 0:
+        raise UsageError(f"--max-restarts must be at least 0, but is {args.max_restarts} instead")
+    if args.standalone and args.coordinator:
+        raise UsageError("--standalone starts an embedded coordinator; leave out --coordinator or --standalone")
+    if args.coordinator is None and args.nnodes not in (None, (1, 1)):
+        raise UsageError(
+            "--nnodes of more than one host needs --coordinator, at an address that all hosts reach, and a --job-id"
+        )
+    if args.coordinator is not None and args.nnodes is not None and args.nnodes[1] > 1 and args.job_id is None:
+        raise UsageError("--nnodes of more than one host needs a --job-id, the same on all hosts")
+    if args.job_id is not None and not 1 <= len(args.job_id.encode(errors="replace")) <= _MAX_JOB_ID:
+        raise UsageError(f"--job-id must be 1 to {_MAX_JOB_ID} bytes long, but is {args.job_id!r} instead")
+    args.nnodes = args.nnodes or (1, 0)
+    if args.coordinator is not None:
+        _host_and_port(args.coordinator)
+    if args.module:
+        import importlib.util
+
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(args.script)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise UsageError(f"there is no module {args.script!r}")
+    elif not os.path.isfile(args.script):
+        raise UsageError(f"there is no script at {args.script!r}")
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, separator, port = address.rpartition(":")
+    if not (separator and host and port.isdecimal() and int(port) < 1 << 16):
+        raise UsageError(f"--coordinator must be HOST:PORT, but is {address!r} instead")
+    return host, int(port)
+
+
+def _find_credentials(args: argparse.Namespace, *, is_client: bool) -> Credentials:
+    from elasticgang.errors import OperationalError
+    from elasticgang.session.credentials import Credentials
+    from elasticgang.session.secret import find_secret
+    from elasticgang.session.tls import read_tls
+
+    try:
+        secret = find_secret(args.secret_file and Path(args.secret_file), os.environ)
+        files = (path and Path(path) for path in (args.tls_cert, args.tls_key, args.tls_ca))
+        return Credentials(secret, read_tls(*files, is_client=is_client), args.insecure)
+    except OperationalError as exc:
+        raise UsageError(str(exc)) from exc
+
+
+def _check_open(host: str, credentials: Credentials, what: str) -> None:
+    """Refuse sessions with `host` that would be open to other hosts; warn of them with --insecure. `what`: see
+    `Credentials.check_address`."""
+    from elasticgang.errors import OperationalError
+
+    try:
+        credentials.check_address(host, what)
+        is_open = credentials.is_open_at(host)
+    except OperationalError as exc:
+        raise UsageError(str(exc)) from exc
+    except (OSError, UnicodeError) as exc:
+        raise UsageError(f"the host {host!r} cannot be resolved") from exc
+    if is_open:
+        print(f"elasticgang: warning: --insecure: anybody who reaches {host} can take part", file=sys.stderr)
+
+
+def _check_reachable(address: str, timeout: float) -> None:
+    import time
+
+    from elasticgang.session.addresses import probe
+
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return probe(host, int(port), deadline - time.monotonic())
+        except UnicodeError as exc:
+            raise UsageError(f"--coordinator: {host!r} is not a valid host name") from exc
+        except OSError as exc:
+            if time.monotonic() + 0.2 > deadline:
+                reason = exc.strerror or str(exc)
+                raise UsageError(f"cannot reach the coordinator at {address} within {timeout:g} s: {reason}") from exc
+            time.sleep(0.1)

@@ -1,0 +1,62 @@
+"""How fast a job commits steps, and the time that a generation change costs. Pure: CLOCK_MONOTONIC seconds go in."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+
+Commits = Sequence[tuple[int, float]]  # (committed steps, seconds), the newest last
+
+
+def step_seconds(commits: Commits) -> float | None:
+    """The median time of a step; None if there are fewer than two commits."""
+    found = [(late - early) / (last - first) for (first, early), (last, late) in itertools.pairwise(commits)]
+    return statistics.median(found) if found else None
+
+
+def steps_per_second(commits: Commits, since_s: float) -> float:
+    """The mean over the commits after `since_s`, or over all if there are fewer than two; 0 if these are too few."""
+    recent = [commit for commit in commits if commit[1] >= since_s]
+    chosen = recent if len(recent) > 1 else commits
+    if len(chosen) < 2 or chosen[-1][1] <= chosen[0][1]:
+        return 0.0
+    return (chosen[-1][0] - chosen[0][0]) / (chosen[-1][1] - chosen[0][1])
+
+
+class Pace:
+    """The commits that one agent sees. A change costs the time from the last commit before it to the newest commit
+    after it, less the usual time of the steps between them. What one change has cost, the next one does not."""
+
+    def __init__(self, now_s: float) -> None:
+        self.step_s: float | None = None
+        self._newest: tuple[int, float] | None = None
+        self._counted_to: tuple[int, float] = (0, now_s)
+
+    def read(self, commits: Commits) -> None:
+        """The last commits of a rank."""
+        if commits and (self._newest is None or commits[-1][1] > self._newest[1]):
+            self._newest = commits[-1]
+            self.step_s = step_seconds(commits) or self.step_s
+
+    @property
+    def step(self) -> int:
+        """The number of committed steps."""
+        return self._counted_to[0] if self._newest is None else self._newest[0]
+
+    def begin(self, committed: int) -> None:
+        """A generation begins with so many committed steps."""
+        if self._newest is None:
+            self._counted_to = (committed, self._counted_to[1])
+        elif self._newest[1] > self._counted_to[1]:
+            self._counted_to = self._newest
+
+    def cost(self, now_s: float) -> float:
+        """The seconds that the change, which is over, has cost."""
+        step, since_s = self._counted_to
+        until = (step, now_s)  # no step was committed since then: all of the time is lost
+        if self._newest is not None and self._newest[1] > since_s:
+            until = self._newest
+        self._counted_to = until
+        useful_s = 0.0 if self.step_s is None else (until[0] - step) * self.step_s
+        return max(0.0, until[1] - since_s - useful_s)

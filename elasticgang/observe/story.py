@@ -1,0 +1,186 @@
+"""Tells events to a person: one line for each, and each generation change as a short story. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from elasticgang.observe.change_report import PHASES
+
+Event = Mapping[str, Any]
+
+_NUM_LINES = 10
+_HIDDEN = frozenset({"t", "wall", "event"})
+_PHASE_WORDS = {
+    "detect": "until the ranks had left the old generation",
+    "abort": "to end its collectives",
+    "quorum": "to agree on who takes part",
+    "resolve": "to decide the step in doubt",
+    "configure": "to connect the new generation",
+    "heal": "for the new ranks to fetch the state, beside the others' training",
+    "first_commit": "for the first step",
+}
+
+
+def line_of(event: Event) -> str:
+    """`09:55:16.123  exited  member=..., status=-9`."""
+    details = ", ".join(f"{name}={_value(value)}" for name, value in event.items() if name not in _HIDDEN)
+    return f"{_clock(event)}  {event['event']}" + (f"  {details}" if details else "")
+
+
+def tell(
+    events: Sequence[Event],
+    generation: int | None = None,
+    incident: Callable[[int], Event | None] = lambda generation: None,
+) -> Iterator[str]:
+    """The generation changes that nobody planned; or that of one `generation`. Yields lines. `incident`: returns what
+    the agent has left about one of them.
+
+    Raises:
+        ValueError: there is no such change.
+    """
+    changes = [event for event in events if event["event"] == "generation_change"]
+    chosen = [change for change in changes if change.get("generation") == generation]
+    if generation is None:
+        chosen = [change for change in changes if change.get("left") or change.get("in_doubt")]
+    elif not chosen:
+        known = ", ".join(str(change.get("generation")) for change in changes) or "none"
+        raise ValueError(f"there is no generation change {generation}; those of this host: {known}")
+    for place, change in enumerate(chosen):
+        if place:
+            yield ""
+        yield from _tell_change(change, events)
+        found = incident(change["generation"])
+        if found is not None:
+            yield from _tell_incident(found)
+    end = next((event for event in reversed(events) if event["event"] in ("failed", "ended")), None)
+    if end is not None and generation is None:
+        yield ""
+        yield f"{_clock(end)}  the job {end['event']}: {end.get('reason', '')}"
+    elif not chosen:
+        yield "no rank was lost"
+
+
+def _tell_change(change: Event, events: Sequence[Event]) -> Iterator[str]:
+    began = _first(events, "generation", generation=change["generation"])
+    yield f"{_clock(began or change)}  generation {change['generation']} began: {change.get('cause', 'unknown')}"
+    for member in change.get("left", ()):
+        yield f"  {member} left{_end_of(member, events)}"
+    for event in _before(change, events, ("hung", "warned", "signal")):
+        yield f"  before it: {line_of(event)}"
+    for doubt in change.get("in_doubt", ()):
+        yield f"  step {doubt['step']} was in doubt, and was {doubt['outcome']}"
+    committed = change.get("committed") or (0, 0)
+    yield f"  the job went on after {committed[0]} committed steps, with {_seats(began)}"
+    if change.get("checkpoint") is not None:
+        yield f"  the ranks loaded the checkpoint of step {change['checkpoint']}"
+    for member in change.get("joined", ()):
+        yield f"  {member} joined"
+    for move in change.get("moved", ()):
+        yield f"  {move['member']} moved from {_place(move['from'])} to {_place(move['to'])}"
+    phases = change.get("phases_ms") or {}
+    for name in PHASES:
+        if phases.get(name):
+            yield f"  {phases[name]:8.1f} ms {_PHASE_WORDS[name]}"
+    for member in change.get("left", ()):
+        yield from _return_of(member, change, events)
+
+
+def _tell_incident(incident: Event) -> Iterator[str]:
+    for lost in incident["lost"]:
+        name = f"rank {lost['local_rank']} (process {lost['pid']})"
+        if lost["stack"]:
+            yield f"  {name} hung; its stack, innermost frame first:"
+            yield from (f"    {line.strip()}" for line in lost["stack"].splitlines())
+        if lost["tail"]:
+            yield f"  the last lines of {name}:"
+            yield from (f"    | {line}" for line in lost["tail"][-_NUM_LINES:])
+    groups: dict[str, list[str]] = {}
+    for rank in incident["counters"]:
+        for group, counts in rank["groups"].items():
+            text = f"rank {rank['local_rank']} {counts['submitted']}/{counts['completed']}"
+            groups.setdefault(group, []).append(text)
+    if groups:
+        yield "  collectives begun/completed on this host when it began, by process group:"
+        yield from (f"    {group[:8]}: {', '.join(counts)}" for group, counts in groups.items())
+
+
+def _end_of(member: str, events: Iterable[Event]) -> str:
+    exit = _first(events, "exited", member=member)
+    if exit is None:
+        return ", on another host or before this log"
+    began = _first(events, "exit_began", member=member)
+    status = exit.get("status", 0)
+    how = f"killed by signal {-status}" if status < 0 else f"exited with code {status}"
+    late = "" if began is None else f"; its memory was freed {1000 * (exit['t'] - began['t']):.0f} ms later"
+    return f": process {exit.get('pid')}, {how}{late}"
+
+
+def _return_of(member: str, change: Event, events: Sequence[Event]) -> Iterator[str]:
+    """The member that the agent started in its place."""
+    exit = _first(events, "exited", member=member)
+    if exit is None:
+        return
+    later = [event for event in events if event["t"] >= exit["t"]]
+    started = _first(later, "spawned", local_rank=_rank_of(member, events))
+    if started is None:
+        yield f"  nothing was started in place of {member}"
+        return
+    after = 1000 * (started["t"] - exit["t"])
+    joined = next(
+        (
+            event
+            for event in events
+            if event["event"] == "generation_change" and started["member"] in event.get("joined", ())
+        ),
+        None,
+    )
+    back = "and has not joined" if joined is None else f"and joined in generation {joined['generation']}"
+    yield f"  {started['member']} was started in its place {after:.0f} ms after the exit, {back}"
+
+
+def _rank_of(member: str, events: Iterable[Event]) -> Any:
+    spawned = _first(events, "spawned", member=member)
+    return None if spawned is None else spawned["local_rank"]
+
+
+def _before(change: Event, events: Sequence[Event], names: Sequence[str]) -> Iterator[Event]:
+    """Events of these names between the change before this one and this one."""
+    found: list[Event] = []
+    for event in events:
+        if event["event"] == "generation":
+            if event.get("generation") == change["generation"]:
+                yield from found
+                return
+            found = []
+        elif event["event"] in names:
+            found.append(event)
+
+
+def _first(events: Iterable[Event], name: str, **fields: Any) -> Event | None:
+    """The first event of this name with these fields."""
+    for event in events:
+        if event["event"] == name and all(event.get(field) == value for field, value in fields.items()):
+            return event
+    return None
+
+
+def _seats(generation: Event | None) -> str:
+    if generation is None:
+        return "seats that this log does not have"
+    counts = [(generation.get(status, 0), status) for status in ("active", "learner", "spare")]
+    return ", ".join(f"{count} {status}" for count, status in counts if count) or "no seats"
+
+
+def _place(at: Mapping[str, int] | None) -> str:
+    return "a spare's wait" if at is None else " ".join(f"{axis}={index}" for axis, index in at.items())
+
+
+def _value(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _clock(event: Event) -> str:
+    wall = float(event.get("wall", 0.0))  # seconds since 1970
+    return datetime.fromtimestamp(wall).isoformat(" ", "milliseconds")[11:]

@@ -1,0 +1,84 @@
+"""The lines of a record's text, and the digest over them.
+
+Pure. The lines: the head; the agents; their addresses; for each agent its host and its members, without their places;
+the places in their order, as spans `[agent, first, count, status]` of an agent's members, ranks first, then spares. So
+a lost rank changes the line of its agent and one span, and the other lines of a large job stay as they are. When all
+learners become active, no line of an agent changes.
+
+FORM-DIGEST  The digest covers each line, those of the agents by their own digests. A record that shares lines with the
+             one before shares their digests, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+class RecordForm:
+    """`tops`: the head, the agents and their addresses. `lines`, `line_digests`: by agent, in their order."""
+
+    def __init__(
+        self,
+        tops: tuple[str, str, str],
+        lines: Mapping[str, str],
+        order: Sequence[str],
+        line_digests: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.tops, self.lines, self.order = tops, lines, order
+        if line_digests is not None:
+            self.line_digests = line_digests
+
+    @cached_property
+    def line_digests(self) -> Mapping[str, bytes]:
+        return {agent: digest_of_line(line) for agent, line in self.lines.items()}
+
+    @property
+    def text(self) -> str:
+        return "\n".join((*self.tops, *self.lines.values(), *self.order))
+
+    @property
+    def digest(self) -> str:
+        """FORM-DIGEST"""
+        hashed = hashlib.sha256(hashlib.sha256(b"".join(self.line_digests.values())).digest())
+        hashed.update("\n".join((*self.tops, *self.order)).encode())
+        return hashed.hexdigest()[:16]
+
+
+def digest_of_line(line: str) -> bytes:
+    return hashlib.sha256(line.encode()).digest()
+
+
+def canonical_json(data: Any) -> str:
+    """JSON that is identical for equal data."""
+    return _ENCODER.encode(data)
+
+
+def spans_of(places: Iterable[tuple[str, int, int]]) -> list[str]:
+    """The spans of (agent, number of the member among the agent's, its status), in the order of the places."""
+    spans: list[tuple[str, int, int, int]] = []
+    for agent, number, status in places:
+        if spans and (agent, number, status) == (spans[-1][0], spans[-1][1] + spans[-1][2], spans[-1][3]):
+            spans[-1] = (agent, spans[-1][1], spans[-1][2] + 1, status)
+        else:
+            spans.append((agent, number, 1, status))
+    return list(map(canonical_json, spans))
+
+
+def spans_of_agent(agent: str, spans: Iterable[str]) -> list[str]:
+    """Those of one agent, found without parsing the others."""
+    start = f"[{canonical_json(agent)},"
+    return [span for span in spans if span.startswith(start)]
+
+
+def parse_lines(lines: Collection[str]) -> list[Any]:
+    """The data of each line. Raises ValueError: they are not JSON, or not one value each."""
+    found: list[Any] = json.loads(f"[{','.join(lines)}]")
+    if len(found) != len(lines):
+        raise ValueError("a line of a record has not one value")
+    return found

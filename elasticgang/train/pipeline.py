@@ -1,0 +1,88 @@
+"""One stage of a pipeline, run by a schedule of torch.distributed.pipelining over the gang `pp`.
+
+PIPELINE-1  Nothing of a step outlives it: each step has a new stage and a new schedule. A generation that ends in the
+    middle leaves them in any state, and the number of slots changes with the number of replica groups.
+PIPELINE-2  The losses are sums, and no gradient is scaled: `Optimizer.step(weight=)` divides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elasticgang.member.manager import QuorumManager
+from elasticgang.train.data import Slots, mixed, seed_generators
+from elasticgang.train.sharded import ShardedDataParallel
+
+
+class PipelineParallel(ShardedDataParallel):
+    """Wraps `module`, this rank's stage of the model, and runs it with the other stages of `manager.gangs.pp`. Sums its
+    gradients over `manager.gangs.rdp`, as `ShardedDataParallel` does; it may be sharded over `sdp` by `fully_shard`.
+    """
+
+    def __init__(
+        self,
+        manager: QuorumManager,
+        module: nn.Module,
+        *,
+        inputs: Tensor,
+        outputs: Tensor,
+        loss_sum: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        """`inputs`, `outputs`: tensors like those that this stage gets and returns for one slot, also on the device
+        "meta". `loss_sum`: returns the sum of the losses of one slot from the last stage's output and the targets."""
+        super().__init__(manager, module)
+        self._inputs, self._outputs = _like_meta(inputs), _like_meta(outputs)
+        self._loss_sum = loss_sum
+
+    def run(self, slots: Slots, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        """Forward and backward of all `slots`, one microbatch to a slot, by the 1F1B schedule; by GPipe's if there are
+        fewer slots than stages. Call it once in a step, on every rank.
+
+        `inputs`: those of all slots behind one another along dim 0, used by the first stage. `targets`: likewise, used
+        by the last stage. Returns the sum of the losses of each slot on the last stage, and [] on the others.
+
+        torch's random generators are seeded before each slot's forward, differently on each stage.
+        """
+        from torch.distributed import pipelining  # it takes a second to import
+
+        self._manager.step.check()
+        found: list[Tensor] = []
+        if len(slots):
+            pp = self._manager.gangs.pp
+            kind: Any = pipelining.Schedule1F1B if len(slots) >= pp.size else pipelining.ScheduleGPipe
+            stage = pipelining.PipelineStage(  # PIPELINE-1
+                self.module,
+                pp.rank,
+                pp.size,
+                pp.device,
+                input_args=self._inputs,
+                output_args=self._outputs,
+                group=pp.as_process_group(),
+            )
+            schedule = kind(stage, len(slots), loss_fn=self._loss_sum, scale_grads=False)  # PIPELINE-2
+            seeds = iter([slot.seed for slot in slots])
+
+            def seed_forward(*_: Any) -> None:
+                seed_generators(mixed(next(seeds), pp.rank))
+
+            hook = self.module.register_forward_pre_hook(seed_forward)
+            try:
+                arguments = [inputs] if pp.rank == 0 else []
+                last = {"target": targets, "losses": found} if pp.rank == pp.size - 1 else {}
+                schedule.step(*arguments, **last, return_outputs=False)
+            finally:
+                hook.remove()
+        self._manager.step.check()
+        if not len(slots):
+            self._manager.step.contribute()
+        return [loss.detach() for loss in found]
+
+
+def _like_meta(tensor: Tensor) -> Tensor:
+    """Its shape and dtype, which torch then does not send from stage to stage in each step."""
+    meta = torch.empty_like(tensor, device="meta")
+    return meta.requires_grad_() if meta.is_floating_point() else meta

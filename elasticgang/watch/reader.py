@@ -1,0 +1,68 @@
+"""Follows one agent: reads what its event file has grown by, and the status pages of its ranks.
+
+READER-1  No part of a job waits for a reader: it sends nothing, takes no lock, and maps the pages read-only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from elasticgang.observe.event_file import complete_lines
+from elasticgang.process.status_page import StatusPage
+from elasticgang.watch.summary import RankStatus, Summary
+
+
+class JobReader:
+    """`is_alive`: whether the agent runs. `warn` is called for a line of the file that is no event, `on_event` for all
+    others. `offset`: the bytes of the file that are of earlier jobs."""
+
+    def __init__(
+        self,
+        path: Path,
+        is_alive: Callable[[], bool],
+        warn: Callable[[str], None],
+        on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
+        offset: int = 0,
+    ) -> None:
+        self._path, self._is_alive, self._warn, self._on_event = path, is_alive, warn, on_event
+        self._summary = Summary()
+        self._pages: dict[str, StatusPage] = {}
+        self._offset = offset
+        self._num_lines = 0
+
+    def read(self) -> dict[str, Any]:
+        """What the job does now. A file that is not there yet counts as empty."""
+        is_alive = self._is_alive()  # first: the last events of an agent that ends are read then
+        self._read_events()
+        ranks = self._read_pages() if is_alive else {}
+        return self._summary.report(ranks, time.monotonic(), is_alive=is_alive)
+
+    def _read_events(self) -> None:
+        lines, self._offset = complete_lines(self._path, self._offset)
+        for line in lines:
+            self._num_lines += 1
+            try:
+                event = json.loads(line)
+                self._summary.add(event)
+                self._on_event(event)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                self._warn(f"{self._path}: line {self._num_lines} is no event; left out")
+
+    def _read_pages(self) -> dict[str, RankStatus]:
+        pids = self._summary.pids  # READER-1: /proc gives the pages without the agent's help
+        self._pages = {member: page for member, page in self._pages.items() if member in pids}
+        for member, pid in pids.items():
+            if member not in self._pages and (page := StatusPage.of_process(pid)) is not None:
+                self._pages[member] = page
+        return {member: _read(page) for member, page in self._pages.items()}
+
+
+def _read(page: StatusPage) -> RankStatus:
+    numbers = {name: (found.last, found.total / found.num_reports) for name, found in page.numbers().items()}
+    return RankStatus(
+        page.committed[0], page.generation, page.thread_state.name, page.commit_times(), page.healing, numbers
+    )

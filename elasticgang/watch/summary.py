@@ -1,0 +1,200 @@
+"""What a job does, from the events of one agent and the status pages of its ranks, as plain data. Pure.
+
+Steps, changes and lost seconds are the whole job's, as this agent sees them. Reported numbers, and who is healed how
+far, are those of the ranks of its host.
+
+SUMMARY-1  Events go in one by one, and what is kept of them is bounded, so that a job of any length can be followed.
+SUMMARY-2  Once a step is committed in a generation, its learners have healed, and count as active.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticgang.observe.pace import Commits, step_seconds, steps_per_second
+
+Event = Mapping[str, Any]
+
+NUM_CHANGES = 50
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """A status page. `doing`: the name of its `ThreadState`. `healing`: bytes received, of how many. `numbers`: by
+    name, the last value and the mean one."""
+
+    step: int = 0
+    generation: int = 0
+    doing: str = "STARTING"
+    commits: Commits = ()
+    healing: tuple[int, int] = (0, 0)
+    numbers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+class Summary:
+    """`add` every event in order; `report` at any time."""
+
+    def __init__(self) -> None:
+        self.pids: dict[str, int] = {}  # of the ranks of this host that live, by member
+        self._local_ranks: dict[str, int] = {}
+        self._started: Event | None = None
+        self._agent: str | None = None
+        self._end: Event | None = None
+        self._signal: Event | None = None
+        self._last: Event | None = None
+        self._generation: Event | None = None
+        self._is_settled = False  # the present generation has committed a step
+        self._counted_to = 0.0
+        self._step_s: float | None = None
+        self._changes: deque[dict[str, Any]] = deque(maxlen=NUM_CHANGES)  # SUMMARY-1
+        self._num_changes: Counter[str] = Counter()
+        self._lost_s: defaultdict[str, float] = defaultdict(float)
+        self._phase_s: defaultdict[str, float] = defaultdict(float)
+        self._healed_bytes = 0
+        self._exiting: Event = {}
+
+    def add(self, event: Event) -> None:
+        self._last = event
+        match event["event"]:
+            case "started":
+                if self._started is not None and event.get("pid") != self._started.get("pid"):
+                    self.__init__()  # type: ignore[misc]  # another job's events follow in the same file
+                    self._last = event
+                self._started, self._agent = self._started or event, event["agent"]
+                self._counted_to = self._counted_to or event["monotonic"]
+            case "spawned":
+                self.pids[event["member"]] = event["pid"]
+                self._local_ranks[event["member"]] = event["local_rank"]
+            case "exited":
+                self.pids.pop(event["member"], None)
+                self._local_ranks.pop(event["member"], None)
+            case "generation":
+                self._generation, self._is_settled = event, False
+            case "generation_change":
+                self._count(event)
+            case "healed":
+                self._healed_bytes += event["bytes"]
+            case "exiting":
+                self._exiting = event
+            case "signal":
+                self._signal = event
+            case "ended" | "failed":
+                self._end = event
+
+    def _count(self, change: Event) -> None:
+        kind, lost_s = change.get("kind", "elsewhere"), change.get("lost_s") or 0.0
+        self._num_changes[kind] += 1
+        self._lost_s[kind] += lost_s
+        for name, ms in (change.get("phases_ms") or {}).items():
+            self._phase_s[name] += (ms or 0.0) / 1e3
+        self._counted_to, self._step_s = change["t"], change.get("step_s")
+        self._is_settled = self._generation is not None and change["generation"] == self._generation["generation"]
+        kept = {
+            name: change.get(name) for name in ("generation", "cause", "wall", "phases_ms", "checkpoint", "in_doubt")
+        }
+        numbers = {name: len(change.get(name) or ()) for name in ("left", "joined", "moved")}
+        self._changes.append({**kept, **numbers, "kind": kind, "lost_s": lost_s})
+
+    def report(self, ranks: Mapping[str, RankStatus], now_s: float, *, is_alive: bool) -> dict[str, Any]:
+        """`ranks`: the pages by member. `now_s`: CLOCK_MONOTONIC seconds. `is_alive`: whether the agent runs."""
+        generation: Event = self._generation or {}
+        began_s = 0.0 if self._started is None else self._started["monotonic"]
+        if not is_alive and self._last is not None:
+            now_s = self._last["t"]
+        elapsed_s = max(0.0, now_s - began_s) if self._started is not None else 0.0
+        commits = max((status.commits for status in ranks.values()), key=_newest, default=())
+        began_at = (generation.get("committed") or (0,))[0]
+        step = max([began_at, self._exiting.get("step", 0), *(status.step for status in ranks.values())])
+        has_learners = not self._is_settled and step <= began_at
+        rate = steps_per_second(commits, generation.get("t", 0.0))
+        last_commit_s = max(self._counted_to, _newest(commits)[0])
+        lost: dict[str, float] = dict(self._lost_s)
+        if is_alive and not self._is_settled and self._started is not None:
+            under_way_s = now_s - last_commit_s - (step_seconds(commits) or self._step_s or 0.0)
+            lost["under_way"] = max(0.0, under_way_s)
+        lost_s = sum(lost.values())
+        tokens = [status.numbers["tokens"][1] for status in ranks.values() if "tokens" in status.numbers]
+        return {
+            "job": (self._started or {}).get("job"),
+            "agent": self._agent,
+            "host": (self._started or {}).get("host"),
+            **self._state(is_alive),
+            "elapsed_s": round(elapsed_s, 3),
+            "wall": (self._started or {}).get("wall", 0.0) + max(0.0, now_s - (self._started or {}).get("t", now_s)),
+            "generation": generation.get("generation", 0),
+            "is_changing": is_alive and not self._is_settled,
+            "seats": _seats(generation, has_learners),
+            "hosts": [self._host(host, ranks, has_learners) for host in generation.get("seats", ())],
+            "step": step,
+            "steps_per_s": round(rate, 4) if is_alive else 0.0,
+            "last_commit_age_s": round(now_s - _newest(commits)[0], 3) if commits and is_alive else None,
+            "tokens_per_s": round(rate * sum(tokens), 2) if tokens and is_alive else None,
+            "numbers": _means(ranks),
+            "goodput": round(max(0.0, 1 - lost_s / elapsed_s), 5) if elapsed_s else None,
+            "lost_s": {cause: round(lost[cause], 3) for cause in sorted(lost)},
+            "num_changes": dict(sorted(self._num_changes.items())),
+            "phase_s": {name: round(s, 4) for name, s in self._phase_s.items()},
+            "healed_bytes": self._healed_bytes,
+            "healing": self._healing(ranks),
+            "changes": list(self._changes),
+        }
+
+    def _state(self, is_alive: bool) -> dict[str, Any]:
+        if self._end is not None:
+            return {"state": self._end["event"], "reason": self._end.get("reason", "")}
+        if is_alive:
+            return {"state": "running" if self._generation is not None else "starting", "reason": ""}
+        if self._exiting.get("code") == 0:
+            return {"state": "finished", "reason": ""}
+        if self._signal is not None:
+            return {"state": "stopped", "reason": f"the agent was stopped by {self._signal['signal']}"}
+        return {"state": "died", "reason": "the agent ended without a word: it was killed, or its host went down"}
+
+    def _host(self, host: Mapping[str, Any], ranks: Mapping[str, RankStatus], has_learners: bool) -> dict[str, Any]:
+        is_here = host["agent"] == self._agent
+        here = {self._local_ranks[member]: status for member, status in ranks.items() if member in self._local_ranks}
+        seats = []
+        for local_rank, rank, status in host["seats"]:
+            is_active = status == "learner" and not has_learners
+            seat = {"local_rank": local_rank, "rank": rank, "status": "active" if is_active else status}
+            if is_here and local_rank in here:
+                seat |= {"step": here[local_rank].step, "doing": here[local_rank].doing}
+            seats.append(seat)
+        return {"agent": host["agent"], "host": host["host"], "is_here": is_here, "seats": seats}
+
+    def _healing(self, ranks: Mapping[str, RankStatus]) -> list[dict[str, int]]:
+        """The ranks of this host that are healed at this moment."""
+        return [
+            {"local_rank": self._local_ranks[member], "received_bytes": received, "bytes": total}
+            for member, status in ranks.items()
+            for received, total in [status.healing]
+            if member in self._local_ranks and received < total
+        ]
+
+
+def _seats(generation: Event, has_learners: bool) -> dict[str, int]:
+    """SUMMARY-2."""
+    active, learner, spare = (generation.get(status, 0) for status in ("active", "learner", "spare"))
+    return {
+        "active": active + (not has_learners) * learner,
+        "learner": has_learners * learner,
+        "spare": spare,
+    }
+
+
+def _newest(commits: Commits) -> tuple[float, int]:
+    return (commits[-1][1], len(commits)) if commits else (0.0, 0)
+
+
+def _means(ranks: Mapping[str, RankStatus]) -> dict[str, float | str]:
+    """Of the last values of all ranks; one that is not finite as text, which JSON can hold."""
+    values: dict[str, list[float]] = {}
+    for status in ranks.values():
+        for name, (last, _) in status.numbers.items():
+            values.setdefault(name, []).append(last)
+    means = {name: sum(found) / len(found) for name, found in sorted(values.items())}
+    return {name: mean if math.isfinite(mean) else str(mean) for name, mean in means.items()}

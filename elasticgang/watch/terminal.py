@@ -1,0 +1,83 @@
+"""What a job does, as lines of text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from elasticgang.observe.change_report import PHASES
+from elasticgang.progress import bar, share
+
+_MAX_HOSTS = 16
+_MARKS = {"active": "", "learner": "L", "spare": "spare"}
+
+
+def lines_of(status: Mapping[str, Any], num_changes: int = 5) -> Iterator[str]:
+    """`status`: what `Summary.report` returns. Control characters in it, which a terminal would obey, are escaped."""
+    return map(_escape, _lines_of(status, num_changes))
+
+
+def _escape(line: str) -> str:
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+
+
+def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
+    name = status["job"] or "a job that has not started"
+    yield f"job {name}: {status['state']}" + (f" ({status['reason']})" if status["reason"] else "")
+    yield f"  agent {status['agent']}, for {_span(status['elapsed_s'])}"
+    changing = ", which has not committed a step yet" if status["is_changing"] else ""
+    yield f"  generation {status['generation']}{changing}: {_counts(status['seats']) or 'no seats'}"
+    rates = [f"step {status['step']}", f"{status['steps_per_s']:.2f} steps/s"]
+    if status["tokens_per_s"] is not None:
+        rates.append(f"{status['tokens_per_s']:,.0f} tokens/s on this host")
+    rates += [f"{name} {_number(value)}" for name, value in status["numbers"].items() if name != "tokens"]
+    if status["last_commit_age_s"] is not None:
+        rates.append(f"last commit {status['last_commit_age_s']:.1f} s ago")
+    yield "  " + ", ".join(rates)
+    if status["goodput"] is not None:
+        yield f"  goodput {100 * status['goodput']:.1f} %{_lost(status)}"
+    for host in status["hosts"][:_MAX_HOSTS]:
+        yield f"  {host['host']} ({host['agent']}): {_seats(host['seats'])}"
+    if len(status["hosts"]) > _MAX_HOSTS:
+        yield f"  and {len(status['hosts']) - _MAX_HOSTS} more hosts"
+    for heal in status["healing"]:
+        received, total = heal["received_bytes"], heal["bytes"]
+        yield f"  local rank {heal['local_rank']} heals: {bar(received, total)} {share(received, total)}"
+    for change in list(status["changes"])[-num_changes:]:
+        yield f"  {_change(change)}"
+
+
+def _lost(status: Mapping[str, Any]) -> str:
+    parts = [
+        f"{cause} {seconds:.2f} s" + (f" ({status['num_changes'][cause]})" if cause in status["num_changes"] else "")
+        for cause, seconds in status["lost_s"].items()
+    ]
+    return f"; lost by cause: {', '.join(parts)}" if parts else ""
+
+
+def _change(change: Mapping[str, Any]) -> str:
+    at = datetime.fromtimestamp(change["wall"] or 0.0).strftime("%H:%M:%S")
+    moves = ", ".join(f"{change[what]} {what}" for what in ("left", "joined", "moved") if change[what])
+    phases = change["phases_ms"] or {}
+    times = ", ".join(f"{name} {phases[name]:.0f}" for name in PHASES if phases.get(name))
+    parts = [part for part in (moves, f"lost {change['lost_s']:.2f} s", f"{times} ms" if times else "") if part]
+    return f"{at}  generation {change['generation']}: {change['cause']}; {'; '.join(parts)}"
+
+
+def _counts(seats: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {status}" for status, count in seats.items() if count)
+
+
+def _seats(seats: Sequence[Mapping[str, Any]]) -> str:
+    return " ".join(f"{_MARKS[seat['status']]}{'' if seat['rank'] is None else seat['rank']}" for seat in seats)
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _span(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -1,0 +1,149 @@
+"""How much work a kill in the middle of a long step costs, with the gradients of survivors' slots kept and without.
+
+Kills a random rank at a random moment of each --every-th step, in two jobs one after the other: with
+`DistributedDataParallel(keep=True)` and without. A slot counts as computed once its forward has begun. Prints JSON
+lines for each job:
+
+  lost_slots     slots of the killed steps that were computed in vain, in all; "of_dead": those that the killed ranks
+                 had begun in these steps; "ratio": of both; "share": the ratio to the ranks' even shares of the slots
+  step_ms        of the steps that were not killed
+  killed_step_ms of the killed steps, from the commit before to their own
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scripts.benches.recovery import figure_of
+from scripts.demo_job.driver import Job, JobFailedError, JobSpec
+from scripts.demo_job.run_audit import CommittedRun, Kill
+
+TRAIN = Path(__file__).with_name("slots") / "train.py"
+
+_NEVER = 10**7  # steps: the job ends when the kills are done
+_POLL_S = 0.005
+
+
+class KillsInSteps:
+    """Decides when to kill, and kills. A step that ends before its moment leaves the kill to the next one."""
+
+    def __init__(self, job: Job, num_kills: int, every: int, seed: int) -> None:
+        self._job, self._num_kills, self._every = job, num_kills, every
+        self._source = random.Random(f"long steps {seed}")
+        self._newest = -1
+        self._began_at, self._step_s, self._kill_at = 0.0, 0.0, 0.0
+        self._due = every  # the first step that may be killed next
+
+    def tick(self) -> float | None:
+        run_log, now, sent = self._job.run_log, time.monotonic(), self._job.killer.sent
+        if run_log.newest is None:
+            return _POLL_S
+        if run_log.newest.step != self._newest:
+            self._newest, before, self._began_at = run_log.newest.step, self._began_at, now
+            if not sent or self._newest > sent[-1].step:
+                self._step_s = now - before
+            self._kill_at = now + self._source.uniform(0.0, self._step_s)
+        if len(sent) == self._num_kills:
+            return None if self._newest > sent[-1].step else _POLL_S
+        is_whole = run_log.strength() == self._job.spec.ranks == len(run_log.live())
+        if self._newest + 1 < self._due or not is_whole or now < self._kill_at:
+            return _POLL_S
+        if self._job.killer.kill(run_log, self._source.randrange(self._job.spec.ranks)) is not None:
+            self._due = self._newest + 1 + self._every
+        return _POLL_S
+
+
+def computed(directory: Path) -> dict[str, Counter[int]]:
+    """How many slots each member has begun to compute, by step."""
+    found = {}
+    for path in (directory / "history").glob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        found[path.stem] = Counter(int(line["step"]) for line in lines if line["kind"] == "slot")
+    return found
+
+
+def measure(job: Job, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The figures. Raises JobFailedError."""
+    job.follow(KillsInSteps(job, args.kills, args.every, args.seed).tick)
+    job.read()
+    kills: list[Kill] = job.killer.happened(job.run_log)
+    by_member = computed(job.spec.directory)
+    lost = [sum(of_member[kill.step] for of_member in by_member.values()) - args.slots for kill in kills]
+    of_dead = [by_member[kill.member][kill.step] for kill in kills]
+    even = args.slots / job.spec.ranks * len(kills)
+    yield {
+        "figure": "lost_slots",
+        "kills": len(kills),
+        "total": sum(lost),
+        "of_dead": sum(of_dead),
+        "ratio": round(sum(lost) / sum(of_dead), 2) if any(of_dead) else None,
+        "share": round(sum(lost) / even, 2),
+        "each": lost,
+        "each_of_dead": of_dead,
+    }
+    run = CommittedRun(job.run_log)
+    at = {attempt.step: t for attempt, t in run.committed_at.items()}
+    killed = {kill.step for kill in kills}
+    times = {step: (at[step] - at[step - 1]) * 1e3 for step in at if step - 1 in at}
+    for name, is_killed in (("step_ms", False), ("killed_step_ms", True)):
+        chosen = [time_ms for step, time_ms in times.items() if (step in killed) == is_killed]
+        yield figure_of(name, chosen, p50=50, max=100)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench long_steps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--slots", type=int, default=32, help="in a step (default: %(default)s)")
+    parser.add_argument("--depth", type=int, default=100, help="work in a slot: linear layers (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=10, help="in each job (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=10, metavar="STEPS", help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (default: %(default)s)")
+    parser.add_argument("--output-dir", type=Path, help="keep the jobs' files here, in a new or empty folder")
+    args = parser.parse_args()
+    if args.ranks < 2:
+        parser.error(f"--ranks must be at least 2, but is {args.ranks} instead")
+    for name in ("slots", "depth", "kills", "every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, but is {getattr(args, name)} instead")
+    if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
+        parser.error(f"--output-dir {args.output_dir} is not empty; name a new folder")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            for keeps in (True, False):
+                directory = (args.output_dir or Path(temporary)) / ("keep" if keeps else "without")
+                train_args = ("--slots", str(args.slots), "--depth", str(args.depth), *(["--keep"] if keeps else []))
+                with Job(JobSpec(args.ranks, _NEVER, args.seed, directory, train_args, script=TRAIN)) as job:
+                    for figure in measure(job, args):
+                        load = round(os.getloadavg()[0], 2)
+                        setting = {"bench": "long_steps", "ranks": args.ranks, "slots": args.slots, "keep": keeps}
+                        print(json.dumps({**setting, **figure, "load": load}), flush=True)
+        except JobFailedError as error:
+            print(f"scripts/bench long_steps: error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

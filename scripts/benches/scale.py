@@ -1,0 +1,237 @@
+"""What one step's vote and one generation change cost as hosts are added: messages, bytes, CPU of each part.
+
+No network, one process, one core: the state machine of the coordinator decides, and what it would send is encoded and
+decoded. docs/scale.md makes a model of these constants. Prints one JSON line per figure, for each number of hosts:
+
+  vote          messages that one rank sends for one step, at most; those of all ranks; rounds one after another
+  found         CPU of the coordinator for the first record, from the first agent to the last push; bytes of the record
+  change        CPU of the coordinator for one lost rank, from the first report to the last push; bytes for each agent
+  learn         CPU of one agent for what it is sent: to check it, and to make the text that its ranks read
+  read          CPU of one rank for that text
+  keys          characters of the rendezvous key of one rank of the root group, measured in a group of 24; of the keys
+                that each host is sent, and of those that the coordinator sends
+
+`cpu_ms` is of one try, in milliseconds of one core; of `change`, `learn` and `read` the median of several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from elasticgang.collectives.exchange import DIRECT_SIZE, rounds
+from elasticgang.protocol import coordinator_messages as m
+from elasticgang.protocol.coordinator_state import CoordinatorState
+from elasticgang.protocol.record import Record, Seat
+from elasticgang.session.messages import decode_from_coordinator, encode, encode_delta
+from elasticgang.torch_private import new_gloo
+from scripts.benches.coordinator import report_of
+
+_KEY_SIZE = 24  # of the group whose rendezvous keys are measured: larger than those that connect at once
+_TIMEOUT = timedelta(seconds=60)
+
+
+class KeyCounter(Store):
+    """The store of one process, which adds up what the ranks put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: Any) -> None:
+        with self._changed:
+            self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = _TIMEOUT) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._values.keys() >= set(keys), timeout.total_seconds()):
+                raise RuntimeError(f"no keys {set(keys) - self._values.keys()}")
+
+    @property
+    def num_chars(self) -> int:
+        """As they are sent."""
+        return sum(len(name) + len(base64.b64encode(value)) for name, value in self._values.items())
+
+
+def key_chars(num_ranks: int) -> float:
+    """Of one rank of a Gloo group that connects when it is used (WORKER-5)."""
+    store = KeyCounter()
+    with ThreadPoolExecutor(num_ranks) as pool:
+        groups = [
+            pool.submit(new_gloo, store, rank, num_ranks, _TIMEOUT, "127.0.0.1", lazy=True) for rank in range(num_ranks)
+        ]
+        made = [group.result() for group in groups]
+    for group in made:
+        group.abort()
+    return round(store.num_chars / num_ranks, 1)
+
+
+class Job:
+    """A coordinator without a network, and the agents' knowledge."""
+
+    def __init__(self, num_hosts: int, num_ranks: int) -> None:
+        self._num_hosts, self._num_ranks = num_hosts, num_ranks
+        self._members = [{rank: f"agent-{host:05}/{rank}/1" for rank in range(num_ranks)} for host in range(num_hosts)]
+        self._num_started = 1
+        self._fresh = {member for members in self._members for member in members.values()}
+        self._state = CoordinatorState("c", granted=True)
+        self._now_s = 0.0
+
+    @property
+    def record(self) -> Record:
+        assert self._state.record is not None
+        return self._state.record
+
+    def _hear(self, session: int, message: Any) -> list[Any]:
+        return list(self._state.handle(m.Received(session, message), self._now_s))
+
+    def _reports(self) -> Iterator[tuple[int, Any]]:
+        record = self._state.record
+        own: dict[str, list[Seat]] = defaultdict(list)
+        for seat in () if record is None else record.seats:
+            own[seat.agent].append(seat)
+        for host, members in enumerate(self._members):
+            name = f"agent-{host:05}"
+            yield host, report_of(name, members, self._fresh, record, own[name], self._num_ranks, self._num_hosts)
+
+    def _decide(self) -> tuple[float, list[m.Push]]:
+        """All agents report. Returns the CPU seconds and what is pushed."""
+        reports = list(self._reports())
+        said: list[Any] = []
+        began_s = time.process_time()
+        for host, report in reports:
+            said += self._hear(host, m.Ready(report))
+        while not (pushes := [each.message for each in said if isinstance(getattr(each, "message", None), m.Push)]):
+            self._now_s += 0.5
+            for host in range(self._num_hosts):
+                said += self._hear(host, m.Heartbeat(1))
+            said += self._state.handle(m.Ticked(), self._now_s)
+        used_s = time.process_time() - began_s
+        self._fresh.clear()
+        assert len(pushes) == self._num_hosts
+        return used_s, pushes
+
+    def found(self) -> tuple[float, m.Push]:
+        began_s = time.process_time()
+        for host in range(self._num_hosts):
+            name = f"agent-{host:05}"
+            self._hear(host, m.Hello(name, name, 1))
+            self._hear(host, m.Promise(self._state.term))
+        used_s = time.process_time() - began_s
+        decided_s, pushes = self._decide()
+        return used_s + decided_s, pushes[0]
+
+    def lose(self, host: int) -> tuple[float, m.Push]:
+        del self._members[host][self._num_ranks - 1]
+        return self._change(host, m.EndGeneration(self.record.generation, "a rank is lost"))
+
+    def restart(self, host: int) -> tuple[float, m.Push]:
+        self._num_started += 1
+        member = f"agent-{host:05}/{self._num_ranks - 1}/{self._num_started}"
+        self._members[host][self._num_ranks - 1] = member
+        self._fresh.add(member)
+        return self._change(host, m.JoinRequest(self.record.generation))
+
+    def _change(self, host: int, notice: Any) -> tuple[float, m.Push]:
+        began_s = time.process_time()
+        self._hear(host, notice)
+        used_s = time.process_time() - began_s
+        decided_s, pushes = self._decide()
+        return used_s + decided_s, pushes[0]
+
+
+def vote(num_ranks: int) -> dict[str, Any]:
+    if num_ranks <= DIRECT_SIZE:
+        return {"sent": num_ranks - 1, "sent_by_all": num_ranks * (num_ranks - 1), "rounds": 1}
+    of_ranks = [list(rounds(rank, num_ranks)) for rank in range(num_ranks)]
+    sent = [sum(each.sends for each in found) for found in of_ranks]
+    return {"sent": max(sent), "sent_by_all": sum(sent), "rounds": max(map(len, of_ranks))}
+
+
+def decisions(num_hosts: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    job = Job(num_hosts, args.ranks)
+    used_s, push = job.found()
+    yield {"figure": "found", "cpu_ms": _ms([used_s]), "record_bytes": len(encode(push))}
+    changed, learned, read, num_bytes = [], [], [], []
+    for number in range(args.changes + 1):  # the first one follows a record of learners, and is left out
+        for change in (job.lose, job.restart):
+            parent = job.record
+            used_s, push = change(number % num_hosts)
+            began_s = time.process_time()
+            delta = encode_delta(parent, push)
+            payload = encode(push) if delta is None else delta
+            used_s += time.process_time() - began_s
+            if number == 0 or change == job.restart:
+                continue
+            began_s = time.process_time()
+            known = decode_from_coordinator(payload, parent)
+            assert isinstance(known, m.Push)
+            text = known.decision.record.text
+            learned.append(time.process_time() - began_s)
+            began_s = time.process_time()
+            record = Record.from_text(text)
+            assert record.digest == push.decision.record.digest
+            record.plan.coordinates(record.seats[0].member)
+            read.append(time.process_time() - began_s)
+            changed.append(used_s)
+            num_bytes.append(len(payload))
+    yield {"figure": "change", "cpu_ms": _ms(changed), "sent_bytes": round(statistics.median(num_bytes))}
+    yield {"figure": "learn", "cpu_ms": _ms(learned)}
+    yield {"figure": "read", "cpu_ms": _ms(read), "text_bytes": len(text)}
+
+
+def keys(num_hosts: int, num_ranks: int, of_rank: float) -> dict[str, Any]:
+    world = num_hosts * num_ranks
+    sent_to_host = round((world - num_ranks) * of_rank)
+    return {"figure": "keys", "of_rank": of_rank, "sent_to_host": sent_to_host, "sent": num_hosts * sent_to_host}
+
+
+def _ms(seconds: list[float]) -> float:
+    return round(1000 * statistics.median(seconds), 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, nargs="+", default=[10, 100, 1000], help="(default: 10 100 1000)")
+    parser.add_argument("--ranks", type=int, default=8, help="of each host (default: %(default)s)")
+    parser.add_argument("--changes", type=int, default=3, help="(default: %(default)s)")
+    args = parser.parse_args()
+    if min(*args.hosts, 2) < 2 or args.ranks < 1 or args.changes < 1:
+        parser.error("there must be two hosts, a rank and a change at least")
+    of_rank = key_chars(_KEY_SIZE)
+    for num_hosts in args.hosts:
+        figures = [
+            {"figure": "vote", **vote(num_hosts * args.ranks)},
+            keys(num_hosts, args.ranks, of_rank),
+            *decisions(num_hosts, args),
+        ]
+        for figure in figures:
+            load = round(os.getloadavg()[0], 2)
+            print(json.dumps({"bench": "scale", "hosts": num_hosts, "ranks": args.ranks, **figure, "load": load}))
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

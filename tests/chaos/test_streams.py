@@ -1,0 +1,108 @@
+"""Jobs that read from streams: whoever is killed, each sample of each split counts once in each pass."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from elasticgang.checkpoint import listing
+from tests.chaos.stream_job import NUM_SAMPLES, NUM_SPLITS, SIZE, SLOT, SPLIT_SAMPLES
+from tests.chaos.test_checkpoints import kill_whole
+from tests.chaos.test_kills import Fault, at, histories, soon
+from tests.support import REPOSITORY, Job, wait_until
+
+NUM_STEPS = 30
+JOB = REPOSITORY / "tests" / "chaos" / "stream_job.py"
+EVERY = 10
+
+pytestmark = pytest.mark.timeout(300)  # several jobs, one after another
+
+
+def run(directory: Path, ranks: int, faults: list[Fault], every: int = 0) -> Job:
+    arguments = [str(directory), str(NUM_STEPS), json.dumps(faults), str(every)]
+    return Job(directory, JOB, *arguments, ranks=ranks)
+
+
+def expected_samples() -> Iterator[Counter[int]]:
+    """Of each step, from the definition: slot j of step t reads from split j or j + 4, which has 3 samples a pass."""
+    num_slots = SIZE // SLOT
+    places = [0] * NUM_SPLITS
+    for step in range(NUM_STEPS):
+        samples: Counter[int] = Counter()
+        for slot in range(num_slots):
+            split = slot + num_slots * (step % 2)
+            for _ in range(SLOT):
+                samples[SPLIT_SAMPLES * split + places[split] % SPLIT_SAMPLES] += 1
+                places[split] += 1
+        yield samples
+
+
+def check(directory: Path) -> set[str]:
+    """The committed steps have had each sample once in each pass. Returns the digests that the ranks ended with."""
+    prepared: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    committed: defaultdict[int, set[int]] = defaultdict(set)
+    digests = set()
+    for line in (line for history in histories(directory) for line in history):
+        if line["kind"] == "prepared":
+            prepared[line["step"], line["generation"]].update(line["samples"])
+        elif line["kind"] == "committed":
+            committed[line["step"]].add(line["generation"])
+        else:
+            digests.add(line["digest"])
+    assert sorted(committed) == list(range(NUM_STEPS))
+    whole: Counter[int] = Counter()
+    for step, expected in enumerate(expected_samples()):
+        (generation,) = committed[step]
+        assert prepared[step, generation] == expected, f"step {step}"
+        whole.update(expected)
+    assert whole == dict.fromkeys(range(NUM_SAMPLES), NUM_STEPS * SIZE // NUM_SAMPLES)
+    return digests
+
+
+@cache
+def alone() -> set[str]:
+    with TemporaryDirectory() as name, run(Path(name), 1, []) as job:
+        assert job.wait() == 0, job.stderr
+        (digest,) = check(Path(name))
+        return {digest}
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [at("forward", 1), at("forward", 0, "comm"), at("forward", 2)],
+        [at("body", 0), soon("body", 1)],
+        [at("totals_received", 2), at("votes_received", 0), at("votes_received", 1, "comms")],
+        [at("applied", 1), soon("healing", 1), at("body", 2, [0, 1])],
+    ],
+)
+def test_each_sample_counts_once_whoever_is_killed(faults: list[Fault], tmp_path: Path) -> None:
+    with run(tmp_path, 3, faults) as job:
+        assert job.wait() == 0, job.stderr
+        job.assert_nothing_left()
+    assert len(list(tmp_path.glob("fired-*"))) == len(faults)
+    assert check(tmp_path) == alone()
+
+
+# STREAM-1
+def test_a_job_goes_on_in_its_streams_with_other_ranks(tmp_path: Path) -> None:
+    """Only what is committed in the end counts: steps after the checkpoint are read again."""
+    (tmp_path / "hold").write_text(str(EVERY + 5))
+    with run(tmp_path, 3, [], EVERY) as job:
+        found = wait_until(lambda: next(listing.scan(tmp_path / "checkpoints"), None), "a checkpoint")
+        kill_whole(job)
+    assert found.attempt.step == EVERY
+    for path in (tmp_path / "history").glob("*.jsonl"):
+        lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] < EVERY]
+        path.write_text("".join(lines))
+    (tmp_path / "hold").unlink()
+    with run(tmp_path, 2, [], EVERY) as job:
+        assert job.wait() == 0, job.stderr
+        assert f"continues at the checkpoint of step {EVERY};" in job.stderr
+    assert check(tmp_path) == alone()

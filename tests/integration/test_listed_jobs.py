@@ -1,0 +1,134 @@
+"""Which jobs run on this host. The agents here are processes that list themselves and end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elasticgang.environment import RUN_DIR
+from elasticgang.errors import OperationalError
+from elasticgang.watch import registry
+
+AGENT = """
+import os, sys
+from elasticgang.watch import registry
+with registry.listed(sys.argv[1], *sys.argv[2:] or [None]) as log_dir:
+    if os.fork() == 0:  # as the fork server does: what it inherits must not keep the job alive
+        os.close(1), os.read(0, 1), os._exit(0)
+    print(log_dir, flush=True)
+    sys.stdin.read(1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+@contextmanager
+def agent(job: str, *log_dir: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    command = [sys.executable, "-c", AGENT, job, *log_dir]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, Path(process.stdout.readline().strip())
+        process.kill()
+
+
+def alive(what: str | None = None) -> list[tuple[Path, bool]]:
+    return [(path, is_alive()) for path, is_alive in registry.find(what)]
+
+
+# LISTED-1
+def test_a_job_is_listed_while_its_agent_lives(run_dir: Path, tmp_path: Path) -> None:
+    assert alive() == []
+    with agent("one") as (first, own), agent("two", str(tmp_path / "log")) as (_, given):
+        assert own.parent == run_dir
+        assert given == tmp_path / "log"
+        assert alive() == [(own / "events.jsonl", True), (given / "events.jsonl", True)]
+        assert alive("two") == alive(str(given)) == [(given / "events.jsonl", True)]
+        first.kill()  # its fork, which has inherited the file, lives on
+        first.wait()
+        assert alive() == [(given / "events.jsonl", True)]
+        assert alive("one") == [(own / "events.jsonl", False)]
+    assert alive() == []
+    assert alive("nobody") == []
+
+
+def test_events_of_an_unlisted_job_are_found_by_their_directory(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    assert alive(str(tmp_path)) == []
+    events.touch()
+    assert alive(str(tmp_path)) == alive(str(events)) == [(events, False)]
+
+
+def test_the_files_of_jobs_that_ended_long_ago_are_deleted(run_dir: Path) -> None:
+    with agent("old") as (_, old), agent("running") as (_, running):
+        for directory in (old, running):
+            directory.mkdir()
+            (directory / "events.jsonl").touch()
+        _age(run_dir)
+        with agent("next"):
+            assert old.exists(), "it runs"
+    _age(run_dir)
+    with agent("last") as (_, last):
+        assert not old.exists()
+        assert not running.exists()
+        assert [path.name for path in run_dir.iterdir()] == [f"{last.name}.agent.json"]
+
+
+def test_a_file_that_is_gone_when_it_is_to_be_deleted_ends_no_agent(run_dir: Path) -> None:
+    run_dir.mkdir(mode=0o700)
+    (run_dir / "gone.agent.json").symlink_to(run_dir / "gone")  # it is listed, and cannot be found
+    with agent("job") as (_, own):
+        assert alive() == [(own / "events.jsonl", True)]
+
+
+def _age(directory: Path) -> None:
+    ancient = time.time() - 2 * 24 * 3600
+    for path in directory.rglob("*.json*"):
+        os.utime(path, (ancient, ancient))
+
+
+# LISTED-2
+@pytest.mark.parametrize("problem", ["writable", "link"])
+def test_a_directory_that_others_control_lists_nothing(run_dir: Path, tmp_path: Path, problem: str) -> None:
+    with agent("job"):
+        assert len(alive()) == len(alive("job")) == 1
+        if problem == "writable":
+            run_dir.chmod(0o777)
+        else:
+            run_dir.rename(tmp_path / "target")
+            run_dir.symlink_to(tmp_path / "target")
+        assert alive() == alive("job") == []
+
+
+def test_what_is_no_file_is_not_read(run_dir: Path) -> None:
+    with agent("job") as (_, own):
+        entry = run_dir / f"{own.name}.agent.json"
+        (run_dir / "link.agent.json").symlink_to(entry)
+        os.mkfifo(run_dir / "fifo.agent.json")  # nobody writes to it
+        assert alive() == [(own / "events.jsonl", True)]
+
+
+# LISTED-2
+@pytest.mark.parametrize("problem", ["writable", "link", "file"])
+def test_a_directory_that_others_control_is_refused(run_dir: Path, tmp_path: Path, problem: str) -> None:
+    match problem:
+        case "writable":
+            run_dir.mkdir()
+            run_dir.chmod(0o777)
+        case "link":
+            (tmp_path / "target").mkdir()
+            run_dir.symlink_to(tmp_path / "target")
+        case "file":
+            run_dir.touch()
+    with pytest.raises(OperationalError, match=str(run_dir)), registry.listed("job", None):
+        pytest.fail("listed")

@@ -1,0 +1,62 @@
+"""`PipelineParallel`: the schedules of torch.distributed.pipelining over the gang `pp`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.pipeline_recipe import BATCH_SIZE, STEPS
+from tests.support import run_preloaded
+
+RECIPE = "tests/integration/pipeline_recipe.py"
+DEADLINE_S = 180
+
+
+def run(output: Path, ranks: int, slot: int, dropout: float = 0.0) -> list[dict[str, Any]]:
+    """What each rank wrote. One rank has both stages, and no pipeline."""
+    launcher = ["-m", "elasticgang", "run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    pp = ["--pp", "2"] if ranks > 1 else []
+    given = ["--output", str(output), "--slot", str(slot), "--dropout", str(dropout)]
+    done = run_preloaded([sys.executable, *launcher, RECIPE, *pp, *given], timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def flat(value: Any) -> list[float]:
+    return [each for part in value for each in flat(part)] if isinstance(value, list) else [value]
+
+
+def check(ranks: list[dict[str, Any]], losses: dict[str, float], parameters: list[list[float]]) -> None:
+    """`losses` and `parameters`: those of the whole model."""
+    found = {rank["stage"]: rank["parameters"] for rank in ranks}
+    assert flat(found[0] + found[1]) == pytest.approx(flat(parameters), rel=1e-9, abs=1e-12)
+    for rank in ranks:
+        assert rank["parameters"] == found[rank["stage"]]
+        assert len(losses) == STEPS
+        assert rank["losses"] == pytest.approx({step: losses[step] for step in rank["losses"]}, rel=1e-9)
+
+
+# PIPELINE-2
+@pytest.mark.parametrize("slot", [1, BATCH_SIZE])
+def test_a_pipeline_trains_as_one_rank_does(slot: int, tmp_path: Path) -> None:
+    """With more slots than stages, and with fewer."""
+    (alone,) = run(tmp_path / "alone", 1, slot)
+    ranks = run(tmp_path / "ranks", 2, slot)
+    assert len(ranks) == 2
+    check(ranks, alone["losses"], alone["parameters"])
+
+
+# PIPELINE-1
+def test_random_numbers_of_a_slot_do_not_depend_on_the_number_of_pipelines(tmp_path: Path) -> None:
+    """The second replica group heals in the first step, and has half of the slots from the second one on."""
+    one = run(tmp_path / "one", 2, 1, dropout=0.5)
+    two = run(tmp_path / "two", 4, 1, dropout=0.5)
+    assert len(two) == 4
+    whole = {rank["stage"]: rank["parameters"] for rank in one}
+    check(two, one[0]["losses"], whole[0] + whole[1])
+    (undropped,) = run(tmp_path / "undropped", 1, 1)
+    assert undropped["losses"] != one[0]["losses"]

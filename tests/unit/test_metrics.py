@@ -1,0 +1,74 @@
+"""The metrics of a job, and the dashboard that shows them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from elasticgang.watch.metrics import exposition
+from elasticgang.watch.summary import RankStatus
+from tests.documents import REPOSITORY
+from tests.unit.test_summary import PAGES, RUNS, STARTED, change, generation, report
+
+
+def samples(status: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """By name and the values of the labels."""
+    text = exposition(lambda: status)().decode()
+    families = list(text_string_to_metric_families(text))
+    assert all(family.documentation for family in families)
+    found = [sample for family in families for sample in family.samples]
+    return {(sample.name, tuple(sample.labels.values())): sample.value for sample in found}
+
+
+def test_the_metrics_are_the_numbers_of_the_summary() -> None:
+    status = report([*RUNS, generation(20.1, 2, 8), change(20.2, 2, "killed", 0.1)], PAGES, 20.25)
+    found = samples(status)
+    assert found["elasticgang_job_info", ("h-1", "h", "demo")] == 1
+    expected = {
+        "elasticgang_generation": status["generation"],
+        "elasticgang_committed_steps_total": status["step"],
+        "elasticgang_steps_per_second": status["steps_per_s"],
+        "elasticgang_tokens_per_second": status["tokens_per_s"],
+        "elasticgang_last_commit_age_seconds": status["last_commit_age_s"],
+        "elasticgang_goodput_ratio": status["goodput"],
+        "elasticgang_healing_received_bytes_total": status["healed_bytes"],
+    }
+    assert {name: found[name, ()] for name in expected} == expected
+    for name, key in (
+        ("elasticgang_seats", "seats"),
+        ("elasticgang_generation_changes_total", "num_changes"),
+        ("elasticgang_lost_seconds_total", "lost_s"),
+        ("elasticgang_generation_change_phase_seconds_total", "phase_s"),
+        ("elasticgang_reported", "numbers"),
+    ):
+        assert status[key]
+        assert {label: found[name, (label,)] for label in status[key]} == status[key]
+
+
+def test_a_job_that_starts_has_metrics_too() -> None:
+    found = samples(report(STARTED, {}, 11.0))
+    assert found["elasticgang_generation", ()] == 0
+    assert found["elasticgang_lost_seconds_total", ("killed",)] == 0, "so that the first kill is an increase"
+    assert ("elasticgang_tokens_per_second", ()) not in found
+
+
+def test_a_number_that_is_not_finite_is_exported_as_such() -> None:
+    pages = {"h-1/0/a": RankStatus(8, 1, "WAITING", (), (0, 0), {"loss": (float("inf"), 0.0)})}
+    assert samples(report(RUNS, pages, 20.25))["elasticgang_reported", ("loss",)] == float("inf")
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    text = (REPOSITORY / "docs" / "grafana.json").read_text()
+    dashboard = json.loads(text)
+    queried = {name for panel in dashboard["panels"] for query in panel["targets"] for name in _names(query["expr"])}
+    assert queried == {name for name, _ in samples(report(RUNS, PAGES, 20.25))}
+    assert {name for name in _names(text) if name != "elasticgang_"} == queried
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(set(places)) == len({panel["id"] for panel in dashboard["panels"]}) == len(places)
+
+
+def _names(text: str) -> list[str]:
+    return re.findall(r"\belasticgang_\w+", text)

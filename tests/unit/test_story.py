@@ -1,0 +1,184 @@
+"""Events told to a person."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticgang.launch.cli import main
+from elasticgang.observe.story import line_of, tell
+
+PHASES = {"detect": 3.1, "abort": 0.4, "quorum": 5.0, "resolve": None, "configure": 9.0, "heal": None}
+
+
+def event(at: float, name: str, **fields: Any) -> dict[str, Any]:
+    return {"t": at, "wall": 1_000_000.0 + at, "event": name, **fields}
+
+
+def change(at: float, generation: int, cause: str, **fields: Any) -> dict[str, Any]:
+    known = {"left": [], "joined": [], "moved": [], "in_doubt": [], "committed": [7, 1], "phases_ms": PHASES}
+    return event(at, "generation_change", generation=generation, cause=cause, **{**known, **fields})
+
+
+MOVE = {"member": "h/0/a", "from": {"tp": 1}, "to": None}
+LOSS = [
+    event(1.0, "spawned", member="h/0/a", local_rank=0, pid=10),
+    event(1.0, "spawned", member="h/1/b", local_rank=1, pid=11),
+    event(2.0, "generation", generation=1, active=2, learner=0, spare=0),
+    change(2.5, 1, "the job starts", joined=["h/0/a", "h/1/b"]),
+    event(8.0, "exit_began", member="h/1/b", local_rank=1),
+    event(8.05, "exited", member="h/1/b", local_rank=1, pid=11, status=-9),
+    event(8.06, "generation", generation=2, active=1, learner=0, spare=0),
+    change(
+        8.1,
+        2,
+        "rank 1 was killed by SIGKILL",
+        left=["h/1/b"],
+        in_doubt=[{"step": 8, "generation": 1, "outcome": "rolled forward"}],
+    ),
+    event(8.2, "spawned", member="h/1/c", local_rank=1, pid=12),
+    event(9.0, "generation", generation=3, active=1, learner=1, spare=0),
+    change(
+        9.5, 3, "a rank waits to join", joined=["h/1/c"], moved=[{"member": "h/0/a", "from": {"tp": 1}, "to": None}]
+    ),
+]
+
+
+def test_a_loss_is_told_from_its_cause_to_the_return() -> None:
+    text = "\n".join(tell(LOSS))
+    assert "generation 2 began: rank 1 was killed by SIGKILL" in text
+    assert "h/1/b left: process 11, killed by signal 9; its memory was freed 50 ms later" in text
+    assert "step 8 was in doubt, and was rolled forward" in text
+    assert "the job went on after 7 committed steps, with 1 active" in text
+    assert "     3.1 ms until the ranks had left the old generation" in text
+    assert "h/1/c was started in its place 150 ms after the exit, and joined in generation 3" in text
+    assert "generation 3" not in text.replace("joined in generation 3", "")
+    assert "generation 1 began" not in text
+
+
+def test_one_change_is_told_although_nobody_was_lost() -> None:
+    text = "\n".join(tell(LOSS, 3))
+    assert "generation 3 began: a rank waits to join" in text
+    assert "h/1/c joined" in text
+    assert "h/0/a moved from tp=1 to a spare's wait" in text
+    assert "killed" not in text
+
+
+def test_a_change_that_there_is_not_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="no generation change 9; those of this host: 1, 2, 3"):
+        list(tell(LOSS, 9))
+
+
+def test_the_end_of_the_job_is_told() -> None:
+    end = event(10.0, "failed", code=1, reason="the job's state is lost")
+    assert list(tell([*LOSS, end]))[-1].endswith("the job failed: the job's state is lost")
+    assert list(tell(LOSS[:4])) == ["no rank was lost"]
+
+
+def test_what_came_before_a_change_is_told_with_it() -> None:
+    events = [*LOSS[:4], event(7.9, "hung", member="h/1/b", pid=11), *LOSS[4:]]
+    (line,) = [line for line in tell(events) if "before it" in line]
+    assert "hung  member=h/1/b, pid=11" in line
+
+
+def test_a_member_of_another_host_is_told_without_its_exit() -> None:
+    (line,) = [line for line in tell([LOSS[6], change(8.1, 2, "agent g is lost", left=["g/0/x"])]) if "g/0/x" in line]
+    assert line.endswith("g/0/x left, on another host or before this log")
+
+
+def test_a_line_has_the_time_the_name_and_the_details() -> None:
+    assert line_of(event(0.25, "exited", status=-9, seconds=0.5)).endswith(".250  exited  status=-9, seconds=0.500")
+    assert line_of(event(0.25, "requested")).endswith(".250  requested")
+
+
+INCIDENT = {
+    "generation": 2,
+    "lost": [
+        {
+            "member": "h/1/b",
+            "local_rank": 1,
+            "pid": 11,
+            "stack": '  File "train.py", line 3 in load',
+            "tail": [f"line {number}" for number in range(20)],
+        }
+    ],
+    "counters": [
+        {"local_rank": 0, "groups": {"abcdef0123456789": {"submitted": 8, "completed": 7}}},
+        {"local_rank": 1, "groups": {"abcdef0123456789": {"submitted": 7, "completed": 7}}},
+    ],
+}
+
+
+def test_what_the_agent_has_left_about_a_change_is_told_with_it() -> None:
+    text = "\n".join(tell(LOSS, incident={2: INCIDENT}.get))
+    assert 'rank 1 (process 11) hung; its stack, innermost frame first:\n    File "train.py", line 3 in load' in text
+    assert "the last lines of rank 1 (process 11):\n    | line 10\n" in text
+    assert "| line 9\n" not in text
+    assert "by process group:\n    abcdef01: rank 0 8/7, rank 1 7/7" in text
+
+
+# -- the commands
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"lost": [{}], "counters": []}', '{"lost": [], "counters": [1]}'])
+def test_a_damaged_file_of_an_incident_is_left_out_with_a_warning(
+    damage: str, log_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = log_dir / "incident-2.json"
+    path.write_text(damage)
+    assert main(["explain", str(log_dir)]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith(f"elasticgang: warning: {path} is left out: ")
+    assert "rank 1 was killed by SIGKILL" in said.out
+    path.write_text(json.dumps(INCIDENT))
+    assert main(["explain", str(log_dir)]) == 0
+    assert "    | line 19" in capsys.readouterr().out
+
+
+@pytest.fixture
+def log_dir(tmp_path: Path) -> Path:
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in LOSS))
+    return tmp_path
+
+
+def test_explain_tells_and_events_prints(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(log_dir)]) == 0
+    assert "rank 1 was killed by SIGKILL" in capsys.readouterr().out
+    assert main(["explain", str(log_dir / "events.jsonl"), "3"]) == 0
+    assert "a rank waits to join" in capsys.readouterr().out
+    assert main(["events", str(log_dir), "--event", "exited", "--event", "spawned"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert main(["events", str(log_dir), "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == LOSS
+
+
+def test_a_file_that_was_cut_or_damaged_is_read_as_far_as_it_goes(
+    log_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = log_dir / "events.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], b"{not json}\n", b"[1]\n", *lines[1:], lines[0][:20]]))
+    assert main(["events", str(log_dir)]) == 0
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == len(LOSS)
+    assert [line.rpartition(": ")[2] for line in said.err.splitlines()] == [
+        "line 2 is no event; left out",
+        "line 3 is no event; left out",
+        "its last line is incomplete; left out",
+    ]
+
+
+@pytest.mark.parametrize("command", ["events", "explain"])
+def test_a_directory_without_events_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path)]) == 2
+    assert "`elasticgang run --log-dir DIR` writes them" in capsys.readouterr().err
+
+
+def test_an_unknown_generation_is_refused(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(log_dir), "77"]) == 2
+    assert "no generation change 77" in capsys.readouterr().err

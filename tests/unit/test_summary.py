@@ -1,0 +1,175 @@
+"""What a job does, from its events and status pages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from elasticgang.watch.summary import NUM_CHANGES, RankStatus, Summary
+from elasticgang.watch.terminal import lines_of
+
+
+def event(at: float, name: str, **fields: Any) -> dict[str, Any]:
+    return {"t": at, "wall": 1_000_000.0 + at, "event": name, **fields}
+
+
+def generation(at: float, number: int, step: int, *, learner: int = 0) -> dict[str, Any]:
+    here = {"agent": "h-1", "host": "h", "seats": [[0, 0, "active"], [1, 1, "learner" if learner else "active"]]}
+    there = {"agent": "k-1", "host": "k", "seats": [[0, None, "spare"]]}
+    counts = {"active": 2 - learner, "learner": learner, "spare": 1}
+    return event(at, "generation", generation=number, committed=[step, number - 1], seats=[here, there], **counts)
+
+
+def change(at: float, number: int, kind: str, lost_s: float) -> dict[str, Any]:
+    phases = {"detect": 10.0, "abort": None, "first_commit": 200.0}
+    fields = {"left": ["h-1/1/b"], "joined": [], "moved": [], "in_doubt": [], "checkpoint": None}
+    return event(
+        at,
+        "generation_change",
+        generation=number,
+        cause=f"cause {number}",
+        kind=kind,
+        phases_ms=phases,
+        lost_s=lost_s,
+        step_s=1.0,
+        **fields,
+    )
+
+
+STARTED = [
+    event(10.0, "started", agent="h-1", job="demo", host="h", pid=7, ranks=2, monotonic=8.0),
+    event(10.1, "spawned", member="h-1/0/a", local_rank=0, pid=70),
+    event(10.1, "spawned", member="h-1/1/b", local_rank=1, pid=71),
+]
+RUNS = [*STARTED, generation(12.0, 1, 0), change(13.0, 1, "start", 4.5)]
+COMMITS = [(step, 12.0 + step) for step in range(1, 9)]  # the last at 20.0
+PAGES = {
+    "h-1/0/a": RankStatus(8, 1, "WAITING", COMMITS, (0, 0), {"loss": (2.0, 3.0), "tokens": (10.0, 12.0)}),
+    "h-1/1/b": RankStatus(8, 1, "USER_CODE", COMMITS, (30, 120), {"loss": (4.0, 3.0), "tokens": (10.0, 8.0)}),
+}
+
+
+def summary(events: list[dict[str, Any]]) -> Summary:
+    found = Summary()
+    for each in events:
+        found.add(each)
+    return found
+
+
+def report(
+    events: list[dict[str, Any]], pages: dict[str, RankStatus], now_s: float, *, is_alive: bool = True
+) -> dict[str, Any]:
+    found = summary(events).report(pages, now_s, is_alive=is_alive)
+    json.dumps(found, allow_nan=False)
+    return found
+
+
+def test_a_running_job() -> None:
+    found = report(RUNS, PAGES, 20.25)
+    assert (found["job"], found["agent"], found["state"], found["generation"]) == ("demo", "h-1", "running", 1)
+    assert (found["step"], found["steps_per_s"], found["last_commit_age_s"]) == (8, 1.0, 0.25)
+    assert found["tokens_per_s"] == 20.0, "the ranks' mean tokens a step, added"
+    assert found["numbers"] == {"loss": 3.0, "tokens": 10.0}
+    assert found["goodput"] == pytest.approx(1 - 4.5 / 12.25, abs=1e-4)
+    assert found["lost_s"] == {"start": 4.5}
+    assert found["phase_s"] == {"detect": 0.01, "abort": 0.0, "first_commit": 0.2}
+    assert found["seats"] == {"active": 2, "learner": 0, "spare": 1}
+    assert found["healing"] == [{"local_rank": 1, "received_bytes": 30, "bytes": 120}]
+    here, there = found["hosts"]
+    assert here["is_here"]
+    assert here["seats"][0] == {"local_rank": 0, "rank": 0, "status": "active", "step": 8, "doing": "WAITING"}
+    assert there["seats"] == [{"local_rank": 0, "rank": None, "status": "spare"}]
+
+
+# SUMMARY-2
+def test_a_learner_is_active_once_its_generation_has_committed() -> None:
+    events = [*RUNS, generation(20.1, 2, 8, learner=1)]
+    found = report(events, PAGES, 20.2)
+    assert found["is_changing"]
+    assert found["seats"] == {"active": 1, "learner": 1, "spare": 1}
+    assert found["hosts"][0]["seats"][1]["status"] == "learner"
+    pages = {member: RankStatus(9, 2, "WAITING", [*COMMITS, (9, 21.0)]) for member in PAGES}
+    for known in (events, [*events, change(21.0, 2, "join", 0.1)]):
+        found = report(known, pages, 21.1)
+        assert found["seats"] == {"active": 2, "learner": 0, "spare": 1}
+        assert found["hosts"][0]["seats"][1]["status"] == "active"
+
+
+def test_the_time_of_a_change_under_way_is_lost_while_it_lasts() -> None:
+    events = [*RUNS, generation(20.5, 2, 8)]
+    assert report(events, PAGES, 20.8)["lost_s"]["under_way"] == 0.0, "no longer than a step"
+    assert report(events, PAGES, 26.0)["lost_s"]["under_way"] == pytest.approx(5.0)
+    found = report([*events, change(26.0, 2, "killed", 5.25)], PAGES, 26.0)
+    assert found["lost_s"] == {"killed": 5.25, "start": 4.5}
+    assert found["num_changes"] == {"killed": 1, "start": 1}
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "state", "reason"),
+    [
+        (event(30.0, "warned", text="..."), 0, "finished", ""),
+        (event(30.0, "ended", reason="all ranks left"), 0, "ended", "all ranks left"),
+        (event(30.0, "failed", code=1, reason="rank 1 raised"), 1, "failed", "rank 1 raised"),
+        (event(30.0, "signal", signal="SIGINT"), 130, "stopped", "SIGINT"),
+        (event(30.0, "warned", text="..."), None, "died", "killed"),
+    ],
+)
+def test_a_job_that_is_over_says_how_it_ended(last: dict[str, Any], code: int | None, state: str, reason: str) -> None:
+    found = report([*RUNS, last, event(30.5, "exiting", step=18, code=code)], {}, 1e6, is_alive=False)
+    assert found["state"] == state
+    assert reason in found["reason"]
+    assert (found["step"], found["steps_per_s"], found["elapsed_s"]) == (18, 0.0, 22.5)
+    assert f"job demo: {state}" in next(lines_of(found))
+
+
+def test_a_job_that_starts_has_nothing_to_show() -> None:
+    for events in ([], STARTED):
+        found = report(events, {}, 11.0)
+        assert (found["state"], found["generation"], found["step"]) == ("starting", 0, 0)
+        assert "no seats" in "\n".join(lines_of(found))
+
+
+# SUMMARY-1
+def test_what_is_kept_does_not_grow_with_the_job() -> None:
+    events = list(RUNS)
+    for number in range(2, 3 * NUM_CHANGES):
+        events += [generation(20.0 + number, number, number), change(20.5 + number, number, "killed", 0.5)]
+        events += [event(20.6 + number, "exited", member="h-1/1/b", local_rank=1, pid=71, status=-9)]
+        events += [event(20.7 + number, "spawned", member="h-1/1/b", local_rank=1, pid=71)]
+    found = summary(events)
+    assert len(found.pids) == 2
+    told = found.report(PAGES, 1000.0, is_alive=True)
+    assert [each["generation"] for each in told["changes"]] == list(range(2 * NUM_CHANGES, 3 * NUM_CHANGES))
+    assert told["num_changes"]["killed"] == 3 * NUM_CHANGES - 2
+
+
+def test_a_job_that_follows_in_the_same_file_is_shown_alone() -> None:
+    again = {**STARTED[0], "t": 100.0, "monotonic": 99.0, "pid": 8, "agent": "h-2", "job": "next"}
+    found = report([*RUNS, event(50.0, "failed", reason="x"), again], {}, 101.0)
+    assert (found["job"], found["state"], found["num_changes"], found["elapsed_s"]) == ("next", "starting", {}, 2.0)
+
+
+def test_an_agent_that_rejoins_is_the_same_job() -> None:
+    again = {**STARTED[0], "t": 30.0, "monotonic": 8.0, "agent": "h-9"}
+    found = report([*RUNS, again], {}, 40.0)
+    assert (found["agent"], found["num_changes"], found["elapsed_s"]) == ("h-9", {"start": 1}, 32.0)
+
+
+def test_the_terminal_obeys_no_text_of_a_job() -> None:
+    found = report([*RUNS, {**change(20.2, 2, "failed", 0.25), "cause": "rank 1: \x1b]0;title\x07\nä\x9b"}], {}, 20.3)
+    lines = list(lines_of(found))
+    assert all(line.isprintable() for line in lines)
+    assert r"rank 1: \x1b]0;title\x07\nä\x9b" in lines[-1]
+
+
+def test_the_terminal_shows_it_in_a_few_lines() -> None:
+    pages = {**PAGES, "h-1/0/a": RankStatus(8, 1, "WAITING", COMMITS, (0, 0), {"loss": (float("nan"), 0.0)})}
+    text = "\n".join(lines_of(report(RUNS, pages, 20.25)))
+    assert "step 8, 1.00 steps/s" in text
+    assert "loss nan" in text
+    assert "  h (h-1): 0 1\n  k (k-1): spare\n" in text
+    assert "local rank 1 heals: [#######.......................] 25 % of 120 bytes" in text
+    assert "goodput 63.3 %; lost by cause: start 4.50 s (1)" in text
+    assert "generation 1: cause 1; 1 left; lost 4.50 s; detect 10, first_commit 200 ms" in text

@@ -1,0 +1,181 @@
+"""Every rule of `protocol/` has a mutant: without the rule a golden scenario, random schedules or a unit test fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from _pytest.outcomes import Failed
+
+import elasticgang.protocol
+from tests.unit.mutants import MUTANTS, patched
+from tests.unit.unit_mutants import UNIT_MUTANTS
+
+PROTOCOL = Path(elasticgang.protocol.__file__).parent
+
+# By rule: the mutants that leave it out, or weaken it.
+RULES = {
+    "ABANDON": (
+        "a forgotten job is founded anew",
+        "a job is abandoned without sessions",
+        "a job out of office is never abandoned",
+    ),
+    "ACCEPT": ("a silent parent is gone", "joiners are sent a record at once"),
+    "AGENT-1": ("an agent asks while its ranks run",),
+    "AGENT-2": ("a death ends no generation",),
+    "AGENT-3": ("a newcomer ends the generation",),
+    "AGENT-4": ("ranks that start are not waited for", "ranks that start are waited for"),
+    "AGENT-5": ("the last step is waited for",),
+    "AGENT-6": ("an agent without ranks is silent",),
+    "AGENT-7": ("a notice is about any generation",),
+    "AGENT-8": (
+        "a rank is restarted before it is gone",
+        "a rank whose exit has begun is heard",
+        "a rank whose exit has begun runs on",
+        "an exit that has begun ends no generation",
+    ),
+    "ALONE": ("joiners go on alone",),
+    "COMMIT-1": ("never rolled forward", "what was told does not count", "learners never decide"),
+    "COMMIT-2": ("by step alone",),
+    "COMMIT-3": ("decision not in the record",),
+    "COMMIT-4": ("what was given up counts",),
+    "DELTA-EXACT": ("a delta makes what it makes",),
+    "DELTA-SENT": ("a delta is sent untried",),
+    "FENCE": ("a record is delivered without a lease",),
+    "HANG-1": ("a rank that is blocked may hang", "every edge blocks every rank"),
+    "HANG-2": ("nobody is blocked in a collective",),
+    "HANG-3": ("paused time counts", "the agent's own standstill counts"),
+    "HANG-4": ("a hung comm process costs its rank",),
+    "HANG-5": ("a standstill is reported at every look",),
+    "KEYS-BOUND": ("a key has any length",),
+    "KEYS-FIRST": ("the last value of a key stays",),
+    "KEYS-GROUP": ("keys are sent to all",),
+    "LEASE": ("a lease runs from the answer",),
+    "LIFE-1": ("an agent that ends starts ranks", "two ranks are forked at once"),
+    "LIFE-2": ("a first start is tried again", "failed starts never give up"),
+    "LIFE-3": ("a restart always waits as long as it may", "a restart waits for no survivor"),
+    "LIFE-4": ("a script that has raised is waited for",),
+    "LIFE-5": ("a grace period does not end",),
+    "LIFE-6": (
+        "a fenced agent's ranks run on",
+        "a rank forked while its agent is fenced runs on",
+        "an agent rejoins at once",
+    ),
+    "LIFE-7": ("a failure exits with code 0", "a signal exits with code 0", "an agent exits before its restarts"),
+    "LOST": ("a coordinator's standstill counts", "lost before it is fenced"),
+    "MANAGER-1": ("a step commits without a vote",),
+    "MANAGER-2": ("a failed vote drops what is prepared", "a rank in doubt begins another step"),
+    "MANAGER-3": ("a torn state is whole",),
+    "MANAGER-4": ("a dropped step keeps what forward changed",),
+    "MANAGER-5": ("a vote that cannot begin makes nothing ready",),
+    "MANAGER-6": ("a rank prepares whoever failed",),
+    "MANAGER-7": ("learners do not heal",),
+    "MANAGER-8": ("a commit is applied before it is reported",),
+    "MANAGER-9": ("a rank requests before it is fenced",),
+    "MANAGER-10": ("a draining rank leaves without a vote",),
+    "MANAGER-11": ("a checkpoint is not loaded",),
+    "MANAGER-12": (
+        "a rank leaves while others save the final state",
+        "a final save that has failed is not repeated",
+        "a rank does not look for the saved final state",
+    ),
+    "MEMBER-1": ("a torn state is whole",),
+    "MEMBER-2": ("a failed vote drops what is prepared", "what is pending stays so"),
+    "MEMBER-3": ("a torn state has a share",),
+    "MEMBER-4": ("each learner is active for itself",),
+    "MEMBER-5": ("a step without shares counts",),
+    "MEMBER-6": ("the last holder leaves",),
+    "MOVED": ("leases of another address are not thought of",),
+    "NEXT-1": ("chains are told apart by number",),
+    "NEXT-2": ("who does not fit is let in",),
+    "NEXT-3": ("draining members count like others",),
+    "NOTICE": ("why a proposal is undecided is told once",),
+    "OFFICE": (
+        "a majority is trusted",
+        "anybody founds a job",
+        "directories and promises are mixed",
+        "office is kept",
+        "office is kept at a higher term",
+        "office is kept at a newer record",
+        "others' records are not learned",
+        "promises count by sessions",
+        "the first to come is trusted",
+        "the highest term alone decides",
+        "what is lost stays lost",
+        "what is lost stays lost out of office",
+    ),
+    "PERSIST": ("pushed before it is written",),
+    "PRESENT": ("absent agents are not waited for",),
+    "PROMISE": ("a promise is not told", "an agent accepts earlier terms"),
+    "FORM-DIGEST": ("a digest covers no order",),
+    "RECORD-1": ("a digest covers no rollback",),
+    "RECORD-2": ("an agent parses all of a record",),
+    "RECOVERY-1": ("no witness is needed", "nobody is waited for", "spares are not waited for"),
+    "RECOVERY-2": (
+        "any part will do",
+        "whoever holds the state sits anywhere",
+        "who is one too many waits, whatever it holds",
+    ),
+    "RECOVERY-3": ("the first state has one name",),
+    "RECOVERY-4": ("a rollback is not said", "all that is lost begins anew"),
+    "RECOVERY-5": ("a job begins without its checkpoint",),
+    "RECOVERY-6": ("state in memory counts as the checkpoint's", "a rank keeps its state beside the checkpoint"),
+    "REFUSED": ("a refusal where the former coordinator was renews the lease", "any refusal renews the lease"),
+    "REJOIN": ("lost agents come back as they are",),
+    "REPORT": ("reports of earlier generations count", "reports outlive their session"),
+    "RESEND": (
+        "a report is sent once",
+        "notices are sent once",
+        "the end of a generation is told once",
+        "the end of the job is told once",
+    ),
+    "RESTART-1": ("a script that never worked is tried again",),
+    "RESTART-2": ("a step may fail twice",),
+    "RESTART-3": ("a rank may fail before its first step again",),
+    "RESTART-4": ("failures count for ever", "restarts are not counted"),
+    "SENDER": (
+        "an agent reports as another one",
+        "an end of any generation counts",
+        "an id is free once its agent is lost",
+        "two processes have one id",
+    ),
+    "SESSION-ORDER": ("the higher generation is newer",),
+    "SESSION-TERM": ("equal numbers are one term",),
+}
+# Of other rules: of the agent's driver (RANK-2, RANKLINK-1), of seats that are asked for (PLAN-2), and of leaving.
+OTHERS = {
+    "a seat is asked for each member",
+    "a spare forgets its part",
+    "all leave in order",
+    "an exit is noticed before messages are read",
+    "what a dead rank sent is not read",
+}
+
+
+def defined_rules() -> set[str]:
+    headers = [path.read_text().split('"""')[1] for path in PROTOCOL.glob("*.py")]
+    return {
+        rule for header in headers for rule in re.findall(r"^([A-Z]+(?:-[A-Z0-9]+)?) +[A-Z`]", header, re.MULTILINE)
+    }
+
+
+def test_every_rule_has_a_mutant() -> None:
+    assert set(RULES) == defined_rules()
+    assert len(RULES) > 70
+
+
+def test_every_mutant_is_of_a_rule() -> None:
+    named = {name for names in RULES.values() for name in names}
+    assert not named & OTHERS
+    assert named | OTHERS == {*MUTANTS, *UNIT_MUTANTS}
+    assert not MUTANTS.keys() & UNIT_MUTANTS.keys()
+
+
+@pytest.mark.parametrize("name", UNIT_MUTANTS)
+def test_a_unit_test_fails_without_the_rule(name: str) -> None:
+    mutant = UNIT_MUTANTS[name]
+    mutant.shown_by()
+    with patched(mutant.patches), pytest.raises((Exception, Failed)):
+        mutant.shown_by()
+    mutant.shown_by()
