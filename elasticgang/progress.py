@@ -11,6 +11,10 @@ _WIDTH = 30
 _ERASE = "\r\x1b[K"
 
 
+def untold(num_bytes: int) -> None:
+    """For work whose progress nobody watches."""
+
+
 class Progress:
     """The progress of one piece of work, while this context lasts. The bar is erased at its end."""
 

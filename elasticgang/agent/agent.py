@@ -412,12 +412,12 @@ class Agent:
         """RULE-8, HANG-5."""
         while True:
             await asyncio.sleep(self._hang_monitor.interval_s)
-            now = time.monotonic()
-            for line in self._heals.lines(now, {member: page.healing for member, page in self._ranks.pages().items()}):
+            now, pages = time.monotonic(), self._ranks.pages()
+            for line in self._heals.lines(now, {member: page.healing for member, page in pages.items()}):
                 log.info("%s", line)
             self._stamp_successors()
             self._control_plane.broadcast_successors(self._num_successors(), again=True)
-            for report in self._hang_monitor.detect(now, self._ranks.pages(), finished=self._lifecycle.state.finished):
+            for report in self._hang_monitor.detect(now, pages, finished=self._lifecycle.state.finished):
                 self._spawn_task(self._hang_response.kill(report))
             if (waits := self._hang_monitor.unsent(now)) is not None:
                 self._control_plane.broadcast_blocked_on([list(astuple(wait)) for wait in waits])

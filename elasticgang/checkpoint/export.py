@@ -20,7 +20,7 @@ from elasticgang.checkpoint.placed import DIVIDING_AXES, tensor_names, without_a
 from elasticgang.checkpoint.shard import Block, header_of
 from elasticgang.errors import CheckpointError, NotSupportedError
 from elasticgang.layout import MODEL_AXES
-from elasticgang.progress import Progress
+from elasticgang.progress import Progress, untold
 from elasticgang.state.serialization import as_bytes
 
 
@@ -41,7 +41,7 @@ def export(
     names = _weights(manifest, module)
     num_bytes = sum(_num_bytes(reader.entry(name)) for name in names.values())
     with contextlib.ExitStack() as held:
-        add: Callable[[int], None] = lambda num_bytes: None  # noqa: E731
+        add = untold
         if progress_on is not None:
             add = held.enter_context(Progress(output.name, num_bytes, progress_on, time.monotonic)).add
         if output.suffix == SUFFIX:

@@ -17,6 +17,7 @@ from elasticgang.checkpoint.digest import new_digest
 from elasticgang.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest, parse
 from elasticgang.checkpoint.plan import attempt_in
 from elasticgang.errors import CheckpointError
+from elasticgang.progress import untold
 from elasticgang.protocol.commit import Attempt
 
 CHUNK_BYTES = 4 << 20
@@ -102,7 +103,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def verify(path: Path, manifest: Manifest, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
+def verify(path: Path, manifest: Manifest, on_read: Callable[[int], None] = untold) -> None:
     """Check every digest. `on_read`: gets the number of bytes of each part that was read.
 
     Raises:
@@ -123,9 +124,7 @@ def check_header(path: Path, entry: FileEntry) -> None:
         raise CheckpointError(f"the header of {entry.name} is corrupt: the digest does not match")
 
 
-def _digest_of_range(
-    path: Path, offset: int, size: int, on_read: Callable[[int], None] = lambda num_bytes: None
-) -> str:
+def _digest_of_range(path: Path, offset: int, size: int, on_read: Callable[[int], None] = untold) -> str:
     digest = new_digest()
     try:
         with open(path, "rb", buffering=0) as file:

@@ -39,7 +39,7 @@ class Step:
         self.generation = manager.generation
         self.share = manager._state.share(manager.layout)
         self.shares = manager._state.shares(manager.layout)  # of all ranks of the dp gang
-        self.num_slots: int | None = None  # of all ranks; `divide` sets it
+        self.num_slots: int | None = None  # of all ranks; `divide` sets it, or a loader
         self._part: tuple[Sequence[int], Sequence[int]] | None = None
         self.slot: int | None = None  # the number of the slot under way; the iteration over slots sets it
         self.committed = False

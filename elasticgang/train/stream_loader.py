@@ -179,7 +179,8 @@ class StreamLoader:
         found: dict[int, str] = {}
         for data in _gather(self._manager.gangs.dp, json.dumps(list(self._read.items())).encode()):
             found.update((int(number), str(state)) for number, state in json.loads(data))
-        wanted = {self._split_of(step.index, slot) for slot in range(self.num_slots) if _are_shared(step.shares)}
+        slots = range(self.num_slots) if _are_shared(step.shares) else ()
+        wanted = {self._split_of(step.index, slot) for slot in slots}
         if set(found) != wanted:
             raise OperationalError(
                 f"the ranks have read the splits {sorted(found)} in step {step.index}, but the step has the splits "
