@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -49,6 +48,7 @@ from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials, credentials_from_json
 from elasticgang.session.secret import Secret
 from elasticgang.session.tls import Tls
+from scripts.figures import print_figures
 
 _JOB = "bench"
 _LIMIT_S = 120.0
@@ -391,11 +391,7 @@ def main() -> int:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
             deployments.append(Deployment(name, credentials, directory, args))
             stack.callback(deployments[-1].close)
-        for figure in measure(deployments, args):
-            load = round(os.getloadavg()[0], 2)
-            shape = {"agents": args.agents, "ranks": args.ranks}
-            print(json.dumps({"bench": "coordinator", **shape, **figure, "load": load}), flush=True)
-    return 0
+        return print_figures("coordinator", {"agents": args.agents, "ranks": args.ranks}, measure(deployments, args))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,17 @@ Stops a random rank whenever the job is back at full strength. Prints one JSON l
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from scripts.benches.recovery import KillsAtFullStrength, figure_of
 from scripts.demo_job.driver import Job, JobFailedError, JobSpec
 from scripts.demo_job.run_audit import CommittedRun, recoveries
+from scripts.figures import check_output_dir, print_figures
 
 _SMALL_STEPS = ("--dim", "32", "--layers", "1", "--context", "16")
 _NEVER = 10**7  # steps: the job ends when all has been measured
@@ -41,42 +42,31 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--ranks must be at least 2, but is {args.ranks} instead")
     if args.stops < 1:
         parser.error(f"--stops must be at least 1, but is {args.stops} instead")
+    check_output_dir(parser, args.output_dir)
     return args
+
+
+def measure(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+    """Raises JobFailedError."""
+    run_args = ("--hang-timeout", str(args.hang_timeout))
+    spec = JobSpec(args.ranks, _NEVER, args.seed, directory, _SMALL_STEPS, run_args=run_args, signal=signal.SIGSTOP)
+    with Job(spec) as job:
+        job.follow(KillsAtFullStrength(job, args.stops, args.seed, (0.5, 1.5)).tick)
+        job.read()
+    committed_run, stopped = CommittedRun(job.run_log), job.killer.happened(job.run_log)
+    found = recoveries(job.run_log, committed_run, stopped, args.ranks)
+    victims = {kill.member for kill in stopped}
+    ended = [exited for exited in job.run_log.exited if exited not in victims]
+    yield figure_of("recovery_ms", [each.recovery_ms for each in found], p50=50, max=100)
+    yield figure_of("rejoin_ms", [each.rejoin_ms for each in found], p50=50, max=100)
+    yield {"figure": "ended", "victims": len(victims), "others": len(ended)}
 
 
 def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        spec = JobSpec(
-            args.ranks,
-            _NEVER,
-            args.seed,
-            args.output_dir or Path(temporary),
-            _SMALL_STEPS,
-            run_args=("--hang-timeout", str(args.hang_timeout)),
-            signal=signal.SIGSTOP,
-        )
-        try:
-            with Job(spec) as job:
-                job.follow(KillsAtFullStrength(job, args.stops, args.seed, (0.5, 1.5)).tick)
-                job.read()
-        except JobFailedError as error:
-            print(f"scripts/bench hangs: error: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            return 130
-        committed_run, stopped = CommittedRun(job.run_log), job.killer.happened(job.run_log)
-        found = recoveries(job.run_log, committed_run, stopped, args.ranks)
-        victims = {kill.member for kill in stopped}
-        ended = [exited for exited in job.run_log.exited if exited not in victims]
-        for line in (
-            figure_of("recovery_ms", [each.recovery_ms for each in found], p50=50, max=100),
-            figure_of("rejoin_ms", [each.rejoin_ms for each in found], p50=50, max=100),
-            {"figure": "ended", "victims": len(victims), "others": len(ended)},
-        ):
-            load = round(os.getloadavg()[0], 2)
-            print(json.dumps({"bench": "hangs", "hang_timeout_s": args.hang_timeout, **line, "load": load}), flush=True)
-    return 0
+        figures = measure(args, args.output_dir or Path(temporary))
+        return print_figures("hangs", {"hang_timeout_s": args.hang_timeout}, figures, (JobFailedError,))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ started again, joins, heals and takes part. Prints one JSON line per figure:
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -25,6 +23,7 @@ from typing import Any
 from scripts.benches.recovery import KillsAtFullStrength, figure_of
 from scripts.demo_job.driver import Job, JobFailedError, JobSpec
 from scripts.demo_job.run_audit import CommittedRun, Recovery, recoveries
+from scripts.figures import check_output_dir, print_figures
 
 _NEVER = 10**7  # steps: the job ends when all has been measured
 
@@ -67,28 +66,24 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--ranks must be at least 2, but is {args.ranks} instead")
     if args.joins < 1:
         parser.error(f"--joins must be at least 1, but is {args.joins} instead")
+    check_output_dir(parser, args.output_dir)
     return args
+
+
+def run(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+    """Raises JobFailedError."""
+    with Job(JobSpec(args.ranks, _NEVER, args.seed, directory, ("--batch-size", str(args.batch_size)))) as job:
+        job.follow(KillsAtFullStrength(job, args.joins, args.seed, (1.0, 2.0)).tick)
+        job.read()
+    found = recoveries(job.run_log, CommittedRun(job.run_log), job.killer.happened(job.run_log), args.ranks)
+    yield from measure(job, found)
 
 
 def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        batch = ("--batch-size", str(args.batch_size))
-        spec = JobSpec(args.ranks, _NEVER, args.seed, args.output_dir or Path(temporary), batch)
-        try:
-            with Job(spec) as job:
-                job.follow(KillsAtFullStrength(job, args.joins, args.seed, (1.0, 2.0)).tick)
-                job.read()
-        except JobFailedError as error:
-            print(f"scripts/bench joins: error: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            return 130
-        found = recoveries(job.run_log, CommittedRun(job.run_log), job.killer.happened(job.run_log), args.ranks)
-        for line in measure(job, found):
-            load = round(os.getloadavg()[0], 2)
-            print(json.dumps({"bench": "joins", "ranks": args.ranks, **line, "load": load}), flush=True)
-    return 0
+        figures = run(args, args.output_dir or Path(temporary))
+        return print_figures("joins", {"ranks": args.ranks}, figures, (JobFailedError,))
 
 
 if __name__ == "__main__":

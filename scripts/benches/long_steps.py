@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 from scripts.benches.recovery import figure_of
 from scripts.demo_job.driver import Job, JobFailedError, JobSpec
 from scripts.demo_job.run_audit import CommittedRun, Kill
+from scripts.figures import check_output_dir, print_figures
 
 TRAIN = Path(__file__).with_name("slots") / "train.py"
 
@@ -120,29 +120,27 @@ def parse_args() -> argparse.Namespace:
     for name in ("slots", "depth", "kills", "every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, but is {getattr(args, name)} instead")
-    if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
-        parser.error(f"--output-dir {args.output_dir} is not empty; name a new folder")
+    check_output_dir(parser, args.output_dir)
     return args
+
+
+def run(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+    """Raises JobFailedError."""
+    for keeps in (True, False):
+        train_args = ("--slots", str(args.slots), "--depth", str(args.depth), *(["--keep"] if keeps else []))
+        spec = JobSpec(
+            args.ranks, _NEVER, args.seed, directory / ("keep" if keeps else "without"), train_args, script=TRAIN
+        )
+        with Job(spec) as job:
+            for figure in measure(job, args):
+                yield {"keep": keeps, **figure}
 
 
 def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        try:
-            for keeps in (True, False):
-                directory = (args.output_dir or Path(temporary)) / ("keep" if keeps else "without")
-                train_args = ("--slots", str(args.slots), "--depth", str(args.depth), *(["--keep"] if keeps else []))
-                with Job(JobSpec(args.ranks, _NEVER, args.seed, directory, train_args, script=TRAIN)) as job:
-                    for figure in measure(job, args):
-                        load = round(os.getloadavg()[0], 2)
-                        setting = {"bench": "long_steps", "ranks": args.ranks, "slots": args.slots, "keep": keeps}
-                        print(json.dumps({**setting, **figure, "load": load}), flush=True)
-        except JobFailedError as error:
-            print(f"scripts/bench long_steps: error: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            return 130
-    return 0
+        figures = run(args, args.output_dir or Path(temporary))
+        return print_figures("long_steps", {"ranks": args.ranks, "slots": args.slots}, figures, (JobFailedError,))
 
 
 if __name__ == "__main__":

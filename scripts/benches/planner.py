@@ -12,9 +12,8 @@ Prints one JSON line per figure. `cpu_s` is the best of a few tries, in seconds 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import math
-import os
 import random
 import sys
 import time
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from elasticgang.layout import Member, ParallelLayout, Plan, plan
+from scripts.figures import print_figures
 
 T = TypeVar("T")
 
@@ -108,12 +108,8 @@ def main() -> int:
     args = parse_args()
     source = random.Random(args.seed)
     members = crew(args.members, source)
-    found = [figures(members, layout, args) for layout in _LAYOUTS]
-    for each in (*found, growth(args, source)):
-        for figure in each:
-            load = round(os.getloadavg()[0], 2)
-            print(json.dumps({"bench": "planner", **figure, "load": load}), flush=True)
-    return 0
+    of_layouts = (figure for layout in _LAYOUTS for figure in figures(members, layout, args))
+    return print_figures("planner", {}, itertools.chain(of_layouts, growth(args, source)))
 
 
 if __name__ == "__main__":

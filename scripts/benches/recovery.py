@@ -19,9 +19,7 @@ together: recovery_ms is until the last of them commits, first_ms until the firs
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import random
 import sys
 import tempfile
@@ -34,6 +32,7 @@ from typing import Any
 from scripts.benches.torchft_peer.job import PeerFailedError, PeerJob, PeerSettings, default_settings, tuned_settings
 from scripts.demo_job.driver import Job, JobFailedError, JobSpec
 from scripts.demo_job.run_audit import CommittedRun, Kill, Phases, percentile, recoveries
+from scripts.figures import check_output_dir, print_figures
 
 _SMALL_STEPS = ("--dim", "32", "--layers", "1", "--context", "16")
 _NEVER = 10**7  # steps: the job ends when the kills are done
@@ -153,8 +152,7 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--peer-timeout must be greater than 0, but is {args.peer_timeout:g} instead")
     if not 0 <= args.wait[0] <= args.wait[1]:
         parser.error("--wait must be two numbers of seconds, the smaller one first")
-    if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
-        parser.error(f"--output-dir {args.output_dir} is not empty; name a new folder")
+    check_output_dir(parser, args.output_dir)
     return args
 
 
@@ -188,17 +186,9 @@ def run(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
 def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        try:
-            for figure in run(args, args.output_dir or Path(temporary)):
-                setting = {"bench": "recovery", "ranks": args.ranks, "rank_bytes": args.rank_bytes}
-                load = round(os.getloadavg()[0], 2)
-                print(json.dumps({**setting, **figure, "load": load}), flush=True)
-        except (JobFailedError, PeerFailedError) as error:
-            print(f"scripts/bench recovery: error: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            return 130
-    return 0
+        setting = {"ranks": args.ranks, "rank_bytes": args.rank_bytes}
+        figures = run(args, args.output_dir or Path(temporary))
+        return print_figures("recovery", setting, figures, (JobFailedError, PeerFailedError))
 
 
 if __name__ == "__main__":

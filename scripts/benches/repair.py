@@ -12,8 +12,6 @@ line per figure, in ms:
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from typing import Any
 from scripts.benches.recovery import KillsAtFullStrength, figure_of
 from scripts.demo_job.driver import Job, JobFailedError, JobSpec
 from scripts.demo_job.run_audit import CommittedRun, Phases, recoveries
+from scripts.figures import check_output_dir, print_figures
 
 TRAIN = Path(__file__).with_name("pairs") / "train.py"
 RANKS, SPARES = 4, 1
@@ -86,27 +85,21 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--kills must be at least 1, but is {args.kills} instead")
     if not 0 <= args.wait[0] <= args.wait[1]:
         parser.error("--wait must be two numbers of seconds, the smaller one first")
-    if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
-        parser.error(f"--output-dir {args.output_dir} is not empty; name a new folder")
+    check_output_dir(parser, args.output_dir)
     return args
+
+
+def run(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+    """Raises JobFailedError."""
+    with Job(JobSpec(RANKS, _NEVER, args.seed, directory, script=TRAIN, spares=SPARES)) as job:
+        yield from measure(job, args.kills, args.seed, tuple(args.wait))
 
 
 def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        spec = JobSpec(RANKS, _NEVER, args.seed, args.output_dir or Path(temporary), script=TRAIN, spares=SPARES)
-        try:
-            with Job(spec) as job:
-                for figure in measure(job, args.kills, args.seed, tuple(args.wait)):
-                    load = round(os.getloadavg()[0], 2)
-                    named = {"bench": "repair", "layout": "tp=2", "ranks": RANKS, "spares": SPARES}
-                    print(json.dumps({**named, **figure, "load": load}), flush=True)
-        except JobFailedError as error:
-            print(f"scripts/bench repair: error: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            return 130
-    return 0
+        setting = {"layout": "tp=2", "ranks": RANKS, "spares": SPARES}
+        return print_figures("repair", setting, run(args, args.output_dir or Path(temporary)), (JobFailedError,))
 
 
 if __name__ == "__main__":

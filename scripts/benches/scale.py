@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
-import os
+import itertools
 import statistics
 import sys
 import threading
@@ -39,6 +38,7 @@ from elasticgang.protocol.record import Record, Seat
 from elasticgang.session.messages import decode_from_coordinator, encode, encode_delta
 from elasticgang.torch_private import new_gloo
 from scripts.benches.coordinator import report_of
+from scripts.figures import print_figures
 
 _KEY_SIZE = 24  # of the group whose rendezvous keys are measured: larger than those that connect at once
 _TIMEOUT = timedelta(seconds=60)
@@ -220,17 +220,17 @@ def main() -> int:
     if min(*args.hosts, 2) < 2 or args.ranks < 1 or args.changes < 1:
         parser.error("there must be two hosts, a rank and a change at least")
     of_rank = key_chars(_KEY_SIZE)
-    for num_hosts in args.hosts:
-        figures = [
-            {"figure": "vote", **vote(num_hosts * args.ranks)},
-            keys(num_hosts, args.ranks, of_rank),
-            *decisions(num_hosts, args),
-        ]
-        for figure in figures:
-            load = round(os.getloadavg()[0], 2)
-            print(json.dumps({"bench": "scale", "hosts": num_hosts, "ranks": args.ranks, **figure, "load": load}))
-            sys.stdout.flush()
-    return 0
+    figures = itertools.chain.from_iterable(
+        (
+            {"hosts": num_hosts, **figure}
+            for figure in itertools.chain(
+                [{"figure": "vote", **vote(num_hosts * args.ranks)}, keys(num_hosts, args.ranks, of_rank)],
+                decisions(num_hosts, args),
+            )
+        )
+        for num_hosts in args.hosts
+    )
+    return print_figures("scale", {"ranks": args.ranks}, figures)
 
 
 if __name__ == "__main__":

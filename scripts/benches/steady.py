@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import os
 import re
 import socket
@@ -35,6 +34,7 @@ import psutil
 
 from elasticgang.watch.serving import serve
 from scripts.demo_job.driver import Job, JobFailedError, JobSpec, Tail
+from scripts.figures import print_figures
 
 PLAIN = Path(__file__).with_name("pairs") / "plain_ddp.py"
 _FAST = ("--dim", "32", "--layers", "1", "--context", "16")
@@ -204,16 +204,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        try:
-            for figure in measure(args, Path(temporary)):
-                load = round(os.getloadavg()[0], 2)
-                print(json.dumps({"bench": "steady", "ranks": args.ranks, **figure, "load": load}), flush=True)
-        except JobFailedError as error:
-            print(f"scripts/bench steady: error: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            return 130
-    return 0
+        return print_figures("steady", {"ranks": args.ranks}, measure(args, Path(temporary)), (JobFailedError,))
 
 
 if __name__ == "__main__":

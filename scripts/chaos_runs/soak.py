@@ -34,6 +34,7 @@ from scripts.chaos_runs.soaking.fleet import Fleet, FleetSpec
 from scripts.demo_job.driver import TRAIN, Tail
 from scripts.demo_job.run_audit import CommittedRun
 from scripts.demo_job.run_log import RunLog
+from scripts.figures import check_output_dir
 
 _SMALL = ("--dim", "64", "--layers", "1", "--context", "32")
 _TICK_S = 0.004
@@ -194,8 +195,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--pause must be at least 0")
     if args.agents < 1 or args.ranks < 1 or args.agents * args.ranks < 2:
         parser.error("there must be at least two ranks, so that somebody is left with the state")
-    if args.output_dir is not None and args.output_dir.exists() and any(args.output_dir.iterdir()):
-        parser.error(f"--output-dir {args.output_dir} is not empty; name a new folder")
+    check_output_dir(parser, args.output_dir)
     return args
 
 

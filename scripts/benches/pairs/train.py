@@ -6,8 +6,6 @@ Run by `repair.py`; writes the history that `demo_job/run_log.py` reads.
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import elasticgang as eg
+from scripts.demo_job.train import History
 
 WIDTH, HIDDEN, NUM_SAMPLES = 32, 128, 4096
 
@@ -82,27 +81,21 @@ def main() -> None:
     state = manager.build(build)
     data = torch.randn(NUM_SAMPLES, WIDTH, generator=torch.Generator().manual_seed(args.seed))
     batches = eg.GlobalBatch(NUM_SAMPLES, size=8, slot=4, seed=args.seed)
-    directory = args.output_dir / "history"
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"{manager.member.replace('/', '-')}.jsonl").open("a", buffering=1) as history:
-
-        def write(kind: str, **fields: object) -> None:
-            history.write(json.dumps({"kind": kind, "t": time.monotonic(), **fields}) + "\n")
-
-        for step in manager.steps(args.steps):
-            with step:
-                slots, loss_sum = batches.slots(step), 0.0
-                for slot in slots:
-                    with state.model.accumulate(last=slot.last):
-                        sample = data[slot.index]
-                        loss = (state.model(sample) - sample.flip(1)).square().sum()
-                        loss.backward()
-                        loss_sum += loss.item()
-                share = {"loss_sum": loss_sum, "tokens": slots.num_samples, "active": manager.num_active, "samples": []}
-                write("prepared", step=step.index, generation=step.generation, **share)
-                if state.optim.step(weight=slots.num_samples):
-                    assert manager.tip is not None
-                    write("committed", step=step.index, generation=manager.tip.generation)
+    history = History(str(args.output_dir), manager.member)
+    for step in manager.steps(args.steps):
+        with step:
+            slots, loss_sum = batches.slots(step), 0.0
+            for slot in slots:
+                with state.model.accumulate(last=slot.last):
+                    sample = data[slot.index]
+                    loss = (state.model(sample) - sample.flip(1)).square().sum()
+                    loss.backward()
+                    loss_sum += loss.item()
+            share = {"loss_sum": loss_sum, "tokens": slots.num_samples, "active": manager.num_active, "samples": []}
+            history.write("prepared", step=step.index, generation=step.generation, **share)
+            if state.optim.step(weight=slots.num_samples):
+                assert manager.tip is not None
+                history.write("committed", step=step.index, generation=manager.tip.generation)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ Run by `long_steps.py`; the history also has what `demo_job/run_log.py` reads.
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import elasticgang as eg
+from scripts.demo_job.train import History
 
 WIDTH, NUM_SAMPLES, SLOT = 256, 4096, 64
 
@@ -49,25 +48,19 @@ def main() -> None:
     manager.register_state(model=model, optim=optim)
     data = torch.randn(NUM_SAMPLES, WIDTH, generator=torch.Generator().manual_seed(args.seed))
     batches = eg.GlobalBatch(NUM_SAMPLES, size=args.slots * SLOT, slot=SLOT, seed=args.seed)
-    directory = args.output_dir / "history"
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"{manager.member.replace('/', '-')}.jsonl").open("a", buffering=1) as history:
-
-        def write(kind: str, **fields: object) -> None:
-            history.write(json.dumps({"kind": kind, "t": time.monotonic(), **fields}) + "\n")
-
-        for step in manager.steps(args.steps):
-            with step:
-                slots = batches.slots(step)
-                for slot in slots:
-                    with model.accumulate(last=slot.last):
-                        write("slot", step=step.index, generation=step.generation, slot=slot.number)
-                        model(data[slot.index]).square().sum().backward()
-                share = {"loss_sum": 0.0, "tokens": slots.num_samples, "active": manager.num_active, "samples": []}
-                write("prepared", step=step.index, generation=step.generation, **share)
-                if optim.step(weight=slots.num_samples):
-                    assert manager.tip is not None
-                    write("committed", step=step.index, generation=manager.tip.generation)
+    history = History(str(args.output_dir), manager.member)
+    for step in manager.steps(args.steps):
+        with step:
+            slots = batches.slots(step)
+            for slot in slots:
+                with model.accumulate(last=slot.last):
+                    history.write("slot", step=step.index, generation=step.generation, slot=slot.number)
+                    model(data[slot.index]).square().sum().backward()
+            share = {"loss_sum": 0.0, "tokens": slots.num_samples, "active": manager.num_active, "samples": []}
+            history.write("prepared", step=step.index, generation=step.generation, **share)
+            if optim.step(weight=slots.num_samples):
+                assert manager.tip is not None
+                history.write("committed", step=step.index, generation=manager.tip.generation)
 
 
 if __name__ == "__main__":
