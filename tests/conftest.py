@@ -6,6 +6,7 @@ import atexit
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ hypothesis.settings.load_profile("elasticgang")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 # Before torch is imported: OpenMP threads that wait for a core which another test has made tests 30 times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell's background job ignores it, and so would what a test starts and then interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Where this is set, each process that a test starts compiles the package anew, and each of pytest's all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

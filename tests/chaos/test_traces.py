@@ -18,7 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from elasticgang.watch.traces import trace_id
 from tests.chaos.several import SLOW_S, Cluster
 from tests.chaos.test_kills import JOB, at, check
-from tests.support import Job, kill, wait_until
+from tests.support import DEADLINE_S, Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -114,13 +114,14 @@ def test_a_receiver_that_never_answers_delays_no_step_and_no_end(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:  # its kernel accepts, nobody reads
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        silent.settimeout(DEADLINE_S)
         faults = [at("body", 1), at("body", 0)]
-        with Job(tmp_path, JOB, "--output-dir", str(tmp_path), "--faults", json.dumps(faults), ranks=3) as job:
+        arguments = ["--output-dir", str(tmp_path), "--faults", json.dumps(faults), "--holds", "[25]"]
+        with Job(tmp_path, JOB, *arguments, ranks=3) as job, silent.accept()[0]:  # it has tried
+            (tmp_path / "go-25").touch()
             job.wait()
             job.assert_nothing_left()
         check(job, faults, alone)
-        silent.settimeout(60.0)
-        silent.accept()[0].close()  # it had tried
 
 
 def test_a_receiver_that_is_not_there_costs_one_warning(
