@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elasticgang.member.manager import Step
 from elasticgang.protocol.member_state import Share
-from elasticgang.train.partition import pass_ranges, slots_of
+from elasticgang.train.partition import likely_parts, pass_ranges, slots_of
 
 Sampler = Callable[[int, int], Tensor | Sequence[int]]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -144,6 +144,14 @@ class GlobalBatch:
         numbers = numbers_of(self.num_slots, self.slot, share)
         return Slots([self._slot(step_index, number, number == numbers[-1]) for number in numbers])
 
+    def likely(self, step_index: int, share: Share | None) -> Slots:
+        """The slots of step `step_index` beside those of `share` that its rank gets when one replica group leaves or
+        joins; empty for None."""
+        if share is None:
+            return Slots(())
+        numbers = likely_numbers(self.num_slots, self.slot, share)
+        return Slots([self._slot(step_index, number, False) for number in numbers])
+
     def samples(self, step_index: int) -> Tensor:
         """All samples of a step, in order: int64 `[size]`."""
         return self._samples(step_index, 0, self.size)
@@ -214,6 +222,14 @@ def numbers_of(num_slots: int, slot: int, share: Share) -> range:
             f"gang have equally many slots, but is {num_slots * slot} instead."
         )
     return slots_of(num_slots, share.index, share.count, share.group_size)
+
+
+def likely_numbers(num_slots: int, slot: int, share: Share) -> list[int]:
+    """The numbers of the slots that are not of `share`, but of what it becomes when a replica group leaves or joins."""
+    own = set(numbers_of(num_slots, slot, share))
+    parts = likely_parts(share.index, share.count, share.group_size)
+    found = {number for part in parts for number in numbers_of(num_slots, slot, Share(*part, share.group_size))}
+    return sorted(found - own)
 
 
 def seed_generators(seed: int) -> None:

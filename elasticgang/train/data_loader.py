@@ -77,13 +77,17 @@ class DataLoader:
         prefetch: int = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
+        prefetch_likely: bool = False,
         timeout: float = 300.0,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
     ) -> None:
         """`dataset`: as of torch's `DataLoader`, with `__getitem__` or `__getitems__`, and `len(dataset)` equal to
         `batches.num_samples`. `num_workers`: processes of this rank; 0: the step itself fetches. `prefetch`: steps
-        ahead of the present one for which this rank's slots are fetched. `timeout`: seconds that a worker may need for
+        ahead of the present one for which this rank's slots are fetched. `prefetch_likely`: once all of these are
+        there, fetch for the same steps the slots that this rank gets when one replica group leaves or joins, so that
+        the first step after a death need not wait for data. In the middle of few ranks these are more than its own, and
+        most are never used. `timeout`: seconds that a worker may need for
         one slot. The rest is as of torch's `DataLoader`.
 
         Raises:
@@ -102,7 +106,7 @@ class DataLoader:
                 "`GlobalBatch(len(dataset), ...)`."
             )
         self.batches = batches
-        self._prefetch = prefetch
+        self._prefetch, self._prefetches_likely = prefetch, prefetch_likely
         self._fetcher = Fetcher(dataset, collate_fn)
         options = WorkerOptions(pin_memory, timeout, worker_init_fn, multiprocessing_context)
         self._pool = _Pool(self._fetcher, options, num_workers) if num_workers else None
@@ -120,9 +124,10 @@ class DataLoader:
         slots = self.batches.slots(step)  # DATALOADER-1
         if self._pool is None:
             return LoadedSlots(slots, lambda slot: _batch(fetch_here(self._fetcher, _request(step.index, slot)), slot))
-        ahead = [(step.index, slots)]
-        for index in range(step.index + 1, step.index + 1 + self._prefetch):
-            ahead.append((index, self.batches.share(index, step.share)))
+        following = range(step.index + 1, step.index + 1 + self._prefetch)
+        ahead = [(step.index, slots), *((index, self.batches.share(index, step.share)) for index in following)]
+        if self._prefetches_likely:
+            ahead += [(index, self.batches.likely(index, step.share)) for index in (step.index, *following)]
         requests = [
             _request(index, slot)
             for index, of_step in ahead

@@ -38,6 +38,20 @@ def slots_of(num_slots: int, index: int, count: int, group_size: int = 1) -> ran
     return range(first * group_size + place, last * group_size + place, group_size)
 
 
+def likely_parts(index: int, count: int, group_size: int = 1) -> list[tuple[int, int]]:
+    """Which part `index` of `count` can become when one group leaves or joins: pairs `(index, count)`."""
+    group, place = divmod(index, group_size)
+    num_groups = count // group_size
+    found = []
+    for following in (num_groups - 1, num_groups + 1):
+        # A group before this one takes or makes a place there, or one behind it does.
+        moved = group + following - num_groups
+        found += [
+            (at * group_size + place, following * group_size) for at in sorted({group, moved}) if 0 <= at < following
+        ]
+    return found
+
+
 def pass_ranges(first_position: int, num_positions: int, num_samples: int) -> list[PassRange]:
     """The positions `[first_position, first_position + num_positions)` as ranges within passes."""
     runs = []

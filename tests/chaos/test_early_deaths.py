@@ -10,34 +10,45 @@ from tests.chaos.training_scripts import training
 from tests.support import Job
 
 HELD_BYTES = 3 << 29
+MOST_KILLS = 4
 
 
 # RANK-3
 @pytest.mark.alone
 def test_the_others_go_on_before_the_memory_of_a_killed_rank_is_freed(tmp_path: Path) -> None:
+    """Several deaths: the kernel may free the memory of one while a machine that stands still keeps the others from
+    going on."""
     setup = f"""
-        is_victim = rank == 1 and not (here / "killed").exists()
+        number = len(list(here.glob("killed-*")))
+        is_victim = rank == 1 and number < {MOST_KILLS}
         held = torch.ones({HELD_BYTES} if is_victim else 0, dtype=torch.uint8)
+        seen = []
     """
     body = """
-                if is_victim and step.index == 5:
-                    (here / "killed").touch()
+                seen.append(step.index)
+                if is_victim and len(seen) == 5:
+                    (here / f"killed-{number}").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(0.01)
     """
-    with Job(tmp_path, training(tmp_path, steps=40, setup=setup, body=body), ranks=3) as job:
+    with Job(tmp_path, training(tmp_path, steps=150, setup=setup, body=body), ranks=3) as job:
         assert job.wait() == 0, job.stderr
     events = job.events()
-    (began,) = (event for event in events if event["event"] == "exit_began")
-    (gone,) = (event for event in events if event["event"] == "exited" and event["member"] == began["member"])
-    next_generation = next(event for event in events if event.get("generation") == 2)
-    restart = [event for event in events if event["event"] == "spawned" and event["local_rank"] == 1][-1]
-    assert gone["status"] == -9
-    assert [events.index(event) for event in (began, next_generation, gone, restart)] == sorted(
-        events.index(event) for event in (began, next_generation, gone, restart)
-    )
-    (change,) = (event for event in events if event["event"] == "generation_change" and event["generation"] == 2)
-    assert change["cause"] == "rank 1 was killed by SIGKILL"
+    deaths = [event for event in events if event["event"] == "exit_began"]
+    assert deaths
+    went_on_first = 0
+    for began in deaths:
+        (gone,) = (event for event in events if event["event"] == "exited" and event["member"] == began["member"])
+        assert gone["status"] == -9
+        (change,) = (e for e in events if e["event"] == "generation_change" and began["member"] in e["left"])
+        assert change["cause"] == "rank 1 was killed by SIGKILL"
+        begun, left = events.index(began), events.index(gone)
+        next_generation = next(i for i, e in enumerate(events) if e.get("generation") == change["generation"])
+        spawned = [i for i, e in enumerate(events) if e["event"] == "spawned" and i > begun]
+        assert begun < min(left, next_generation)
+        assert all(left < at for at in spawned)
+        went_on_first += next_generation < left
+    assert went_on_first
 
 
 # DEATH-3

@@ -163,6 +163,18 @@ def test_a_pass_has_each_sample_once(make: Make) -> None:
     assert sorted(found) == list(range(NUM_SAMPLES))
 
 
+# PREFETCH-1, PREFETCH-2
+def test_what_a_change_is_likely_to_need_is_there_before_it(make: Make, dataset: Noted) -> None:
+    loader = make(num_workers=1, prefetch=0, prefetch_likely=True)
+    own = indices(loader, step(0, 1, 3))
+    likely = [int(index) for slot in loader.batches.likely(0, Share(1, 3)) for index in slot.index]
+    wait_until(lambda: len(dataset.fetched()) == len(own) + len(likely), "the likely slots", GUARD_S)
+    assert [index for index, _ in dataset.fetched()] == [*own, *likely], "what is needed for certain comes first"
+    for place in (0, 1):  # another rank has died, and the step is tried again
+        assert set(indices(loader, step(0, place, 2))) <= {*own, *likely}
+        assert Counter(index for index, _ in dataset.fetched()).most_common(1)[0][1] == 1
+
+
 # PREFETCH-1, DATALOADER-1
 def test_after_a_change_of_the_share_only_what_moved_is_fetched(make: Make, dataset: Noted) -> None:
     loader = make(num_workers=1, prefetch=1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticgang.train.partition import PassRange, pass_ranges, slots_of
+from elasticgang.train.partition import PassRange, likely_parts, pass_ranges, slots_of
 
 
 @given(num_slots=st.integers(0, 200), count=st.integers(1, 50))
@@ -26,6 +26,25 @@ def test_parts_of_a_group_have_equal_size_and_take_turns_at_its_slots(runs: int,
         divided += [slot for at_one_time in zip(*of_group, strict=True) for slot in at_one_time]
     assert divided == list(range(runs * alike))
     assert {len(part) for part in parts} <= {runs // num_groups, -(-runs // num_groups)}
+
+
+@given(num_groups=st.integers(1, 8), alike=st.integers(1, 3), changed=st.integers(0, 8), joins=st.booleans())
+def test_what_a_part_becomes_when_a_group_leaves_or_joins_is_likely(
+    num_groups: int, alike: int, changed: int, joins: bool
+) -> None:
+    """`changed`: the group that leaves, or before which one joins."""
+    before = list(range(num_groups))
+    after = [*before[:changed], "joined", *before[changed:]] if joins else [*before[:changed], *before[changed + 1 :]]
+    for group in set(before) & set(after) if len(after) != len(before) else ():
+        for place in range(alike):
+            part = after.index(group) * alike + place, len(after) * alike
+            assert part in likely_parts(group * alike + place, num_groups * alike, alike)
+
+
+def test_only_parts_that_exist_are_likely() -> None:
+    assert likely_parts(0, 1) == [(0, 2), (1, 2)]
+    assert likely_parts(1, 2) == [(0, 1), (1, 3), (2, 3)]
+    assert likely_parts(3, 4, group_size=2) == [(1, 2), (3, 6), (5, 6)]
 
 
 @pytest.mark.parametrize(("num_slots", "count"), [(7, 4), (8, 3)])
