@@ -1,8 +1,8 @@
 """Gathers what a person needs after a generation change that nobody planned, and leaves it in a file for each.
 
 INCIDENT-1  The counters of the collectives are read before the agent notifies any rank of the end of its generation,
-    because ranks erase them then; those of a rank that has exited before, when it exits. A rank that noticed the end
-    by itself before, by a closed connection, has none.
+    because ranks configure other groups then; those of a rank that has exited before, when it exits. A rank that has
+    noticed the end by itself, and has left its groups, keeps their counters until then.
 INCIDENT-2  What is kept for changes to come is bounded.
 """
 
@@ -77,8 +77,8 @@ def _bound(kept: dict[Any, Any]) -> None:
 
 def _counters(rank: RankProcess) -> dict[str, Any]:
     page = rank.page
-    block = page.comm
-    groups = [] if block is None else block.groups()
+    block = page.last_comm
+    groups = [] if block is None else block.last_groups()
     return {
         "member": rank.member,
         "local_rank": rank.local_rank,

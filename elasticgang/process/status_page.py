@@ -33,7 +33,8 @@ PULSE_MS = 100
 _NUM_GROUPS = 64
 _NUM_BLOCKS = 5
 _ROW = 5
-_BLOCK_HEAD = 2
+_BLOCK_HEAD = 3
+_PID, _COMM_BEATS, _CLEARED = range(_BLOCK_HEAD)
 _BLOCK = _BLOCK_HEAD + _NUM_GROUPS * _ROW
 _MUTEX = 16
 _FIRST_BLOCK = _MUTEX + death_watch.NUM_WORDS
@@ -79,6 +80,7 @@ class ThreadState(enum.IntEnum):
     _HEAL_RECEIVED,
     _HEAL_BYTES,
 ) = range(14)
+_USED, _LAST_SHIFT = 0xFF, 8  # of `_COMM`: the number of the block in use, and of the one before it
 _STEP_BITS = 40  # of the word that names a committed attempt; the rest is the generation
 
 
@@ -123,8 +125,11 @@ class CommBlock:
     def configure(self, names: Sequence[str]) -> None:
         """Count these groups and no others. No collective of the former ones is under way."""
         self.clear()
+        for row in range(_NUM_GROUPS):
+            self._words[_BLOCK_HEAD + row * _ROW] = 0
         for name in names:
             self.add(name)
+        self._words[_CLEARED] = 0
 
     def add(self, name: str) -> None:
         """Count one more group. Groups beyond `_NUM_GROUPS` are not counted."""
@@ -139,10 +144,10 @@ class CommBlock:
             self._rows[name] = row
 
     def clear(self) -> None:
-        """No collective is under way: the process is dead, or its groups are closed."""
+        """No collective is under way: the process is dead, or its groups are closed. Their counters stay for
+        `last_groups` until others are configured."""
         with self._lock:
-            for row in range(len(self._rows)):
-                self._words[_BLOCK_HEAD + row * _ROW] = 0
+            self._words[_CLEARED] = 1
             self._rows = {}
 
     def submitted(self, name: str, is_message: bool) -> None:
@@ -152,11 +157,11 @@ class CommBlock:
     # -- the comm process
 
     def start(self) -> None:
-        self._words[1] = 0
-        self._words[0] = os.getpid()
+        self._words[_COMM_BEATS] = 0
+        self._words[_PID] = os.getpid()
 
     def beat(self) -> None:
-        self._words[1] += 1
+        self._words[_COMM_BEATS] += 1
 
     def set_groups(self, names: Sequence[str]) -> None:
         """The groups, in the rank's order."""
@@ -179,13 +184,18 @@ class CommBlock:
 
     @property
     def pid(self) -> int:
-        return self._words[0]
+        return self._words[_PID]
 
     @property
     def beats(self) -> int:
-        return self._words[1]
+        return self._words[_COMM_BEATS]
 
     def groups(self) -> list[GroupStamps]:
+        """The groups whose collectives may be under way."""
+        return [] if self._words[_CLEARED] else self.last_groups()
+
+    def last_groups(self) -> list[GroupStamps]:
+        """As `groups`; when they are closed, the last ones."""
         found = []
         for at in range(_BLOCK_HEAD, _BLOCK, _ROW):
             group = self._words[at]
@@ -348,8 +358,9 @@ class StatusPage:
             self._free.append(block.index)
 
     def use(self, block: CommBlock | None) -> None:
-        """The comm process of the present generation."""
-        self._words[_COMM] = 0 if block is None else block.index + 1
+        """The comm process of the present generation. Without one, the last block stays known (`last_comm`)."""
+        last = self._words[_COMM] & _USED or self._words[_COMM] >> _LAST_SHIFT
+        self._words[_COMM] = last << _LAST_SHIFT if block is None else block.index + 1
 
     # -- the comm process
 
@@ -445,8 +456,16 @@ class StatusPage:
     @property
     def comm(self) -> CommBlock | None:
         """The block of the comm process in use."""
-        index = self._words[_COMM]
-        return CommBlock(self._words, index - 1) if 0 < index <= _NUM_BLOCKS else None
+        return self._block_of(self._words[_COMM] & _USED)
+
+    @property
+    def last_comm(self) -> CommBlock | None:
+        """As `comm`; between two generations, the last one."""
+        word = self._words[_COMM]
+        return self._block_of(word & _USED or word >> _LAST_SHIFT)
+
+    def _block_of(self, number: int) -> CommBlock | None:
+        return CommBlock(self._words, number - 1) if 0 < number <= _NUM_BLOCKS else None
 
 
 def key_of(name: str) -> int:

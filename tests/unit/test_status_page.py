@@ -99,6 +99,27 @@ def test_a_group_that_comes_again_is_at_its_start(page: StatusPage, agents: Stat
     assert agents.block(block.index).groups() == []
 
 
+# INCIDENT-1
+def test_the_counters_of_closed_groups_stay_until_others_are_configured(page: StatusPage, agents: StatusPage) -> None:
+    assert agents.last_comm is None
+    block = take(page)
+    block.configure(["dp", "tp"])
+    page.use(block)
+    block.submitted("dp", False)
+    block.clear()
+    page.use(None)
+    page.use(None)
+    assert agents.comm is None
+    assert agents.last_comm is not None
+    assert agents.last_comm.last_groups() == [
+        GroupStamps(key_of("dp"), 1, 0, 0, 0),
+        GroupStamps(key_of("tp"), 0, 0, 0, 0),
+    ]
+    block.configure(["pp"])
+    page.use(block)
+    assert agents.last_comm.last_groups() == agents.last_comm.groups() == [GroupStamps(key_of("pp"), 0, 0, 0, 0)]
+
+
 def test_groups_beyond_the_limit_are_not_counted(page: StatusPage) -> None:
     first, second = take(page), take(page)
     names = [str(number) for number in range(100)]
