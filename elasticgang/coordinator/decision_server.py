@@ -97,13 +97,15 @@ class _Job:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """`founds`: whether an unknown job counts as new, without a state directory (SERVE-FOUND)."""
+    """`founds`: whether an unknown job counts as new, without a state directory (SERVE-FOUND). `advertise`: HOST:PORT,
+    where agents reach this coordinator, and one after it on another machine (MOVED). Empty: this machine's name."""
 
     credentials: Credentials = field(default_factory=Credentials)
     directory: StateDirectory | None = None
     founds: bool = False
     founds_after_s: float = 0.0
     timeouts: Timeouts = JOB_TIMEOUTS
+    advertise: str = ""
 
 
 class CoordinatorServer:
@@ -141,7 +143,7 @@ class CoordinatorServer:
         self._options.credentials.check_address(host, f"the coordinator listens on loopback only, not on {host!r}")
         self._is_everywhere = host in _ALL_ADDRESSES
         await self.listener.start(host, port)
-        self._address = f"{socket.gethostname()}:{self.listener.port}"
+        self._address = self._options.advertise or f"{socket.gethostname()}:{self.listener.port}"
         self._tick()
         return self.listener.port
 

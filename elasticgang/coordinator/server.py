@@ -44,7 +44,8 @@ class ReservedPort:
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """`founds`: whether an unknown job counts as new; `grace_s`: after how many seconds (SERVE-FOUND)."""
+    """`founds`: whether an unknown job counts as new; `grace_s`: after how many seconds (SERVE-FOUND). `advertise`: as
+    of `ServerOptions`."""
 
     host: str
     port: int
@@ -53,6 +54,7 @@ class CoordinatorOptions:
     founds: bool = True
     grace_s: float = GRACE_S
     timeouts: Timeouts = JOB_TIMEOUTS
+    advertise: str = ""
 
 
 async def serve(options: CoordinatorOptions, log: Callable[[str], None], listening: Callable[[str], None]) -> None:
@@ -80,6 +82,7 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
             options.founds,
             options.grace_s,
             options.timeouts,
+            options.advertise,
         )
         server = CoordinatorServer(server_options, log, fail)
         port = await server.start(host, options.port)

@@ -88,6 +88,15 @@ def make_parser() -> argparse.ArgumentParser:
         help="keep the jobs' records there, so that a restarted coordinator has them: without it, the coordinator "
         "leads a job again only once every agent of the job has come back",
     )
+    coordinator.add_argument(
+        "--advertise",
+        metavar="HOST:PORT",
+        help="the address at which agents reach it, wherever it runs: a virtual IP address, or a service of "
+        "Kubernetes. With --state-dir, a coordinator that is started on another machine then declares agents lost as "
+        "one that is started on the same. Never a DNS name that is changed to the new machine: agents could still ask "
+        "the old one "
+        "(default: this machine's name and --port)",
+    )
     _add_credentials_arguments(coordinator)
     grant = commands.add_parser(
         "grant",

@@ -56,6 +56,8 @@ def coordinator(args: argparse.Namespace) -> int:
         except OSError as exc:
             reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
             raise UsageError(f"cannot listen on {args.host}:{args.port}: {reason}") from exc
+    if args.advertise is not None:
+        _host_and_port(args.advertise, "--advertise")
     credentials = _find_credentials(args, is_client=False)
     _check_open(args.host, credentials, f"the coordinator listens on loopback only, not on {args.host!r}")
     from elasticgang.process.stop_signals import hold_stop_signals
@@ -269,10 +271,10 @@ def _check_run(args: argparse.Namespace) -> None:
         raise UsageError(f"there is no script at {args.script!r}")
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
+def _host_and_port(address: str, option: str = "--coordinator") -> tuple[str, int]:
     host, separator, port = address.rpartition(":")
     if not (separator and host and port.isdecimal() and int(port) < 1 << 16):
-        raise UsageError(f"--coordinator must be HOST:PORT, but is {address!r} instead")
+        raise UsageError(f"{option} must be HOST:PORT, but is {address!r} instead")
     return host, int(port)
 
 

@@ -130,7 +130,7 @@ def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
     from elasticgang.coordinator.server import CoordinatorOptions, serve
 
     state_dir = args.state_dir and Path(args.state_dir)
-    options = CoordinatorOptions(args.host, args.port, credentials, state_dir or None)
+    options = CoordinatorOptions(args.host, args.port, credentials, state_dir or None, advertise=args.advertise or "")
 
     async def run() -> None:
         serving = asyncio.ensure_future(serve(options, log, listening))

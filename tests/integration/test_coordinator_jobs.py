@@ -33,7 +33,7 @@ from elasticgang.session.handshake import AGENT, Identity
 from elasticgang.session.messages import encode
 from elasticgang.session.operator_client import grant
 from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
-from tests.integration.test_coordinator_server import CREDENTIALS, DEADLINE_S, Agent, Job, found, play
+from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, Agent, Job, found, play
 
 
 async def until(condition: Any) -> None:

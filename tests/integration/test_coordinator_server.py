@@ -4,211 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
-import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elasticgang.coordinator.decision_server import MIN_DELTA_BYTES, CoordinatorServer, ServerOptions
-from elasticgang.coordinator.state_directory import Kept, StateDirectory
-from elasticgang.errors import OperationalError
-from elasticgang.layout import ParallelLayout
+from elasticgang.coordinator.decision_server import MIN_DELTA_BYTES
 from elasticgang.protocol import agent_events
-from elasticgang.protocol.agent_session import AgentSession
-from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import (
     EndGeneration,
     Goodbye,
     Hello,
     Notify,
     PeerMessage,
-    Term,
-    Timeouts,
-    Welcome,
 )
-from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Undecided
-from elasticgang.protocol.rendezvous_keys import RendezvousKeys
+from elasticgang.protocol.record import Undecided
 from elasticgang.session import connection as connections
-from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.connection import ServerConnection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT
 from elasticgang.session.secret import Secret
 from tests.chaos.attacked import Session
-
-DEADLINE_S = 60.0
-# Fast, so that a silent agent is lost within the test; but a machine that stands still for a second ends no lease.
-QUICK = Timeouts(lease_s=4.0, grace_s=0.2, lost_after_s=5.0, heartbeat_s=0.1, answer_s=0.5, founding_s=2.0)
-CREDENTIALS = Credentials(Secret(b"0123456789abcdef"))
-
-
-class Agent:
-    """Ranks that are nothing but names: they are ready whenever their generation is over."""
-
-    def __init__(
-        self,
-        name: str,
-        port: int,
-        num_ranks: int = 2,
-        credentials: Credentials = CREDENTIALS,
-        job: str = "job",
-        min_agents: int = 2,
-        address: str = "",
-    ) -> None:
-        self.name, self.num_ranks, self.job, self.min_agents = name, num_ranks, job, min_agents
-        self.address = address
-        self.record: Record | None = None
-        self.records: asyncio.Queue[Record] = asyncio.Queue()
-        self.keys: asyncio.Queue[RendezvousKeys] = asyncio.Queue()
-        self.events: list[Any] = []
-        self.leases: list[float] = []
-        self.hosts: list[str] = []
-        self.reasons: list[str] = []
-        self.is_ready = True
-        self.killed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.has_event = asyncio.Event()
-        self.session = AgentSession(name, incarnation=os.urandom(4).hex(), timeouts=QUICK)
-        self._credentials = credentials
-        self._connect(port)
-
-    def _connect(self, port: int) -> None:
-        self.client = AgentClient(self.session, self, ("127.0.0.1", port), self.job, self._credentials)
-
-    def restart(self, port: int) -> None:
-        """After its client was stopped."""
-        self._connect(port)
-        self.client.start()
-
-    def start(self) -> Agent:
-        self.client.start()
-        self.client.request_report()
-        return self
-
-    def end_generation(self) -> None:
-        assert self.record is not None
-        generation = self.record.generation
-        self.is_ready = True
-        self.client.notify(Notify(EndGeneration(generation, "a rank is lost")))
-        self.client.request_report()
-
-    async def next(self) -> Record:
-        return await asyncio.wait_for(self.records.get(), DEADLINE_S)
-
-    # -- what the session asks for
-
-    def set_lease(self, until_s: float) -> None:
-        self.leases.append(until_s)
-
-    def collect_report(self) -> Report | None:
-        if not self.is_ready:
-            return None
-        record = self.record
-        tip = None if record is None else Attempt(0, 1)
-        members = tuple(
-            MemberReport(
-                f"{self.name}/{rank}",
-                rank,
-                "127.0.0.1:1",
-                tip,
-                None,
-                None if record is None else (0, 0, 0),
-                0 if record is None else record.generation,
-                record is not None,
-            )
-            for rank in range(self.num_ranks)
-        )
-        seen = NO_RECORD if record is None else record.ref
-        return Report(
-            self.name,
-            self.name,
-            self.job,
-            ParallelLayout(),
-            seen,
-            members,
-            min_agents=self.min_agents,
-            address=self.address,
-        )
-
-    def inform(self, event: Any) -> None:
-        self.events.append(event)
-        self.has_event.set()
-        if isinstance(event, agent_events.RecordAnswered) and isinstance(event.answer, Record):
-            self.record, self.is_ready = event.answer, False
-            self.records.put_nowait(event.answer)
-        elif isinstance(event, agent_events.PeerNotice) and event.over and not self.is_ready:
-            self.is_ready = self.record is not None and event.generation == self.record.generation
-            asyncio.get_running_loop().call_soon(self.client.request_report)
-
-    def kill_ranks(self, reason: str) -> None:
-        self.killed.set_result(reason)
-
-    def welcomed(self, welcome: Welcome, host: str) -> None:
-        self.hosts.append(host)
-
-    def receive_keys(self, message: RendezvousKeys) -> None:
-        self.keys.put_nowait(message)
-
-    def disconnected(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-
-class Job:
-    """A coordinator that can be killed and started again at its port."""
-
-    def __init__(self, directory: Path | None = None, founds: bool = True) -> None:
-        self.path, self.founds = directory, founds
-        self.directory: StateDirectory | None = None
-        self.server: CoordinatorServer | None = None
-        self.port = 0
-        self.log: list[str] = []
-        self.failures: list[BaseException] = []
-        self.agents: list[Agent] = []
-
-    async def start(self) -> CoordinatorServer:
-        self.directory = None if self.path is None else StateDirectory(self.path)
-        options = ServerOptions(CREDENTIALS, self.directory, self.founds, timeouts=QUICK)
-        self.server = CoordinatorServer(options, self.log.append, self.failures.append)
-        self.port = await self.server.start("127.0.0.1", self.port)
-        return self.server
-
-    async def stop(self) -> None:
-        if self.server is not None:
-            await self.server.stop()
-        if self.directory is not None:
-            self.directory.close()
-        self.server = self.directory = None
-
-    def add(self, name: str, **options: Any) -> Agent:
-        agent = Agent(name, self.port, **options)
-        self.agents.append(agent)
-        return agent.start()
-
-
-def play(test: Callable[[Job], Coroutine[Any, Any, None]], job: Job) -> None:
-    async def run() -> None:
-        await job.start()
-        try:
-            await asyncio.wait_for(test(job), DEADLINE_S)
-        finally:
-            for agent in job.agents:
-                await agent.client.stop()
-            await job.stop()
-        assert job.failures == []
-
-    asyncio.run(run())
-
-
-async def found(job: Job) -> tuple[Agent, Agent]:
-    a, b = job.add("a"), job.add("b")
-    first = await a.next()
-    assert first.generation == 1
-    assert (await b.next()).digest == first.digest
-    return a, b
+from tests.integration import led_jobs
+from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Job, found, play
 
 
 def test_a_change_reaches_every_agent() -> None:
@@ -226,7 +47,7 @@ def test_a_change_reaches_every_agent() -> None:
 
 def test_a_large_record_is_pushed_as_a_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     # Answers to heartbeats count as sent, too: few, also on a slow machine.
-    monkeypatch.setattr(sys.modules[__name__], "QUICK", replace(QUICK, heartbeat_s=1.0))
+    monkeypatch.setattr(led_jobs, "QUICK", replace(QUICK, heartbeat_s=1.0))
 
     async def test(job: Job) -> None:
         agents = [job.add(f"a{number:02}", num_ranks=8, min_agents=40) for number in range(40)]
@@ -330,7 +151,7 @@ def test_nothing_of_a_server_runs_once_it_has_stopped() -> None:
 
 # CONTROL-1
 def test_a_report_is_sent_again_to_a_restarted_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "QUICK", replace(QUICK, lost_after_s=DEADLINE_S))
+    monkeypatch.setattr(led_jobs, "QUICK", replace(QUICK, lost_after_s=DEADLINE_S))
 
     async def test(job: Job) -> None:
         a, b = await found(job)
@@ -387,7 +208,7 @@ def test_the_operators_word_takes_office() -> None:
 def test_a_session_that_breaks_in_the_midst_of_a_broadcast_is_handled_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job is founded once the agent that does not read is cut off: the others get the message first."""
     monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", 1 << 20)
-    monkeypatch.setattr(sys.modules[__name__], "QUICK", replace(QUICK, founding_s=DEADLINE_S, lost_after_s=DEADLINE_S))
+    monkeypatch.setattr(led_jobs, "QUICK", replace(QUICK, founding_s=DEADLINE_S, lost_after_s=DEADLINE_S))
     message = Notify(PeerMessage("topic", "x" * 100_000))
 
     async def test(job: Job) -> None:
@@ -475,88 +296,3 @@ def test_an_agent_without_the_secret_is_not_heard() -> None:
         assert sum("does not hold the secret" in line for line in job.log) == 1
 
     play(test, Job())
-
-
-# -- the state directory
-
-
-def test_one_coordinator_holds_a_directory_at_a_time(tmp_path: Path) -> None:
-    first = StateDirectory(tmp_path)
-    with pytest.raises(OperationalError, match="another coordinator holds the state directory"):
-        StateDirectory(tmp_path)
-    first.close()
-    StateDirectory(tmp_path).close()
-
-
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    directory = StateDirectory(tmp_path)
-    assert directory.read("job") == Kept()
-    directory.write("job", Kept(Term(3, "c")))
-    directory.write("other", Kept(Term(4, "c")))
-    assert directory.read("job") == Kept(Term(3, "c"))
-    assert directory.read("other").term.number == 4
-    (file,) = (path for path in tmp_path.glob("*.json") if '"job": "job"' in path.read_text())
-    file.write_text(file.read_text()[:-5])
-    with pytest.raises(OperationalError, match="is damaged"):
-        directory.read("job")
-    directory.close()
-
-
-# MOVED
-def test_the_directory_tells_from_where_agents_may_have_leases(tmp_path: Path) -> None:
-    async def test(job: Job) -> None:
-        assert job.directory is not None
-        name = socket.gethostname()
-        await found(job)
-        first = f"{name}:{job.port}"
-        assert job.directory.read("job").addresses == {first}
-        for num_addresses in (2, 3):
-            await job.stop()
-            job.port = 0  # another one
-            server = await job.start()
-            job.add("c")
-            while (state := server.state_of("job")) is None:
-                await asyncio.sleep(0.02)
-            assert state.addresses >= {first, f"{name}:{job.port}"}
-            assert len(state.addresses) == num_addresses
-            assert job.directory.read("job").addresses == state.addresses
-
-    play(test, Job(tmp_path))
-
-
-# STATE-WHOLE
-def test_a_write_that_fails_leaves_the_former_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = StateDirectory(tmp_path)
-    directory.write("job", Kept(Term(3, "c")))
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "fsync", lambda fd: _no_space("job", Kept()))
-        with pytest.raises(OSError, match="No space left on device"):
-            directory.write("job", Kept(Term(4, "c")))
-    assert directory.read("job") == Kept(Term(3, "c"))
-    directory.close()
-
-
-def test_a_coordinator_whose_disk_fails_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        failures: asyncio.Queue[BaseException] = asyncio.Queue()
-        directory = StateDirectory(tmp_path)
-        server = CoordinatorServer(ServerOptions(CREDENTIALS, directory, timeouts=QUICK), print, failures.put_nowait)
-        port = await server.start("127.0.0.1", 0)
-        agents = [Agent(name, port) for name in ("a", "b")]
-        agents[0].start()
-        while server.state_of("job") is None:
-            await asyncio.sleep(0.02)
-        monkeypatch.setattr(directory, "write", _no_space)
-        agents[1].start()
-        assert "No space" in str(await asyncio.wait_for(failures.get(), DEADLINE_S))
-        assert all(agent.record is None for agent in agents)  # PERSIST
-        for agent in agents:
-            await agent.client.stop()
-        await server.stop()
-        directory.close()
-
-    asyncio.run(run())
-
-
-def _no_space(job: str, kept: Kept) -> None:
-    raise OSError(28, "No space left on device")

@@ -8,7 +8,7 @@ import pytest
 
 from elasticgang.protocol.coordinator_messages import JoinRequest, Notify
 from elasticgang.protocol.rendezvous_keys import Key, RendezvousKeys
-from tests.integration.test_coordinator_server import Agent, Job, found, play
+from tests.integration.led_jobs import Agent, Job, found, play
 
 
 def prefix(agent: Agent) -> str:

@@ -1,0 +1,124 @@
+"""The coordinator's state directory: who holds it, what is in it, and what happens when its disk fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
+from elasticgang.coordinator.state_directory import Kept, StateDirectory
+from elasticgang.errors import OperationalError
+from elasticgang.protocol.coordinator_messages import (
+    Term,
+)
+from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Agent, Job, found, play
+
+
+def test_one_coordinator_holds_a_directory_at_a_time(tmp_path: Path) -> None:
+    first = StateDirectory(tmp_path)
+    with pytest.raises(OperationalError, match="another coordinator holds the state directory"):
+        StateDirectory(tmp_path)
+    first.close()
+    StateDirectory(tmp_path).close()
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    directory = StateDirectory(tmp_path)
+    assert directory.read("job") == Kept()
+    directory.write("job", Kept(Term(3, "c")))
+    directory.write("other", Kept(Term(4, "c")))
+    assert directory.read("job") == Kept(Term(3, "c"))
+    assert directory.read("other").term.number == 4
+    (file,) = (path for path in tmp_path.glob("*.json") if '"job": "job"' in path.read_text())
+    file.write_text(file.read_text()[:-5])
+    with pytest.raises(OperationalError, match="is damaged"):
+        directory.read("job")
+    directory.close()
+
+
+# MOVED
+def test_the_directory_tells_from_where_agents_may_have_leases(tmp_path: Path) -> None:
+    async def test(job: Job) -> None:
+        assert job.directory is not None
+        name = socket.gethostname()
+        await found(job)
+        first = f"{name}:{job.port}"
+        assert job.directory.read("job").addresses == {first}
+        for num_addresses in (2, 3):
+            await job.stop()
+            job.port = 0  # another one
+            server = await job.start()
+            job.add("c")
+            while (state := server.state_of("job")) is None:
+                await asyncio.sleep(0.02)
+            assert state.addresses >= {first, f"{name}:{job.port}"}
+            assert len(state.addresses) == num_addresses
+            assert job.directory.read("job").addresses == state.addresses
+
+    play(test, Job(tmp_path))
+
+
+# MOVED
+@pytest.mark.parametrize("advertise", ["", "virtual:29400"])
+def test_a_coordinator_at_the_advertised_address_has_not_moved(advertise: str, tmp_path: Path) -> None:
+    """An agent that never comes to it is lost, and the other goes on. At another address that takes an operator."""
+
+    async def test(job: Job) -> None:
+        a, b = await found(job)
+        a.min_agents = 1
+        await job.stop()
+        for agent in (a, b):
+            await agent.client.stop()
+        job.port = 0  # another one, where the advertised address leads now
+        server = await job.start()
+        a.restart(job.port)
+        a.end_generation()
+        if advertise:
+            assert (await a.next()).agents == ("a",)
+        else:
+            while (state := server.state_of("job")) is None or "b has not come" not in state.word_awaited:
+                await asyncio.sleep(0.02)
+
+    play(test, Job(tmp_path, advertise=advertise))
+
+
+# STATE-WHOLE
+def test_a_write_that_fails_leaves_the_former_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = StateDirectory(tmp_path)
+    directory.write("job", Kept(Term(3, "c")))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", lambda fd: _no_space("job", Kept()))
+        with pytest.raises(OSError, match="No space left on device"):
+            directory.write("job", Kept(Term(4, "c")))
+    assert directory.read("job") == Kept(Term(3, "c"))
+    directory.close()
+
+
+def test_a_coordinator_whose_disk_fails_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        failures: asyncio.Queue[BaseException] = asyncio.Queue()
+        directory = StateDirectory(tmp_path)
+        server = CoordinatorServer(ServerOptions(CREDENTIALS, directory, timeouts=QUICK), print, failures.put_nowait)
+        port = await server.start("127.0.0.1", 0)
+        agents = [Agent(name, port) for name in ("a", "b")]
+        agents[0].start()
+        while server.state_of("job") is None:
+            await asyncio.sleep(0.02)
+        monkeypatch.setattr(directory, "write", _no_space)
+        agents[1].start()
+        assert "No space" in str(await asyncio.wait_for(failures.get(), DEADLINE_S))
+        assert all(agent.record is None for agent in agents)  # PERSIST
+        for agent in agents:
+            await agent.client.stop()
+        await server.stop()
+        directory.close()
+
+    asyncio.run(run())
+
+
+def _no_space(job: str, kept: Kept) -> None:
+    raise OSError(28, "No space left on device")
