@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from elasticgang.checkpoint import plan
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
 from scripts.benches.comm import open_store
+from tests.integration import saving
 from tests.integration.rings import Ring
 from tests.integration.state_ranks import Rank, Ranks
 from tests.support import DEADLINE_S, REPOSITORY
@@ -145,3 +149,28 @@ def ranks() -> Iterator[Ranks]:
     yield make
     for rank in made:
         rank.server.close()
+
+
+@pytest.fixture
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that both ranks of a small model write."""
+    monkeypatch.setattr(plan, "MIN_SHARE_BYTES", 16)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, small_shares: None) -> Path:
+    """Steps 10 and 20, by both ranks."""
+    for steps in (10, 20):
+        other = saving.Rank(tmp_path, "b0").train(steps).begin()
+        saving.Rank(tmp_path).save(steps)
+        other.close()
+    return tmp_path
+
+
+@pytest.fixture
+def no_writer_is_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.INFO, "elasticgang")
+    yield
+    for writer in saving.writers():
+        writer.kill()
+        writer.wait()

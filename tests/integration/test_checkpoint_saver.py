@@ -1,177 +1,29 @@
-"""What a rank does for durable checkpoints: it saves its share beside the steps, and loads the newest that is sound."""
+"""What a rank does for durable checkpoints: it saves its share beside the steps."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch import Tensor, nn
 
 from elasticgang import testing
-from elasticgang.checkpoint import listing, plan
-from elasticgang.checkpoint.digest import digest_of
-from elasticgang.checkpoint.manifest import MANIFEST
-from elasticgang.checkpoint.saver import DurableCheckpoints
+from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.schedule import Schedule
-from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
-from elasticgang.layout import Member, ParallelLayout
-from elasticgang.layout import plan as plan_seats
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.member_state import MemberState
-from elasticgang.protocol.record import ACTIVE, CheckpointRef, Record, Seat
-from elasticgang.state import SnapshotServer
+from tests.integration.saving import MEMBERS, Model, Rank, same, writers
 from tests.support import REPOSITORY, wait_until
 
-MEMBERS = ("a0", "b0")
-EVERY = 10
-
-
-class Counter:
-    """A registered object that is neither module nor optimizer."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"seen": 0, "mean": torch.zeros(2), "note": (1, None)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-class Model(nn.Module):
-    running: Tensor
-
-    def __init__(self, width: int = 5) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, 3)
-        self.low = nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
-        self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.register_buffer("running", torch.zeros(()))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.layer(inputs).sum() + self.low.sum() + self.empty.sum()
-        return output
-
-
-class Rank:
-    """One member of a job of two hosts, without the job."""
-
-    def __init__(
-        self,
-        directory: Path,
-        member: str = "a0",
-        model: nn.Module | None = None,
-        keep: int = 2,
-        schedule: Schedule | None = None,
-    ) -> None:
-        self.server = SnapshotServer()
-        torch.manual_seed(0)
-        self.model = model or Model()
-        self.optim = torch.optim.AdamW(self.model.parameters())
-        self.counter = Counter()
-        self.server.register(model=self.model, optim=self.optim, counter=self.counter)
-        self.checkpoints = DurableCheckpoints(
-            directory, schedule or Schedule(EVERY, clock=time.monotonic), keep, self.server
-        )
-        self.member = member
-        self.state = MemberState(member)
-        self.enter(MEMBERS)
-
-    def enter(self, members: tuple[str, ...], generation: int = 1) -> None:
-        layout = ParallelLayout()
-        planned = plan_seats([Member(each, each[0]) for each in members], layout)
-        seats = tuple(Seat(each, each[0], each[0], 0, "", ACTIVE) for each in members)
-        agents = tuple(each[0] for each in members)
-        committed = self.state.tip or Attempt(0, 1)
-        self.state.record = Record("job", generation, "", layout, planned, seats, agents, committed)
-        self.state.active, self.state.entered = set(members), generation
-
-    def train(self, steps: int) -> Rank:
-        """Equal calls leave equal state."""
-        torch.manual_seed(steps)
-        for _ in range(2):
-            loss: Tensor = self.model(torch.randn(4, self.model.get_parameter("layer.weight").shape[1]))
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optim.step()
-            self.optim.zero_grad()
-        self.model.get_buffer("running").fill_(steps)
-        self.counter.state = {"seen": steps, "mean": torch.full((2,), float(steps)), "note": (steps, None)}
-        self.state.tip = self.state.committed = Attempt(steps, 1)
-        return self
-
-    def begin(self) -> Rank:
-        self.server.begin(self.state.tip)
-        self.checkpoints.begin(self.member, self.state)
-        return self
-
-    def close(self) -> None:
-        self.checkpoints.close(self.member, self.state)
-
-    def save(self, steps: int) -> Rank:
-        self.train(steps).begin().close()
-        return self
-
-    def load(self, steps: int) -> bool:
-        ref = self.newest()
-        assert ref.attempt == Attempt(steps, 1)
-        return self.checkpoints.load(ref, self.state)
-
-    def newest(self) -> CheckpointRef:
-        ref = self.checkpoints.newest()
-        assert ref is not None
-        return ref
-
-    def content(self) -> list[object]:
-        optim = self.optim.state_dict()
-        tensors = [*self.model.state_dict().items()]
-        states = [(index, key, value) for index, each in optim["state"].items() for key, value in each.items()]
-        return [*tensors, *states, optim["param_groups"], *self.counter.state.items()]
-
-
-def same(one: Rank, other: Rank) -> bool:
-    return repr(one.content()) == repr(other.content())
-
-
-@pytest.fixture(autouse=True)
-def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that both ranks of a small model write."""
-    monkeypatch.setattr(plan, "MIN_SHARE_BYTES", 16)
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """Steps 10 and 20, by both ranks."""
-    for steps in (10, 20):
-        other = Rank(tmp_path, "b0").train(steps).begin()
-        Rank(tmp_path).save(steps)
-        other.close()
-    return tmp_path
-
-
-def writers() -> list[psutil.Process]:
-    """Live ones. Other tests of this process may have left a child that is not reaped."""
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if "elasticgang.checkpoint.writer" in child.cmdline():
-                found.append(child)
-    return found
+pytestmark = pytest.mark.usefixtures("small_shares", "no_writer_is_left")
 
 
 def test_two_ranks_save_what_one_loads(saved: Path) -> None:
@@ -275,7 +127,7 @@ def test_the_death_of_the_writer_costs_one_save(tmp_path: Path, caplog: pytest.L
 # WRITER-1
 def test_the_writer_ends_with_its_rank(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from tests.integration.test_checkpoint_saver import Rank, writers\n"
+        "import sys, pathlib; from tests.integration.saving import Rank, writers\n"
         "rank = Rank(pathlib.Path(sys.argv[1])); rank.enter(('a0', 'b0')); rank.train(10).begin()\n"
         "print(writers()[0].pid, flush=True); sys.stdin.read()"
     )
@@ -292,183 +144,6 @@ def test_the_writer_ends_with_its_rank(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         wait_until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE, "the writer's end")
-
-
-def corrupt(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
-# LOADER-1, LISTING-2
-def test_a_corrupt_checkpoint_is_skipped_with_a_warning(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    newest = next(listing.scan(saved)).path
-    corrupt(newest / "shard-0-0-0-00001.safetensors")
-    rank = Rank(saved).train(3)
-    assert not rank.load(20)
-    assert same(rank, Rank(saved).train(3))  # unchanged
-    assert "the digest does not match" in caplog.text
-    assert rank.load(10)
-    assert same(rank, Rank(saved).train(10))
-    assert Rank(saved).newest().attempt == Attempt(10, 1)  # other ranks do not try it
-
-
-# SAVER-4
-def test_another_checkpoint_of_the_same_attempt_is_refused(
-    saved: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """The rank's directory is not the one of the rank that has reported the checkpoint, or it was exchanged since."""
-    named = Rank(saved).newest()
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    alone = Rank(elsewhere)
-    alone.enter(("a0",))
-    alone.save(20)
-    other = alone.newest()
-    assert (other.attempt, other.digest != named.digest) == (named.attempt, True)
-    rank = Rank(elsewhere).train(3)
-    with pytest.raises(CheckpointError) as refused:
-        rank.checkpoints.load(named, rank.state)
-    for part in (named.digest, other.digest, str(elsewhere), "generation 1 ", "step 20 "):
-        assert part in str(refused.value)
-    assert same(rank, Rank(elsewhere).train(3))  # unchanged
-    shutil.copytree(next(listing.scan(elsewhere)).path, saved / "step-000000000020-1-0123456789abcdef")
-    for ref in (named, other):  # both are there
-        rank = Rank(saved)
-        assert rank.checkpoints.load(ref, rank.state)
-
-
-@pytest.mark.parametrize("damage", [lambda path: (path / MANIFEST).write_text("{}"), corrupt])
-def test_a_manifest_that_is_damaged_is_skipped(
-    saved: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
-) -> None:
-    newest = next(listing.scan(saved)).path
-    damage(newest / MANIFEST if damage is corrupt else newest)
-    rank = Rank(saved)
-    assert rank.load(10)
-    assert f"cannot use the checkpoint {newest}: its manifest is" in caplog.text
-
-
-def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest in the directory `path`, under a digest that matches."""
-    content = json.loads((path / MANIFEST).read_text())
-    del content["digest"]
-    change(content)
-    rest = b'",' + json.dumps(content).encode()[1:]
-    (path / MANIFEST).write_bytes(b'{"digest":"' + digest_of(rest).encode() + rest)
-
-
-def truncate(path: Path) -> None:
-    file = path / "shard-0-0-0-00000.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def lead_outside(content: dict[str, Any]) -> None:
-    content["files"][0]["name"] = "../../outside.safetensors"
-
-
-@pytest.mark.parametrize(
-    ("damage", "complaint"),
-    [
-        (lambda path: rewritten(path, lambda content: content.update(format=2)), "its format is 2"),
-        (lambda path: rewritten(path, lead_outside), "is no name of a file of a checkpoint"),
-        (truncate, "shard-0-0-0-00000.safetensors has"),
-        (lambda path: (path / "shard-0-0-0-00001.safetensors").unlink(), "shard-0-0-0-00001.safetensors: No such file"),
-    ],
-    ids=["newer format", "path outside", "truncated", "missing file"],
-)
-def test_the_one_before_is_loaded_in_place_of_one_that_cannot_be_used(
-    saved: Path, damage: Callable[[Path], object], complaint: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    newest = next(listing.scan(saved)).path
-    rewritten(newest, lambda content: None)
-    assert Rank(saved).newest().attempt == Attempt(20, 1)  # rewriting changes nothing by itself
-    damage(newest)
-    rank = Rank(saved)
-    assert rank.load(10)
-    assert same(rank, Rank(saved).train(10))
-    assert f"cannot use the checkpoint {newest}: " in caplog.text
-    assert complaint in caplog.text
-    assert "trying the one before" in caplog.text
-
-
-# SAVER-3
-def test_a_job_does_not_start_anew_beside_checkpoints_that_cannot_be_used(saved: Path) -> None:
-    assert Rank(saved / "other").checkpoints.newest() is None
-    for found in list(listing.scan(saved)):
-        corrupt(found.path / MANIFEST)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: step-0.* Remove them to start anew"):
-        Rank(saved).checkpoints.newest()
-
-
-class Other(Model):
-    def __init__(self, change: str) -> None:
-        super().__init__(6 if change == "shape" else 5)
-        if change == "dtype":
-            self.low = nn.Parameter(torch.zeros(7, dtype=torch.float16))
-        if change == "more":
-            self.register_buffer("further", torch.zeros(1))
-        if change == "fewer":
-            del self.low
-
-
-# LOADER-2
-@pytest.mark.parametrize(
-    ("change", "difference"),
-    [
-        ("shape", r"model.layer.weight is \[3, 5\] in it, but \[3, 6\] in this job"),
-        ("dtype", "model.low is bfloat16 in it, but float16 in this job"),
-        ("more", "the buffer model.further of this job's model is not in it"),
-        ("fewer", "model.low is in it, and this job's model has none of that name"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(saved: Path, change: str, difference: str) -> None:
-    rank = Rank(saved, model=Other(change))
-    before = repr(rank.content())
-    with pytest.raises(CheckpointError, match=difference):
-        rank.load(20)
-    assert repr(rank.content()) == before
-    assert Rank(saved).load(20)  # it is not taken for corrupt
-
-
-def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:
-    rank = Rank(saved)
-    rank.server.unregister(["optim"])
-    rank.server.register(sgd=torch.optim.SGD(rank.model.parameters()))
-    with pytest.raises(CheckpointError, match="it has the optimizer 'optim', and this job has none of that name"):
-        rank.load(20)
-
-
-def test_what_has_no_place_in_safetensors_is_refused(tmp_path: Path) -> None:
-    rank = Rank(tmp_path)
-    rank.counter.state["wave"] = torch.zeros(2, dtype=torch.complex128)
-    rank.state.tip = rank.state.committed = Attempt(10, 1)
-    with pytest.raises(NotSupportedError, match=r"a checkpoint cannot hold counter\.wave: it is complex128"):
-        rank.begin()
-
-
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OperationalError, match="cannot make the checkpoint directory"):
-        Rank(tmp_path / "file" / "checkpoints")
-
-
-def test_a_directory_that_cannot_be_written_is_refused() -> None:
-    """By another user than the one who made it."""
-    code = (
-        "import os, pathlib, sys, time\n"
-        "from elasticgang.checkpoint.saver import DurableCheckpoints\n"
-        "from elasticgang.checkpoint.schedule import Schedule\n"
-        "from elasticgang.state import SnapshotServer\n"
-        "import xxhash\n"
-        "server = SnapshotServer()\n"
-        "if os.geteuid() == 0: os.setuid(65534)\n"
-        "DurableCheckpoints(pathlib.Path(sys.argv[1]), Schedule(1, clock=time.monotonic), 2, server)"
-    )
-    with TemporaryDirectory() as name:
-        os.chmod(name, 0o555)
-        command = [sys.executable, "-c", code, name]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert f"OperationalError: cannot write to the checkpoint directory {name}" in done.stderr
 
 
 def test_a_step_is_saved_once_and_only_if_it_is_due(tmp_path: Path) -> None:
@@ -657,12 +332,3 @@ def test_saves_follow_the_clock_of_any_rank(tmp_path: Path) -> None:
     for rank in ranks:
         rank.checkpoints.count(0.0, 1)
         rank.close()
-
-
-@pytest.fixture(autouse=True)
-def no_writer_is_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    caplog.set_level(logging.INFO, "elasticgang")
-    yield
-    for writer in writers():
-        writer.kill()
-        writer.wait()

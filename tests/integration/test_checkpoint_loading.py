@@ -1,0 +1,204 @@
+"""The newest checkpoint that is sound is loaded; one that does not fit, or cannot be used, is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elasticgang.checkpoint import listing
+from elasticgang.checkpoint.digest import digest_of
+from elasticgang.checkpoint.manifest import MANIFEST
+from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
+from elasticgang.protocol.commit import Attempt
+from tests.integration.saving import Model, Rank, same
+from tests.support import REPOSITORY
+
+pytestmark = pytest.mark.usefixtures("small_shares", "no_writer_is_left")
+
+
+def corrupt(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+# LOADER-1, LISTING-2
+def test_a_corrupt_checkpoint_is_skipped_with_a_warning(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    newest = next(listing.scan(saved)).path
+    corrupt(newest / "shard-0-0-0-00001.safetensors")
+    rank = Rank(saved).train(3)
+    assert not rank.load(20)
+    assert same(rank, Rank(saved).train(3))  # unchanged
+    assert "the digest does not match" in caplog.text
+    assert rank.load(10)
+    assert same(rank, Rank(saved).train(10))
+    assert Rank(saved).newest().attempt == Attempt(10, 1)  # other ranks do not try it
+
+
+# SAVER-4
+def test_another_checkpoint_of_the_same_attempt_is_refused(
+    saved: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The rank's directory is not the one of the rank that has reported the checkpoint, or it was exchanged since."""
+    named = Rank(saved).newest()
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    alone = Rank(elsewhere)
+    alone.enter(("a0",))
+    alone.save(20)
+    other = alone.newest()
+    assert (other.attempt, other.digest != named.digest) == (named.attempt, True)
+    rank = Rank(elsewhere).train(3)
+    with pytest.raises(CheckpointError) as refused:
+        rank.checkpoints.load(named, rank.state)
+    for part in (named.digest, other.digest, str(elsewhere), "generation 1 ", "step 20 "):
+        assert part in str(refused.value)
+    assert same(rank, Rank(elsewhere).train(3))  # unchanged
+    shutil.copytree(next(listing.scan(elsewhere)).path, saved / "step-000000000020-1-0123456789abcdef")
+    for ref in (named, other):  # both are there
+        rank = Rank(saved)
+        assert rank.checkpoints.load(ref, rank.state)
+
+
+@pytest.mark.parametrize("damage", [lambda path: (path / MANIFEST).write_text("{}"), corrupt])
+def test_a_manifest_that_is_damaged_is_skipped(
+    saved: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = next(listing.scan(saved)).path
+    damage(newest / MANIFEST if damage is corrupt else newest)
+    rank = Rank(saved)
+    assert rank.load(10)
+    assert f"cannot use the checkpoint {newest}: its manifest is" in caplog.text
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest in the directory `path`, under a digest that matches."""
+    content = json.loads((path / MANIFEST).read_text())
+    del content["digest"]
+    change(content)
+    rest = b'",' + json.dumps(content).encode()[1:]
+    (path / MANIFEST).write_bytes(b'{"digest":"' + digest_of(rest).encode() + rest)
+
+
+def truncate(path: Path) -> None:
+    file = path / "shard-0-0-0-00000.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def lead_outside(content: dict[str, Any]) -> None:
+    content["files"][0]["name"] = "../../outside.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda path: rewritten(path, lambda content: content.update(format=2)), "its format is 2"),
+        (lambda path: rewritten(path, lead_outside), "is no name of a file of a checkpoint"),
+        (truncate, "shard-0-0-0-00000.safetensors has"),
+        (lambda path: (path / "shard-0-0-0-00001.safetensors").unlink(), "shard-0-0-0-00001.safetensors: No such file"),
+    ],
+    ids=["newer format", "path outside", "truncated", "missing file"],
+)
+def test_the_one_before_is_loaded_in_place_of_one_that_cannot_be_used(
+    saved: Path, damage: Callable[[Path], object], complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = next(listing.scan(saved)).path
+    rewritten(newest, lambda content: None)
+    assert Rank(saved).newest().attempt == Attempt(20, 1)  # rewriting changes nothing by itself
+    damage(newest)
+    rank = Rank(saved)
+    assert rank.load(10)
+    assert same(rank, Rank(saved).train(10))
+    assert f"cannot use the checkpoint {newest}: " in caplog.text
+    assert complaint in caplog.text
+    assert "trying the one before" in caplog.text
+
+
+# SAVER-3
+def test_a_job_does_not_start_anew_beside_checkpoints_that_cannot_be_used(saved: Path) -> None:
+    assert Rank(saved / "other").checkpoints.newest() is None
+    for found in list(listing.scan(saved)):
+        corrupt(found.path / MANIFEST)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: step-0.* Remove them to start anew"):
+        Rank(saved).checkpoints.newest()
+
+
+class Other(Model):
+    def __init__(self, change: str) -> None:
+        super().__init__(6 if change == "shape" else 5)
+        if change == "dtype":
+            self.low = nn.Parameter(torch.zeros(7, dtype=torch.float16))
+        if change == "more":
+            self.register_buffer("further", torch.zeros(1))
+        if change == "fewer":
+            del self.low
+
+
+# LOADER-2
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ("shape", r"model.layer.weight is \[3, 5\] in it, but \[3, 6\] in this job"),
+        ("dtype", "model.low is bfloat16 in it, but float16 in this job"),
+        ("more", "the buffer model.further of this job's model is not in it"),
+        ("fewer", "model.low is in it, and this job's model has none of that name"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(saved: Path, change: str, difference: str) -> None:
+    rank = Rank(saved, model=Other(change))
+    before = repr(rank.content())
+    with pytest.raises(CheckpointError, match=difference):
+        rank.load(20)
+    assert repr(rank.content()) == before
+    assert Rank(saved).load(20)  # it is not taken for corrupt
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(saved: Path) -> None:
+    rank = Rank(saved)
+    rank.server.unregister(["optim"])
+    rank.server.register(sgd=torch.optim.SGD(rank.model.parameters()))
+    with pytest.raises(CheckpointError, match="it has the optimizer 'optim', and this job has none of that name"):
+        rank.load(20)
+
+
+def test_what_has_no_place_in_safetensors_is_refused(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.counter.state["wave"] = torch.zeros(2, dtype=torch.complex128)
+    rank.state.tip = rank.state.committed = Attempt(10, 1)
+    with pytest.raises(NotSupportedError, match=r"a checkpoint cannot hold counter\.wave: it is complex128"):
+        rank.begin()
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OperationalError, match="cannot make the checkpoint directory"):
+        Rank(tmp_path / "file" / "checkpoints")
+
+
+def test_a_directory_that_cannot_be_written_is_refused() -> None:
+    """By another user than the one who made it."""
+    code = (
+        "import os, pathlib, sys, time\n"
+        "from elasticgang.checkpoint.saver import DurableCheckpoints\n"
+        "from elasticgang.checkpoint.schedule import Schedule\n"
+        "from elasticgang.state import SnapshotServer\n"
+        "import xxhash\n"
+        "server = SnapshotServer()\n"
+        "if os.geteuid() == 0: os.setuid(65534)\n"
+        "DurableCheckpoints(pathlib.Path(sys.argv[1]), Schedule(1, clock=time.monotonic), 2, server)"
+    )
+    with TemporaryDirectory() as name:
+        os.chmod(name, 0o555)
+        command = [sys.executable, "-c", code, name]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert f"OperationalError: cannot write to the checkpoint directory {name}" in done.stderr
