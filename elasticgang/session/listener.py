@@ -3,6 +3,7 @@
 LISTEN-BOUND  At most `MAX_PENDING` connections wait for their handshake. Further ones stay in the kernel's queue until
               one of these is done, or the oldest has had `MIN_PENDING_S` and is ended. So the agents of a large job can
               all come at once, and an attacker's connections keep nobody out for long.
+LISTEN-TURN   The sessions that are open are served at least every `ACCEPT_S`, however many connections come.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from elasticgang.session.tls import Tls, TlsStream
 
 MAX_PENDING = 1024
 MIN_PENDING_S = 0.5
+ACCEPT_S = 0.01
 _MAX_QUEUED = 4096
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # this host has no such address: another one of the name may do
 _RETRY_S = 0.5  # while the process has no descriptor to spare
@@ -107,9 +109,10 @@ class Listener:
             self._pause = loop.call_later(for_s, self._resume)
 
     def _accept(self, listening: socket.socket) -> None:
-        """Take what waits, and as many as the kernel's queue holds at most: with one for each turn of the loop, many
-        that come at once would wait for a turn each, in which all others are served."""
+        """Take what waits, for `ACCEPT_S` at most, and the rest in the next turn of the loop: with one for each turn,
+        many that come at once would wait for a turn each, in which all others are served."""
         loop = asyncio.get_running_loop()
+        until_s = loop.time() + ACCEPT_S
         for _ in range(_MAX_QUEUED):
             if (wait_s := self._make_room(loop.time())) > 0.0:
                 self._stop_accepting(wait_s)
@@ -125,6 +128,8 @@ class Listener:
                 self._stop_accepting(_RETRY_S)
                 return
             self._serve(accepted, address)
+            if loop.time() >= until_s:  # LISTEN-TURN
+                return
 
     def _serve(self, accepted: socket.socket, address: tuple[str, int]) -> None:
         loop = asyncio.get_running_loop()

@@ -232,7 +232,26 @@ def test_many_honest_clients_come_at_once_and_none_is_cut_off(monkeypatch: pytes
     serve(test)
 
 
+# LISTEN-TURN
+def test_others_have_their_turn_while_many_connections_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "ACCEPT_S", 0.0)
+    num = 20
+
+    async def test(echo: Echo) -> None:
+        waiting = [socket.create_connection(("127.0.0.1", echo.listener.port)) for _ in range(num)]
+        most, before = 0, 0
+        while before < num:
+            await asyncio.sleep(0)  # a turn of the loop
+            most, before = max(most, echo.listener.num_pending - before), echo.listener.num_pending
+        assert most == 1
+        for sock in waiting:
+            sock.close()
+
+    serve(test)
+
+
 def test_a_connection_that_is_ended_before_it_is_made_is_noted_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "ACCEPT_S", DEADLINE_S)
     monkeypatch.setattr(listeners, "MAX_PENDING", 2)
     monkeypatch.setattr(listeners, "MIN_PENDING_S", 0.0)
 
