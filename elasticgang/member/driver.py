@@ -183,9 +183,9 @@ class MemberDriver:
             with self._page.in_thread_state(ThreadState.WAITING):
                 held.enter_context(self._state_server.exclusive())
             held.enter_context(self._page.in_thread_state(ThreadState.USER_CODE))
-            self._to_apply()
             if self._load_forward is not None:
                 self._load_forward()
+            self._to_apply()
 
     def _end_step(self, end: do.EndStep) -> None:
         if end.is_computed:

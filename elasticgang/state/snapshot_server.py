@@ -2,7 +2,7 @@
 
 SNAPSHOT-1  The served state belongs to exactly one attempt: live large state between two applies, and a copy of the
     small state from the beginning of the step (RULE-6). A learner runs no forward. It therefore also fetches the small
-    state after the step's forward, and loads it together with the step's apply.
+    state after the step's forward, and loads it right before the step's apply, which may change some of it.
 SNAPSHOT-2  An apply waits for the readers, up to `EXCLUSIVE_TIMEOUT_S`, then closes their connections. It never
     overlaps a read.
 """
@@ -71,6 +71,9 @@ class SnapshotServer:
 
     def register(self, **objects: object) -> None:
         self._state.register(**objects)
+
+    def is_registered(self, item: object) -> bool:
+        return self._state.is_registered(item)
 
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names. Call it inside `exclusive`."""
