@@ -29,6 +29,8 @@ class StateServer(Protocol):
 
     def register(self, **objects: object) -> None: ...
 
+    def is_registered(self, item: object) -> bool: ...
+
     def unregister(self, names: Sequence[str]) -> None:
         """Drop the objects of these names."""
 

@@ -197,6 +197,10 @@ class QuorumManager:
         self._state_server.register(**objects)
         self._registered = True
 
+    def is_registered(self, item: object) -> bool:
+        """Whether `item` is part of the training state, by `register_state` or `build`."""
+        return self._state_server.is_registered(item)
+
     def build(self, build: BuildFunction) -> SeatState:
         """Register a function that makes the training state, for layouts in which the state depends on the seat.
 

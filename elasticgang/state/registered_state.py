@@ -55,6 +55,10 @@ class RegisteredState:
                 objects.pop(name, None)
         self.keep_snapshot()
 
+    def is_registered(self, item: object) -> bool:
+        kinds = (self._modules, self._optimizers, self._others)
+        return any(item is each for of_kind in kinds for each in of_kind.values())
+
     def begin_step(self) -> None:
         self.keep_snapshot()  # also without state: this rank's may be designated (RECOVERY-3)
         for name, module in self._modules.items():

@@ -2,25 +2,30 @@
 
 A model's parameters may be DTensors on several meshes, together with plain tensors. torch has no operation over such a
 mixture, so each gradient is divided and clipped in its local part.
+
+OPTIMIZER-1  Where scaled gradients overflow on any rank, the step commits, no rank applies it, and all reduce the
+    scale: the totals say so to all alike, before one votes.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elasticgang.errors import NotSupportedError
+from elasticgang.errors import InvalidOperationError, NotSupportedError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.member.manager import QuorumManager
 from elasticgang.state.dtensor import replicating_dims, stored
 from elasticgang.torch_private import divide_all, multiply_all
+from elasticgang.train.loss_scale import next_state
 
 log = logging.getLogger("elasticgang")
 
@@ -36,18 +41,29 @@ class Optimizer:
         optimizer: torch.optim.Optimizer,
         *,
         replicated: Mapping[str, Iterable[Tensor]] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """`replicated`: for the gangs "tp", "sdp" and "pp", the parameters that are equal on all ranks of the gang. The
         gradient norm of the whole model counts them once. Do not list what a DTensor's own mesh replicates.
+        `scaler`: by whose `scale` the losses are multiplied. `step` divides the gradients by it again. Where one
+        overflows on any rank, the step commits, no rank applies it, and the scale falls on all. Register the scaler as
+        training state, and call nothing of it but `scale`.
 
         Raises:
-            ValueError: `replicated` names another gang.
+            ValueError: `replicated` names another gang; or there is a scaler, and a parameter has 16 bits: keep float32
+                parameters, and compute under `torch.autocast`.
             NotSupportedError: a step of `optimizer` communicates, so that a death could leave it applied on some ranks
                 only (RULE-10).
         """
         _refuse_communicating(optimizer)
         self.optim = optimizer
         self._manager = manager
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if self._scaler is not None and any(each.dtype is torch.float16 for each in self._parameters()):
+            raise ValueError(
+                "`optimizer` must have no float16 parameters where gradients are scaled: keep float32 parameters, and "
+                "compute under `torch.autocast`."
+            )
         self._axes_alike: dict[Tensor, set[str]] = defaultdict(set)
         for axis, parameters in (replicated or {}).items():
             if axis not in MODEL_AXES:
@@ -72,32 +88,52 @@ class Optimizer:
 
         Raises:
             ValueError: `weight` is negative or not finite. Nothing was sent.
-            InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0.
+            InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0; or
+                the scaler is not registered.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"`weight` must be finite and at least 0, but is {weight} instead.")
-        if max_norm is None or self._manager.layout.unit == 1:
-            return self._manager.commit(
-                float(weight), lambda total: self._apply(), prepare=lambda total: self._make_ready(total, max_norm)
+        if self._scaler is not None and not self._manager.is_registered(self._scaler):
+            raise InvalidOperationError(
+                "register the scaler of the gradients before the first step, so that a rank that joins gets its scale: "
+                "`register_state(scaler=scaler)`"
             )
+        is_measured = max_norm is not None and self._manager.layout.unit > 1
         return self._manager.commit(
             float(weight),
-            lambda total, *squares: self._apply(),
-            self._squares,
-            prepare=lambda total, *squares: self._make_ready(total, max_norm, math.sqrt(math.fsum(squares)) / total),
+            lambda total, *measured: self._apply(overflows=_overflows(measured)),
+            functools.partial(self._measure, is_measured) if is_measured or self._scaler is not None else None,
+            prepare=lambda total, *measured: self._make_ready(total, max_norm, measured),
         )
 
-    def _make_ready(self, total: float, max_norm: float | None, norm: float | None = None) -> None:
-        """Divide and clip the gradients. `norm`: the norm of the whole model's gradient; None: compute it here."""
+    def _measure(self, is_measured: bool) -> list[float]:
+        """OPTIMIZER-1: whether a gradient of this rank overflows, if there is a scaler; and the squares, if
+        `is_measured`."""
+        overflows = self._scaler is not None and not self._is_finite()
+        squares = self._squares() if is_measured else []
+        return [float(overflows), *([0.0] * len(squares) if overflows else squares)]
+
+    def _is_finite(self) -> bool:
+        parts = [stored(gradient) for gradient in self._gradients()]
+        return not parts or bool(torch.nn.utils.get_total_norm(parts, math.inf).isfinite())
+
+    def _make_ready(self, total: float, max_norm: float | None, measured: Sequence[float]) -> None:
+        """Divide and clip the gradients. `measured`: as of `_measure`, summed over all ranks."""
+        if _overflows(measured):
+            return
+        divisor = total if self._scaler is None else total * self._scaler.get_scale()
         by_kind: dict[Any, list[Tensor]] = defaultdict(list)
         for gradient in self._gradients():
             part = stored(gradient)
             by_kind[part.device, part.dtype].append(part)
         for parts in by_kind.values():
-            divide_all(parts, total)
+            divide_all(parts, divisor)
         if max_norm is None:
             return
-        whole = self._norm_here() if norm is None else torch.tensor(norm, dtype=torch.float64)
+        if squares := measured[1:]:
+            whole = torch.tensor(math.sqrt(math.fsum(squares)) / divisor, dtype=torch.float64)
+        else:
+            whole = self._norm_here()
         coefficient = torch.clamp(max_norm / (whole + 1e-6), max=1.0)
         for (device, _), parts in by_kind.items():
             multiply_all(parts, coefficient.to(device))
@@ -114,10 +150,13 @@ class Optimizer:
         plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         return plain[0] if len(plain) == 1 else torch.nn.utils.get_total_norm(plain)
 
-    def _apply(self) -> None:
-        self._split_mixed_lists()
-        self.optim.step()
+    def _apply(self, *, overflows: bool) -> None:
+        if not overflows:
+            self._split_mixed_lists()
+            self.optim.step()
         self.optim.zero_grad(set_to_none=True)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(next_state(self._scaler.state_dict(), overflows=overflows))
 
     def _split_mixed_lists(self) -> None:
         """Turn off `foreach` and `fused` in parameter groups that mix plain tensors and DTensors: these forms, which
@@ -175,6 +214,10 @@ class Optimizer:
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+
+
+def _overflows(measured: Sequence[float]) -> bool:
+    return bool(measured) and measured[0] > 0
 
 
 def _refuse_communicating(optimizer: torch.optim.Optimizer) -> None:

@@ -33,6 +33,7 @@ import errno
 import functools
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -52,6 +53,7 @@ from elasticgang import testing
 from tests.support import comm_processes, is_alive, wait_until
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 8, 2, 5
+INIT_SCALE = 2.0**8
 COME_BACK_S = 40.0
 HOLD_S = 120.0
 
@@ -309,6 +311,11 @@ def memory_of(tensor: Tensor | None) -> str:
     return ""
 
 
+def overflows(step_index: int) -> bool:
+    """With `--scaled`: whether a slot of this step overflows."""
+    return step_index % 5 == 2
+
+
 def digest_of(*states: dict[str, Any]) -> str:
     digest = hashlib.sha256()
 
@@ -349,6 +356,7 @@ def main() -> None:
     parser.add_argument("--reduction", default="sum")
     parser.add_argument("--keep", action="store_true", help="keep the gradients of slots when a step is tried again")
     parser.add_argument("--slot", type=int, default=SLOT, help="samples in a slot")
+    parser.add_argument("--scaled", action="store_true", help="scale the losses; those of some slots overflow")
     parser.add_argument("--factory", choices=["ProcessGroupGloo", "ProcessGroupBabyGloo"], help="of torchft")
     args = parser.parse_args()
 
@@ -363,11 +371,13 @@ def main() -> None:
     ddp = eg.DistributedDataParallel(manager, model, reduction=args.reduction, keep=args.keep)
     sgd = SGD(model.parameters(), lr=0.125, momentum=0.5)
     sgd.faults = faults
-    optim = eg.Optimizer(manager, sgd)
+    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=3, enabled=args.scaled)
+    optim = eg.Optimizer(manager, sgd, scaler=scaler)
     schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0 / (1 + step % 4))
     batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=args.slot, seed=SEED)
     loader = eg.DataLoader(Indices(), batches, num_workers=args.num_workers)
-    manager.register_state(model=model, optim=optim, schedule=schedule)
+    scale = {"scaler": scaler} if args.scaled else {}
+    manager.register_state(model=model, optim=optim, schedule=schedule, **scale)
     history = History(args.output_dir / "history", manager.member)
     faults.at("joined")
 
@@ -380,7 +390,10 @@ def main() -> None:
             slots = batches.slots(step)
             for slot, index in loader.slots(step):
                 with ddp.accumulate(last=slot.last):
-                    ddp(index).backward()
+                    loss = ddp(index)
+                    if args.scaled and overflows(step.index) and slot.number == 3:
+                        loss = loss * math.inf
+                    scaler.scale(loss).backward()
                 if args.keep:
                     history.write("computed", step=step.index, generation=step.generation, slot=slot.number)
                     faults.slot_done(slot.number)
@@ -408,8 +421,9 @@ def main() -> None:
 
     if manager.committed_steps < args.steps:
         return  # by `leave`
-    digest = digest_of(model.state_dict(), sgd.state_dict(), schedule.state_dict())
-    history.write("finished", digest=digest, steps=int(model.steps), weight=model.weight.tolist())
+    digest = digest_of(model.state_dict(), sgd.state_dict(), schedule.state_dict(), scaler.state_dict())
+    at_end = {"steps": int(model.steps), "weight": model.weight.tolist(), "scaler": scaler.state_dict()}
+    history.write("finished", digest=digest, **at_end)
     faults.finish()
 
 
