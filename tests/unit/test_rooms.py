@@ -79,6 +79,8 @@ PURE_MODULES = (
     "elasticgang.checkpoint.digest",
     "elasticgang.checkpoint.manifest",
     "elasticgang.checkpoint.plan",
+    "elasticgang.collectives.backend_name",
+    "elasticgang.comm.membership",
     "elasticgang.doctor.verdicts",
     "elasticgang.integers",
     "elasticgang.observe.change_report",
