@@ -151,7 +151,8 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
 
     def get_reconfigure_handle(self) -> str:
         """This member's handle, for `reconfigure` on all members. It is the same one until the group is reconfigured.
-        The first call starts a store in this process, by which the members connect, if the handle is the first one."""
+        The first call starts a store in this process, by which the members connect, if the handle is the first one. Its
+        address is the one by which this host reaches the group's `TCPStore`; without one, that of the host's name."""
         if self._handle is None:
             host = _own_host_towards(_tcp_store(self._store))
             self._own_server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -161,7 +162,8 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
     def reconfigure(self, opts: ReconfigureOptions) -> TorchWork:
         """Make the group consist of the members with `opts.handles`: those of this group that are left, and others. All
         of them call it, with the same handles and a uuid that was never used. Blocks until all have connected, at most
-        `opts.timeout`. Pending collectives end with an error (STATIC-3). The returned work has completed.
+        `opts.timeout`. Pending collectives end with an error (STATIC-3). The returned work has completed. One thread
+        may call it, and no other thread may start a collective meanwhile.
 
         This is the interface of torch 2.15 for reconfigurable groups (`torch.distributed._reconfigure`); with earlier
         versions, call it directly. It needs neither the group's store nor a member that has gone: the members connect

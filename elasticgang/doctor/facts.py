@@ -26,7 +26,6 @@ _TORCH_FACTS = "elasticgang.doctor.torch_facts"
 _TORCH_TIMEOUT_S = 120.0
 _LOOPBACK_TIMEOUT_S = 5.0
 _LOOKUP_TIMEOUT_S = 10.0
-_F_ADD_SEALS, _SEAL_SIZE = 1033, 0x2 | 0x4  # fcntl has names for them; typeshed only on some platforms
 _BLOCK = bytes(1 << 16)
 
 
@@ -108,7 +107,7 @@ def _memfd_error() -> str:
     try:
         for _ in range(MEMFD_BYTES // len(_BLOCK)):
             os.write(fd, _BLOCK)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as exc:
         return _reason(exc)
     finally:

@@ -19,13 +19,15 @@ from elasticgang.environment import RUN_DIR
 from elasticgang.launch.arguments import COORDINATOR_PORT
 
 DOCTOR = [sys.executable, "-m", "elasticgang", "doctor"]
+DEADLINE_S = 200
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)  # each run imports torch, on whatever the machine has left
 LIMITED = 'ulimit {} && exec "$0" "$@"'
 
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **variables}
     return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, timeout=100
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, timeout=DEADLINE_S
     )
 
 
