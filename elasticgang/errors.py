@@ -6,6 +6,7 @@
       NotSupportedError               misuse: the object cannot do this (fairseq2's name)
       InvalidOperationError           misuse: the object cannot do this now (fairseq2's name)
         NoWorldError (RuntimeError)     there is no default process group yet
+        MembershipError (RuntimeError)  the handles or the uuid of a reconfiguration are invalid
         ClosedError (OSError)           the process group was shut down
       OperationalError                the environment failed
       InternalError                   a bug in elasticgang
@@ -57,6 +58,11 @@ class InternalError(ElasticGangError):
 class NoWorldError(InvalidOperationError, RuntimeError):
     """There is no default process group, and nothing else determines the number of ranks. Callers of HyperCommGrid
     catch a RuntimeError."""
+
+
+class MembershipError(InvalidOperationError, RuntimeError):
+    """A process group cannot be reconfigured with these handles or this uuid. Nothing has changed. Callers of torch's
+    reconfigurable groups catch a RuntimeError."""
 
 
 class ClosedError(InvalidOperationError, OSError):

@@ -22,7 +22,6 @@ class GroupBackend:
     supports_abort_hooks = False
     supports_coalescing = False
     supports_completion_hooks = False
-    supports_reconfigure = False  # by torch; torch 2.15's Gloo is
     supports_shrinking = False
     supports_time_estimate = False
     supports_window = False
@@ -33,6 +32,16 @@ class GroupBackend:
     @property
     def supports_splitting(self) -> bool:
         return type(self._pg).split_group is not BackendQueries.split_group
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return bool(self._pg.supports_reconfigure)
+
+    def get_reconfigure_handle(self) -> str:
+        return str(self._pg.get_reconfigure_handle())
+
+    def reconfigure(self, opts: Any) -> Any:
+        return self._pg.reconfigure(opts)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return False
@@ -55,6 +64,7 @@ class GroupBackend:
 class BackendQueries:
     """A mixin that answers the queries. `_served` names the device types of the group."""
 
+    supports_reconfigure = False
     use_pg_for_symm_mem_rendezvous = False
 
     def _served(self) -> Sequence[str]:

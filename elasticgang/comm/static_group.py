@@ -1,11 +1,16 @@
-"""Static process groups, which have fixed ranks. All static groups of a process share one comm process.
+"""Static process groups, whose ranks are fixed until they are reconfigured. All static groups of a process share one
+comm process; a group that was reconfigured has its own.
 
-STATIC-1  The comm process starts with the first group and ends with the last.
-STATIC-2  An error of one group ends all groups: their comm process, which could still write to tensors, is killed.
+STATIC-1  The shared comm process starts with the first group and ends with the last.
+STATIC-2  An error of one group ends all groups that share the comm process: it could still write to tensors, and is
+    killed.
+STATIC-3  A group that is reconfigured leaves the shared process first. If a collective is pending there, the process is
+    killed, as after an error: its other groups end too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -20,13 +25,24 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore
 
 from elasticgang.collectives.backend_name import BACKEND_NAME
-from elasticgang.collectives.collective import check_ranks
+from elasticgang.collectives.collective import Collective, check_ranks
 from elasticgang.collectives.torch_arguments import seconds
+from elasticgang.collectives.torch_calls import Call
+from elasticgang.collectives.torch_methods import TorchWork
+from elasticgang.collectives.work import Work
 from elasticgang.comm.comm_process import GroupSpec
 from elasticgang.comm.group_set import Configuration
-from elasticgang.comm.isolated import IsolatedCollectives
+from elasticgang.comm.isolated import IsolatedCollectives, ProcessGroupIsolatedGloo
+from elasticgang.comm.membership import Handle, ReconfigureOptions, membership
 from elasticgang.comm.standby_pool import local_launcher
-from elasticgang.errors import ClosedError, CollectiveTimeoutError, GangError
+from elasticgang.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    GangError,
+    InvalidOperationError,
+    NotSupportedError,
+    StaleGenerationError,
+)
 
 _START_TIMEOUT_S = 120.0
 _MEETING = "elasticgang"  # the key in the group's store
@@ -73,11 +89,13 @@ os.register_at_fork(after_in_child=_forget_parents)
 class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
     """Made by `torch.distributed`. Thread-safe."""
 
+    supports_reconfigure = True
     _timeout: float
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: float, *, connects: bool = True) -> None:
         """Block until all ranks of the group have connected, at most `timeout` seconds. Any of them may destroy the
-        group or exit as soon as it returns.
+        group or exit as soon as it returns. `connects=False`: return at once; the group has no collectives before
+        `reconfigure`.
 
         Raises:
             GangError: a peer did not connect.
@@ -87,15 +105,25 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
         self._closed = False
         self._store, self._num_splits = store, 0
         self._server: TCPStore | None = None
+        self._shared = _shared
+        self._configuration: Configuration | None = None  # of the shared comm process
+        self._own: ProcessGroupIsolatedGloo | None = None  # once it was reconfigured
+        self._own_server: TCPStore | None = None
+        self._handle: Handle | None = None
+        self._uuids: set[int] = set()
+        if connects:
+            self._connect(store)
+
+    def _connect(self, store: Store) -> None:
         address, prefix = self._meet(store)
         self._group = prefix
-        self._shared = _shared
-        self._configuration = self._shared.enter()
+        configuration = self._shared.enter()
         try:
-            self._configuration.add(prefix, GroupSpec(prefix, rank, size), store=address, timeout=timeout)
+            configuration.add(prefix, GroupSpec(prefix, self._rank, self._size), store=address, timeout=self._timeout)
         except GangError:
-            self._shared.leave(self._configuration)
+            self._shared.leave(configuration)
             raise
+        self._configuration = configuration
 
     def rank(self) -> int:
         return self._rank
@@ -118,6 +146,64 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives without one of their own."""
         self._timeout = seconds(timeout)
+        if self._own is not None:
+            self._own.set_timeout(timeout)
+
+    def get_reconfigure_handle(self) -> str:
+        """This member's handle, for `reconfigure` on all members. It is the same one until the group is reconfigured.
+        The first call starts a store in this process, by which the members connect, if the handle is the first one. Its
+        address is the one by which this host reaches the group's `TCPStore`; without one, that of the host's name."""
+        if self._handle is None:
+            host = _own_host_towards(_tcp_store(self._store))
+            self._own_server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._handle = Handle(uuid.uuid4().hex, 0, f"{host}:{self._own_server.port}")
+        return str(self._handle)
+
+    def reconfigure(self, opts: ReconfigureOptions) -> TorchWork:
+        """Make the group consist of the members with `opts.handles`: those of this group that are left, and others. All
+        of them call it, with the same handles and a uuid that was never used. Blocks until all have connected, at most
+        `opts.timeout`. Pending collectives end with an error (STATIC-3). The returned work has completed. One thread
+        may call it, and no other thread may start a collective meanwhile.
+
+        This is the interface of torch 2.15 for reconfigurable groups (`torch.distributed._reconfigure`); with earlier
+        versions, call it directly. It needs neither the group's store nor a member that has gone: the members connect
+        by the store of the member that becomes rank 0. `dist.new_group` and `dist.split_group` need the group's store,
+        and know the group's first members only.
+
+        Raises:
+            MembershipError: the handles or the uuid are invalid. Nothing has changed.
+            GangError: a member did not connect. Rank, size and handle are as before, and collectives raise; try again
+                with another uuid, and without the member.
+        """
+        if self._closed:
+            raise ClosedError("the process group's handle is closed: it was destroyed")
+        self.get_reconfigure_handle()
+        assert self._handle is not None
+        found = membership(opts, self._handle, self._uuids)
+        within = self._timeout if opts.timeout is None else seconds(opts.timeout)
+        self._uuids.add(opts.uuid)  # MEMBERSHIP-3
+        self._leave_shared()
+        if self._own is None:
+            self._own = ProcessGroupIsolatedGloo(within)
+        self._own.set_timeout(timedelta(seconds=within))
+        self._own.configure(f"{found.address}/{found.prefix}", self._handle.member, found.rank, found.size)
+        self._own.set_timeout(timedelta(seconds=self._timeout))
+        self._rank, self._size, self._handle = found.rank, found.size, self._handle.next()
+        return TorchWork([], Call((), []))
+
+    def _leave_shared(self) -> None:
+        """STATIC-3"""
+        configuration, self._configuration = self._configuration, None
+        if configuration is None:
+            return
+        if configuration.comm.num_works:
+            configuration.fail(StaleGenerationError("the process group is reconfigured"))
+        else:
+            configuration.comm.remove_group(self._group)
+        self._shared.leave(configuration)
+
+    def start(self, collective: Collective) -> Work:
+        return super().start(collective) if self._own is None else self._own.start(collective)
 
     def split_group(
         self,
@@ -132,8 +218,11 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
 
         Raises:
             ValueError: `ranks` are not distinct ranks of this group.
+            NotSupportedError: the group was reconfigured. Make another one, and reconfigure that.
             GangError: a peer did not connect.
         """
+        if self._own is not None:
+            raise NotSupportedError("a group that was reconfigured cannot be split")
         ranks = check_ranks(ranks, self._size)
         self._num_splits += 1  # on every rank, so that all use the same prefix
         if self._rank not in ranks:
@@ -150,13 +239,20 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
         """End the group. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._configuration.comm.remove_group(self._group)
-            self._shared.leave(self._configuration)
-            self._server = None
+            if self._configuration is not None:
+                self._configuration.comm.remove_group(self._group)
+                self._shared.leave(self._configuration)
+            if self._own is not None:
+                self._own.shutdown()
+            self._server = self._own_server = None
 
     def abort(self) -> None:
-        """Fail every collective under way, in every group of this process (STATIC-2)."""
-        self._configuration.fail(GangError("the process group was aborted"))
+        """Fail every collective under way, in every group of this process that was not reconfigured (STATIC-2); in a
+        group that was, its own only."""
+        if self._own is not None:
+            self._own.abort()
+        elif self._configuration is not None:
+            self._configuration.fail(GangError("the process group was aborted"))
 
     def __repr__(self) -> str:
         return f"StaticProcessGroup(rank={self._rank}, size={self._size})"
@@ -165,10 +261,8 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
         """The address of the store for the comm processes, and a unique prefix in it. Rank 0 chooses both."""
         if self._rank:
             return self._wait_for_meeting(store)
-        tcp = store
-        while isinstance(tcp, PrefixStore):
-            tcp = tcp.underlying_store
-        if not isinstance(tcp, TCPStore):  # a file or memory store, to which comm processes cannot connect
+        tcp = _tcp_store(store)
+        if tcp is None:  # a file or memory store, to which comm processes cannot connect
             tcp = self._server = TCPStore(_own_host(), 0, is_master=True, wait_for_workers=False)
         address, prefix = f"{tcp.host}:{tcp.port}", f"elasticgang/{uuid.uuid4().hex}"
         store.set(_MEETING, json.dumps([address, prefix, self._size]))
@@ -192,7 +286,26 @@ class StaticProcessGroup(IsolatedCollectives, ProcessGroup):  # type: ignore[mis
     def _present(self) -> Configuration:
         if self._closed:
             raise ClosedError("the process group's handle is closed: it was destroyed")
+        if self._configuration is None:
+            raise InvalidOperationError("the process group has no members yet; call `reconfigure` first")
         return self._configuration
+
+
+def _tcp_store(store: Store) -> TCPStore | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
+
+
+def _own_host_towards(store: TCPStore | None) -> str:
+    """The address by which this host reaches the store, and the other members reach this host."""
+    if store is not None:
+        with contextlib.suppress(OSError):
+            family, kind, protocol, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # of UDP: nothing is sent
+                return str(probe.getsockname()[0])
+    return _own_host()
 
 
 def _own_host() -> str:

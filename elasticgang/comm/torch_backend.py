@@ -1,7 +1,10 @@
 """The torch.distributed backend "elasticgang": `init_process_group("elasticgang")`, `new_group`, `init_device_mesh`.
 
 Its groups are static: their collectives run in one comm process for all groups. A lost peer is an error in every group
-at once; to go on, destroy the process group and initialize it again.
+at once; to go on, reconfigure the groups, or destroy the process group and initialize it again.
+
+They implement torch 2.15's interface for reconfigurable groups: `init_process_group("elasticgang",
+enable_reconfigure=True)`, and `supports_reconfigure`, `get_reconfigure_handle` and `reconfigure` of a group.
 
 These groups also serve `torch.distributed.monitored_barrier`, which by itself refuses every backend but "gloo".
 
@@ -59,4 +62,6 @@ def _serve_monitored_barrier() -> None:
 def _create(options: Any, backend_options: Any) -> StaticProcessGroup:
     from elasticgang.comm.static_group import StaticProcessGroup
 
-    return StaticProcessGroup(options.store, options.group_rank, options.group_size, options.timeout.total_seconds())
+    timeout = options.timeout.total_seconds()
+    connects = not getattr(options, "enable_reconfigure", False)  # torch has it since 2.15
+    return StaticProcessGroup(options.store, options.group_rank, options.group_size, timeout, connects=connects)

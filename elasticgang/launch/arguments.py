@@ -6,6 +6,7 @@ import argparse
 
 from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, PROCESS_GROUPS
 
+COORDINATOR_PORT = 29400
 _LEAST_HANG_S = 0.5
 _MAX_SECONDS = 7 * 24 * 3600 + 1
 
@@ -81,7 +82,9 @@ def make_parser() -> argparse.ArgumentParser:
         "Training steps do not call it; agents do when the membership changes.",
     )
     coordinator.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
-    coordinator.add_argument("--port", type=_port, default=29400, help="0 for a free one (default: %(default)s)")
+    coordinator.add_argument(
+        "--port", type=_port, default=COORDINATOR_PORT, help="0 for a free one (default: %(default)s)"
+    )
     coordinator.add_argument(
         "--state-dir",
         metavar="DIR",
@@ -162,7 +165,30 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_plan_arguments(plan)
+    _add_doctor_arguments(
+        commands.add_parser(
+            "doctor",
+            help="check whether this host can run a job",
+            description="Check versions, devices, memory, limits, the network and disks, and print one line for each: "
+            "ok, a warning or an error, with the mend. It starts no job. Exit code: 1 if there is an error, else 0.",
+        )
+    )
     return parser
+
+
+def _add_doctor_arguments(doctor: argparse.ArgumentParser) -> None:
+    doctor.add_argument(
+        "--nproc-per-node", type=_at_least_one, default=8, metavar="N", help="ranks on this host (default: %(default)s)"
+    )
+    doctor.add_argument(
+        "--nnodes", type=_at_least_one, default=1, metavar="N", help="hosts of the job (default: %(default)s)"
+    )
+    doctor.add_argument("--checkpoint-dir", metavar="DIR", help="the directory of durable checkpoints, to check too")
+    doctor.add_argument("--coordinator", metavar="HOST:PORT", help="the address of a coordinator, to connect to")
+    doctor.add_argument(
+        "--connect-timeout", type=_seconds, default=10.0, metavar="SECONDS", help="(default: %(default)g)"
+    )
+    doctor.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def _add_events_arguments(events: argparse.ArgumentParser) -> None:

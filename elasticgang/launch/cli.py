@@ -20,6 +20,7 @@ _COMMANDS = {
     "explain": commands.explain,
     "plan": commands.plan,
     "status": commands.status,
+    "doctor": commands.doctor,
 }
 
 

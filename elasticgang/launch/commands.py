@@ -202,6 +202,25 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def doctor(args: argparse.Namespace) -> int:
+    import json
+
+    from elasticgang.doctor.facts import gather
+    from elasticgang.doctor.verdicts import Job, as_json, exit_code, judge, lines_of
+    from elasticgang.launch.arguments import COORDINATOR_PORT
+
+    address = None if args.coordinator is None else _host_and_port(args.coordinator)
+    facts = gather(
+        port=COORDINATOR_PORT,
+        checkpoint_dir=args.checkpoint_dir,
+        coordinator=address,
+        timeout_s=args.connect_timeout,
+    )
+    findings = judge(facts, Job(args.nproc_per_node, args.nproc_per_node * args.nnodes))
+    print(json.dumps(as_json(findings)) if args.json else "\n".join(lines_of(findings)))
+    return exit_code(findings)
+
+
 def _event_file(log_dir: str) -> Path:
     path = Path(log_dir)
     path = path / "events.jsonl" if path.is_dir() else path

@@ -41,6 +41,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("errors", "torch_private", "testing", "progress", "layout", "protocol", "state"),
     "coordinator": ("errors", "testing", "protocol", "session"),
     "watch": ("errors", "environment", "progress", "process", "observe"),
+    "doctor": ("environment", "session"),
     "agent": (
         *("errors", "environment", "testing", "progress", "protocol", "process", "session", "coordinator", "observe"),
     ),
@@ -64,7 +65,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     ),
     "launch": (
         *("errors", "environment", "progress", "layout", "comm", "process", "session", "agent", "coordinator"),
-        *("member", "observe", "train", "checkpoint", "watch"),
+        *("member", "observe", "train", "checkpoint", "watch", "doctor"),
     ),
 }
 # What one room may take from another alone, where the arrow is no more than that.
@@ -78,6 +79,9 @@ PURE_MODULES = (
     "elasticgang.checkpoint.digest",
     "elasticgang.checkpoint.manifest",
     "elasticgang.checkpoint.plan",
+    "elasticgang.collectives.backend_name",
+    "elasticgang.comm.membership",
+    "elasticgang.doctor.verdicts",
     "elasticgang.integers",
     "elasticgang.observe.change_report",
     "elasticgang.observe.pace",

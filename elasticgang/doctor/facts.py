@@ -1,0 +1,228 @@
+"""Gathers the facts about this host that `verdicts.py` judges. Every probe has a deadline and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from elasticgang.doctor.verdicts import MEMFD_BYTES, Coordinator, Cuda, Disk, Facts, Limits, Torch
+from elasticgang.environment import run_dir
+from elasticgang.session.addresses import probe
+
+_TORCH_FACTS = "elasticgang.doctor.torch_facts"
+_TORCH_TIMEOUT_S = 120.0
+_LOOPBACK_TIMEOUT_S = 5.0
+_LOOKUP_TIMEOUT_S = 10.0
+_BLOCK = bytes(1 << 16)
+
+
+def gather(
+    *, port: int, checkpoint_dir: str | None = None, coordinator: tuple[str, int] | None = None, timeout_s: float
+) -> Facts:
+    """`port`: the coordinator's default. `coordinator`: host and port of one, to which to connect within
+    `timeout_s`. Takes seconds, for the import of torch."""
+    host_name = socket.gethostname()
+    return Facts(
+        python=sys.version_info[:2],
+        torch=_torch(),
+        torchft=_package_version("torchft"),
+        has_nvidia=any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidiactl"))),
+        pidfd_error=_pidfd_error(),
+        memfd_error=_memfd_error(),
+        shm=_disk(Path("/dev/shm")),
+        files=_limits(resource.RLIMIT_NOFILE),
+        processes=_processes(),
+        container_processes=_container_processes(),
+        loopback_error=_loopback_error(),
+        port=port,
+        port_error=_port_error(port),
+        num_ports=_num_ports(),
+        host_name=host_name,
+        lookup_s=_lookup_s(host_name),
+        resolution_s=time.get_clock_info("monotonic").resolution,
+        clock=_read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
+        py_spy=shutil.which("py-spy"),
+        temporary=_disk(Path(os.environ.get("TMPDIR") or "/tmp")),
+        run_dir=_disk(_existing(run_dir())),
+        checkpoints=None if checkpoint_dir is None else _disk(_existing(Path(checkpoint_dir))),
+        coordinator=None if coordinator is None else _coordinator(*coordinator, timeout_s),
+    )
+
+
+def _torch() -> Torch:
+    command = [sys.executable, "-m", _TORCH_FACTS]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return Torch("", False, None, f"no answer within {_TORCH_TIMEOUT_S:g} s")
+    except OSError as exc:  # no process or descriptor is left
+        return Torch("", False, None, f"no process can be started for it: {_reason(exc)}")
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        return Torch("", False, None, last[0])
+    found = json.loads(done.stdout.splitlines()[-1])
+    cuda = found["cuda"]
+    if cuda is not None:
+        versions = {name: cuda[name] and tuple(cuda[name]) for name in ("driver", "built", "nccl", "nccl_pin")}
+        no_peers = [(int(one), int(other)) for one, other in cuda["no_peers"]]
+        cuda = Cuda(cuda["num_devices"], **versions, compute_modes=cuda["compute_modes"], no_peers=no_peers)
+    return Torch(found["version"], found["has_gloo"], cuda)
+
+
+def _package_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _pidfd_error() -> str:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as exc:
+        return _reason(exc)
+    return ""
+
+
+def _memfd_error() -> str:
+    try:
+        fd = os.memfd_create("elasticgang-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as exc:
+        return _reason(exc)
+    try:
+        for _ in range(MEMFD_BYTES // len(_BLOCK)):
+            os.write(fd, _BLOCK)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError as exc:
+        return _reason(exc)
+    finally:
+        os.close(fd)
+    return ""
+
+
+def _disk(path: Path) -> Disk:
+    """Writes a small file there, to the disk."""
+    try:
+        found = os.statvfs(path)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(_BLOCK)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as exc:
+        return Disk(str(path), 0, _reason(exc))
+    return Disk(str(path), found.f_bavail * found.f_frsize)
+
+
+def _existing(path: Path) -> Path:
+    """The nearest directory that is there: a job makes what is missing below it."""
+    return next((each for each in (path.absolute(), *path.absolute().parents) if each.exists()), path)
+
+
+def _limits(which: int) -> Limits:
+    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which))
+    return Limits(soft, hard)
+
+
+def _processes() -> Limits:
+    """The limit of this user, whose every thread counts. It does not bind root."""
+    limits = _limits(resource.RLIMIT_NPROC)
+    is_root = os.geteuid() == 0
+    return Limits(None, None) if is_root else dataclasses.replace(limits, used=_num_own_threads())
+
+
+def _num_own_threads() -> int:
+    number = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # it has exited
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+            if int(fields["Uid"].split()[0]) == os.getuid():
+                number += int(fields["Threads"])
+    return number
+
+
+def _container_processes() -> Limits:
+    """The limit of this process's control group, as a container sees it."""
+    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):
+        limit, used = _read(f"{folder}/pids.max"), _read(f"{folder}/pids.current")
+        if limit is not None and limit.isdecimal() and used is not None:
+            return Limits(int(limit), int(limit), int(used))
+    return Limits(None, None)
+
+
+def _loopback_error() -> str:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = server.getsockname()
+            with socket.create_connection(address, _LOOPBACK_TIMEOUT_S):
+                return ""
+    except OSError as exc:
+        return _reason(exc)
+
+
+def _port_error(port: int) -> str:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as exc:
+        return _reason(exc)
+    return ""
+
+
+def _num_ports() -> int | None:
+    text = _read("/proc/sys/net/ipv4/ip_local_port_range")
+    if text is None:
+        return None
+    low, high = map(int, text.split())
+    return high - low + 1
+
+
+def _lookup_s(name: str) -> float | None:
+    """A resolver cannot be interrupted, so that a thread waits for it, for which the end of the process does not."""
+    began_s = time.monotonic()
+    took_s: list[float] = []
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            socket.getaddrinfo(name, None)
+            took_s.append(time.monotonic() - began_s)
+
+    thread = threading.Thread(target=look_up, name="lookup", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread is left, which `processes` reports
+        thread.start()
+        thread.join(_LOOKUP_TIMEOUT_S)
+    return took_s[0] if took_s else None
+
+
+def _coordinator(host: str, port: int, timeout_s: float) -> Coordinator:
+    began_s = time.monotonic()
+    try:
+        probe(host, port, timeout_s)
+    except (OSError, UnicodeError) as exc:
+        reason = _reason(exc) if isinstance(exc, OSError) else "it is not a valid host name"
+        return Coordinator(f"{host}:{port}", 0.0, reason)
+    return Coordinator(f"{host}:{port}", time.monotonic() - began_s)
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

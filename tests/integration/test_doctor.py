@@ -1,0 +1,186 @@
+"""`elasticgang doctor` on this host, as it is and under conditions that are bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticgang.doctor.verdicts import Job
+from elasticgang.environment import RUN_DIR
+from elasticgang.launch.arguments import COORDINATOR_PORT
+
+DOCTOR = [sys.executable, "-m", "elasticgang", "doctor"]
+DEADLINE_S = 200
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S + 60)  # each run imports torch, on whatever the machine has left
+LIMITED = 'ulimit {} && exec "$0" "$@"'
+
+
+def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, timeout=DEADLINE_S
+    )
+
+
+def report(command: list[str], **variables: str) -> tuple[int, Mapping[str, Mapping[str, Any]]]:
+    """The exit code, and the findings by their check."""
+    done = run([*command, "--json"], **variables)
+    assert done.stderr == ""
+    said = json.loads(done.stdout)
+    assert said["exit_code"] == done.returncode
+    return done.returncode, {each["check"]: each for each in said["checks"]}
+
+
+def limited(limit: str) -> list[str]:
+    return ["sh", "-c", LIMITED.format(limit), *DOCTOR]
+
+
+@pytest.fixture(autouse=True)
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_DIR, str(tmp_path / "run"))
+
+
+def test_this_host_can_run_a_job(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        options = ["--nproc-per-node", "2", "--checkpoint-dir", str(tmp_path / "new"), "--coordinator", address]
+        code, found = report([*DOCTOR, *options])
+    assert code == 0
+    fine = ("Python", "torchft", "pidfd", "memfd", "open files", "processes", "loopback", "TMPDIR", "run directory")
+    assert {check: found[check]["level"] for check in fine} == dict.fromkeys(fine, "ok")
+    assert found["torch"]["text"].startswith("2.")
+    assert found["coordinator"]["text"].startswith(address)
+    assert found["checkpoints"]["text"].startswith(str(tmp_path))
+    assert not (tmp_path / "new").exists()
+    assert list(tmp_path.iterdir()) == []  # it leaves nothing
+
+
+def test_the_report_for_people_has_the_same_levels() -> None:
+    done = run([*DOCTOR, "--nproc-per-node", "2"])
+    assert done.returncode == 0, done.stdout
+    levels = {line.split()[0] for line in done.stdout.splitlines() if not line.lstrip().startswith("mend: ")}
+    assert levels <= {"ok", "warning", "n/a"}
+
+
+def test_too_few_open_files_are_an_error() -> None:
+    code, found = report(limited("-n 64"))
+    assert code == 1
+    assert found["open files"]["level"] == "error"
+    assert found["open files"]["text"].startswith("64; 8 ranks here of 8 need ")
+    assert "--ulimit nofile=" in found["open files"]["mend"]
+    code, found = report(limited("-S -n 64"))
+    assert found["open files"]["mend"].startswith("ulimit -n ")
+
+
+def test_files_that_cannot_be_written_are_errors(tmp_path: Path) -> None:
+    """As on a full disk, but for this process alone: no file, and no memfd, may have a byte."""
+    code, found = report([*limited("-f 0"), "--checkpoint-dir", str(tmp_path)], TMPDIR=str(tmp_path))
+    assert code == 1
+    for check in ("TMPDIR", "run directory", "checkpoints"):
+        assert found[check]["level"] == "error", check
+        assert found[check]["text"] == f"{tmp_path}: File too large"
+    assert found["memfd"]["level"] == "error"
+
+
+def test_a_tmpdir_in_which_no_file_can_be_made_is_an_error() -> None:
+    code, found = report(DOCTOR, TMPDIR="/proc")  # not even root can
+    assert code == 1
+    assert found["TMPDIR"]["level"] == "error"
+    assert found["TMPDIR"]["text"].startswith("/proc: ")
+
+
+def test_a_default_port_in_use_is_a_warning() -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("127.0.0.1", COORDINATOR_PORT))
+            taken.listen()
+        except OSError:
+            pass  # somebody else has it, which serves as well
+        code, found = report([*DOCTOR, "--nproc-per-node", "2"])
+    assert code == 0
+    assert found["default port"]["level"] == "warning"
+    assert "Address already in use" in found["default port"]["text"]
+
+
+def test_a_coordinator_that_refuses_is_an_error() -> None:
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{refusing.getsockname()[1]}"
+        code, found = report([*DOCTOR, "--coordinator", address])
+    assert code == 1
+    assert found["coordinator"]["text"] == f"{address}: Connection refused"
+
+
+def test_a_loopback_that_is_down_is_an_error() -> None:
+    namespace = ["unshare", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or run([*namespace, "true"]).returncode:
+        pytest.skip("needs a network namespace of its own")
+    code, found = report([*namespace, *DOCTOR])
+    assert code == 1
+    assert found["loopback"]["level"] == "error"
+    assert "ip link set lo up" in found["loopback"]["mend"]
+
+
+def test_a_broken_torch_is_an_error_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text('raise ImportError("libtorch_cpu.so: cannot open shared object file")\n')
+    code, found = report(DOCTOR, PYTHONPATH=str(tmp_path))
+    assert code == 1
+    assert "libtorch_cpu.so" in found["torch"]["text"]
+    assert found["NCCL"]["level"] == "n/a"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--coordinator", "nowhere"], "--coordinator must be HOST:PORT"),
+        (["--nproc-per-node", "0"], "must be an integer of at least 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: list[str], what: str) -> None:
+    done = run([*DOCTOR, *options])
+    assert done.returncode == 2
+    assert what in done.stderr
+
+
+COUNTING = """
+import json, os, pathlib, sys, psutil, torch, elasticgang as eg
+
+manager = eg.join(layout=eg.ParallelLayout())
+model = eg.DistributedDataParallel(manager, torch.nn.Linear(2, 2))
+optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+batches = eg.GlobalBatch(1000, size=8, slot=2, seed=0)
+manager.register_state(model=model, optim=optim)
+num_steps = 0
+for step in manager.steps(20):
+    with step:
+        slots = batches.slots(step)
+        for slot in slots:
+            with model.accumulate(last=slot.last):
+                model(torch.ones(2, 2)).sum().backward()
+        num_steps += optim.step(weight=slots.num_samples)
+        if num_steps == 10 and manager.is_leader:  # the others wait for it in the next step
+            agent = psutil.Process(int(sys.argv[1]))
+            found = {str(each.pid): each.num_fds() for each in (agent, *agent.children(recursive=True))}
+            pathlib.Path(sys.argv[2]).write_text(json.dumps(found))
+"""
+
+
+def test_a_job_opens_no_more_files_than_the_doctor_counts(tmp_path: Path) -> None:
+    script, counts = tmp_path / "script.py", tmp_path / "counts.json"
+    script.write_text(COUNTING)
+    agent = ["sh", "-c", 'exec "$@" "$$" "$0"', str(counts)]
+    done = run([*agent, sys.executable, "-m", "elasticgang", "run", "--nproc-per-node", "3", str(script)])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(counts.read_text())
+    assert len(found) >= 1 + 2 * 3
+    assert 30 < max(found.values()) <= Job(3, 3).num_files - 256  # without those of the script
