@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, PROCESS_GROUPS
+from elasticgang.comm.kinds import PROCESS_GROUPS
 
 _LEAST_HANG_S = 0.5
 _MAX_SECONDS = 7 * 24 * 3600 + 1
@@ -358,12 +358,11 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--process-group",
         choices=PROCESS_GROUPS,
-        default=DEFAULT_PROCESS_GROUP,
         metavar="NAME",
         help="the process groups of the gangs: isolated-gloo (Gloo in a process beside each rank; can always be "
         "aborted), gloo (torchft's Gloo within the rank; a rank whose collective cannot be aborted within a second is "
         "killed and restarted), nccl or isolated-nccl (CUDA). Votes always use isolated-gloo. "
-        "elasticgang.join(process_group=...) overrides it (default: %(default)s)",
+        "elasticgang.join(process_group=...) overrides it (default: nccl for ranks on CUDA, isolated-gloo otherwise)",
     )
     run.add_argument(
         "--hang-timeout",

@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     from elasticgang.process.stop_signals import hold_stop_signals
 
     try:
-        check_available(args.process_group)
+        if args.process_group is not None:  # else the ranks choose it by their device
+            check_available(args.process_group)
     except NotSupportedError as exc:
         raise UsageError(f"--process-group {args.process_group}: {exc}") from exc
     listeners = _listen(args)
