@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from elasticgang.errors import (
         CheckpointError,
         CollectiveTimeoutError,
+        DeviceError,
         ElasticGangError,
         EvictedError,
         GangError,
@@ -88,6 +89,7 @@ _HOMES = {
     "elasticgang.errors": (
         "CheckpointError",
         "CollectiveTimeoutError",
+        "DeviceError",
         "ElasticGangError",
         "EvictedError",
         "GangError",
@@ -148,6 +150,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "CommProcess",
     "DataLoader",
+    "DeviceError",
     "DistributedDataParallel",
     "ElasticGang",
     "ElasticGangError",

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import uuid
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 from elasticgang import environment
@@ -58,6 +58,7 @@ from elasticgang.protocol.agent_events import (
     NotifyOver,
     NotStarted,
     Rejoin,
+    ReportDeviceFault,
     RequestRecord,
     RetireMembers,
     SignalRanks,
@@ -317,6 +318,8 @@ class Agent:
                 self._control_plane.broadcast_over(generation, reason)
             case NotifyFinished():
                 self._control_plane.broadcast_finished()
+            case ReportDeviceFault():
+                self._events.write("device_fault", **asdict(instruction))
             case Warn(text):
                 self._warn(text)
             case End(reason):
@@ -391,6 +394,7 @@ class Agent:
             },
             env={
                 environment.JOB_ID: self._job.job_id,
+                environment.DEVICE: str(self._lifecycle.device_of(local_rank)),
                 "LOCAL_WORLD_SIZE": str(self._job.num_processes),
             },
             lease=self._lease.fd,
@@ -477,5 +481,7 @@ def _options_of(job: Job) -> AgentOptions:
         min_agents=job.min_agents,
         max_agents=job.max_agents,
         max_restarts=job.max_restarts,
+        devices=job.devices,
+        max_device_faults=job.max_device_faults,
         grace_period_s=job.grace_period,
     )

@@ -24,6 +24,7 @@ from elasticgang.protocol.agent_events import (
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
 from elasticgang.protocol.agent_state import describe_exit
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS
 from elasticgang.protocol.record import checkpoint_from_json, layout_from_json, member_from_json
 
 
@@ -128,6 +129,9 @@ class RankEvents:
             self._changes.reporter.caused(cause, kind, died_at, is_root=True)
         self._changes.write(self._changes.reporter.exited(rank.member, cause, kind))
         blameless = bool(failure and failure["blameless"])
+        fault = None if failure is None else failure["device_fault"]
+        if fault is None and status == DEVICE_FAULT_STATUS:
+            fault = f"the script exited with code {status}"
         self._handle(
             Exited(
                 rank.member,
@@ -138,6 +142,7 @@ class RankEvents:
                 raised=failure is not None and not blameless,
                 step=rank.page.step,
                 at_s=died_at,
+                device_fault=fault,
             )
         )
 

@@ -75,6 +75,7 @@ ONLY = {
 
 PURE_ROOMS = ("layout", "protocol")
 PURE_MODULES = (
+    "elasticgang.agent.gpus",
     "elasticgang.checkpoint.digest",
     "elasticgang.checkpoint.manifest",
     "elasticgang.checkpoint.plan",
