@@ -14,6 +14,7 @@ from elasticgang.checkpoint.saver import DurableCheckpoints
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.comm.availability import check_available
 from elasticgang.comm.kinds import check_process_group, default_process_group
+from elasticgang.comm.nccl_settings import apply_nccl_settings
 from elasticgang.errors import InvalidOperationError, NotSupportedError
 from elasticgang.gang import get_default_device, get_world_size
 from elasticgang.layout import ParallelLayout
@@ -50,7 +51,8 @@ def join(
 
     Raises:
         ValueError: `process_group` is not a valid name, or the group does not support `device`.
-        NotSupportedError: the process group is not available on this machine, or `device` is "cuda" without CUDA.
+        NotSupportedError: the process group is not available on this machine; `device` is "cuda" without CUDA; or a
+            TORCH_NCCL_ variable has a value with which torch ends healthy ranks.
         OperationalError: this rank has no CUDA device, because the host has more ranks than devices.
         InvalidOperationError: called twice in one process; or WORLD_SIZE is greater than 1 but another launcher started
             the processes, so that each would train alone.
@@ -72,6 +74,7 @@ def join(
         _refuse_other_launchers()
     _joined = True
     if device.type == "cuda":
+        apply_nccl_settings(os.environ)  # SURVIVE-1; also for a function that makes the groups
         torch.cuda.set_device(device)  # NCCL, and tensors of the script without an index, use the current device
     rendezvous: Rendezvous
     if context is None:
