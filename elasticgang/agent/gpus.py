@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NODE = re.compile(r"nvidia\d+", re.ASCII)
@@ -19,3 +19,20 @@ def visible_devices(environ: Mapping[str, str], nodes: Iterable[str]) -> tuple[i
     else:
         num = sum(_NODE.fullmatch(node) is not None for node in nodes)
     return tuple(range(num))
+
+
+def nvml_names(environ: Mapping[str, str], devices: Sequence[int], models: Sequence[str]) -> dict[int, int | str]:
+    """By device, as CUDA numbers it: its number in NVML, or its UUID. `models`: the model of each device, as NVML
+    numbers them. CUDA numbers the devices of one model as NVML does; those of several, only with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID. Devices whose number is unknown are left out."""
+    visible = environ.get(_VISIBLE)
+    entries = [str(number) for number in range(len(models))] if visible is None else visible.split(",")
+    is_ordered = len(set(models)) <= 1 or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    names: dict[int, int | str] = {}
+    for device in devices:
+        entry = entries[device].strip() if device < len(entries) else ""
+        if entry.startswith("GPU-"):
+            names[device] = entry
+        elif entry.isdecimal() and is_ordered and int(entry) < len(models):
+            names[device] = int(entry)
+    return names

@@ -3,12 +3,13 @@ and the agent only passes on which device each rank shall use."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.training_scripts import script, training
-from tests.support import Job
+from tests.support import REPOSITORY, Job, kill, wait_until
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 SETUP = """
@@ -128,3 +129,46 @@ def test_status_and_events_name_the_quarantined_device(tmp_path: Path) -> None:
     report = summary.report({}, 1.0, is_alive=False)
     assert report["device_faults"] == [{"device": 1, "num_faults": 1, "reason": ILLEGAL, "is_quarantined": True}]
     assert f"  device 1 has failed 1 time, and is quarantined: {ILLEGAL}" in list(lines_of(report))
+
+
+# MEMORY-1
+def test_a_rank_waits_until_the_driver_has_freed_the_memory_of_the_former_one(tmp_path: Path) -> None:
+    """The agent's pynvml is a stand-in, whose answers this test writes."""
+    (tmp_path / "pynvml.py").write_text("from tests.integration.fake_nvml import *\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "FAKE_NVML": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"}
+    with Job(tmp_path, training(tmp_path, steps=10**9), ranks=2, options=["--devices", "0,1"], env=env) as job:
+        job.expect("generation", generation=1)
+        wait_until((tmp_path / "waits").exists, "the agent has found the devices")
+        pid = job.rank_pid(1)
+        (tmp_path / "users-1").write_text(str(pid))
+        kill(pid)
+        reads = tmp_path / "read-1"
+        wait_until(
+            lambda: reads.exists() and reads.stat().st_size >= 5, "the agent looks at the device again and again"
+        )
+        assert job.rank_pid(1) == pid, "not restarted yet"
+        (tmp_path / "users-1").unlink()
+        job.expect("spawned", count=2, local_rank=1)
+        assert "has not freed its memory" not in job.stderr
+
+
+def test_what_the_driver_reports_is_part_of_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text("from tests.integration.fake_nvml import *\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "FAKE_NVML": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1"}
+    body = f"""if rank == 1 and step.index == 2:
+                    (here / "asks").touch()
+                    while not (here / "answered").exists():
+                        time.sleep(0.005)
+                    raise RuntimeError({ILLEGAL!r})"""
+    options = ["--devices", "0,1", "--device-faults", "0"]
+    with Job(tmp_path, training(tmp_path, body=body), ranks=2, options=options, env=env) as job:
+        wait_until((tmp_path / "asks").exists, "rank 1 is in the step")
+        wait_until((tmp_path / "waits").exists, "the agent has found the devices")
+        (tmp_path / "xid").write_text("79")
+        os.replace(tmp_path / "xid", tmp_path / "xid-1")
+        (tmp_path / "waits").unlink()  # the agent touches it when it waits for the next error
+        wait_until((tmp_path / "waits").exists, "the agent has read the error")
+        (tmp_path / "answered").touch()
+        assert job.wait() == 0, job.stderr
+        (fault,) = [event for event in job.events() if event["event"] == "device_fault"]
+        assert fault["reason"] == f"{ILLEGAL}; the driver reports Xid 79"
