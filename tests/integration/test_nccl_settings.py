@@ -16,22 +16,15 @@ from elasticgang.comm.in_process import ProcessGroupNCCL
 from elasticgang.comm.nccl_settings import apply_nccl_settings, check_nccl_settings
 from elasticgang.errors import NotSupportedError
 from tests.chaos.training_scripts import script
-from tests.integration.test_placement import PRETENDS
+from tests.integration.test_placement import NCCL_SETTINGS, PRETENDS, unset_nccl_settings
 from tests.support import Job
-
-EXPECTED = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-}
 
 
 # SURVIVE-1
 def test_variables_that_are_not_set_are_set_and_others_stay() -> None:
     environ = {"TORCH_NCCL_ENABLE_MONITORING": "False", "TORCH_NCCL_BLOCKING_WAIT": "1"}
     apply_nccl_settings(environ)
-    assert environ == EXPECTED | {"TORCH_NCCL_ENABLE_MONITORING": "False", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    assert environ == NCCL_SETTINGS | {"TORCH_NCCL_ENABLE_MONITORING": "False", "TORCH_NCCL_BLOCKING_WAIT": "1"}
     apply_nccl_settings(environ)
 
 
@@ -59,9 +52,7 @@ def test_a_value_that_ends_healthy_ranks_is_refused_and_nothing_is_set(name: str
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in EXPECTED:
-        monkeypatch.setenv(name, "")  # so that it is restored
-        monkeypatch.delenv(name)
+    unset_nccl_settings(monkeypatch)
 
 
 # SURVIVE-1
@@ -70,13 +61,13 @@ def test_they_are_set_before_a_comm_process_makes_its_group(monkeypatch: pytest.
     seen: list[dict[str, str]] = []
 
     def set_device(device: int) -> None:
-        seen.append({name: os.environ[name] for name in EXPECTED})
+        seen.append({name: os.environ[name] for name in NCCL_SETTINGS})
         raise RuntimeError("there is no device")
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     with pytest.raises(RuntimeError, match="there is no device"):
         Cuda().new_group(None, 0, 1, 0, timedelta(seconds=1))
-    assert seen == [EXPECTED]
+    assert seen == [NCCL_SETTINGS]
 
 
 # SURVIVE-1
@@ -87,7 +78,7 @@ def test_they_are_set_before_a_group_within_the_process_is_made(monkeypatch: pyt
     group = ProcessGroupNCCL(timedelta(seconds=1))
     with contextlib.suppress(Exception):  # torch has no NCCL, or there is no device
         group.configure("127.0.0.1:1/x", "replica", 0, 1)
-    assert {name: os.environ.get(name) for name in EXPECTED} == EXPECTED
+    assert {name: os.environ.get(name) for name in NCCL_SETTINGS} == NCCL_SETTINGS
 
 
 # SURVIVE-1
@@ -106,11 +97,13 @@ def test_the_command_line_and_join_refuse_a_value_before_they_look_for_a_device(
         assert "has joined" not in job.stdout
 
 
+# SURVIVE-1
+@pytest.mark.usefixtures("unset")
 def test_a_rank_on_cuda_has_the_settings_once_it_has_joined(tmp_path: Path) -> None:
     text = PRETENDS + (
         "dist.is_nccl_available = lambda: True\neg.join()\n"
-        'print({name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")})\n'
+        'print(sorted(item for item in os.environ.items() if item[0].startswith("TORCH_NCCL_")))\n'
     )
     with Job(tmp_path, script(tmp_path, text), ranks=1) as job:
         assert job.wait() == 0, job.stderr
-        assert job.stdout == f"[rank 0 step 0] {EXPECTED}\n"
+        assert job.stdout == f"[rank 0 step 0] {sorted(NCCL_SETTINGS.items())}\n"

@@ -17,6 +17,12 @@ from elasticgang.launch.run import PRELOAD
 from tests.chaos.training_scripts import script
 from tests.support import Job
 
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
 PRETENDS = """\
 import os, sys
 import torch
@@ -29,6 +35,13 @@ torch.cuda.set_device = current.append
 """
 
 
+def unset_nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`join` on CUDA sets them; the end of the test takes them back."""
+    for name in NCCL_SETTINGS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """As if there were four devices. Returns what `torch.cuda.set_device` gets."""
@@ -37,6 +50,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setenv("LOCAL_RANK", "2")
+    unset_nccl_settings(monkeypatch)
     return chosen
 
 
