@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from elasticgang.errors import (
         CheckpointError,
         CollectiveTimeoutError,
+        DeviceError,
         ElasticGangError,
         EvictedError,
         GangError,
@@ -89,6 +90,7 @@ _HOMES = {
     "elasticgang.errors": (
         "CheckpointError",
         "CollectiveTimeoutError",
+        "DeviceError",
         "ElasticGangError",
         "EvictedError",
         "GangError",
@@ -150,6 +152,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "CommProcess",
     "DataLoader",
+    "DeviceError",
     "DistributedDataParallel",
     "ElasticGang",
     "ElasticGangError",

@@ -9,6 +9,7 @@
         MembershipError (RuntimeError)  the handles or the uuid of a reconfiguration are invalid
         ClosedError (OSError)           the process group was shut down
       OperationalError                the environment failed
+        DeviceError                     raised by a script: its device is broken
       InternalError                   a bug in elasticgang
       GangError (RuntimeError)        drop the step, enter the next generation
         PeerLostError                   a peer, or the comm process, has died or left
@@ -49,6 +50,12 @@ class InvalidOperationError(ElasticGangError):
 
 class OperationalError(ElasticGangError):
     """The environment failed: a process could not be started, a server could not be reached."""
+
+
+class DeviceError(OperationalError):
+    """This rank's device is broken. A script that finds this raises it: the agent restarts the rank, and after
+    `--device-faults` of them in an hour on another device, or not at all. CUDA errors have the same effect without
+    it."""
 
 
 class InternalError(ElasticGangError):

@@ -20,13 +20,15 @@ import socket
 import threading
 import time
 import uuid
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 from elasticgang import environment
 from elasticgang.agent.change_log import ChangeLog
 from elasticgang.agent.control_plane import ControlPlane, Limits
+from elasticgang.agent.device_memory import DeviceMemory
 from elasticgang.agent.embedded_coordinator import EmbeddedCoordinator
+from elasticgang.agent.gpu_monitor import GpuMonitor
 from elasticgang.agent.hang_monitor import HangMonitor
 from elasticgang.agent.hang_response import HangResponse
 from elasticgang.agent.job import Events, Job, Output
@@ -58,6 +60,7 @@ from elasticgang.protocol.agent_events import (
     NotifyOver,
     NotStarted,
     Rejoin,
+    ReportDeviceFault,
     RequestRecord,
     RetireMembers,
     SignalRanks,
@@ -95,7 +98,11 @@ class Agent:
         self._rendezvous = RankRendezvous(self._send_keys, self._spawn_task, output.write_line)
         self._began_at = time.monotonic()
         self._changes = ChangeLog(events, self._began_at)
-        self._rank_events = RankEvents(self._lifecycle, self._handle, self._changes, events, output, self._stopping)
+        self._gpus = GpuMonitor(job.devices)
+        self._device_memory = DeviceMemory(self._gpus.users)
+        self._rank_events = RankEvents(
+            self._lifecycle, self._handle, self._changes, events, output, self._stopping, self._gpus.take_errors
+        )
         self._ranks = RankProcesses(self._supervisor, output, _AgentCallbacks(self))
         self._tasks: set[asyncio.Task[None]] = set()
         self._coordinator: EmbeddedCoordinator | None = None  # None: the job uses one that the user runs
@@ -120,6 +127,7 @@ class Agent:
             self._loop.add_signal_handler(number, self._on_signal, number)
         release_stop_signals()
         self._supervisor.open()  # it imports torch while the agent connects
+        self._gpus.start()
         try:
             return await self._serve()
         finally:
@@ -220,6 +228,7 @@ class Agent:
 
     async def _kill_everything(self) -> None:
         self._stopping.set()
+        self._gpus.stop()
         if self._control is not None:
             self._control.end()
         self._collect_commits()
@@ -317,6 +326,8 @@ class Agent:
                 self._control_plane.broadcast_over(generation, reason)
             case NotifyFinished():
                 self._control_plane.broadcast_finished()
+            case ReportDeviceFault():
+                self._events.write("device_fault", **asdict(instruction))
             case Warn(text):
                 self._warn(text)
             case End(reason):
@@ -364,6 +375,9 @@ class Agent:
     # -- ranks
 
     async def _spawn(self, local_rank: int) -> None:
+        device = self._lifecycle.device_of(local_rank)
+        if device is not None and (warning := await self._device_memory.wait_free(device)) is not None:
+            self._warn(f"rank {local_rank} starts although {warning}")
         try:
             rank = await self._ranks.fork(self._rank_launch(local_rank))
         except OperationalError as exc:
@@ -391,6 +405,7 @@ class Agent:
             },
             env={
                 environment.JOB_ID: self._job.job_id,
+                environment.DEVICE: str(self._lifecycle.device_of(local_rank)),
                 "LOCAL_WORLD_SIZE": str(self._job.num_processes),
             },
             lease=self._lease.fd,
@@ -406,6 +421,9 @@ class Agent:
     def _on_exit(self, rank: RankProcess, died_at: float) -> None:
         self._rendezvous.remove_rank(rank.member)
         self._collect_commit(rank)
+        device = self._lifecycle.device_of(rank.local_rank)
+        if device is not None and self._job.devices:
+            self._device_memory.left(device, rank.pid)
         self._rank_events.on_exit(rank, died_at)
 
     async def _watch_ranks(self) -> None:
@@ -477,5 +495,7 @@ def _options_of(job: Job) -> AgentOptions:
         min_agents=job.min_agents,
         max_agents=job.max_agents,
         max_restarts=job.max_restarts,
+        devices=job.devices,
+        max_device_faults=job.max_device_faults,
         grace_period_s=job.grace_period,
     )

@@ -37,20 +37,24 @@ class Job:
 
     `coordinator`: "host:port"; None starts an embedded one. `command`: the arguments of `rank_target`.
     `rank_target`: the function that a rank process calls first, "module:function". `preload`: modules that the fork
-    server imports before it forks. `num_spares`: processes beyond `num_ranks` that wait to replace a lost rank.
-    `max_agents`: 0 for no limit. `env`: environment variables of all started processes. Times are in seconds.
+    server imports before it forks. `process_group`: None for the default of the ranks' device. `num_spares`: processes
+    beyond `num_ranks` that wait to replace a lost rank. `max_agents`: 0 for no limit. `devices`: the indices of this
+    host's devices, empty if they are unknown, and `max_device_faults`: see `protocol/devices.py`. `env`: environment
+    variables of all started processes. Times are in seconds.
     """
 
     command: dict[str, Any]
     rank_target: str
     preload: tuple[str, ...]
-    process_group: str
     num_ranks: int
     job_id: str
+    process_group: str | None = None
     num_spares: int = 0
     coordinator: str | None = None
     connect_timeout: float = 10.0
     max_restarts: int = 3
+    devices: tuple[int, ...] = ()
+    max_device_faults: int = 2
     grace_period: float = 1.0
     collective_timeout: float = 60.0
     hang_timeout: float | None = None

@@ -24,11 +24,13 @@ from elasticgang.protocol.agent_events import (
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
 from elasticgang.protocol.agent_state import describe_exit
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS
 from elasticgang.protocol.record import checkpoint_from_json, layout_from_json, member_from_json
 
 
 class RankEvents:
-    """`handle` takes the events. `stopping` is set once the agent kills all of its ranks."""
+    """`handle` takes the events. `stopping` is set once the agent kills all of its ranks. `take_errors`: see
+    `GpuMonitor`."""
 
     def __init__(
         self,
@@ -38,9 +40,11 @@ class RankEvents:
         events: Events,
         output: Output,
         stopping: threading.Event,
+        take_errors: Callable[[int], str],
     ) -> None:
         self._lifecycle, self._handle, self._changes = lifecycle, handle, changes
         self._events, self._output, self._stopping = events, output, stopping
+        self._take_errors = take_errors
         self._shown: dict[str, int] = {}  # by traceback: the first rank that failed with it
         self._shown_whole: set[str] = set()
 
@@ -138,8 +142,18 @@ class RankEvents:
                 raised=failure is not None and not blameless,
                 step=rank.page.step,
                 at_s=died_at,
+                device_fault=self._device_fault(rank),
             )
         )
+
+    def _device_fault(self, rank: RankProcess) -> str | None:
+        """How the rank's device has failed, with what the driver knows about it; None: it has not."""
+        fault = None if rank.failure is None else rank.failure["device_fault"]
+        if fault is None and rank.status == DEVICE_FAULT_STATUS:
+            fault = f"the script exited with code {rank.status}"
+        device = self._lifecycle.device_of(rank.local_rank)
+        known = "" if fault is None or device is None else self._take_errors(device)
+        return f"{fault}; the driver reports {known}" if known else fault
 
     def _has_seat(self, member: str) -> bool:
         record = self._lifecycle.state.record

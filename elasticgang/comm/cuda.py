@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from elasticgang.comm.nccl_settings import apply_nccl_settings
 from elasticgang.torch_private import new_nccl, open_cuda, release_cuda, share_cuda
 
 _cuda: Any = torch.cuda  # much of it is untyped
@@ -72,6 +74,7 @@ class Cuda:
 
     def new_group(self, store: Any, rank: int, size: int, device: int, timeout: timedelta) -> Any:
         """An NCCL group. It connects now: connecting in the first collective would block the command loop."""
+        apply_nccl_settings(os.environ)  # SURVIVE-1
         _cuda.set_device(device)  # it is per thread
         group = new_nccl(store, rank, size, timeout)
         group.eager_connect_single_device(torch.device("cuda", device))

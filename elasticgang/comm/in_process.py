@@ -6,6 +6,7 @@ torch 2.13 Gloo's `abort` does not wake waiting threads, so a lost peer costs th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from elasticgang.comm.availability import check_available
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo, _seconds
 from elasticgang.comm.kinds import PROCESS_GROUPS
 from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
+from elasticgang.comm.nccl_settings import apply_nccl_settings
 from elasticgang.errors import InvalidOperationError, StaleGenerationError
 from elasticgang.torch_private import device_types
 
@@ -73,6 +75,12 @@ class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[mi
     """torchft's `ProcessGroupNCCL`, which aborts its communicators, with all collectives."""
 
     _kind = "cuda"
+
+    def configure(self, *args: Any, **options: Any) -> None:
+        """See torchft. Blocks until all ranks have connected, at most the timeout. Raises NotSupportedError: a
+        TORCH_NCCL_ variable has a value with which torch ends healthy ranks."""
+        apply_nccl_settings(os.environ)  # SURVIVE-1
+        super().configure(*args, **options)
 
 
 def create_process_group(name: str, timeout: float | timedelta = 60.0) -> ProcessGroup:

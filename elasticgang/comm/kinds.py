@@ -4,6 +4,12 @@ from __future__ import annotations
 
 PROCESS_GROUPS = ("isolated-gloo", "gloo", "nccl", "isolated-nccl")
 DEFAULT_PROCESS_GROUP = "isolated-gloo"
+_DEFAULT_OF_CUDA = "nccl"
+
+
+def default_process_group(device_type: str) -> str:
+    """The process groups of a job whose user names none. `device_type`: "cpu" or "cuda"."""
+    return _DEFAULT_OF_CUDA if device_type == "cuda" else DEFAULT_PROCESS_GROUP
 
 
 def check_process_group(name: object) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from elasticgang.collectives.collective import ReduceOperation
-from elasticgang.environment import JOIN, elastic_job
+from elasticgang.environment import DEVICE, JOIN, device_index, elastic_job
 from elasticgang.errors import GangError, InternalError, InvalidOperationError, OperationalError, StepAborted
 from elasticgang.gang.base import Gang, create_one_of
 from elasticgang.gang.fake import FakeGang
@@ -306,22 +306,25 @@ def set_gangs(gangs: Gangs, *, meta: bool = False) -> Iterator[None]:
 
 
 def get_default_device() -> torch.device:
-    """`cuda:LOCAL_RANK` if CUDA is available, `cuda:0` if CUDA_VISIBLE_DEVICES leaves one device, otherwise the CPU.
+    """The CPU if CUDA is not available; `cuda:0` if CUDA_VISIBLE_DEVICES leaves one device; in an elastic job the
+    device that the agent has chosen for this rank, which differs from `cuda:LOCAL_RANK` after `--devices` or a device
+    fault; otherwise `cuda:LOCAL_RANK`.
 
     Raises:
-        OperationalError: LOCAL_RANK is not below the number of CUDA devices.
+        OperationalError: its index is not below the number of CUDA devices.
     """
     if not torch.cuda.is_available():
         return _CPU
-    local_rank, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    index, num_devices = device_index(), torch.cuda.device_count()
     if num_devices == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
         return torch.device("cuda", 0)
-    if local_rank >= num_devices:
+    if index >= num_devices:
+        name = DEVICE if os.environ.get(DEVICE) else "LOCAL_RANK"
         raise OperationalError(
-            f"the environment variable LOCAL_RANK must be less than the number of CUDA devices here ({num_devices}), "
-            f"but is {local_rank} instead."
+            f"the environment variable {name} must be less than the number of CUDA devices here ({num_devices}), "
+            f"but is {index} instead."
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", index)
 
 
 def get_world_size() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, PROCESS_GROUPS
+from elasticgang.comm.kinds import PROCESS_GROUPS
 
 COORDINATOR_PORT = 29400
 _LEAST_HANG_S = 0.5
@@ -334,6 +334,22 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "crash); 0: the first failure ends the job. A killed rank is always restarted (default: %(default)s)",
     )
     run.add_argument(
+        "--device-faults",
+        type=int,
+        default=2,
+        metavar="N",
+        help="restarts of a rank on its device within an hour after failures of the device (CUDA errors such as an "
+        "illegal memory access or ECC, or elasticgang.DeviceError). The next failure quarantines the device: the rank "
+        "continues on a spare device of this host, or is not restarted (default: %(default)s)",
+    )
+    run.add_argument(
+        "--devices",
+        type=_devices,
+        metavar="LIST",
+        help="the indices of the CUDA devices for this host's ranks, with commas between; those beyond the number of "
+        "ranks are spare (default: all that CUDA_VISIBLE_DEVICES or /dev shows)",
+    )
+    run.add_argument(
         "--job-id",
         "--rdzv-id",
         "--rdzv_id",
@@ -393,12 +409,11 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--process-group",
         choices=PROCESS_GROUPS,
-        default=DEFAULT_PROCESS_GROUP,
         metavar="NAME",
         help="the process groups of the gangs: isolated-gloo (Gloo in a process beside each rank; can always be "
         "aborted), gloo (torchft's Gloo within the rank; a rank whose collective cannot be aborted within a second is "
         "killed and restarted), nccl or isolated-nccl (CUDA). Votes always use isolated-gloo. "
-        "elasticgang.join(process_group=...) overrides it (default: %(default)s)",
+        "elasticgang.join(process_group=...) overrides it (default: nccl for ranks on CUDA, isolated-gloo otherwise)",
     )
     run.add_argument(
         "--hang-timeout",
@@ -438,6 +453,13 @@ def _hang_seconds(text: str) -> float:
             f"must be at least {_LEAST_HANG_S:g}, but is {text} instead: healthy ranks can pause for as long"
         )
     return value
+
+
+def _devices(text: str) -> tuple[int, ...]:
+    indices = text.split(",")
+    if not all(index.isdecimal() for index in indices) or len(set(map(int, indices))) < len(indices):
+        raise argparse.ArgumentTypeError(f"must be different indices with commas between, but is {text!r} instead")
+    return tuple(map(int, indices))
 
 
 def _nnodes(text: str) -> tuple[int, int]:

@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     from elasticgang.process.stop_signals import hold_stop_signals
 
     try:
-        check_available(args.process_group)
+        if args.process_group is not None:  # else the ranks choose it by their device
+            check_available(args.process_group)
     except NotSupportedError as exc:
         raise UsageError(f"--process-group {args.process_group}: {exc}") from exc
     listeners = _listen(args)
@@ -263,6 +264,13 @@ def _check_run(args: argparse.Namespace) -> None:
         raise UsageError(f"--spares must be at least 0, but is {args.spares} instead")
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts must be at least 0, but is {args.max_restarts} instead")
+    if args.device_faults < 0:
+        raise UsageError(f"--device-faults must be at least 0, but is {args.device_faults} instead")
+    if args.devices is not None and len(args.devices) < args.nproc_per_node + args.spares:
+        raise UsageError(
+            f"--devices must name one device for each of the {args.nproc_per_node + args.spares} ranks and spares, but "
+            f"names {len(args.devices)}"
+        )
     if args.standalone and args.coordinator:
         raise UsageError("--standalone starts an embedded coordinator; leave out --coordinator or --standalone")
     if args.coordinator is None and args.nnodes not in (None, (1, 1)):

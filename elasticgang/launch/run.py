@@ -16,6 +16,7 @@ from pathlib import Path
 
 from elasticgang import environment
 from elasticgang.agent.agent import Agent
+from elasticgang.agent.gpus import visible_devices
 from elasticgang.agent.job import Job
 from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
@@ -56,6 +57,8 @@ def run_job(args: argparse.Namespace, credentials: Credentials, listeners: Mappi
         coordinator=args.coordinator,
         connect_timeout=args.connect_timeout,
         max_restarts=args.max_restarts,
+        devices=_devices_of(args),
+        max_device_faults=args.device_faults,
         grace_period=args.grace_period,
         collective_timeout=args.collective_timeout,
         process_group=args.process_group,
@@ -80,6 +83,14 @@ def run_job(args: argparse.Namespace, credentials: Credentials, listeners: Mappi
         return 2
     finally:
         output.close()
+
+
+def _devices_of(args: argparse.Namespace) -> tuple[int, ...]:
+    """Empty if they are unknown: none is visible, or fewer than ranks, which then do not use one each."""
+    if args.devices is not None:
+        return tuple(args.devices)
+    found = visible_devices(os.environ, os.listdir("/dev"))
+    return found if len(found) >= args.nproc_per_node + args.spares else ()
 
 
 def _serve(

@@ -11,10 +11,10 @@ from elasticgang.session.credentials import Credentials
 @dataclass(frozen=True)
 class RankContext:
     """What an agent passes to a rank process that it starts. `host`: the address at which peers reach this host.
-    `process_group`: the kind that carries the data. `credentials` authenticate the rank and the peers that heal from
-    it. `link`, `door`, `forks`, `page` and `lease` are descriptors: the connection to the agent, the socket by which
-    the agent takes further ones, the connection to its fork server, the rank's status page, and the host's lease.
-    `drain`: whether the rank drains."""
+    `process_group`: the kind that carries the data; None: the default of the rank's device. `credentials` authenticate
+    the rank and the peers that heal from it. `link`, `door`, `forks`, `page` and `lease` are descriptors: the
+    connection to the agent, the socket by which the agent takes further ones, the connection to its fork server, the
+    rank's status page, and the host's lease. `drain`: whether the rank drains."""
 
     member: str
     local_rank: int
@@ -22,7 +22,7 @@ class RankContext:
     job: str
     host: str
     collective_timeout: float
-    process_group: str
+    process_group: str | None
     credentials: Credentials
     link: int
     door: int

@@ -20,6 +20,7 @@ from elasticgang.member.rank_context import RankContext, inherit
 from elasticgang.process import death_watch, framing, stacks
 from elasticgang.process.lease import Lease
 from elasticgang.process.status_page import PULSE_MS, StatusPage
+from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS, device_fault
 from elasticgang.session.credentials import credentials_from_json
 
 _MAX_TRACEBACK = 1 << 16
@@ -73,16 +74,19 @@ def _run(command: dict[str, Any], notices: socket.socket) -> int:
     except SystemExit as exc:
         return _exit_code(exc)
     except BaseException as exc:
-        _send_failure(notices, exc)
-        return 1
+        fault = device_fault(exc)
+        _send_failure(notices, exc, fault)
+        return 1 if fault is None else DEVICE_FAULT_STATUS
     return 0
 
 
 def _end(code: int) -> NoReturn:
     """Exit like the interpreter, but without the finalizers of imported modules: they take half a second of a core, on
-    every rank at once."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads
-    atexit._run_exitfuncs()
+    every rank at once. After a fault of the device neither wait for threads nor call the script's `atexit` functions:
+    both may use the device, and never return."""
+    if code != DEVICE_FAULT_STATUS:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -130,8 +134,8 @@ def _exit_code(exc: SystemExit) -> int:
     return 1
 
 
-def _send_failure(notices: socket.socket, exc: BaseException) -> None:
-    """Send the traceback to the agent, which prints it, from the script's first frame on."""
+def _send_failure(notices: socket.socket, exc: BaseException, fault: str | None) -> None:
+    """Send the traceback to the agent, which prints it, from the script's first frame on. `fault`: of the device."""
     frame = exc.__traceback__
     own = frame
     while own is not None and (
@@ -139,5 +143,6 @@ def _send_failure(notices: socket.socket, exc: BaseException) -> None:
     ):
         own = own.tb_next
     text = "".join(traceback.format_exception(type(exc), exc, own or frame))[-_MAX_TRACEBACK:]
+    blameless = fault is None and isinstance(exc, GangError)
     with contextlib.suppress(OSError):
-        notices.sendall(framing.pack("failed", traceback=text, blameless=isinstance(exc, GangError)))
+        notices.sendall(framing.pack("failed", traceback=text, blameless=blameless, device_fault=fault))

@@ -93,9 +93,9 @@ class ElasticRendezvous:
         context: RankContext,
         layout: ParallelLayout,
         device: torch.device,
-        process_group: str | Callable[[], ProcessGroup] | None = None,
+        process_group: str | Callable[[], ProcessGroup] = DEFAULT_PROCESS_GROUP,
     ) -> None:
-        """`process_group`: see `join`; None is what the agent was given."""
+        """`process_group`: see `join`."""
         self.member, self.local_rank = context.member, context.local_rank
         self._context = context
         self._layout = layout
@@ -113,7 +113,7 @@ class ElasticRendezvous:
         self._door = AgentDoor(context.door)
         self._comm_launcher = CommLauncher(ForkServerClient(socket.socket(fileno=context.forks)))
         self._groups = GroupSet(lambda: self._comm_launcher.start(self._make_process), on_stuck=self._end_rank)
-        self._data = self._make_data_groups(process_group or context.process_group, device)
+        self._data = self._make_data_groups(process_group, device)
         self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
         self._data_store: DataStore | None = None  # of the present generation
         self._link.send("joined")

@@ -4,7 +4,8 @@ Importing torch takes seconds; a fork of a process that has imported it takes mi
 processes and the embedded coordinator all start here.
 
 FORK-1  The server imports and forks, and does nothing else: no thread, no parallel operation, no CUDA. A process forked
-    from one with live threads hangs later; the server refuses to start when it finds a second thread in itself.
+    from one with live threads hangs later, and one forked from a process with CUDA cannot use it. The server refuses to
+    start when it finds a second thread in itself, or CUDA; the error names the module whose import brought it.
 FORK-2  The processes that it starts are children of its owner (double fork under the owner's subreaper flag). So the
     owner reaps them and gets their exit status, and they go on if the server dies.
 FORK-3  When the owner dies, for whatever reason, the server kills every process group that it has started. It watches
@@ -204,12 +205,10 @@ def main(argv: Sequence[str]) -> int:
         owner = os.pidfd_open(owner_pid)
         for module in preload:
             importlib.import_module(module)
+            _refuse_cuda(module)
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             raise RuntimeError(f"{threads} threads are alive after the imports; a fork would inherit their locks")
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            raise RuntimeError("CUDA was initialized by the imports; what is forked could not use it")
         _die_with_parent(False)  # FORK-3: from here on it kills what it has started before it exits
     except Exception as exc:
         control.send(json.dumps({"error": f"{type(exc).__name__}: {exc}"}).encode())
@@ -224,6 +223,13 @@ def main(argv: Sequence[str]) -> int:
     if task is None:
         os._exit(0)  # the finalizers of all imported modules take half a second
     return task()
+
+
+def _refuse_cuda(module: str) -> None:
+    """FORK-1."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(f"the import of {module} has initialized CUDA; a forked process could not use it")
 
 
 class _Server:

@@ -66,6 +66,7 @@ class Exited:
     `status`: as `Popen.returncode`, negative for a signal. `blameless`: its script raised an error that a lost peer
     caused. `draining`: it was asked to leave for good. `joined`: it has called `elasticgang.join`. `raised`: its script
     raised an exception, whatever the status says. `step`: the last one it began. `at_s`: CLOCK_MONOTONIC seconds.
+    `device_fault`: how the rank's device has failed; None: it has not.
     """
 
     member: str
@@ -76,6 +77,7 @@ class Exited:
     raised: bool = False
     step: int | None = None
     at_s: float = 0.0
+    device_fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,19 @@ class BroadcastFailure:
 
 
 @dataclass(frozen=True)
+class ReportDeviceFault:
+    """Write that `device` has failed for the `number`-th time in an hour, while the rank `local_rank` used it, because
+    of `reason`. `next_device`: where the rank is restarted; None: it is not."""
+
+    device: int
+    local_rank: int
+    reason: str
+    number: int
+    is_quarantined: bool
+    next_device: int | None
+
+
+@dataclass(frozen=True)
 class RetireMembers:
     """Tell `members`, which do not hold the final state, that the job is over, so that they exit."""
 
@@ -306,6 +321,7 @@ Instruction = (
     | DeliverRecord
     | Restart
     | BroadcastFailure
+    | ReportDeviceFault
     | RetireMembers
     | Fail
     | Warn

@@ -60,6 +60,7 @@ from elasticgang.protocol.agent_events import (
     TimePassed,
 )
 from elasticgang.protocol.agent_state import AgentState
+from elasticgang.protocol.devices import Devices
 from elasticgang.protocol.restarts import Restarts
 
 START_TIMEOUT_S = 60.0
@@ -70,7 +71,8 @@ EXIT_TIMEOUT_S = 10.0  # after an exception
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """`num_spares`: processes beyond `num_ranks`. `max_agents`: 0 for no limit."""
+    """`num_spares`: processes beyond `num_ranks`. `max_agents`: 0 for no limit. `devices`: see `Devices`.
+    `max_device_faults`: of each device in an hour, after which its rank is restarted on it."""
 
     job: str
     num_ranks: int
@@ -78,6 +80,8 @@ class AgentOptions:
     min_agents: int = 1
     max_agents: int = 0
     max_restarts: int = 3
+    devices: tuple[int, ...] = ()
+    max_device_faults: int = 2
     grace_period_s: float = 1.0
 
 
@@ -107,6 +111,8 @@ class AgentLifecycle:
         self._first_id = agent
         self._incarnation = 1
         self._restarts = Restarts(options.max_restarts)
+        self._num_processes = options.num_ranks + options.num_spares
+        self._devices = Devices(options.devices, self._num_processes, options.max_device_faults)
         self.state = self._new_state(agent)
         self._phase = _Phase.CONNECTING
         self._is_fenced = False  # stays True until the agent has connected under the next id
@@ -133,6 +139,7 @@ class AgentLifecycle:
             restarts=self._restarts,
             num_ranks=options.num_ranks,
             num_spares=options.num_spares,
+            devices=self._devices,
             min_agents=options.min_agents,
             max_agents=options.max_agents,
         )
@@ -167,6 +174,10 @@ class AgentLifecycle:
     def num_coming(self) -> int:
         """Ranks that are starting or scheduled to start."""
         return (self._forking is not None) + len(self._to_start) + len(self._delayed)
+
+    def device_of(self, local_rank: int) -> int | None:
+        """The device on which the rank starts next. None: it starts no more (DEVICE-2)."""
+        return self._devices.of(local_rank)
 
     def is_retired(self, member: str) -> bool:
         return member in self._retired
@@ -277,7 +288,7 @@ class AgentLifecycle:
         agent_state = self.state
         agent_state.host, agent_state.address = event.host, event.address
         self._start_expires_s = self._now_s + START_TIMEOUT_S
-        self._to_start.extend(range(self._options.num_ranks + self._options.num_spares))
+        self._to_start.extend(rank for rank in range(self._num_processes) if self.device_of(rank) is not None)
         return []
 
     def _start_next(self) -> list[AgentInstruction]:

@@ -46,6 +46,7 @@ from elasticgang.protocol.agent_events import (
     PeerNotice,
     RecordAnswered,
     RecordRequested,
+    ReportDeviceFault,
     RequestRecord,
     Restart,
     RetireMembers,
@@ -54,6 +55,7 @@ from elasticgang.protocol.agent_events import (
     Warn,
 )
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.devices import Devices, Fault
 from elasticgang.protocol.next_record import infeasible
 from elasticgang.protocol.record import (
     NO_RECORD,
@@ -90,6 +92,7 @@ class _Rank:
     report: MemberReport | None = None
     checkpoint: CheckpointRef | None = None
     entered_any: bool = False
+    generation: int = 0  # the newest in which it had a seat; 0: it had none
     finished: bool = False
     by_script: bool = False
 
@@ -104,6 +107,7 @@ class AgentState:
     restarts: Restarts
     num_ranks: int
     num_spares: int = 0
+    devices: Devices = field(default_factory=Devices)
     address: str = ""
     min_agents: int = 1
     max_agents: int = 0
@@ -114,6 +118,7 @@ class AgentState:
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     _over: int = 0  # the newest generation of whose end this agent has sent or received a notice
     _num_started: int = 0
+    _num_never_started: int = 0  # ranks that had no device when this state began (DEVICE-2)
     _num_restarts: int = 0
     _waits_for_start: bool = True
     _early_deaths: dict[int, int] = field(default_factory=dict)
@@ -121,6 +126,9 @@ class AgentState:
     _num_steps: int = 0
     _all_by_script: bool = True  # whether every rank that has left called `manager.leave()`
     _has_warned_unjoined: bool = False
+
+    def __post_init__(self) -> None:
+        self._num_never_started = self.devices.num_without
 
     def handle(self, event: Event) -> list[Instruction]:
         match event:
@@ -200,7 +208,12 @@ class AgentState:
     @property
     def _num_to_start(self) -> int:
         """Starts and restarts still to come."""
-        return max(0, self.num_ranks + self.num_spares + self._num_restarts - self._num_started)
+        return max(0, self._num_processes + self._num_restarts - self._num_started)
+
+    @property
+    def _num_processes(self) -> int:
+        """Ranks and spares that the lifecycle starts by itself."""
+        return self.num_ranks + self.num_spares - self._num_never_started
 
     def live(self) -> tuple[str, ...]:
         return tuple(self._ranks)
@@ -288,7 +301,7 @@ class AgentState:
         return self.record is None and self._waits_for_start and self._is_starting()
 
     def _is_starting(self) -> bool:
-        if self._num_started < self.num_ranks + self.num_spares:
+        if self._num_started < self._num_processes:
             return True
         return any(rank.phase is _Phase.STARTING for rank in self._ranks.values())
 
@@ -343,6 +356,10 @@ class AgentState:
             instructions += self._request_if_ready()
         by_kill = event.blameless or (-event.status in _KILLS and not event.raised)
         self._all_by_script = self._all_by_script and (rank.by_script or not event.draining)
+        if event.device_fault is not None and not rank.finished:
+            faulted = self._device_faulted(rank, event, event.device_fault)
+            if faulted is not None:
+                return [*instructions, *faulted]
         if event.draining and (event.status == 0 or by_kill):
             return instructions + self._end_if_too_few()
         if event.status == 0:
@@ -358,6 +375,33 @@ class AgentState:
             return instructions + self._end_if_too_few()
         self._num_restarts += 1
         return [*instructions, Restart(rank.local_rank, self._backoff(rank))]
+
+    def _device_faulted(self, rank: _Rank, event: Exited, reason: str) -> list[Instruction] | None:
+        """The device of the rank has failed. None: the script is at fault (DEVICE-3)."""
+        fault = Fault(rank.local_rank, event.step, rank.generation, reason, event.at_s)
+        outcome = self.devices.faulted(fault)
+        if outcome is None:
+            return None
+        device, moved = outcome.device, outcome.next_device
+        report = ReportDeviceFault(device, rank.local_rank, reason, outcome.number, outcome.is_quarantined, moved)
+        what = f"device {device} of rank {rank.local_rank} has failed ({reason})"
+        if outcome.is_quarantined:
+            then = "the rank is not restarted" if moved is None else f"the rank continues on device {moved}"
+            what = f"{what} and is quarantined: {then}"
+        elif not (self.finished or event.draining):
+            what = f"{what}: restart {outcome.number} of {self.devices.max_faults} on it within an hour"
+        notices: list[Instruction] = [report, Warn(what)]
+        if self.finished:  # AGENT-5
+            return notices
+        if event.draining:
+            return notices + self._end_if_too_few()
+        if moved is None:
+            self._all_by_script = False
+            if self._num_staying == 0:
+                return [*notices, Fail(1, f"no rank of this host is left; the last one lost its device: {reason}")]
+            return notices + self._end_if_too_few()
+        self._num_restarts += 1
+        return [*notices, Restart(rank.local_rank, self._backoff(rank))]
 
     def _failed(self, rank: _Rank, event: Exited) -> list[Instruction]:
         """The script has failed. The last instruction is Fail, unless the rank may be restarted."""
@@ -411,7 +455,7 @@ class AgentState:
 
     def _end_if_too_few(self) -> list[Instruction]:
         """End the job if ranks have left early, the remaining ones cannot go on, and no other agent takes part."""
-        num_staying = len(self._live()) + len(self._in(_Phase.EXITING)) + self._num_to_start
+        num_staying = self._num_staying
         if self.finished or (num_staying == 0 and self._ranks):
             return []
         step = 0 if self.newest_commit is None else self.newest_commit.step
@@ -425,6 +469,11 @@ class AgentState:
             return [Fail(1, f"all ranks have left; the last committed step is {step}")]
         lack = None if self._layout is None or self.max_agents != 1 else infeasible(self._layout, num_staying)
         return [] if lack is None else [Fail(1, f"{lack}: the others have left; the last committed step is {step}")]
+
+    @property
+    def _num_staying(self) -> int:
+        """Ranks that take part, begin to exit, or are still to start."""
+        return len(self._live()) + len(self._in(_Phase.EXITING)) + self._num_to_start
 
     def _backoff(self, rank: _Rank) -> float:
         """Seconds before a restart: 0, unless the rank has died repeatedly before it took part."""
@@ -459,6 +508,7 @@ class AgentState:
                 # A spare runs nothing: its last report stays an open request.
                 rank.phase = _Phase.REQUESTING if seat.status == SPARE else _Phase.SEATED
                 rank.entered_any = True
+                rank.generation = record.generation
                 seated.append(member)
         instructions: list[Instruction] = [DeliverRecord(tuple(seated), record)]
         live = self._live()

@@ -25,6 +25,8 @@ MANAGER-11  When the record goes back to a durable checkpoint, a rank without st
 MANAGER-12  With durable checkpoints, no rank leaves a job that finishes before it knows that the final state is saved
     or its save has failed. In rounds, the ranks sum whether they still wait for that. If the generation ends meanwhile
     and the state is not saved, the members of the next one save it again.
+MANAGER-13  A fault of this rank's device (CUDA-1) is not dropped with a lost step: the process can use the device no
+    more.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from elasticgang.errors import (
 )
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Action, Attempt
+from elasticgang.protocol.device_errors import device_fault
 from elasticgang.protocol.member_instructions import Do, Instruction, Observed
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, CheckpointRef, Record, Seat
@@ -270,6 +273,8 @@ class MemberLifecycle:
         is_lost = was_over or isinstance(error, GangError) or state.entered != step.attempt.generation
         is_ordinary = isinstance(error, Exception) and not isinstance(error, _NEVER_DROPPED)
         drops_error = is_ordinary and is_lost and not step.is_committed
+        if error is not None and device_fault(error) is not None:  # MANAGER-13
+            drops_error = False
         restores = not step.is_committed and (error is None or drops_error)  # MANAGER-4
         yield do.EndStep(not step.is_committed, error is not None, restores, step.has_slots and error is None)
         if state.pending is not None:  # MANAGER-5

@@ -13,9 +13,10 @@ import torch
 from elasticgang.checkpoint.saver import DurableCheckpoints
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.comm.availability import check_available
-from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP, check_process_group
-from elasticgang.errors import InvalidOperationError
-from elasticgang.gang import get_world_size
+from elasticgang.comm.kinds import check_process_group, default_process_group
+from elasticgang.comm.nccl_settings import apply_nccl_settings
+from elasticgang.errors import InvalidOperationError, NotSupportedError
+from elasticgang.gang import get_default_device, get_world_size
 from elasticgang.layout import ParallelLayout
 from elasticgang.member.interfaces import Rendezvous
 from elasticgang.member.local_rendezvous import LocalRendezvous
@@ -39,36 +40,48 @@ def join(
     """Join the job for which `elasticgang run` started this process. In any other process, start a job of one rank,
     with fake gangs and without coordinator or subprocess. Nothing is sent before the first step.
 
+    `device`: where the gangs' tensors are, as `manager.device` afterwards. The default, also for "cuda" without an
+    index, is `get_default_device()`: the CUDA device of this rank if CUDA is available, otherwise the CPU. A CUDA
+    device becomes torch's current one.
+
     `process_group`: the process groups of the gangs, the same on every rank. Either a name, as for `elasticgang run
-    --process-group`, which sets the default; or a function that makes a torchft `ProcessGroup`. The runtime calls it
-    once for each gang (gangs of the same ranks share a group), and then the group's `configure` in every generation,
-    and its `abort`. Votes always use isolated Gloo.
+    --process-group`, or a function that makes a torchft `ProcessGroup`. The runtime calls it once for each gang (gangs
+    of the same ranks share a group), and then the group's `configure` in every generation, and its `abort`. The default
+    is that option's, and without it "nccl" on CUDA and "isolated-gloo" on the CPU. Votes always use isolated Gloo.
 
     Raises:
         ValueError: `process_group` is not a valid name, or the group does not support `device`.
-        NotSupportedError: the process group is not available on this machine.
+        NotSupportedError: the process group is not available on this machine; `device` is "cuda" without CUDA; or a
+            TORCH_NCCL_ variable has a value with which torch ends healthy ranks.
+        OperationalError: this rank has no CUDA device, because the host has more ranks than devices.
         InvalidOperationError: called twice in one process; or WORLD_SIZE is greater than 1 but another launcher started
             the processes, so that each would train alone.
         LayoutError: the process is alone, and `layout` needs more than one rank.
     """
     global _joined
     layout = layout or ParallelLayout()
-    device = torch.device(device or "cpu")
+    device = _choose_device(device)
     context = inherited()
-    if process_group is None and context is not None and context.process_group != DEFAULT_PROCESS_GROUP:
-        process_group = context.process_group
-    _check_process_group(process_group, device)
+    named = process_group
+    if named is None and context is not None:
+        named = context.process_group
+    groups = default_process_group(device.type) if named is None else named
+    if context is not None or named is not None:
+        _check_process_group(groups, device)
     if context is not None and _joined:
         raise InvalidOperationError("this process has joined already; a rank process has one manager")
     if context is None:
         _refuse_other_launchers()
     _joined = True
+    if device.type == "cuda":
+        apply_nccl_settings(os.environ)  # SURVIVE-1; also for a function that makes the groups
+        torch.cuda.set_device(device)  # NCCL, and tensors of the script without an index, use the current device
     rendezvous: Rendezvous
     if context is None:
         rendezvous, state_server = LocalRendezvous(layout, device), SnapshotServer()
     else:
         rendezvous, state_server = (
-            ElasticRendezvous(context, layout, device, process_group),
+            ElasticRendezvous(context, layout, device, groups),
             SnapshotServer(context.host, context.job, context.credentials, context.drain.page.set_healing),
         )
 
@@ -81,8 +94,17 @@ def join(
     return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints)
 
 
+def _choose_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return get_default_device()
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise NotSupportedError(f"`device` is {device}, but CUDA is not available.")
+    return get_default_device() if device == torch.device("cuda") else device
+
+
 def _check_process_group(process_group: object, device: torch.device) -> None:
-    if process_group is None or (callable(process_group) and not isinstance(process_group, str)):
+    if callable(process_group) and not isinstance(process_group, str):
         return
     check_process_group(process_group)
     name = str(process_group)

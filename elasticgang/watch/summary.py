@@ -55,6 +55,7 @@ class Summary:
         self._lost_s: defaultdict[str, float] = defaultdict(float)
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         self._healed_bytes = 0
+        self._device_faults: dict[int, dict[str, Any]] = {}  # by device
         self._exiting: Event = {}
 
     def add(self, event: Event) -> None:
@@ -78,6 +79,8 @@ class Summary:
                 self._count(event)
             case "healed":
                 self._healed_bytes += event["bytes"]
+            case "device_fault":
+                self._add_device_fault(event)
             case "exiting":
                 self._exiting = event
             case "signal":
@@ -98,6 +101,16 @@ class Summary:
         }
         numbers = {name: len(change.get(name) or ()) for name in ("left", "joined", "moved")}
         self._changes.append({**kept, **numbers, "kind": kind, "lost_s": lost_s})
+
+    def _add_device_fault(self, event: Event) -> None:
+        device = event["device"]
+        before = self._device_faults.get(device, {"num_faults": 0})
+        self._device_faults[device] = {
+            "device": device,
+            "num_faults": before["num_faults"] + 1,
+            "reason": event["reason"],
+            "is_quarantined": event["is_quarantined"],
+        }
 
     def report(self, ranks: Mapping[str, RankStatus], now_s: float, *, is_alive: bool) -> dict[str, Any]:
         """`ranks`: the pages by member. `now_s`: CLOCK_MONOTONIC seconds. `is_alive`: whether the agent runs."""
@@ -140,6 +153,7 @@ class Summary:
             "phase_s": {name: round(s, 4) for name, s in self._phase_s.items()},
             "healed_bytes": self._healed_bytes,
             "healing": self._healing(ranks),
+            "device_faults": [self._device_faults[device] for device in sorted(self._device_faults)],
             "changes": list(self._changes),
         }
 

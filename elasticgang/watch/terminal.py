@@ -44,6 +44,8 @@ def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
     for heal in status["healing"]:
         received, total = heal["received_bytes"], heal["bytes"]
         yield f"  local rank {heal['local_rank']} heals: {bar(received, total)} {share(received, total)}"
+    for fault in status["device_faults"]:
+        yield f"  {_device(fault)}"
     for change in list(status["changes"])[-num_changes:]:
         yield f"  {_change(change)}"
 
@@ -54,6 +56,12 @@ def _lost(status: Mapping[str, Any]) -> str:
         for cause, seconds in status["lost_s"].items()
     ]
     return f"; lost by cause: {', '.join(parts)}" if parts else ""
+
+
+def _device(fault: Mapping[str, Any]) -> str:
+    number = fault["num_faults"]
+    quarantined = ", and is quarantined" if fault["is_quarantined"] else ""
+    return f"device {fault['device']} has failed {number} time{'s' * (number != 1)}{quarantined}: {fault['reason']}"
 
 
 def _change(change: Mapping[str, Any]) -> str:

@@ -82,7 +82,7 @@ def test_the_help_teaches_the_names(capsys: pytest.CaptureFixture[str]) -> None:
         main(["run", "--help"])
     told = " ".join(capsys.readouterr().out.split()).replace("- ", "-")  # where a line is broken
     assert "--process-group NAME the process groups of the gangs: isolated-gloo" in told
-    assert "(default: isolated-gloo)" in told
+    assert "(default: nccl for ranks on CUDA, isolated-gloo otherwise)" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -184,9 +184,11 @@ def test_a_server_that_has_threads_refuses_to_fork() -> None:
     server.close()
 
 
-def test_a_server_that_has_cuda_refuses_to_fork() -> None:
-    server = ForkServer(preload=("tests.integration.has_cuda",), env={"PYTHONPATH": str(REPOSITORY)})
-    with pytest.raises(OperationalError, match="CUDA was initialized by the imports"):
+# FORK-1
+def test_a_server_that_has_cuda_refuses_to_fork_and_names_the_module() -> None:
+    preload = ("torch", "tests.integration.has_cuda", "tests.integration.has_a_thread")
+    server = ForkServer(preload=preload, env={"PYTHONPATH": str(REPOSITORY)})
+    with pytest.raises(OperationalError, match=r"import of tests\.integration\.has_cuda has initialized CUDA"):
         server.wait_ready()
     server.close()
 

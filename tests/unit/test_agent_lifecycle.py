@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ class Host:
             RecordRequested(member, MemberReport(member, int(member[1]), "127.0.0.1:1", tip), layout, broken=False)
         )
 
-    def exits(self, member: str, status: int = KILLED, **facts: bool) -> list[AgentInstruction]:
+    def exits(self, member: str, status: int = KILLED, **facts: Any) -> list[AgentInstruction]:
         return self(Exited(member, status, **facts))
 
     def waits(self) -> list[AgentInstruction]:

@@ -332,6 +332,19 @@ def test_an_error_is_dropped_with_a_lost_step(
     assert driver.names[1:] == ["Poison"] * (error is LOST)
 
 
+# MANAGER-13
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_fault_of_the_device_is_not_dropped_with_a_lost_step(is_over: bool) -> None:
+    fault = RuntimeError("CUDA error: unspecified launch failure")
+    for error in (fault, GangError("all_reduce failed")):
+        error.__cause__ = None if error is fault else fault
+        driver = active()
+        driver.begin()
+        driver.lifecycle.observed = Observed(error=LOST if is_over else None)
+        assert not driver.run(driver.lifecycle.end(error))
+        assert driver.names == ["EndStep"]
+
+
 def test_misuse_is_refused() -> None:
     driver = active()
     driver.begin()

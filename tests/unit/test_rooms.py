@@ -76,6 +76,8 @@ ONLY = {
 
 PURE_ROOMS = ("layout", "protocol")
 PURE_MODULES = (
+    "elasticgang.agent.gpus",
+    "elasticgang.comm.nccl_settings",
     "elasticgang.checkpoint.digest",
     "elasticgang.checkpoint.manifest",
     "elasticgang.checkpoint.plan",

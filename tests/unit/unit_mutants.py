@@ -13,7 +13,10 @@ import pytest
 
 from elasticgang.errors import GangError
 from elasticgang.protocol import (
+    device_errors,
+    devices,
     hang_detector,
+    member_lifecycle,
     member_state,
     next_record,
     record_delta,
@@ -28,6 +31,7 @@ from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.commit import Action, Attempt
 from elasticgang.protocol.coordinator_messages import Ready
 from elasticgang.protocol.coordinator_state import CoordinatorState
+from elasticgang.protocol.devices import Devices, Fault, FaultOutcome
 from elasticgang.protocol.hang_detector import BlockedOn, HangDetector, HangReport, Reading, Standstill
 from elasticgang.protocol.member_instructions import Do
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
@@ -39,8 +43,11 @@ from elasticgang.protocol.restarts import Failure, Restarts
 from elasticgang.session import messages
 from tests.unit import (
     test_agent_lifecycle,
+    test_agent_state_devices,
     test_agent_state_joins,
     test_coordinator_state,
+    test_device_errors,
+    test_devices,
     test_hang_detector,
     test_member_lifecycle,
     test_next_record,
@@ -72,6 +79,7 @@ _head = Record.head
 _detect = HangDetector.detect
 _standstill = HangDetector.standstill
 _failed = Restarts.failed
+_faulted = Devices.faulted
 _put = KeyExchange._put
 _apply_delta = record_delta.apply_delta
 
@@ -208,6 +216,15 @@ def _failed_as_if_first(self: Restarts, failure: Failure) -> str | None:
 
 def _failed_as_if_often_allowed(self: Restarts, failure: Failure) -> str | None:
     return _failed(replace(self, max_restarts=self.max_restarts and 1000), failure)
+
+
+def _faulted_as_if_first(self: Devices, fault: Fault) -> FaultOutcome | None:
+    self._faulted_at_s.clear()
+    return _faulted(self, fault)
+
+
+def _faulted_as_if_in_another_step(self: Devices, fault: Fault) -> FaultOutcome | None:
+    return _faulted(self, replace(fault, step=None))
 
 
 def _count_all_time(self: HangDetector, now_ms: int) -> None:
@@ -388,6 +405,42 @@ UNIT_MUTANTS: dict[str, UnitMutant] = {
     "failures count for ever": UnitMutant(
         ((restarts, "WINDOW_S", math.inf),),
         test_restarts.test_restart_4_failures_of_more_than_an_hour_ago_do_not_count,
+    ),
+    "every CUDA error is a fault of the device": UnitMutant(
+        ((device_errors, "_FAULTS", ("",)),),
+        lambda: test_device_errors.test_other_errors_are_the_scripts_own_or_a_lost_peers(
+            RuntimeError("CUDA error: out of memory")
+        ),
+    ),
+    "a fault of the device is an error of the script": UnitMutant(
+        ((device_errors, "_FAULTS", ()),),
+        lambda: test_device_errors.test_errors_after_which_a_process_cannot_use_its_device(
+            RuntimeError, test_device_errors.ILLEGAL
+        ),
+    ),
+    "faults of a device are not counted": UnitMutant(
+        ((Devices, "faulted", _faulted_as_if_first),),
+        lambda: test_devices.test_device_1_a_rank_starts_on_its_device_again_so_often(1),
+    ),
+    "faults of a device count for ever": UnitMutant(
+        ((devices, "WINDOW_S", math.inf),),
+        test_devices.test_device_1_faults_of_more_than_an_hour_ago_do_not_count,
+    ),
+    "a rank starts on a quarantined device": UnitMutant(
+        ((Devices, "of", lambda _, local_rank: local_rank),),
+        lambda: test_devices.test_device_2_without_a_spare_device_the_rank_has_none((0, 1)),
+    ),
+    "a rank without a device is started after a rejoin": UnitMutant(
+        ((AgentLifecycle, "device_of", _always(0)),),
+        test_agent_state_devices.test_a_rank_without_a_device_is_not_started_after_a_rejoin,
+    ),
+    "a step may fault on every device": UnitMutant(
+        ((Devices, "faulted", _faulted_as_if_in_another_step),),
+        test_devices.test_device_3_a_step_that_faults_on_another_device_in_a_later_generation_is_the_scripts_fault,
+    ),
+    "a fault of the device is dropped with a lost step": UnitMutant(
+        ((member_lifecycle, "device_fault", _always(None)),),
+        lambda: test_member_lifecycle.test_a_fault_of_the_device_is_not_dropped_with_a_lost_step(True),
     ),
     "a rank that is blocked may hang": UnitMutant(
         ((HangDetector, "_is_excused", _always(False)),),

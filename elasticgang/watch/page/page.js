@@ -67,6 +67,13 @@ function showSeats(status) {
   }));
 }
 
+function showDevices(status) {
+  fill("devices", status.device_faults.map((fault) => {
+    const quarantined = fault.is_quarantined ? ", quarantined" : "";
+    return make("li", "", `device ${fault.device} of this host: ${fault.num_faults} fault${fault.num_faults === 1 ? "" : "s"}${quarantined}: ${fault.reason}`);
+  }));
+}
+
 function showLost(status) {
   const found = Object.entries(status.lost_s).sort((one, other) => other[1] - one[1]);
   const most = Math.max(...found.map(([, seconds]) => seconds), 1e-9);
@@ -152,6 +159,7 @@ function show(found) {
   byId("reason").textContent = status.reason;
   showTiles(status);
   showSeats(status);
+  showDevices(status);
   showLost(status);
   showTimeline(status, status.wall);
   showLoss(found.history);

@@ -1,0 +1,78 @@
+"""Decides which device of the host each rank uses, and when a device is used no more. Pure: the time is an argument.
+
+A device is named by its index, as CUDA numbers the devices that this host's processes see.
+
+DEVICE-1  A rank starts on its device again after a fault, `max_faults` times an hour for each device.
+DEVICE-2  The next fault quarantines the device: no rank starts on it as long as the agent runs. Its rank moves to the
+    first spare device. Without one it is not restarted, and neither is it after the agent has rejoined.
+DEVICE-3  A step in which a device faults, after another one has faulted in it in an earlier generation, is the script's
+    fault, and counts as its failure. Devices that fault in one generation may have a cause in common, as NVLink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elasticgang.protocol.restarts import WINDOW_S
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The device of the rank `local_rank` has faulted in `generation` (0: before its first one), and in `step`, the
+    last one that the rank began; None: it began none."""
+
+    local_rank: int
+    step: int | None
+    generation: int
+    reason: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class FaultOutcome:
+    """`number`: the faults of `device` within an hour. `next_device`: where the rank is restarted; None: it is not."""
+
+    device: int
+    number: int
+    is_quarantined: bool
+    next_device: int | None
+
+
+class Devices:
+    """`devices`: their indices; first those of the ranks in order, then the spare ones. A rank beyond them has the
+    device of its own number: nothing is known about the host's devices then."""
+
+    def __init__(self, devices: Sequence[int] = (), num_ranks: int = 0, max_faults: int = 2) -> None:
+        self.max_faults = max_faults
+        self._device_of: dict[int, int | None] = dict(enumerate(devices[:num_ranks]))
+        self._spare = list(devices[num_ranks:])
+        self._faulted_at_s: dict[int, list[float]] = {}
+        self._faulted_in: dict[int, dict[int, int]] = {}  # step -> device -> the first generation
+
+    def of(self, local_rank: int) -> int | None:
+        """The device of a rank. None: it has none any more."""
+        return self._device_of.get(local_rank, local_rank)
+
+    @property
+    def num_without(self) -> int:
+        """Ranks without a device."""
+        return sum(device is None for device in self._device_of.values())
+
+    def faulted(self, fault: Fault) -> FaultOutcome | None:
+        """What follows from a fault of the device of a rank that has one. None: the script is at fault."""
+        device = self.of(fault.local_rank)
+        assert device is not None
+        if fault.step is not None:
+            faulted = self._faulted_in.setdefault(fault.step, {})
+            first = faulted.setdefault(device, fault.generation)
+            if any(faulted[other] < first for other in faulted if other != device):  # DEVICE-3
+                return None
+        since_s = fault.at_s - WINDOW_S
+        recent = [at_s for at_s in self._faulted_at_s.get(device, ()) if at_s > since_s]
+        self._faulted_at_s[device] = recent = [*recent, fault.at_s]
+        if len(recent) <= self.max_faults:  # DEVICE-1
+            return FaultOutcome(device, len(recent), False, device)
+        moved = self._spare.pop(0) if self._spare else None  # DEVICE-2
+        self._device_of[fault.local_rank] = moved
+        return FaultOutcome(device, len(recent), True, moved)
