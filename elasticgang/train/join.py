@@ -22,6 +22,7 @@ from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.manager import QuorumManager
 from elasticgang.member.rank_context import inherited
 from elasticgang.member.rendezvous import ElasticRendezvous
+from elasticgang.reshape.state_mover import StateMover
 from elasticgang.state.snapshot_server import SnapshotServer
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def join(
         schedule = Schedule(every_steps, every_seconds, clock=time.monotonic)
         return DurableCheckpoints(directory, schedule, keep, state_server)
 
-    return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints)
+    mover = StateMover(state_server) if layout.fallback else None
+    return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints, mover)
 
 
 def _check_process_group(process_group: object, device: torch.device) -> None:

@@ -23,6 +23,7 @@ NUM_SCHEDULES = 2_000
 PER_MILLE = {
     "agent lost": 200,
     "agent paused beyond its lease": 100,
+    "another layout": 8,
     "asked for spares": 100,
     "coordinator paused beyond a lease": 70,
     "crashed before it had written": 10,
@@ -63,6 +64,7 @@ PER_MILLE = {
     "spare promoted": 50,
     "started without a directory": 500,
     "state directory": 300,
+    "state moved": 8,
     "timed out: exit": 15,
     "timed out: grace": 5,
     "timed out: start": 100,
