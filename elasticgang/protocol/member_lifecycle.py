@@ -269,7 +269,7 @@ class MemberLifecycle:
         else:
             if passed:  # MANAGER-1
                 yield from self._committed(step.attempt)
-        step.is_committed = state.tip == step.attempt
+        step.is_committed = state.has(step.attempt)
         return step.is_committed
 
     def end(self, error: BaseException | None) -> Routine[bool]:

@@ -232,6 +232,10 @@ class MemberState:
             self.tip = None
         return self.pending is not None
 
+    def has(self, attempt: Attempt) -> bool:
+        """Whether this rank's objects have `attempt`, or had it when it began to keep them for its peers."""
+        return attempt == self.tip or (self.former is not None and attempt == self.former.attempt)
+
     def begin_apply(self) -> Attempt:
         """The attempt to apply now (MEMBER-1). Until `end_apply` the state is torn."""
         assert self.pending is not None

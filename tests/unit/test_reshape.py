@@ -41,7 +41,7 @@ from tests.unit import agent_hosts
 from tests.unit.proposals import agreed, member, report, undecided
 from tests.unit.test_agent_lifecycle import Host as LifecycleHost
 from tests.unit.test_agent_lifecycle import record_of
-from tests.unit.test_member_lifecycle import NUM_STEPS, Driver
+from tests.unit.test_member_lifecycle import LOST, NUM_STEPS, Driver
 
 ONE, PAIR = ParallelLayout(), ParallelLayout(sdp=2)
 LAYOUT = ParallelLayout(sdp=2, fallback=(ONE,))
@@ -343,6 +343,27 @@ def test_a_rank_that_cannot_fetch_ends_the_generation() -> None:
     driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), {"Move": False})
     assert driver.names == ["KeepFormer", "BuildSeat", "Move", "Poison"]
     assert driver.lifecycle.state.tip is None
+
+
+# MANAGER-4
+def test_a_step_that_a_move_rolls_forward_is_committed() -> None:
+    """The vote fails, as d0 dies. What forward has changed stays: it belongs to the state that this rank keeps."""
+    start = begun("a", "b", "c", "d", layout=TWO_PAIRS)
+    driver = Driver()
+    driver.enter(start)
+    driver.begin()
+    doubt = Attempt(1, 1)
+    told = [holding(start, id, Attempt(0, 1), pending=doubt) for id in ("a0", "b0", "c0")]
+    after = agreed(start, *(of(start, each) for each in told), lost="d")
+    assert (after.committed, after.rolled_forward, len(after.holders)) == (doubt, True, 3)
+    driver.records = [after]
+    assert driver.run(driver.lifecycle.commit(1.0, measures=False), {"AWAIT_SUMS control": LOST})
+    assert "APPLY" in driver.names
+    assert (driver.lifecycle.state.tip, driver.lifecycle.state.former) == (None, FormerState(doubt, 0, FIRST))
+    assert driver.run(driver.lifecycle.end(None)) is False
+    (end,) = driver.done
+    assert isinstance(end, do.EndStep)
+    assert (end.restores, end.is_dropped) == (False, False)
 
 
 # MANAGER-10
