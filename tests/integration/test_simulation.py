@@ -55,7 +55,7 @@ PER_MILLE = {
     "partition": 250,
     "rejoined": 200,
     "restarted with its directory": 150,
-    "rolled forward": 50,
+    "rolled forward": 45,
     "saved at the end": 5,
     "sharded": 400,
     "signalled": 100,
