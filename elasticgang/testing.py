@@ -35,6 +35,8 @@ PLACES = {
     "healing": "a learner is about to ask its peers for the state",
     "source_agreed": "a learner of a large state knows the chunks of one peer; that peer has sent none",
     "tensor_received": "a learner has received one tensor of the state",
+    "moving": "the job has taken another layout; a rank is about to fetch its part of the state from those who keep it",
+    "piece_sent": "a rank has sent a piece of the state that it keeps from the former layout",
     "healed": "a learner has loaded the state; it is not active",
     "forward_awaited": "a peer waits for the end of its forward before it serves a learner; it holds the server's lock",
     "serving": "a peer is about to send its state to a learner",

@@ -21,6 +21,7 @@ from elasticgang.checkpoint.listing import UnreadableError, check_header
 from elasticgang.checkpoint.manifest import Manifest, Piece, TensorEntry
 from elasticgang.checkpoint.placed import DIVIDING_AXES, Seated, name_tensors, place, tensor_names, without_axes
 from elasticgang.errors import CheckpointError
+from elasticgang.layout import MODEL_AXES
 from elasticgang.state.serialization import as_bytes, unflatten
 
 
@@ -28,17 +29,15 @@ class ModelMismatch(CheckpointError):
     """The checkpoint is of another model, or of a layout that this one cannot load."""
 
 
-class CheckpointReader:
-    """Reads blocks of the tensors of one checkpoint."""
+class BlockReader:
+    """Reads blocks of the tensors that a manifest lists."""
 
-    def __init__(self, path: Path, manifest: Manifest, other_axes: Collection[str] = ()) -> None:
-        """`other_axes`: the axes along which the reader's layout differs from the checkpoint's."""
-        self.path, self.manifest, self.other_axes = path, manifest, other_axes
+    def __init__(self, manifest: Manifest, other_axes: Collection[str] = ()) -> None:
+        """`other_axes`: the axes along which the reader's layout differs from the manifest's."""
+        self.manifest, self.other_axes = manifest, other_axes
         self._entries: dict[str, list[TensorEntry]] = {}
         for tensor in manifest.tensors:
             self._entries.setdefault(without_axes(tensor.name, other_axes), []).append(tensor)
-        for file in manifest.files:
-            check_header(path, file)
 
     def entry(self, name: str) -> TensorEntry:
         """Raises:
@@ -60,6 +59,7 @@ class CheckpointReader:
     def read(self, entry: TensorEntry, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The block of `shape` from `start` on. Raises CheckpointError: it is corrupt, or cannot be read."""
         tensor = torch.empty(tuple(shape), dtype=getattr(torch, entry.dtype))
+        num_read = 0
         for piece in entry.pieces:
             low = [max(*firsts) for firsts in zip(start, piece.start, strict=True)]
             high = [
@@ -69,13 +69,16 @@ class CheckpointReader:
             if any(first >= last for first, last in zip(low, high, strict=True)):
                 continue
             destination = tensor[_slices(low, high, start)]
+            num_read += destination.numel()
             is_whole = tuple(destination.shape) == piece.shape
             if is_whole and destination.is_contiguous():
-                self._read_piece(entry, piece, destination)
+                self.read_piece(entry, piece, destination)
             else:
                 block = torch.empty(piece.shape, dtype=tensor.dtype)
-                self._read_piece(entry, piece, block)
+                self.read_piece(entry, piece, block)
                 destination.copy_(block[_slices(low, high, piece.start)])
+        if num_read != tensor.numel():
+            raise CheckpointError(f"its manifest is invalid: the pieces of {entry.name} do not cover it")
         return tensor
 
     def read_whole(self, name: str) -> Tensor:
@@ -83,7 +86,22 @@ class CheckpointReader:
         entry = self.entry(name)
         return self.read(entry, [0] * len(entry.shape), entry.shape)
 
-    def _read_piece(self, entry: TensorEntry, piece: Piece, block: Tensor) -> None:
+    def read_piece(self, entry: TensorEntry, piece: Piece, block: Tensor) -> None:
+        """Read all of `piece` into `block`, a contiguous tensor of its shape. Raises CheckpointError."""
+        raise NotImplementedError
+
+
+class CheckpointReader(BlockReader):
+    """Reads blocks of the tensors of one checkpoint."""
+
+    def __init__(self, path: Path, manifest: Manifest, other_axes: Collection[str] = ()) -> None:
+        """Raises CheckpointError: a file is missing, or its header is corrupt."""
+        super().__init__(manifest, other_axes)
+        self.path = path
+        for file in manifest.files:
+            check_header(path, file)
+
+    def read_piece(self, entry: TensorEntry, piece: Piece, block: Tensor) -> None:
         data = as_bytes(block)
         try:
             with open(self.path / piece.file, "rb", buffering=0) as file:
@@ -107,11 +125,20 @@ def read_state(path: Path, manifest: Manifest, state: dict[str, Any], seated: Se
         ModelMismatch: the first difference between the model and the checkpoint.
         CheckpointError: the checkpoint is corrupt, or cannot be read.
     """
-    objects = manifest.objects.get(seated.place) or manifest.objects.get(f"{seated.model[0]}-0-0")
+    return state_of(CheckpointReader(path, manifest, differing_axes(manifest, seated)), state, seated)
+
+
+def differing_axes(manifest: Manifest, seated: Seated) -> list[str]:
+    """The axes along which the layout of the seat differs from the manifest's."""
+    return [axis for axis in DIVIDING_AXES if manifest.layout.get(axis, 1) != getattr(seated.layout, axis)]
+
+
+def state_of(reader: BlockReader, state: dict[str, Any], seated: Seated) -> dict[str, Any]:
+    """As `read_state`, from any reader."""
+    manifest = reader.manifest
+    objects = manifest.objects.get(seated.place) or _objects_like(manifest, seated, reader.other_axes)
     if objects is None:
         raise ModelMismatch(f"it was saved with the layout {manifest.layout}, which has no stage {seated.model[0]}")
-    other_axes = [axis for axis in DIVIDING_AXES if manifest.layout.get(axis, 1) != getattr(seated.layout, axis)]
-    reader = CheckpointReader(path, manifest, other_axes)
     try:
         _check_model(reader, objects, state, seated)
         read = {kind: _read_like(reader, state[kind], seated) for kind in ("parameters", "buffers")}
@@ -134,6 +161,17 @@ def read_state(path: Path, manifest: Manifest, state: dict[str, Any], seated: Se
     }
 
 
+def _objects_like(manifest: Manifest, seated: Seated, other_axes: Collection[str]) -> Any:
+    """The objects of a seat with the same coordinates, but along `other_axes`; None if there are none."""
+    kept = [index for index, axis in enumerate(MODEL_AXES) if axis not in other_axes]
+    own = seated.place.split("-")
+    for saved, objects in sorted(manifest.objects.items()):
+        found = saved.split("-")
+        if len(found) == len(own) and all(found[index] == own[index] for index in kept):
+            return objects
+    return None
+
+
 def _content(entry: TensorEntry) -> object:
     return entry.shape, entry.dtype, {(piece.start, piece.shape, piece.digest) for piece in entry.pieces}
 
@@ -141,7 +179,7 @@ def _content(entry: TensorEntry) -> object:
 class _Whole:
     """The tensors by name, for `unflatten`."""
 
-    def __init__(self, reader: CheckpointReader) -> None:
+    def __init__(self, reader: BlockReader) -> None:
         self._reader = reader
 
     def __getitem__(self, name: str) -> Tensor:
@@ -149,14 +187,14 @@ class _Whole:
 
 
 class _Entries:
-    def __init__(self, reader: CheckpointReader) -> None:
+    def __init__(self, reader: BlockReader) -> None:
         self._reader = reader
 
     def __getitem__(self, name: str) -> TensorEntry:
         return self._reader.entry(name)
 
 
-def _check_model(reader: CheckpointReader, objects: dict[str, Any], state: dict[str, Any], seated: Seated) -> None:
+def _check_model(reader: BlockReader, objects: dict[str, Any], state: dict[str, Any], seated: Seated) -> None:
     """LOADER-2. Raises ModelMismatch with the first difference."""
     axes = reader.other_axes
     saved = {without_axes(name, axes) for kind in ("parameters", "buffers") for name in tensor_names(objects[kind])}
@@ -181,7 +219,7 @@ def _what(kind: str) -> str:
     return {"parameters": "the parameter", "buffers": "the buffer"}[kind]
 
 
-def _read_like(reader: CheckpointReader, tree: dict[str, Any], seated: Seated) -> dict[str, Any]:
+def _read_like(reader: BlockReader, tree: dict[str, Any], seated: Seated) -> dict[str, Any]:
     """The local parts of the tensors of `tree`, by object and name."""
     return {
         owner: {name: _read_placed(reader, f"{owner}.{name}", tensor, seated) for name, tensor in tensors.items()}
@@ -189,13 +227,13 @@ def _read_like(reader: CheckpointReader, tree: dict[str, Any], seated: Seated) -
     }
 
 
-def _read_placed(reader: CheckpointReader, name: str, tensor: Tensor, seated: Seated) -> Tensor:
+def _read_placed(reader: BlockReader, name: str, tensor: Tensor, seated: Seated) -> Tensor:
     here = place(name, tensor, seated)
     return reader.read(reader.entry(here.name), here.start, here.shape)
 
 
 def _read_optimizer(
-    reader: CheckpointReader, saved: dict[str, Any], parameters: Sequence[Tensor], seated: Seated, num_groups: int
+    reader: BlockReader, saved: dict[str, Any], parameters: Sequence[Tensor], seated: Seated, num_groups: int
 ) -> dict[str, Any]:
     """An optimizer's state dict. A tensor of the shape of a sharded parameter is read like the parameter."""
     if len(saved["param_groups"]) != num_groups:
@@ -223,7 +261,7 @@ def _read_optimizer(
     return {**rest, "state": state}
 
 
-def _read_entries(reader: CheckpointReader, tree: Any) -> Any:
+def _read_entries(reader: BlockReader, tree: Any) -> Any:
     if isinstance(tree, TensorEntry):
         return reader.read(tree, [0] * len(tree.shape), tree.shape)
     if isinstance(tree, dict):

@@ -222,21 +222,13 @@ def _check(manifest: Manifest) -> None:
     _require(len(files) == len(manifest.files), "a file appears twice")
     _require(len(manifest.by_name) == len(manifest.tensors), "a tensor appears twice")
     for tensor in manifest.tensors:
+        check_pieces(tensor)
         covered = 0
         for piece in tensor.pieces:
             _require(piece.file in files, f"{tensor.name} lies in {piece.file}, which is not listed")
-            _require(
-                len(piece.start) == len(piece.shape) == len(tensor.shape)
-                and all(
-                    first + size <= whole
-                    for first, size, whole in zip(piece.start, piece.shape, tensor.shape, strict=True)
-                ),
-                f"a piece of {tensor.name} lies outside it",
-            )
             covered += math.prod(piece.shape)
             ranges[piece.file].append((piece.offset, piece.offset + tensor.num_bytes(piece)))
         _require(covered == math.prod(tensor.shape), f"the pieces of {tensor.name} do not cover it")
-        _require(not _overlap(tensor.pieces), f"pieces of {tensor.name} overlap")
     for name, used in ranges.items():
         end = files[name].header_size
         for first, last in sorted(used):
@@ -245,6 +237,19 @@ def _check(manifest: Manifest) -> None:
         _require(
             end == files[name].size, f"{name} is said to have {files[name].size} bytes, but its pieces end at {end}"
         )
+
+
+def check_pieces(tensor: TensorEntry) -> None:
+    """Raises ValueError: a piece lies outside the tensor, or two overlap."""
+    for piece in tensor.pieces:
+        _require(
+            len(piece.start) == len(piece.shape) == len(tensor.shape)
+            and all(
+                first + size <= whole for first, size, whole in zip(piece.start, piece.shape, tensor.shape, strict=True)
+            ),
+            f"a piece of {tensor.name} lies outside it",
+        )
+    _require(not _overlap(tensor.pieces), f"pieces of {tensor.name} overlap")
 
 
 def _overlap(pieces: Sequence[Piece]) -> bool:

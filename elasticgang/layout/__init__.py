@@ -4,7 +4,7 @@ from elasticgang.integers import integer, integer_from
 from elasticgang.layout.axes import AXES, FAMILIES, MODEL_AXES, RUNTIME_GANGS, Axes, groups_over, groups_within
 from elasticgang.layout.grid import Grid, View
 from elasticgang.layout.parallel_layout import ParallelLayout
-from elasticgang.layout.planner import plan
+from elasticgang.layout.planner import is_filled, plan
 from elasticgang.layout.seat_plan import Member, ModelCoordinates, Plan
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "groups_within",
     "integer",
     "integer_from",
+    "is_filled",
     "plan",
 ]

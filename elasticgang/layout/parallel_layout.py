@@ -7,12 +7,14 @@ LAYOUT-2  `rdp` is elastic: no layout fixes its size.
 LAYOUT-3  Layouts with equal declarations are equal, whatever the order of `within_host`.
 LAYOUT-4  Further axes factorise a replica group, never `rdp`. A seat's place along them therefore follows from its
     model coordinates, so that a member can heal from the same coordinates of any replica group.
+LAYOUT-5  The layouts of a job, the first and its `fallback`, divide the model differently, so that the sizes say of
+    which layout a part is. They have the same stages, because the parts of one stage make up those of no other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticgang.errors import LayoutError
 from elasticgang.integers import integer_from
@@ -37,7 +39,8 @@ class ParallelLayout:
     Raises:
         LayoutError: a size is below 1; `within_host` repeats a name or names another axis; or a view does not factorise
             a replica group: it has another number of seats or an offset, repeats a model axis with different groups,
-            or names an axis that a family of gangs or another view has.
+            or names an axis that a family of gangs or another view has; or a layout in `fallback` has a `fallback` of
+            its own, other stages (`pp`), or the `sdp` and `tp` of another one, or there are `views` beside `fallback`.
     """
 
     pp: int = 1
@@ -46,6 +49,7 @@ class ParallelLayout:
     min_replicas: int = 1
     within_host: tuple[str, ...] = ("tp",)
     views: tuple[Axes, ...] = ()
+    fallback: tuple[ParallelLayout, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (*MODEL_AXES, "min_replicas"):
@@ -55,6 +59,7 @@ class ParallelLayout:
             object.__setattr__(self, name, size)
         object.__setattr__(self, "within_host", _model_axes(self.within_host))
         object.__setattr__(self, "views", _factorisations(self.views, Axes((self.tp, self.sdp, self.pp), _SEATS)))
+        object.__setattr__(self, "fallback", _fallback(self))
 
     @property
     def unit(self) -> int:
@@ -63,8 +68,13 @@ class ParallelLayout:
 
     @property
     def num_needed(self) -> int:
-        """The fewest ranks that can train with this layout."""
+        """The fewest ranks that can train with this layout, without its `fallback`."""
         return self.min_replicas * self.unit
+
+    @property
+    def options(self) -> tuple[ParallelLayout, ...]:
+        """This layout and those of `fallback`, in order of preference, each without a `fallback`."""
+        return (replace(self, fallback=()), *self.fallback)
 
     @property
     def sizes(self) -> str:
@@ -76,6 +86,24 @@ class ParallelLayout:
     def further_axes(self) -> tuple[str, ...]:
         """The names that `views` add to the model axes, in their order."""
         return tuple(name for axes in self.views for name in axes.dim_names if name not in MODEL_AXES)
+
+
+def _fallback(layout: ParallelLayout) -> tuple[ParallelLayout, ...]:
+    """`fallback` as a tuple; raises LayoutError unless it goes with the layout (LAYOUT-5)."""
+    given: object = layout.fallback
+    others: list[ParallelLayout] = []
+    for each in given if isinstance(given, tuple | list) else (None,):
+        if not isinstance(each, ParallelLayout) or each.fallback:
+            raise LayoutError(f"`fallback` must be a tuple of layouts without a `fallback`, but is {given!r} instead.")
+        if each.pp != layout.pp:
+            raise LayoutError(f"`fallback` must have the stages of the layout, pp={layout.pp}, but has pp={each.pp}.")
+        if each.views or layout.views:
+            raise LayoutError("`views` and `fallback` must not be given together.")
+        others.append(each)
+    sizes = [(each.sdp, each.tp) for each in (layout, *others)]
+    if len(set(sizes)) < len(sizes):
+        raise LayoutError("`fallback` must hold layouts of other sizes `sdp` and `tp`, but two layouts have the same.")
+    return tuple(others)
 
 
 def _model_axes(given: object) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from elasticgang.layout.parallel_layout import ParallelLayout
 from elasticgang.layout.retention import BlockLayout, PreviousSeats
 from elasticgang.layout.seat_plan import Member, ModelCoordinates, Plan
 
-__all__ = ["Member", "Plan", "plan"]
+__all__ = ["Member", "Plan", "is_filled", "plan"]
 
 T = TypeVar("T")
 
@@ -60,9 +60,9 @@ def plan(
             says how many members are missing, and on which hosts.
     """
     present = _by_id(members)
-    blocks_of_group = BlockLayout(groups_over((layout.pp, 1, layout.sdp, layout.tp), layout.within_host))
+    blocks_of_group = _blocks(layout)
     on_host = Counter(member.host for member in present.values())
-    replicas = sum(num // blocks_of_group.block_size for num in on_host.values()) // blocks_of_group.num_blocks
+    replicas = _num_replicas(on_host, blocks_of_group)
     if max_replicas is not None:
         replicas = min(replicas, max(max_replicas, layout.min_replicas))
     if replicas < layout.min_replicas:
@@ -78,6 +78,19 @@ def plan(
     in_rank_order = _swap_outer(seats, replicas, layout.pp)
     repair_holders(layout, in_rank_order, idle, holds or {})
     return Plan(shape, tuple(in_rank_order), tuple(member.id for member in idle), layout.views)
+
+
+def is_filled(layout: ParallelLayout, on_host: Mapping[str, int]) -> bool:
+    """Whether so many members on each host fill `layout.min_replicas` replica groups (PLAN-2)."""
+    return _num_replicas(on_host, _blocks(layout)) >= layout.min_replicas
+
+
+def _blocks(layout: ParallelLayout) -> BlockLayout:
+    return BlockLayout(groups_over((layout.pp, 1, layout.sdp, layout.tp), layout.within_host))
+
+
+def _num_replicas(on_host: Mapping[str, int], blocks_of_group: BlockLayout) -> int:
+    return sum(num // blocks_of_group.block_size for num in on_host.values()) // blocks_of_group.num_blocks
 
 
 def _by_id(members: Iterable[Member]) -> dict[str, Member]:

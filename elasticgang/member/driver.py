@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from elasticgang.errors import GangError, StateLostError
 from elasticgang.gang import compiled
 from elasticgang.layout import ModelCoordinates
-from elasticgang.member.interfaces import Checkpoints, Reducer, Rendezvous, StateServer
+from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, StateServer
 from elasticgang.member.seat_state import SeatState
 from elasticgang.process.status_page import ThreadState
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.member_instructions import Do, Instruction
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
-from elasticgang.protocol.record import Seat
+from elasticgang.protocol.record import FormerState, Seat
 from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
@@ -26,7 +26,8 @@ _T = TypeVar("_T")
 
 
 class MemberDriver:
-    """`seat_state`: what `QuorumManager.build` makes, if anything; `checkpoints`: of `QuorumManager.checkpoints`.
+    """`seat_state`: what `QuorumManager.build` makes, if anything; `checkpoints`: of `QuorumManager.checkpoints`;
+    `mover`: if the job has fallback layouts.
     `apply`, `prepare`, `measure`: as `commit` has them."""
 
     def __init__(self, rendezvous: Rendezvous, state_server: StateServer) -> None:
@@ -34,6 +35,7 @@ class MemberDriver:
         self.reducers: list[Reducer] = []
         self.seat_state: SeatState | None = None
         self.checkpoints: Checkpoints | None = None
+        self.mover: Mover | None = None
         self._seat_reducers: list[Reducer] = []
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
         self._apply: Callable[..., None] | None = None
@@ -145,8 +147,12 @@ class MemberDriver:
                     return self.checkpoints.load(ref, self.lifecycle.state)
             case do.Poison(error):
                 rendezvous.poison(error)
-            case do.BuildSeat(coordinates):
-                self._build_seat(ModelCoordinates(*coordinates))
+            case do.BuildSeat(coordinates, layout):
+                self._build_seat(ModelCoordinates(*coordinates), layout)
+            case do.KeepFormer(former, is_dropped):
+                self._keep_former(former, is_dropped=is_dropped)
+            case do.Move():
+                return self._move(instruction)
             case Do.REPORT_HEALED:
                 rendezvous.perform(instruction)
                 reached("healed")
@@ -196,10 +202,35 @@ class MemberDriver:
         if end.restores:
             self._state_server.restore()
 
-    def _build_seat(self, part: ModelCoordinates) -> None:
+    def _keep_former(self, former: FormerState | None, *, is_dropped: bool) -> None:
+        mover, record = self.mover, self.lifecycle.state.record
+        if mover is None:
+            return
+        if former is None:
+            mover.drop()
+            return
+        assert record is not None
+        mover.keep(former, record.layouts[former.layout], is_dropped=is_dropped)
+
+    def _move(self, move: do.Move) -> bool:
+        state = self.lifecycle.state
+        if self.mover is None or state.record is None:
+            raise StateLostError(f"this rank has no peers to fetch the state of step {move.attempt.step} from")
+        record = state.record
+        seat = record.layout, record.model_coordinates(state.member)
+        rank = record.plan.ranks[state.member]
+        with self._page.in_thread_state(ThreadState.WAITING):
+            is_loaded = self.mover.move(move.holders, move.layout, move.attempt, seat, rank, self._is_over)
+        if is_loaded:
+            log.info(
+                "rank %d has its part of the layout (%s), made of (%s)", rank, record.layout.sizes, move.layout.sizes
+            )
+        return is_loaded
+
+    def _build_seat(self, part: ModelCoordinates, layout: int) -> None:
         """Between steps alone, so that a step's objects are the same ones throughout."""
         built = self.seat_state
-        if built is None or built.is_for(part):
+        if built is None or built.is_for(part, layout):
             return
         self._page.forget_steps()
         with self._state_server.exclusive():  # no healer reads what goes
@@ -209,7 +240,7 @@ class MemberDriver:
                 self.reducers.remove(reducer)
         others = list(self.reducers)
         with self._page.paused(), self._rendezvous.forbid_collectives():
-            objects = built.make(part)
+            objects = built.make(part, layout)
         self._seat_reducers = [reducer for reducer in self.reducers if reducer not in others]
         self._state_server.register(**objects)
 

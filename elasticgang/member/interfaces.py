@@ -11,12 +11,13 @@ from torch import Tensor
 
 from elasticgang.errors import GangError
 from elasticgang.gang import Gang, Gangs
+from elasticgang.layout import ParallelLayout
 from elasticgang.member.drain import Drain
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import Instruction, Observed
 from elasticgang.protocol.member_state import MemberState
-from elasticgang.protocol.record import CheckpointRef, Record
+from elasticgang.protocol.record import CheckpointRef, FormerState, Holder, Model, Record, Seat
 
 if TYPE_CHECKING:
     from elasticgang.member.manager import Step
@@ -98,6 +99,29 @@ class Checkpoints(Protocol):
 
     def close(self, member: str, state: MemberState) -> None:
         """This rank leaves. Save the state, if it is due, and wait for the disk."""
+
+
+class Mover(Protocol):
+    """Moves the training state when the job takes another layout."""
+
+    def keep(self, former: FormerState, layout: ParallelLayout, *, is_dropped: bool) -> None:
+        """Keep the registered state for peers; `layout` is the one of `former`. `is_dropped`: forward has changed it
+        since, in a step that is not committed."""
+
+    def drop(self) -> None:
+        """Keep nothing any longer."""
+
+    def move(
+        self,
+        holders: Sequence[tuple[Seat, Holder]],
+        former: ParallelLayout,
+        attempt: Attempt,
+        seat: tuple[ParallelLayout, Model],
+        rank: int,
+        cancelled: Callable[[], bool],
+    ) -> bool:
+        """Load the part of `seat`, in its layout and with its rank, of the state of `attempt` from `holders`, until
+        `cancelled`. Returns whether it is loaded."""
 
 
 class Reducer(Protocol):

@@ -31,11 +31,13 @@ class LocalRendezvous:
     num_collectives = 0  # those of fake gangs always have a result
 
     def __init__(self, layout: ParallelLayout, device: torch.device) -> None:
-        if layout.num_needed > 1:
+        fitting = [option for option in layout.options if option.num_needed == 1]
+        if not fitting:
             raise LayoutError(
                 f"the layout ({layout.sizes}) needs {layout.num_needed} ranks, but this process is alone; start it "
                 f"with `elasticgang run --nproc-per-node {layout.num_needed} ...`."
             )
+        self._layouts, layout = layout.options, fitting[0]
         self._layout = layout
         self._job = f"alone-{uuid.uuid4().hex[:12]}"
         self._planned = plan([Member(self.member, "localhost")], layout)
@@ -69,6 +71,7 @@ class LocalRendezvous:
                     report.tip or saved,
                     rolled_back=loads,
                     checkpoint=digest if loads else "",
+                    layouts=self._layouts,
                 )
             case Do.AWAIT_RECORD:
                 return self.record

@@ -21,7 +21,7 @@ from elasticgang.errors import GangError, InvalidOperationError, NotSupportedErr
 from elasticgang.gang import Gang, Gangs
 from elasticgang.layout import ParallelLayout
 from elasticgang.member.driver import MemberDriver
-from elasticgang.member.interfaces import Checkpoints, Reducer, Rendezvous, SlotKeeper, StateServer
+from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, SlotKeeper, StateServer
 from elasticgang.member.seat_state import BuildFunction, SeatState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_lifecycle import Next
@@ -108,12 +108,14 @@ class QuorumManager:
         layout: ParallelLayout,
         device: torch.device,
         make_checkpoints: Callable[[Path, int | None, float | None, int], Checkpoints] | None = None,
+        mover: Mover | None = None,
     ) -> None:
-        self.layout = layout
+        self._layout = layout
         self.device = device
         self._rendezvous = rendezvous
         self._state_server = state_server
         self._driver = MemberDriver(rendezvous, state_server)
+        self._driver.mover = mover
         self._state = self._driver.lifecycle.state
         self._step: Step | None = None
         self._stepped = 0  # the generation of the last step
@@ -122,6 +124,13 @@ class QuorumManager:
         self._make_checkpoints = make_checkpoints
 
     # -- for scripts
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout in force, without its `fallback`: that of the generation that this rank entered last. Before the
+        first one, the layout that the script has declared."""
+        record = self._state.record
+        return self._layout.options[0] if record is None else record.layout
 
     @property
     def member(self) -> str:
@@ -193,7 +202,14 @@ class QuorumManager:
 
         Raises:
             TypeError: an object has no such methods.
+            InvalidOperationError: an object has parameters or is an optimizer, and the layout has a `fallback`: make it
+                in the function given to `build`.
         """
+        for name, item in objects.items():
+            if self._layout.fallback and (isinstance(item, torch.nn.Module) or hasattr(item, "param_groups")):
+                raise InvalidOperationError(
+                    f"{name!r} depends on the layout, which may change: make it in the function given to `build`"
+                )
         self._state_server.register(**objects)
         self._registered = True
 
@@ -206,7 +222,8 @@ class QuorumManager:
 
         `build(seat)` makes the state of the model coordinates `seat.pp`, `seat.sdp` and `seat.tp` (modules,
         optimizers, ...) and returns it by name, as `register_state` takes it. The manager calls it before the first
-        step, and again whenever this rank gets other model coordinates. Each returned object is an attribute of the
+        step, and again whenever this rank gets other model coordinates or the job takes another layout
+        (`ParallelLayout(fallback=)`); `manager.layout` is then the new one. Each returned object is an attribute of the
         result:
 
             state = manager.build(lambda seat: {"model": Model(seat.tp), ...})
@@ -321,6 +338,10 @@ class QuorumManager:
         if driver.reducers and not self._registered:
             raise InvalidOperationError(
                 "name the training state with `register_state` or `build` before the first step"
+            )
+        if self._layout.fallback and driver.seat_state is None:
+            raise InvalidOperationError(
+                "a layout with a `fallback` needs `build`, which makes the state for each layout"
             )
         if lifecycle.has_left:
             raise InvalidOperationError("this rank has left the job; there is one loop over `steps` to a job")

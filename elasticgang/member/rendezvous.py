@@ -100,7 +100,8 @@ class ElasticRendezvous:
         self._context = context
         self._layout = layout
         self._families = (*FAMILIES, *layout.further_axes)
-        self._reductions = (REDUCE, REDUCE_RDP) if layout.sdp > 1 else (REDUCE,)  # else dp and rdp are the same
+        is_sharded = any(option.sdp > 1 for option in layout.options)
+        self._reductions = (REDUCE, REDUCE_RDP) if is_sharded else (REDUCE,)  # else dp and rdp are the same
         self._elastic = {name: ElasticGang(name, device) for name in (*self._families, *self._reductions)}
         self._gangs: Gangs | None = None  # of the generation entered last
         self._torch_environment = TorchEnvironment()

@@ -1,7 +1,8 @@
 """Training state that is built for a seat, and rebuilt when the rank gets other model coordinates.
 
 SEATSTATE-1  State is built only once the rank has coordinates: a spare has none, and builds when it is promoted.
-SEATSTATE-2  State belongs to one part of the model. It is kept while only `rdp` and the rank's number change.
+SEATSTATE-2  State belongs to one part of the model, in one layout. It is kept while only `rdp` and the rank's number
+    change.
 SEATSTATE-3  The state of a former seat is dropped before the next one is built.
 """
 
@@ -23,6 +24,7 @@ class SeatState:
     def __init__(self, build: BuildFunction) -> None:
         self._build = build
         self._part: ModelCoordinates | None = None
+        self._layout = 0  # the number of the layout that the part is of
         self._objects: dict[str, object] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -37,9 +39,9 @@ class SeatState:
     def __repr__(self) -> str:
         return f"SeatState({', '.join(self._objects)} for {self._part})"
 
-    def is_for(self, part: ModelCoordinates) -> bool:
-        """SEATSTATE-2."""
-        return self._part == part
+    def is_for(self, part: ModelCoordinates, layout: int) -> bool:
+        """SEATSTATE-2. `layout`: the number of the layout that the part is of."""
+        return (self._part, self._layout) == (part, layout)
 
     def clear(self) -> tuple[str, ...]:
         """SEATSTATE-3. Returns the names of the dropped objects."""
@@ -47,12 +49,12 @@ class SeatState:
         self._part, self._objects = None, {}
         return names
 
-    def make(self, part: ModelCoordinates) -> Mapping[str, object]:
+    def make(self, part: ModelCoordinates, layout: int) -> Mapping[str, object]:
         """Build the state for a seat (SEATSTATE-1). Raises TypeError: the function did not return named objects."""
         objects: object = self._build(part)
         if not (isinstance(objects, Mapping) and objects and all(map(_is_name, objects))):
             raise TypeError(f"the function given to `build` must return named training state, but returned {objects!r}")
-        self._part, self._objects = part, dict(objects)
+        self._part, self._layout, self._objects = part, layout, dict(objects)
         return self._objects
 
 

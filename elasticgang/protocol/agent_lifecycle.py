@@ -164,11 +164,16 @@ class AgentLifecycle:
             timers[f"restart {local_rank}"] = delayed.at_s
         for member, at_s in self._kill_at_s.items():
             timers[f"exit {member}"] = at_s
-        if self._start_expires_s is not None and self.state.waits_for_start:
+        if self._start_expires_s is not None and (self.state.waits_for_start or self._awaits_starts):
             timers["start"] = self._start_expires_s
         if self._grace_ends_s is not None:
             timers["grace period"] = self._grace_ends_s
         return timers
+
+    @property
+    def _awaits_starts(self) -> bool:
+        """AGENT-9: whether a layout is kept for ranks that are being started."""
+        return self.state.record is not None and self.state.num_starting > 0
 
     @property
     def num_coming(self) -> int:
@@ -243,7 +248,11 @@ class AgentLifecycle:
         if self._phase is not _Phase.SERVING:
             return []
         done: list[AgentInstruction] = []
-        for instruction in self.state.handle(event):
+        num_starting = self.state.num_starting
+        instructions = self.state.handle(event)
+        if self._awaits_starts and self.state.num_starting > num_starting:
+            self._start_expires_s = self._now_s + START_TIMEOUT_S
+        for instruction in instructions:
             match instruction:
                 case Restart(local_rank, delay_s):
                     settle_s = 0.0 if self._has_entered else ENTER_TIMEOUT_S

@@ -16,6 +16,8 @@ AGENT-7  A peer's notice is about the present generation or ignored. The session
     record.
 AGENT-8  A member that begins to exit is killed first, and is then treated as dead: its generation ends, and the next
     one may begin. It is restarted only once it is gone, with all its memory.
+AGENT-9  With fallback layouts, a report says how many ranks are being started, so that the layout in force waits for
+    them; after `StartExpired` it says none.
 """
 
 from __future__ import annotations
@@ -121,6 +123,7 @@ class AgentState:
     _num_never_started: int = 0  # ranks that had no device when this state began (DEVICE-2)
     _num_restarts: int = 0
     _waits_for_start: bool = True
+    _starts_are_late: bool = False
     _early_deaths: dict[int, int] = field(default_factory=dict)
     _num_not_started: int = 0  # in a row
     _num_steps: int = 0
@@ -131,6 +134,15 @@ class AgentState:
         self._num_never_started = self.devices.num_without
 
     def handle(self, event: Event) -> list[Instruction]:
+        before = self.num_starting
+        instructions = self._handle(event)
+        if self.num_starting > before:
+            self._starts_are_late = False
+        elif self.num_starting < before and RequestRecord() not in instructions:  # AGENT-9
+            instructions += self._request_if_ready()
+        return instructions
+
+    def _handle(self, event: Event) -> list[Instruction]:
         match event:
             case Started(member, local_rank):
                 self._ranks[member] = _Rank(local_rank)
@@ -155,7 +167,7 @@ class AgentState:
             case Exited():
                 return self._exited(event)
             case StartExpired():
-                self._waits_for_start = False
+                self._waits_for_start, self._starts_are_late = False, True
                 return self._request_if_ready()
             case PeerNotice():
                 return self._peer_noticed(event)
@@ -185,6 +197,7 @@ class AgentState:
             exited=tuple(seat.member for seat in own if seat.member not in live),
             checkpoint=max((rank.checkpoint for rank in requesting if rank.checkpoint is not None), default=None),
             num_ranks=self.num_ranks,
+            num_starting=0 if self._starts_are_late else self.num_starting,
             num_seats=self.num_ranks if self.num_spares else None,
             address=self.address,
             min_agents=self.min_agents,
@@ -204,6 +217,13 @@ class AgentState:
             return 0
         waiting = self._in(_Phase.STARTING, _Phase.REQUESTING, _Phase.EXITING)
         return self._num_to_start + len(waiting.keys() - set(draining))
+
+    @property
+    def num_starting(self) -> int:
+        """AGENT-9: how many ranks the layout in force may wait for, whether or not they are late."""
+        if self.finished or self._layout is None or not self._layout.fallback:
+            return 0
+        return self._num_to_start + len(self._in(_Phase.STARTING, _Phase.EXITING))
 
     @property
     def _num_to_start(self) -> int:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elasticgang.errors import GangError
+from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.record import CheckpointRef, MemberReport, Record, Seat
+from elasticgang.protocol.record import CheckpointRef, FormerState, Holder, MemberReport, Record, Seat
 
 
 class Observed(NamedTuple):
@@ -64,9 +65,20 @@ class Do(Instruction, enum.Enum):
 
 @dataclass(frozen=True)
 class BuildSeat(Instruction):
-    """Build the training state of these model coordinates, unless it is there."""
+    """Build the training state of these model coordinates, unless it is there. `layout`: the number of the layout that
+    they are of."""
 
     coordinates: tuple[int, int, int]
+    layout: int = 0
+
+
+@dataclass(frozen=True)
+class KeepFormer(Instruction):
+    """Keep the training state aside and serve it, before other state is built; None: drop what is kept. `is_dropped`:
+    forward has changed it since, in a step that is not committed."""
+
+    former: FormerState | None
+    is_dropped: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,16 @@ class LoadCheckpoint(Instruction):
     directory of checkpoints. Raises CheckpointError: another checkpoint of this attempt is in its directory."""
 
     ref: CheckpointRef
+
+
+@dataclass(frozen=True)
+class Move(Instruction):
+    """Load this rank's part of the state of `attempt` from the members of `holders`, which keep the parts of `layout`.
+    The outcome: whether it is loaded."""
+
+    holders: tuple[tuple[Seat, Holder], ...]
+    layout: ParallelLayout
+    attempt: Attempt
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ MANAGER-7  A rank without state heals before it sends its totals and its vote.
 MANAGER-8  A committed attempt is reported before it is applied: a rank that dies in the act does not take it along.
 MANAGER-9  A rank requests only after its generation has ended here (RULE-3), and then acts on records alone (RULE-9).
 MANAGER-10  A draining rank leaves at a boundary between steps, after a vote that announced and allowed it (MEMBER-6);
-    at once if it has no seat.
+    at once if it has no seat and keeps no state for its peers (MEMBER-7).
 MANAGER-11  When the record goes back to a durable checkpoint, a rank without state loads it before its first step, or
     heals from a peer that has. A rank that cannot ends the generation, and reports an earlier checkpoint.
 MANAGER-12  With durable checkpoints, no rank leaves a job that finishes before it knows that the final state is saved
@@ -27,6 +27,8 @@ MANAGER-12  With durable checkpoints, no rank leaves a job that finishes before 
     and the state is not saved, the members of the next one save it again.
 MANAGER-13  A fault of this rank's device (CUDA-1) is not dropped with a lost step: the process can use the device no
     more.
+MANAGER-14  When the record names holders of another layout, they keep their state aside before they build another one.
+    A rank that nobody can heal fetches its part from them before its first step. If it cannot, it ends the generation.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ Routine: TypeAlias = Generator[Instruction, Any, _T]
 class Next(enum.Enum):
     """What a member does at a boundary between steps."""
 
-    LOAD = "it loads a durable checkpoint"
+    LOAD = "it loads a durable checkpoint, or the state of another layout"
     STEP = "it takes the next step"
     SAVE = "it saves the final state"
     REGROUP = "it requests the next generation"
@@ -112,7 +114,7 @@ class MemberLifecycle:
     @property
     def _is_leaving(self) -> bool:
         """MANAGER-10."""
-        return self.observed.draining and (self._may_leave or not self.has_seat)
+        return self.observed.draining and (self._may_leave or not (self.has_seat or self.state.former is not None))
 
     # -- the loop over steps
 
@@ -120,7 +122,7 @@ class MemberLifecycle:
         state = self.state
         if self._is_leaving:
             return Next.LEAVE
-        if self._loads_checkpoint and not self._is_over:
+        if self._loads and not self._is_over:
             return Next.LOAD
         is_last = state.committed.step >= num_steps
         if is_last and (self._has_saved or not self.saves_last):
@@ -133,15 +135,15 @@ class MemberLifecycle:
         return Next.SAVE if is_last else Next.STEP
 
     @property
-    def _loads_checkpoint(self) -> bool:
-        """MANAGER-11."""
+    def _loads(self) -> bool:
+        """MANAGER-11, MANAGER-14."""
         state = self.state
         record = state.record
         return (
             state.tip is None
             and self.has_seat
             and record is not None
-            and bool(record.checkpoint)
+            and bool(record.checkpoint or record.holders)
             and state.committed == record.committed
             and not state.sources()
         )
@@ -161,25 +163,39 @@ class MemberLifecycle:
             yield from self._save_last()
         elif what in (Next.STEP, Next.LOAD):
             assert state.record is not None
-            yield do.BuildSeat(state.record.model_coordinates(state.member))
+            yield from self._keep_former(state.record)
+            yield do.BuildSeat(state.record.model_coordinates(state.member), state.layout)
             if what is Next.LOAD:
-                yield from self._load_checkpoint()
+                yield from self._load(state.record)
         elif what is Next.GIVE_UP:
             raise OperationalError(
                 f"step {state.committed.step} was lost {self._num_lost} times in a row; the last: {self.observed.error}"
             )
         return what
 
-    def _load_checkpoint(self) -> Routine[None]:
-        """MANAGER-11."""
+    def _keep_former(self, record: Record) -> Routine[None]:
+        """MANAGER-14."""
+        state, step = self.state, self._step
+        if len(record.layouts) > 1:
+            is_dropped = state.former is not None and step is not None and state.former.attempt != step.attempt
+            yield do.KeepFormer(state.former, is_dropped)
+
+    def _load(self, record: Record) -> Routine[None]:
+        """MANAGER-11, MANAGER-14."""
         state = self.state
-        assert state.record is not None
-        if (yield do.LoadCheckpoint(CheckpointRef(state.committed, state.record.checkpoint))):
+        if record.checkpoint:
+            what = f"the checkpoint of step {state.committed.step} cannot be loaded"
+            loaded = yield do.LoadCheckpoint(CheckpointRef(state.committed, record.checkpoint))
+        else:
+            layout = record.layouts[record.holders[0].layout]
+            what = f"the state of step {state.committed.step} cannot be moved from the layout ({layout.sizes})"
+            loaded = yield do.Move(state.holders(), layout, state.committed)
+        if loaded:
             state.healed()
             yield Do.REPORT_HEALED
         else:
             self._num_lost += 1
-            yield do.Poison(PeerLostError(f"the checkpoint of step {state.committed.step} cannot be loaded"))
+            yield do.Poison(PeerLostError(what))
 
     def _save_last(self) -> Routine[None]:
         """MANAGER-12. A peer that knew of the outcome before this rank did may have left."""
@@ -256,7 +272,7 @@ class MemberLifecycle:
         else:
             if passed:  # MANAGER-1
                 yield from self._committed(step.attempt)
-        step.is_committed = state.tip == step.attempt
+        step.is_committed = state.has(step.attempt)
         return step.is_committed
 
     def end(self, error: BaseException | None) -> Routine[bool]:
@@ -400,7 +416,7 @@ class MemberLifecycle:
         yield Do.LEAVE_GENERATION  # MANAGER-9
         checkpoint = yield Do.FIND_CHECKPOINT
         yield do.SendRequest(state.report(self._local_rank, self._address, self.observed.draining), error, checkpoint)
-        while self.has_seat or not self.observed.draining:
+        while self.has_seat or not self.observed.draining or state.former is not None:
             record: Record | None = yield Do.AWAIT_RECORD
             if record is None:
                 if self.observed.is_job_over:
@@ -416,6 +432,7 @@ class MemberLifecycle:
                     yield do.Configure(record, seat)
                     self._regroups = False
                 return
+            yield from self._keep_former(record)
             yield do.ReportSpare(record)
 
     def _resolve_in_step(self) -> Routine[None]:

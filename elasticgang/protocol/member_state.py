@@ -10,7 +10,11 @@ MEMBER-5  A step in which no member has slots commits nothing: learners heal in 
 MEMBER-6  The last holder of a shard leaves only after another rank has copied it: a draining member stays while all
     active members of its model coordinates drain and another could still get the state from them. That is a learner
     there, a rank that waits to join, or a *successor*: a spare, or a rank that is being started. A draining learner
-    does not become active.
+    does not become active. With fallback layouts, it also stays until a record knows that all of them drain: that
+    record may take a layout that the other members fill.
+MEMBER-7  A member that the record names as a holder keeps the committed state of its former layout for its peers, until
+    a later attempt is committed or a record does not name it any more. If spares keep state, all members request the
+    next record once everybody has fetched, so that the spares need not keep it any longer.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from dataclasses import dataclass, field
 from elasticgang.errors import InternalError, StateLostError
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.commit import Action, Attempt, action
-from elasticgang.protocol.record import ACTIVE, LEARNER, SPARE, MemberReport, Record, Seat
+from elasticgang.protocol.record import ACTIVE, LEARNER, SPARE, FormerState, Holder, MemberReport, Record, Seat
 
 _NOTHING = Attempt(0, 0)
 
@@ -51,7 +55,8 @@ class VoteOutcome:
 @dataclass
 class MemberState:
     """`committed`: the newest attempt known to be committed. `entered`: the generation entered last. `holds`: the model
-    coordinates of the state in `tip` and `pending`. `was_whole`: whether the rank had a whole state when the step under
+    coordinates of the state in `tip` and `pending`, in the layout of the number `layout`. `former`: what this rank
+    keeps for its peers besides. `was_whole`: whether the rank had a whole state when the step under
     way began."""
 
     member: str
@@ -62,6 +67,8 @@ class MemberState:
     entered: int = 0
     record: Record | None = None
     holds: tuple[int, int, int] | None = None
+    layout: int = 0
+    former: FormerState | None = None
     torn: bool = False
     was_whole: bool = False
     _whole: tuple[Record, frozenset[str], list[int]] | None = field(default=None, repr=False, compare=False)
@@ -83,7 +90,15 @@ class MemberState:
             entered=self.entered,
             active=self.is_active,
             draining=draining,
+            layout=self.layout,
+            former=self.former,
         )
+
+    def holders(self) -> tuple[tuple[Seat, Holder], ...]:
+        """The members that keep the committed state of another layout, with their seats."""
+        assert self.record is not None
+        named = [(self.record.seat(holder.member), holder) for holder in self.record.holders]
+        return tuple((seat, holder) for seat, holder in named if seat is not None)
 
     def sources(self) -> tuple[Seat, ...]:
         """The other members that hold this rank's part of the committed state."""
@@ -155,7 +170,13 @@ class MemberState:
         leaving = [part for part in parts if going[part] and self._may_leave(part, int(going[part]), is_wanted)]
         leaves = draining and (not self.is_active or self.holds in leaving)
         awaited = any(part not in leaving and self._is_awaited_by_absent(part, int(going[part])) for part in parts)
+        awaited = awaited or self._have_spares_kept()
         return VoteOutcome(passed, joins > 0.0 or learners_going > 0.0 or bool(leaving) or awaited, leaves)
+
+    def _have_spares_kept(self) -> bool:
+        """MEMBER-7: whether spares keep state that everybody has fetched, now that everybody votes."""
+        assert self.record is not None
+        return any(self._part_of(seat) is None for seat, _ in self.holders())
 
     def _may_leave(self, part: tuple[int, int, int], num_going: int, is_wanted: bool) -> bool:
         """Whether the draining active members of `part` may leave (MEMBER-6). `is_wanted`: a rank without a seat needs
@@ -163,17 +184,27 @@ class MemberState:
         assert self.record is not None
         there = [seat.member for seat in self.record.seats if self._part_of(seat) == part]
         num_active = sum(member in self.active for member in there)
-        return num_going < num_active or not (is_wanted or num_active < len(there))
+        return num_going < num_active or not (is_wanted or num_active < len(there) or self._is_new(part, num_going))
 
     def _is_awaited_by_absent(self, part: tuple[int, int, int], num_going: int) -> bool:
-        """Whether spares exist that do not know yet of all `num_going` draining members of `part` that must stay."""
+        """Whether spares, or another layout, may relieve `num_going` draining members of `part` that must stay, of whom
+        the record does not know yet."""
         assert self.record is not None
-        told = [
-            seat
-            for seat in self.record.seats
-            if seat.member in self.record.draining_members and self._part_of(seat) == part
-        ]
-        return num_going > len(told) and any(seat.status == SPARE for seat in self.record.seats)
+        if self._is_new(part, num_going):
+            return True
+        return self._is_untold(part, num_going) and any(seat.status == SPARE for seat in self.record.seats)
+
+    def _is_new(self, part: tuple[int, int, int], num_going: int) -> bool:
+        """Whether the next record may take another layout, because it knows that `num_going` members drain."""
+        assert self.record is not None
+        return len(self.record.layouts) > 1 and self._is_untold(part, num_going)
+
+    def _is_untold(self, part: tuple[int, int, int], num_going: int) -> bool:
+        """Whether the record knows of fewer draining members of `part`."""
+        assert self.record is not None
+        draining = self.record.draining_members
+        told = [seat for seat in self.record.seats if seat.member in draining and self._part_of(seat) == part]
+        return num_going > len(told)
 
     def _part_of(self, seat: Seat) -> tuple[int, int, int] | None:
         assert self.record is not None
@@ -196,10 +227,14 @@ class MemberState:
 
     def passed(self, attempt: Attempt) -> bool:
         """The vote on `attempt` has passed. Returns whether this rank applies it. Otherwise it now has no state."""
-        self.committed = attempt
+        self.committed, self.former = attempt, None  # MEMBER-7
         if self.pending is None:
             self.tip = None
         return self.pending is not None
+
+    def has(self, attempt: Attempt) -> bool:
+        """Whether this rank's objects have `attempt`, or had it when it began to keep them for its peers."""
+        return attempt == self.tip or (self.former is not None and attempt == self.former.attempt)
 
     def begin_apply(self) -> Attempt:
         """The attempt to apply now (MEMBER-1). Until `end_apply` the state is torn."""
@@ -257,6 +292,7 @@ class MemberState:
             StateLostError: the peers are to copy this rank's state, and it is torn. Only `pending` has changed.
         """
         self.pending = None
+        self.former = self._kept(record)
         if seat.status == LEARNER or self.tip != record.committed or record.checkpoint:  # RECOVERY-6
             # RECOVERY-3: before the first committed step, an active seat is where the state is taken from.
             fresh = seat.status == ACTIVE and record.committed.step == 0
@@ -267,6 +303,15 @@ class MemberState:
         self.entered, self.record = record.generation, record
         self.active = set(record.members(ACTIVE))
         if seat.member in record.plan.ranks:
-            self.holds = record.model_coordinates(self.member)
+            self.holds, self.layout = record.model_coordinates(self.member), record.in_force
         elif self.tip is None:  # a spare that holds state keeps it, and says of which part
             self.holds = None
+
+    def _kept(self, record: Record) -> FormerState | None:
+        """MEMBER-7."""
+        named = record.holder(self.member)
+        if named is None:
+            return None
+        kept = FormerState(record.committed, named.layout, named.model)
+        has_it = self.former == kept or (self.tip, self.layout, self.holds) == kept
+        return kept if has_it else None

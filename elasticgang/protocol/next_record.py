@@ -7,6 +7,11 @@ NEXT-1  A record is derived from its parent and one proposal; generations are nu
 NEXT-2  An agent with another job, layout or protocol is refused, and so is one that the others cannot reach.
 NEXT-3  A draining member takes no other member's seat. While there are spares, one heals its part of the state beside
     it.
+NEXT-4  The layout in force is the first of the job's layouts that the members fill, without those that drain; if they
+    fill none, with those that drain. So the job goes back to an earlier layout as soon as members fill it.
+NEXT-5  While ranks are being started that will fill the layout in force again, no later one is taken.
+NEXT-6  If nobody holds some part of the committed state in the layout in force, the record names those that hold the
+    parts of another layout, and all keep them for their peers.
 """
 
 from __future__ import annotations
@@ -16,15 +21,18 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from elasticgang.errors import LayoutError
-from elasticgang.layout import Member, ModelCoordinates, ParallelLayout, plan
+from elasticgang.layout import Member, ModelCoordinates, ParallelLayout, Plan, is_filled, plan
 from elasticgang.protocol.record import (
+    ACTIVE,
     PROTOCOL,
     SPARE,
+    Holder,
     Record,
     Report,
     Seat,
     Undecided,
     Unrecoverable,
+    model_coordinates,
 )
 from elasticgang.protocol.recovery import CommittedState, recover, without_witness
 
@@ -43,17 +51,24 @@ def next_record(
         return undecided
     known = {report.newest_commit for report in reports}
     state = recover(record, reports, [attempt for attempt in known if attempt is not None], lost)
-    holds = state.holds(reports) if isinstance(state, CommittedState) else {}
-    waiting = _surplus_agents(record, reports, holds)
-    seatable = [
-        Member(member.id, report.host) for report in reports for member in report.members if report not in waiting
-    ]
+    holders = state.holders(reports) if isinstance(state, CommittedState) else {}
+    waiting = _surplus_agents(
+        record, reports, {member: ModelCoordinates(*holder.model) for member, holder in holders.items()}
+    )
+    present = [report for report in reports if report not in waiting]
+    seatable = [Member(member.id, report.host) for report in present for member in report.members]
+    number = _layout_in_force(record, present, seatable)
+    if isinstance(number, Undecided):
+        return number
+    layouts = reports[0].layout.options
+    layout = layouts[number]
+    holds = state.holds(reports, number) if isinstance(state, CommittedState) else {}
     try:
         planned = plan(
             seatable,
-            reports[0].layout,
+            layout,
             record.plan if record is not None else None,
-            max_replicas=_max_replicas(record, reports),
+            max_replicas=_max_replicas(record, reports, layout),
             holds={member.id: holds[member.id] for member in seatable if member.id in holds},
         )
     except LayoutError as error:
@@ -79,7 +94,7 @@ def next_record(
         job=reports[0].job,
         generation=1 if record is None else record.generation + 1,  # NEXT-1
         parent="" if record is None else record.digest,
-        layout=reports[0].layout,
+        layout=layout,
         plan=planned,
         seats=seats,
         agents=tuple(report.agent for report in reports),
@@ -91,28 +106,62 @@ def next_record(
         dead_agents=() if record is None else tuple(agent for agent in record.agents if agent in lost),
         addresses=tuple(report.address for report in reports),
         draining_members=_draining_members(reports),
+        layouts=layouts,
+        holders=_kept(holders, planned, statuses, number) if len(layouts) > 1 else (),
     )
+
+
+def _kept(
+    holders: Mapping[str, Holder], planned: Plan, statuses: Mapping[str, str], in_force: int
+) -> tuple[Holder, ...]:
+    """NEXT-6. An active member serves its part of the layout in force, and keeps nothing of that layout aside."""
+    active = {member for member, status in statuses.items() if status == ACTIVE}
+    if len({model_coordinates(planned, member) for member in active}) == planned.size // planned.shape[1]:
+        return ()
+    return tuple(holder for holder in holders.values() if holder.layout != in_force or holder.member not in active)
+
+
+def _layout_in_force(record: Record | None, reports: Sequence[Report], seatable: Sequence[Member]) -> int | Undecided:
+    """The number of the layout to take, of those that the job declares (NEXT-4); the first if none is filled."""
+    options = reports[0].layout.options if reports else ()
+    if len(options) < 2:
+        return 0
+    draining = set(_draining_members(reports))
+    everybody = Counter(member.host for member in seatable)
+    staying = Counter(member.host for member in seatable if member.id not in draining)
+    starting = Counter({report.host: 0 for report in reports})
+    for report in reports:
+        starting[report.host] += report.num_starting
+    present = 0 if record is None else record.in_force
+    for number, layout in enumerate(options):
+        if is_filled(layout, staying):
+            return number
+        if number == present and is_filled(layout, staying + starting):  # NEXT-5
+            if is_filled(layout, everybody):
+                return number
+            return Undecided(f"{starting.total()} ranks are being started, which the layout ({layout.sizes}) waits for")
+    return next((number for number, layout in enumerate(options) if is_filled(layout, everybody)), 0)
 
 
 def _draining_members(reports: Sequence[Report]) -> tuple[str, ...]:
     return tuple(member.id for report in reports for member in report.members if member.draining)
 
 
-def _max_replicas(record: Record | None, reports: Sequence[Report]) -> int:
+def _max_replicas(record: Record | None, reports: Sequence[Report], layout: ParallelLayout) -> int:
     """As many replica groups as the agents request seats for, and no fewer than before, so that spares replace a lost
-    host. Groups with a draining member do not count (NEXT-3)."""
+    host. Groups with a draining member do not count (NEXT-3). Groups of another layout do not either."""
     asked = sum(len(report.members) if report.num_seats is None else report.num_seats for report in reports)
-    if record is None:
-        return asked // reports[0].layout.unit
+    if record is None or record.layout != layout:
+        return asked // layout.unit
     were = record.plan.shape[1] - record.groups_of(record.draining_members)
-    return max(asked // reports[0].layout.unit, were) + record.groups_of(_draining_members(reports))
+    return max(asked // layout.unit, were) + record.groups_of(_draining_members(reports))
 
 
 def _mismatched(record: Record | None, reports: Sequence[Report]) -> Undecided | None:
     """NEXT-2: the record's values apply, and before the first record the most common ones."""
     wanted: dict[str, object] = {"protocol": PROTOCOL}
     wanted["job"] = record.job if record is not None else _most_common(report.job for report in reports)
-    wanted["layout"] = record.layout if record is not None else _most_common(report.layout for report in reports)
+    wanted["layout"] = record.declared if record is not None else _most_common(report.layout for report in reports)
     refused = tuple((report.agent, why) for report in reports for why in _differences(report, wanted))
     refused = refused or _unreachable(record, reports)
     return _refuse(refused) if refused else None
@@ -120,7 +169,7 @@ def _mismatched(record: Record | None, reports: Sequence[Report]) -> Undecided |
 
 def mismatch(record: Record, report: Report) -> str | None:
     """What about `report` is not as the job is; None when it fits."""
-    return next(_differences(report, {"protocol": PROTOCOL, "job": record.job, "layout": record.layout}), None)
+    return next(_differences(report, {"protocol": PROTOCOL, "job": record.job, "layout": record.declared}), None)
 
 
 def _differences(report: Report, wanted: Mapping[str, object]) -> Iterator[str]:
@@ -190,11 +239,11 @@ def _refuse(agents: tuple[tuple[str, str], ...]) -> Undecided:
 
 
 def infeasible(layout: ParallelLayout, num_ranks: int) -> str | None:
-    """Why `num_ranks` ranks can never fill `layout`; None when they can."""
-    needed = layout.unit * layout.min_replicas
-    if num_ranks >= needed:
+    """Why `num_ranks` ranks can never fill `layout`, or one of its fallback; None when they can."""
+    least = min(layout.options, key=lambda option: option.num_needed)
+    if num_ranks >= least.num_needed:
         return None
     return (
-        f"the layout needs {needed} ranks (min_replicas {layout.min_replicas} x pp {layout.pp} x sdp {layout.sdp} "
-        f"x tp {layout.tp}), but the job has {num_ranks}"
+        f"the layout needs {least.num_needed} ranks (min_replicas {least.min_replicas} x pp {least.pp} "
+        f"x sdp {least.sdp} x tp {least.tp}), but the job has {num_ranks}"
     )

@@ -21,7 +21,7 @@ from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record_form import RecordForm, canonical_json, parse_lines, spans_of, spans_of_agent
 
-PROTOCOL = 13
+PROTOCOL = 14
 
 ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
@@ -49,11 +49,28 @@ class CheckpointRef(NamedTuple):
     digest: str
 
 
+class FormerState(NamedTuple):
+    """State of `attempt` that a member keeps aside for its peers: the part `model` of the layout with this number."""
+
+    attempt: Attempt
+    layout: int
+    model: Model
+
+
+class Holder(NamedTuple):
+    """A member that keeps its part `model`, of the layout with this number, for peers that sit at other parts."""
+
+    member: str
+    layout: int
+    model: Model
+
+
 @dataclass(frozen=True)
 class MemberReport:
     """One live member, as its agent reports it.
 
-    `holds`: the model coordinates (pp, sdp, tp) of the state in `tip` and `pending`; None without state.
+    `holds`: the model coordinates (pp, sdp, tp) of the state in `tip` and `pending`; None without state. `layout`: the
+    number of the layout that they are of, among those of the job. `former`: what it keeps aside besides.
     `entered`: the last generation it entered; 0 before the first. `active`: it votes in that generation.
     `address`: where its peers fetch state, "host:port". `draining`: it leaves as soon as the rules allow.
     """
@@ -67,6 +84,8 @@ class MemberReport:
     entered: int = 0
     active: bool = False
     draining: bool = False
+    layout: int = 0
+    former: FormerState | None = None
 
 
 @dataclass(frozen=True)
@@ -76,9 +95,10 @@ class Report:
     `newest_record`: the newest record it knows. `newest_commit`: the highest attempt it knows to be committed.
     `exited`: its own members of the recorded generation that have died or left. `checkpoint`: the newest durable
     checkpoint that a member can load. `num_seats`: how many seats it requests for its members; None for all; the
-    others are spares. `num_ranks`: how many ranks it runs, without spares; 0 if unknown. `address`: where the other
-    agents reach it, "host:port". `min_agents`: how many agents the first generation waits for. `max_agents`: how many
-    agents may have active or learning seats; 0 for no limit.
+    others are spares. `num_ranks`: how many ranks it runs, without spares; 0 if unknown. `num_starting`: how many more
+    ranks it is starting, for which the layout in force is kept. `address`: where the other agents reach it,
+    "host:port". `min_agents`: how many agents the first generation waits for. `max_agents`: how many agents may have
+    active or learning seats; 0 for no limit.
     """
 
     agent: str
@@ -92,6 +112,7 @@ class Report:
     checkpoint: CheckpointRef | None = None
     num_seats: int | None = None
     num_ranks: int = 0
+    num_starting: int = 0
     address: str = ""
     min_agents: int = 1
     max_agents: int = 0
@@ -113,6 +134,8 @@ class Seat(NamedTuple):
 class Record:
     """One agreed generation.
 
+    `layout`: the one in force, of `layouts`, those that the job declares; () stands for `layout` alone. `holders`: if
+    nobody holds some part of `committed` in this layout, those that keep one of another layout.
     `parent`: the digest of the record before it, "" for the first. `ancestors`: digests of some records before that,
     newest first. `seats`: grouped by agent, in the order of `agents`; every member in `plan` has one. `addresses`:
     those of `agents`, in their order. `dead_agents`: agents of the generation before that were declared lost.
@@ -136,9 +159,13 @@ class Record:
     dead_agents: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
     draining_members: tuple[str, ...] = ()
+    layouts: tuple[ParallelLayout, ...] = ()
+    holders: tuple[Holder, ...] = ()
     digest: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        if not self.layouts:
+            object.__setattr__(self, "layouts", (self.layout,))
         if not self.digest:
             object.__setattr__(self, "digest", self.form.digest)
 
@@ -221,6 +248,24 @@ class Record:
         return model_coordinates(self.plan, member)
 
     @property
+    def in_force(self) -> int:
+        """The number of `layout` among `layouts`."""
+        return self.layouts.index(self.layout)
+
+    def holder(self, member: str) -> Holder | None:
+        """What `member` keeps for its peers; None: nothing."""
+        return self._holders_by_member.get(member)
+
+    @cached_property
+    def _holders_by_member(self) -> dict[str, Holder]:
+        return {holder.member: holder for holder in self.holders}
+
+    @cached_property
+    def declared(self) -> ParallelLayout:
+        """The layout as the job declares it, with its fallback."""
+        return replace(self.layouts[0], fallback=self.layouts[1:])
+
+    @property
     def shape(self) -> tuple[int, ...]:
         found: tuple[int, ...] = vars(self).get("_shape") or self.plan.shape
         return found
@@ -231,7 +276,9 @@ class Record:
             "job": self.job,
             "generation": self.generation,
             "parent": self.parent,
-            "layout": layout_to_json(self.layout),
+            "layouts": list(map(layout_to_json, self.layouts)),
+            "in_force": self.in_force,
+            "holders": self.holders,
             "shape": self.shape,
             "committed": self.committed,
             "rolled_forward": self.rolled_forward,
@@ -264,11 +311,14 @@ class Record:
         head: Mapping[str, Any], agents: tuple[str, ...], addresses: tuple[str, ...], form: RecordForm
     ) -> Record:
         """Raises KeyError, TypeError or ValueError: `head` is not one. Invalid seats raise on first use."""
+        layouts = tuple(map(layout_from_json, head["layouts"]))
         fields = {
             "job": str(head["job"]),
             "generation": int(head["generation"]),
             "parent": str(head["parent"]),
-            "layout": layout_from_json(head["layout"]),
+            "layouts": layouts,
+            "layout": _numbered(layouts, head["in_force"]),
+            "holders": tuple(_holder(*each) for each in head["holders"]),
             "agents": agents,
             "committed": Attempt(*head["committed"]),
             "rolled_forward": bool(head["rolled_forward"]),
@@ -349,39 +399,70 @@ def model_coordinates(planned: Plan, member: str) -> Model:
 
 def layout_to_json(layout: ParallelLayout) -> dict[str, Any]:
     data = {**vars(layout), "within_host": list(layout.within_host)}
-    del data["views"]
-    return {**data, "views": [axes.to_json() for axes in layout.views]} if layout.views else data
+    del data["views"], data["fallback"]
+    if layout.views:
+        data["views"] = [axes.to_json() for axes in layout.views]
+    if layout.fallback:
+        data["fallback"] = list(map(layout_to_json, layout.fallback))
+    return data
 
 
 def layout_from_json(data: dict[str, Any]) -> ParallelLayout:
     """Raises KeyError, TypeError or ValueError when `data` is not a layout."""
     views = tuple(map(Axes.from_json, data.get("views", ())))
-    return ParallelLayout(**{**data, "within_host": tuple(data["within_host"]), "views": views})
+    fallback = tuple(map(layout_from_json, data.get("fallback", ())))
+    within_host = tuple(data["within_host"])
+    return ParallelLayout(**{**data, "within_host": within_host, "views": views, "fallback": fallback})
+
+
+def _numbered(layouts: Sequence[ParallelLayout], number: object) -> ParallelLayout:
+    """Raises ValueError: there is none of this number."""
+    if not isinstance(number, int) or not 0 <= number < len(layouts):
+        raise ValueError(f"{number!r:.200} is not the number of one of {len(layouts)} layouts")
+    return layouts[number]
+
+
+def _holder(member: object, layout: int, model: Sequence[int]) -> Holder:
+    """Raises TypeError or ValueError: they name no holder."""
+    pp, sdp, tp = model
+    return Holder(str(member), int(layout), (int(pp), int(sdp), int(tp)))
 
 
 def report_to_json(report: Report) -> dict[str, Any]:
     """Most members are in the same state, so each state is written once."""
     states = list(dict.fromkeys(map(_state, report.members)))
-    members = [(m.id, m.local_rank, m.address, m.holds, states.index(_state(m))) for m in report.members]
+    members = [(m.id, m.local_rank, m.address, m.holds, m.former, states.index(_state(m))) for m in report.members]
     return {**vars(report), "layout": layout_to_json(report.layout), "members": members, "states": states}
 
 
-def _state(member: MemberReport) -> tuple[Attempt | None, Attempt | None, int, bool, bool]:
-    return member.tip, member.pending, member.entered, member.active, member.draining
+_State: TypeAlias = "tuple[Attempt | None, Attempt | None, int, bool, bool, int]"
+
+
+def _state(member: MemberReport) -> _State:
+    return member.tip, member.pending, member.entered, member.active, member.draining, member.layout
+
+
+def _state_from_json(tip: Any, pending: Any, entered: Any, active: Any, draining: Any, layout: Any) -> _State:
+    attempts = attempt_from_json(tip), attempt_from_json(pending)
+    return *attempts, int(entered), bool(active), bool(draining), int(layout)
 
 
 def report_from_json(data: dict[str, Any]) -> Report:
     """Raises KeyError, TypeError or ValueError when `data` is not a report."""
     rest = {name: value for name, value in data.items() if name != "states"}
     states = {
-        number: (attempt_from_json(tip), attempt_from_json(pending), int(entered), bool(active), bool(draining))
-        for number, (tip, pending, entered, active, draining) in enumerate(data["states"])
+        number: _state_from_json(tip, pending, entered, active, draining, layout)
+        for number, (tip, pending, entered, active, draining, layout) in enumerate(data["states"])
     }
     members = []
-    for id, local_rank, address, holds, state in data["members"]:
-        tip, pending, entered, active, draining = states[state]
+    for id, local_rank, address, holds, former, state in data["members"]:
+        tip, pending, entered, active, draining, layout = states[state]
         members.append(
-            MemberReport(str(id), int(local_rank), str(address), tip, pending, _model(holds), entered, active, draining)
+            MemberReport(
+                *(str(id), int(local_rank), str(address), tip, pending, _model(holds), entered, active, draining),
+                layout=layout,
+                former=_former(former),
+            )
         )
     return Report(
         **{
@@ -403,8 +484,16 @@ def member_from_json(data: dict[str, Any]) -> MemberReport:
             "tip": attempt_from_json(data["tip"]),
             "pending": attempt_from_json(data["pending"]),
             "holds": _model(data["holds"]),
+            "former": _former(data["former"]),
         }
     )
+
+
+def _former(data: Sequence[Any] | None) -> FormerState | None:
+    if data is None:
+        return None
+    attempt, layout, (pp, sdp, tp) = data
+    return FormerState(Attempt(*map(int, attempt)), int(layout), (int(pp), int(sdp), int(tp)))
 
 
 def _model(data: Sequence[int] | None) -> Model | None:

@@ -14,6 +14,8 @@ RECOVERY-4  A committed attempt is dropped only if no whole copy of it is left, 
 RECOVERY-5  A job begins with the newest durable checkpoint that any agent can load, if there is one.
 RECOVERY-6  A record that goes back to a durable checkpoint names it by its manifest's digest, and has no holder: state
     of the same attempt in memory may be of another checkpoint.
+RECOVERY-7  State is whole if the present members hold all parts of one layout of the job, whichever it is, also of what
+    they keep aside. Parts of several layouts do not add up.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from elasticgang.protocol.record import (
     LEARNER,
     SPARE,
     CheckpointRef,
+    Holder,
     MemberReport,
     Model,
     Record,
@@ -42,13 +45,15 @@ from elasticgang.protocol.record import (
 @dataclass(frozen=True)
 class CommittedState:
     """`designated`: no member holds the state yet; the `rdp = 0` seats of the new plan become its holders
-    (RECOVERY-3). `checkpoint`: the digest of the manifest of the checkpoint that all members load (RECOVERY-6)."""
+    (RECOVERY-3). `checkpoint`: the digest of the manifest of the checkpoint that all members load (RECOVERY-6).
+    `layout`: the number of the layout of which all parts are held (RECOVERY-7)."""
 
     committed: Attempt
     rolled_forward: bool = False
     rolled_back: bool = False
     designated: bool = False
     checkpoint: str = ""
+    layout: int = 0
 
     @staticmethod
     def of(checkpoint: CheckpointRef) -> CommittedState:
@@ -62,19 +67,32 @@ class CommittedState:
             for member, (pp, rdp, sdp, tp) in zip(planned.seats, coordinates, strict=True)
         }
 
-    def holds(self, reports: Sequence[Report]) -> dict[str, ModelCoordinates]:
-        """The part of the committed state that each member holds, or can apply."""
+    def holds(self, reports: Sequence[Report], layout: int) -> dict[str, ModelCoordinates]:
+        """The part of the committed state, in the layout of this number, that each member holds, or can apply. What it
+        keeps aside does not count."""
         if self.designated or self.checkpoint:  # RECOVERY-6
             return {}
         parts: dict[Model, ModelCoordinates] = {}  # few, of many members
         held: dict[str, ModelCoordinates] = {}
         for member in (member for report in reports for member in report.members):
             model = member.holds
-            if model is not None and _holds(member, self.committed, model):
+            if model is not None and _holds(member, self.committed, model, layout):
                 if model not in parts:
                     parts[model] = ModelCoordinates(*model)
                 held[member.id] = parts[model]
         return held
+
+    def holders(self, reports: Sequence[Report]) -> dict[str, Holder]:
+        """The members from which all parts of the committed state can be had, in the layout `layout`."""
+        if self.designated or self.checkpoint:
+            return {}
+        found = {}
+        for member in (member for report in reports for member in report.members):
+            aside = None if member.former is None else member.former.model
+            for model in (member.holds, aside):
+                if model is not None and _can_give(member, self.committed, model, self.layout):
+                    found[member.id] = Holder(member.id, self.layout, model)
+        return found
 
 
 def without_witness(record: Record | None, reports: Sequence[Report], lost: Collection[str] = ()) -> Undecided | None:
@@ -128,10 +146,11 @@ def _recover(
         if not standings or standings[-1] != standing:
             standings.append(standing)
     fate = resolve(record.committed, record.generation, standings, known)
-    missing = _missing(record, members, fate.committed)
+    missing = _missing(record, members, fate.committed, record.in_force)
     is_blind = _is_blind(record, reports)
-    if not missing:
-        return CommittedState(fate.committed, fate.rolled_forward, rolled_back=is_blind)
+    whole = _whole_in(record, members, fate.committed)
+    if whole is not None:
+        return CommittedState(fate.committed, fate.rolled_forward, rolled_back=is_blind, layout=whole)
     if living := _may_hold_all(record, absent, missing):
         return _wait_for(f"nobody here holds {_name(fate.committed)}", living)
     if fate.rolled_forward:  # no present member has applied it, and no whole copy of it is left
@@ -163,9 +182,10 @@ def _roll_back(
     for attempt in sorted({record.committed, *tips}, reverse=True):
         if attempt >= committed or (checkpoint is not None and attempt < checkpoint.attempt):
             continue
-        missing = _missing(record, members, attempt)
-        if not missing:
-            return CommittedState(attempt, rolled_back=True)
+        whole = _whole_in(record, members, attempt)
+        if whole is not None:
+            return CommittedState(attempt, rolled_back=True, layout=whole)
+        missing = _missing(record, members, attempt, record.in_force)
         if living := _may_hold_all(record, absent, missing):
             return _wait_for(f"{_name(committed)} is lost, and nobody here holds {_name(attempt)}", living)
     if checkpoint is not None:
@@ -182,18 +202,29 @@ def _checkpoint(reports: Sequence[Report]) -> CheckpointRef | None:
     return max((report.checkpoint for report in reports if report.checkpoint is not None), default=None)
 
 
-def _missing(record: Record, members: Sequence[MemberReport], committed: Attempt) -> list[Model]:
-    """The model coordinates of `committed` that no present member holds or can apply."""
-    layout = record.layout
+def _whole_in(record: Record, members: Sequence[MemberReport], committed: Attempt) -> int | None:
+    """RECOVERY-7: the number of a layout of which the present members hold all parts of `committed`; the one in force,
+    if there are several."""
+    numbers = sorted(range(len(record.layouts)), key=lambda number: number != record.in_force)
+    return next((number for number in numbers if not _missing(record, members, committed, number)), None)
+
+
+def _missing(record: Record, members: Sequence[MemberReport], committed: Attempt, number: int) -> list[Model]:
+    """The model coordinates of `committed` that no present member holds or can apply, in the layout of this number."""
+    layout = record.layouts[number]
     return [
         model
         for model in itertools.product(range(layout.pp), range(layout.sdp), range(layout.tp))
-        if not any(_holds(member, committed, model) for member in members)
+        if not any(_can_give(member, committed, model, number) for member in members)
     ]
 
 
-def _holds(member: MemberReport, committed: Attempt, model: Model) -> bool:
-    if member.holds != model:
+def _can_give(member: MemberReport, committed: Attempt, model: Model, layout: int) -> bool:
+    return member.former == (committed, layout, model) or _holds(member, committed, model, layout)
+
+
+def _holds(member: MemberReport, committed: Attempt, model: Model, layout: int) -> bool:
+    if member.holds != model or member.layout != layout:
         return False
     return member.tip == committed or action(member.tip, member.pending, committed) is not Action.HEAL
 
@@ -206,8 +237,12 @@ def _may_hold_all(record: Record, absent: Sequence[Seat], missing: Sequence[Mode
 
 def _may_hold(record: Record, absent: Sequence[Seat], model: Model) -> list[str]:
     """The `absent` members that may hold the model coordinates `model`. Learners and spares may hold any part from an
-    earlier seat."""
-    return [seat.member for seat in absent if seat.status != ACTIVE or record.model_coordinates(seat.member) == model]
+    earlier seat, and holders what they keep aside."""
+    return [
+        seat.member
+        for seat in absent
+        if seat.status != ACTIVE or record.holders or record.model_coordinates(seat.member) == model
+    ]
 
 
 def _absent(record: Record, reports: Sequence[Report], lost: Collection[str]) -> list[Seat]:

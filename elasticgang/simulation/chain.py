@@ -31,10 +31,7 @@ class Chain:
         self.declared_lost: set[tuple[str, str]] = set()
         self.num_forgotten = 0
         self._tentative: dict[str, tuple[Decision, list[Report]]] = {}
-        layout = cluster.layout
-        self.invariants = Invariants(
-            [(pp, sdp, tp) for pp in range(layout.pp) for sdp in range(layout.sdp) for tp in range(layout.tp)]
-        )
+        self.invariants = Invariants(cluster.layout.options)
 
     def note_decision(self, decision: Decision, proposal: Sequence[Report]) -> None:
         digest = decision.record.digest
@@ -133,8 +130,10 @@ def describe(record: Record) -> str:
     words = [f"generation {record.generation}  {{{active}}}"]
     words += [f"learn {learners}"] if learners else []
     words += [f"wait {spares}"] if spares else []
+    words += [f" ({record.layout.sizes})"] if len(record.layouts) > 1 else []
     words += [f" {format_attempt(record.committed)}"]
     words += [" rolled forward"] if record.rolled_forward else []
+    words += [f" moved from {' '.join(holder.member for holder in record.holders)}"] if record.holders else []
     words += [" goes back"] if record.rolled_back else []
     words += [f" lost {', '.join(record.dead_agents)}"] if record.dead_agents else []
     return " ".join(words)

@@ -225,8 +225,12 @@ class Faults:
     def _may_inject(self, victims: Iterable[Rank], ruthless_rate: float = _RUTHLESS_RATE) -> bool:
         """Whether the state survives without `victims`; rarely True although it does not, since that ends the job."""
         rest = (rank for rank in self._cluster.ranks.values() if rank.alive and rank not in victims)
-        models = {rank.model for rank in rest if rank.state and not self._cluster.hosts[rank.host].is_cut}
-        return len(models) == self._cluster.setting.layout.unit or self._chance.random() < ruthless_rate
+        held: set[tuple[int, Model]] = set()
+        for rank in rest:
+            if not self._cluster.hosts[rank.host].is_cut:
+                held |= {(rank.layout, rank.model)} if rank.state and rank.model else set()
+                held |= {rank.former[1][1:]} if rank.former else set()
+        return self._cluster.chain.invariants.is_whole(held) or self._chance.random() < ruthless_rate
 
     def may_pass_leases(self) -> bool:
         """As `_may_inject`, of those whose lease nobody renews while time passes."""

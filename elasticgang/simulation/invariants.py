@@ -15,7 +15,8 @@ RULE-9: a rank that has requested a record adds nothing to an older generation
 RULE-10: a torn state does not count as state
 COMMIT-1: a committed attempt with a whole copy stays committed; a record that drops a reported one says `rolled_back`
 COMMIT-4: an attempt that was rolled back is never committed again
-RECOVERY-2: every active member holds the state, and each part of the model has one
+RECOVERY-2: every active member holds the state, and each part of the model has one, or the record names those that keep
+     all parts of another layout
 SIMHOST-1: an agent exits once, with the code that its members' exits imply
 SIMHOST-2: an agent whose ranks cannot be started fails
 PLAN-2: spares wait only while there are as many replica groups as seats are requested
@@ -23,10 +24,12 @@ PLAN-2: spares wait only while there are as many replica groups as seats are req
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import ACTIVE, Record, Report
 
@@ -85,12 +88,15 @@ class State:
 class Invariants:
     """`of`: the committed state of each record, by its digest."""
 
-    def __init__(self, models: Sequence[Model]) -> None:
+    def __init__(self, layouts: Sequence[ParallelLayout]) -> None:
+        """`layouts`: those of the job, in order."""
         self.of: dict[str, State] = {}
         self.reduced: dict[str, dict[Attempt, State]] = {}  # by record digest: the state after each reduced attempt
         self.given_up: set[State] = set()
         self._known: dict[str, State] = {}
-        self._models = frozenset(models)
+        self._models = [
+            frozenset(itertools.product(range(layout.pp), range(layout.sdp), range(layout.tp))) for layout in layouts
+        ]
         self._applied: dict[int, dict[State, dict[Rank, None]]] = {}
         self._newest: dict[State, None] = {}  # committed states without a committed successor
 
@@ -115,7 +121,10 @@ class Invariants:
         """`record`, which follows from `proposal`, is agreed."""
         state = self._state_of(record, parent)
         seated = {record.model_coordinates(member) for member in record.members(ACTIVE)}
-        if (lacking := sorted(self._models - seated)) and not record.checkpoint:
+        kept = {(holder.layout, holder.model) for holder in record.holders}
+        if (lacking := sorted(self._models[record.in_force] - seated)) and not (
+            record.checkpoint or self.is_whole(kept | {(record.in_force, model) for model in seated})
+        ):
             raise Violation(f"RECOVERY-2: nobody sits at {lacking[0]} with the state of generation {record.generation}")
         if parent is not None and record.committed.step and not state.holds(self.of[parent.digest]):
             raise Violation(f"RULE-1: {record.committed} does not build on {parent.committed}")
@@ -183,14 +192,21 @@ class Invariants:
 
     def _whole(self, ranks: Iterable[Rank]) -> Iterator[tuple[State, list[str]]]:
         """Every state with a whole copy, applied or prepared, and the names of its holders."""
-        holders: dict[State, dict[Model, str]] = {}
+        holders: dict[tuple[State, int], dict[Model, str]] = {}
         for rank in ranks:
             for state in (rank.state, rank.prepared):
                 if rank.alive and rank.model is not None and state is not None:
-                    holders.setdefault(state, {})[rank.model] = rank.name
-        for state, by_model in holders.items():
-            if self._models <= by_model.keys():
+                    holders.setdefault((state, rank.layout), {})[rank.model] = rank.name
+            if rank.alive and rank.former is not None:
+                state, (_, layout, model) = rank.former
+                holders.setdefault((state, layout), {})[model] = rank.name
+        for (state, layout), by_model in holders.items():
+            if self._models[layout] <= by_model.keys():
                 yield state, sorted(by_model.values())
+
+    def is_whole(self, held: Collection[tuple[int, Model]]) -> bool:
+        """Whether `held`, parts with the numbers of their layouts, are all parts of some layout."""
+        return any(all((number, model) in held for model in models) for number, models in enumerate(self._models))
 
     @staticmethod
     def _past(state: State) -> Iterator[State]:

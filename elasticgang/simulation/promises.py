@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from elasticgang.layout import is_filled
 from elasticgang.protocol.coordinator_messages import Decision, Push
 from elasticgang.protocol.record import Record, Report
 from elasticgang.simulation.generation import Part, SimulatedGeneration
@@ -134,12 +135,12 @@ def check_push(
 def check_size(cluster: Cluster, record: Record, proposal: Sequence[Report]) -> None:
     """PLAN-2: as many replica groups as possible, but no more than seats are requested or than before, not counting
     groups with a draining member."""
-    layout, setting = cluster.layout, cluster.setting
+    layout, setting = record.layout, cluster.setting
     num_members = {report.agent: len(report.members) for report in proposal}
     asked = {agent: cluster.agents[agent].num_seats for agent in num_members}
     num_asked = sum(num_members[agent] if num is None else num for agent, num in asked.items())
     before, num_going, present = 0, 0, cluster.chain.record
-    if present is not None:
+    if present is not None and present.layout == layout:
         draining = [member.id for report in proposal for member in report.members if member.draining]
         before = present.plan.shape[1] - present.groups_of(present.draining_members)
         num_going = present.groups_of(draining)
@@ -152,6 +153,15 @@ def check_size(cluster: Cluster, record: Record, proposal: Sequence[Report]) -> 
             f"PLAN-2: generation {record.generation} has {num_groups} replica groups of {possible}; {num_asked} "
             f"seats are requested, and there were {before}"
         )
+    _check_layout(record, proposal)
+
+
+def _check_layout(record: Record, proposal: Sequence[Report]) -> None:
+    """NEXT-4, NEXT-5: an earlier layout is left out only if the members that stay do not fill it."""
+    staying = Counter(report.host for report in proposal for member in report.members if not member.draining)
+    for earlier in record.layouts[: record.in_force]:
+        if is_filled(earlier, staying):
+            raise Violation(f"NEXT-4: generation {record.generation} takes {record.layout.sizes}, not {earlier.sizes}")
 
 
 def check_step(cluster: Cluster, generation: SimulatedGeneration, parts: Sequence[Part]) -> None:
@@ -173,7 +183,8 @@ def check_step(cluster: Cluster, generation: SimulatedGeneration, parts: Sequenc
     count = max((part.share[1] for part in parts if part.share is not None), default=0)
     if not count:
         raise Violation(f"RULE-5: nobody has a share of {first.attempt}")
-    if covered != Counter(dict.fromkeys(range(count), cluster.layout.pp * cluster.layout.tp)):
+    layout = generation.record.layout
+    if covered != Counter(dict.fromkeys(range(count), layout.pp * layout.tp)):
         raise Violation(f"RULE-5: the shares of {first.attempt} are {dict(covered)} of {count}")
 
 

@@ -14,7 +14,7 @@ from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
-from elasticgang.protocol.record import Record
+from elasticgang.protocol.record import FormerState, Record
 from elasticgang.simulation import promises
 from elasticgang.simulation.generation import Part, SimulatedGeneration
 from elasticgang.simulation.invariants import Model, State, Violation
@@ -23,6 +23,7 @@ from elasticgang.simulation.rank_moves import faults, moves
 from elasticgang.simulation.rank_script import (
     BETWEEN,
     CONFIGURING,
+    MOVING,
     REDUCING,
     STARTING,
     Torn,
@@ -34,7 +35,7 @@ from elasticgang.simulation.rank_script import (
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
 
-_BEFORE = (CONFIGURING, BETWEEN)  # a step begins
+_BEFORE = (CONFIGURING, BETWEEN, MOVING)  # a step begins
 
 _MAX_LOST = 20
 
@@ -87,6 +88,9 @@ class Rank:
         self.forward: Attempt | None = None  # whose forward has changed `state`; of no committed attempt (MANAGER-4)
         self.reported = Attempt(0, 0)  # as committed
         self.model: Model | None = None
+        self.layout = 0  # the number of the layout that `model` is of
+        self.former: tuple[State, FormerState] | None = None  # what it has besides
+        self.kept: FormerState | None = None  # and serves
 
     def __repr__(self) -> str:
         return self.name
@@ -111,7 +115,9 @@ class Rank:
                 self._configure(cluster)
             case "fails":
                 self.poison()
-                if self.phase is REDUCING:  # that raises nothing
+                if self.phase is MOVING:
+                    self._go_on(cluster, False)
+                elif self.phase is REDUCING:  # that raises nothing
                     self._go_on(cluster, (False, 0))
                 else:
                     self._go_on(cluster, error=_LOST)
@@ -120,8 +126,10 @@ class Rank:
                 self._go_on(cluster)
             case "heals":
                 self._heal(cluster)
+            case "moves":
+                self._move(cluster)
             case "misses" | "misses all":
-                self._go_on(cluster, (False, 0))
+                self._go_on(cluster, False if self.phase is MOVING else (False, 0))
             case "prepares" | "prepares not":
                 # The generation may be over, and this rank not have seen it: then its vote cannot begin.
                 self.has_forward = verb == "prepares"
@@ -256,6 +264,11 @@ class Rank:
         match instruction:
             case do.ServeState(_, tip):
                 self._begin(tip)
+            case do.KeepFormer(former):
+                self.kept = former
+            case do.BuildSeat():
+                if self.member_state.former != self.kept:
+                    raise Violation(f"MANAGER-14: {self.name} builds other state before it keeps its own aside")
             case Do.CONTRIBUTE:
                 self._contribute()
             case do.FetchForward():
@@ -313,7 +326,7 @@ class Rank:
         if self.alive:
             truth = cluster.chain.invariants.of[record.digest]
             if self.member_state.tip is not None and record.committed == Attempt(0, record.generation):
-                self.state, self.model = truth, self.member_state.holds
+                self.state, self.model, self.layout = truth, self.member_state.holds, self.member_state.layout
             check_entered(self, truth, record, seat)
 
     def _arrive(self, cluster: Cluster, record: Record) -> None:
@@ -381,9 +394,34 @@ class Rank:
         assert isinstance(heal, do.Heal)
         assert generation is not None
         source = next(peer for peer in self.sources(cluster, heal) if peer.serving == heal.attempt)
-        self.state, self.model = source.state, self.member_state.holds
+        self.state, self.model, self.layout = source.state, self.member_state.holds, self.member_state.layout
         self._go_on(cluster, (True, 0))
         check_healed(self, source, generation)
+
+    def keepers(self, cluster: Cluster, move: do.Move) -> dict[Model, list[Rank]]:
+        """For each part of the former layout, those that serve it now, or soon."""
+        found: dict[Model, list[Rank]] = {holder.model: [] for _, holder in move.holders}
+        for seat, holder in move.holders:
+            peer = cluster.ranks[seat.member]
+            wanted = FormerState(move.attempt, holder.layout, holder.model)
+            if peer.alive and cluster.reaches(self.host, peer.host) and peer.member_state.former == wanted:
+                found[holder.model].append(peer)
+        return found
+
+    def _move(self, cluster: Cluster) -> None:
+        """Each part comes from one that has kept it before it has built anything else."""
+        move = self.paused
+        assert isinstance(move, do.Move)
+        sources = [
+            next(peer for peer in peers if peer.kept == peer.member_state.former)
+            for peers in self.keepers(cluster, move).values()
+        ]
+        states = {source.former[0] for source in sources if source.former is not None}
+        truth = cluster.chain.invariants.of[self.generation.record.digest] if self.generation is not None else None
+        if states != {truth}:
+            raise Violation(f"RULE-6: {self.name} fetches {states} for {truth}")
+        self.state, self.model, self.layout = truth, self.member_state.holds, self.member_state.layout
+        self._go_on(cluster, True)
 
     def _make_ready(self, cluster: Cluster) -> None:
         """What it has prepared can be applied without anybody else."""

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 def check_words(rank: Rank, knows_fate: bool) -> None:
     """What it says is what it has. `knows_fate`: of what it had prepared."""
     member_state = rank.member_state
+    former = member_state.former
+    if former is None:
+        rank.former = None
+    elif rank.former is None or rank.former[1] != former:
+        state = rank.state
+        if state is None or (state.attempt, rank.layout, rank.model) != former:
+            raise Violation(f"MEMBER-7: {rank.name} says it keeps {former}, but has {state} of {rank.model}")
+        rank.former = state, former
     if rank.phase is not APPLYING:
         if member_state.tip is None:
             rank.state = rank.model = None
@@ -33,7 +41,7 @@ def check_words(rank: Rank, knows_fate: bool) -> None:
         raise Violation(
             f"RULE-10: {rank.name} says it holds {member_state.tip}, but has {rank.state}, torn {member_state.torn}"
         )
-    if member_state.tip is not None and member_state.holds != rank.model:
+    if member_state.tip is not None and (member_state.layout, member_state.holds) != (rank.layout, rank.model):
         raise Violation(f"RULE-6: {rank.name} says it holds the part {member_state.holds}, but has {rank.model}")
 
 
@@ -54,7 +62,8 @@ def check_entered(rank: Rank, truth: State, record: Record, seat: Seat) -> None:
     if member_state.tip is not None:
         if rank.state is not truth:
             raise Violation(f"RULE-4: {rank.name} holds {rank.state} for {truth} in generation {record.generation}")
-        if seat.status == ACTIVE and rank.model != record.model_coordinates(rank.name):
+        seated_at = record.in_force, record.model_coordinates(rank.name) if seat.status == ACTIVE else None
+        if seat.status == ACTIVE and (rank.layout, rank.model) != seated_at:
             raise Violation(f"RULE-6: {rank.name} holds {rank.model}, but is seated elsewhere")
 
 

@@ -37,7 +37,7 @@ def moves(rank: Rank, cluster: Cluster) -> list[str]:
     elif phase is REQUESTING:
         if rank.is_retired:
             moves.append("ends")
-        elif rank.draining and not rank.lifecycle.has_seat:
+        elif rank.draining and not (rank.lifecycle.has_seat or rank.member_state.former):
             moves.append("drains")
         elif rank.records:
             moves.append("acts")
@@ -74,6 +74,9 @@ def _waiting(rank: Rank, cluster: Cluster) -> Iterator[str]:
     if rank.phase is CONFIGURING:
         if generation.is_gathered and not rank.poisoned:
             yield "configures"
+    elif isinstance(rank.paused, do.Move):
+        if not rank.poisoned:
+            yield from _moving(rank, cluster, rank.paused)
     elif isinstance(rank.paused, do.Heal):
         if not rank.poisoned:
             sources = rank.sources(cluster, rank.paused)
@@ -93,6 +96,13 @@ def _waiting(rank: Rank, cluster: Cluster) -> Iterator[str]:
             yield "knows of all saves"
     elif generation.vote(rank.round).is_complete:
         yield "counts"
+
+
+def _moving(rank: Rank, cluster: Cluster, move: do.Move) -> Iterator[str]:
+    sources = rank.keepers(cluster, move)
+    if all(any(peer.kept == peer.member_state.former for peer in peers) for peers in sources.values()):
+        yield "moves"
+    yield "misses" if all(sources.values()) else "misses all"
 
 
 def faults(rank: Rank) -> list[str]:

@@ -12,7 +12,7 @@ from elasticgang.protocol.member_lifecycle import Next, Routine
 if TYPE_CHECKING:
     from elasticgang.simulation.rank import Rank
 
-STARTING, REQUESTING, CONFIGURING, BETWEEN, REDUCING, VOTING, APPLYING, SAVING = (
+STARTING, REQUESTING, CONFIGURING, BETWEEN, REDUCING, VOTING, APPLYING, SAVING, MOVING = (
     "starting",
     "asking",
     "configuring",
@@ -21,6 +21,7 @@ STARTING, REQUESTING, CONFIGURING, BETWEEN, REDUCING, VOTING, APPLYING, SAVING =
     "voting",
     "applying",
     "saving",
+    "moving",
 )
 
 
@@ -41,6 +42,8 @@ def phase_at(instruction: Instruction, votes: bool, saves: bool) -> str:
     match instruction:
         case do.Configure():
             return CONFIGURING
+        case do.Move():
+            return MOVING
         case do.Heal() | Do.FINISH_REDUCTION:
             return REDUCING
         case Do.AWAIT_SUMS:

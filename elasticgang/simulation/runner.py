@@ -85,6 +85,8 @@ def _happened(cluster: Cluster) -> set[str]:
         "only heals": cluster.num_only_healed > 0,
         "given up": bool(cluster.given_up),
         "sharded": cluster.layout.unit > 1,
+        "another layout": any(one.layout != other.layout for one, other in itertools.pairwise(records)),
+        "state moved": any(record.holders for record in records),
         "agent lost": any(record.dead_agents for record in records),
         "more than three coordinators": len(cluster.coordinators) > 3,
         "state directory": cluster.disk is not None,

@@ -2,6 +2,7 @@
 
     # Comments.
     hosts 2 1 ; tp=2 across ; steps 9       # a with two ranks, b with one; the layout; when the job is done
+    sdp=2 | pp=1                            # a layout, and one to fall back to
     spares 1 ; at-least 2 ; at-most 3       # of each host's ranks, one more than seats are asked for; how many hosts
     directory                               # the first coordinator has a state directory
     step 2                                  # two steps, by all who are in a generation
@@ -23,6 +24,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 from elasticgang.layout import ParallelLayout
 from elasticgang.simulation.cluster import Cluster, Move, Setting
@@ -168,17 +170,26 @@ def _read_setting(first: str, facts: Sequence[str]) -> Setting:
         if words[0] in _FLAGS:
             others[_FLAGS[words[0]]] = True
             continue
-        sizes = {name: int(size) for name, size in (word.split("=") for word in words if "=" in word)}
-        layout = ParallelLayout(**sizes, within_host=() if "across" in words else ("tp",))  # type: ignore[arg-type]
+        layout, *fallback = (_read_layout(option.split()) for option in fact.split("|"))
+        layout = replace(layout, fallback=tuple(fallback))
     return Setting(layout, hosts, **others)  # type: ignore[arg-type]
 
 
+def _read_layout(words: Sequence[str]) -> ParallelLayout:
+    sizes = {name: int(size) for name, size in (word.split("=") for word in words if "=" in word)}
+    return ParallelLayout(**sizes, within_host=() if "across" in words else ("tp",))  # type: ignore[arg-type]
+
+
+def _format_layout(layout: ParallelLayout) -> str:
+    named = {axis: getattr(layout, axis) for axis in ("pp", "sdp", "tp", "min_replicas")}
+    sizes = [f"{axis}={size}" for axis, size in named.items() if size > 1] or ["pp=1"]
+    return " ".join([*sizes, *([] if layout.within_host else ["across"])])
+
+
 def _format_setting(setting: Setting) -> str:
-    layout = setting.layout
-    sizes = [f"{axis}={getattr(layout, axis)}" for axis in ("pp", "sdp", "tp") if getattr(layout, axis) > 1]
     parts = [" ".join(map(str, setting.hosts))]
-    if sizes:
-        parts.append(" ".join([*sizes, *([] if layout.within_host else ["across"])]))
+    if setting.layout != ParallelLayout():
+        parts.append(" | ".join(map(_format_layout, setting.layout.options)))
     parts += [
         f"{word} {getattr(setting, name)}"
         for word, name in _NUMBERS.items()

@@ -45,6 +45,16 @@ SETTINGS = (
     Setting(TP_ACROSS, (1, 1, 1), num_steps=4),
 )
 
+# Jobs that take another layout while their ranks do not fill the first.
+RESHAPING = (
+    Setting(ParallelLayout(sdp=2, fallback=(FLAT,)), (1, 1, 1)),
+    Setting(ParallelLayout(sdp=2, min_replicas=2, fallback=(FLAT,)), (2, 1, 1)),
+    Setting(ParallelLayout(sdp=3, fallback=(SDP, FLAT)), (2, 1, 1)),
+    Setting(ParallelLayout(tp=2, fallback=(FLAT,)), (2, 2)),
+    Setting(ParallelLayout(sdp=2, fallback=(FLAT,)), (2, 2), num_spares=1),
+)
+_RESHAPING_EVERY = 8
+
 _SELDOM = {"kills": 0.2, "resets": 0.2, "hangs": 0.3, "misses": 0.3, "founds": 0.2, "fails": 0.5, "times": 0.2}
 _HICCUP_WORDS = (
     *("hangs", "kills", "resets", "misses", "founds", "prepares", "reports an error", "misses a heal"),
@@ -88,6 +98,8 @@ class Schedule:
         self.seed = seed
         chance = self._chance = random.Random(seed)
         self.setting = setting or chance.choice(SETTINGS)
+        if setting is None and seed % _RESHAPING_EVERY == 0:
+            self.setting = RESHAPING[seed // _RESHAPING_EVERY % len(RESHAPING)]
         self.moves: list[Move] = []
         self._num_fault_moves = 0
         drawn = chance.random() < 0.5

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
@@ -58,9 +58,10 @@ class SnapshotServer:
         Raises:
             OperationalError: without credentials, other hosts could connect to `host`.
         """
-        authenticator = Authenticator(job, credentials or Credentials())
+        authenticator = self.authenticator = Authenticator(job, credentials or Credentials())
         self._state = RegisteredState()
         self._healer = Healer(self._state, authenticator, on_heal_progress)
+        self._kinds: dict[str, Callable[[Channel, dict[str, Any]], None]] = {}
         self._changed = threading.Condition()
         self._serving: Attempt | None = None
         self._forward_done = False
@@ -78,6 +79,11 @@ class SnapshotServer:
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names. Call it inside `exclusive`."""
         self._state.unregister(names)
+
+    def serve_kind(self, kind: str, serve: Callable[[Channel, dict[str, Any]], None]) -> None:
+        """Call `serve` with the connection and the request of each peer whose request is of this `kind`, on a thread of
+        its own. It may raise as a peer that sends invalid messages does."""
+        self._kinds[kind] = serve
 
     # -- steps
 
@@ -145,6 +151,9 @@ class SnapshotServer:
     def _serve(self, channel: Channel) -> None:
         try:
             request = channel.receive(MAX_REQUEST_BYTES)
+            if (kind := request.get("kind")) is not None:
+                self._kinds[kind](channel, request)
+                return
             attempt = Attempt(*request["attempt"])
             refusal = self._admit(channel, attempt, request["after"])
             if refusal is not None:

@@ -23,6 +23,7 @@ from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.manager import QuorumManager
 from elasticgang.member.rank_context import inherited
 from elasticgang.member.rendezvous import ElasticRendezvous
+from elasticgang.reshape.state_mover import StateMover
 from elasticgang.state.snapshot_server import SnapshotServer
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def join(
         schedule = Schedule(every_steps, every_seconds, clock=time.monotonic)
         return DurableCheckpoints(directory, schedule, keep, state_server)
 
-    return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints)
+    mover = StateMover(state_server) if layout.fallback else None
+    return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints, mover)
 
 
 def _choose_device(device: torch.device | str | None) -> torch.device:

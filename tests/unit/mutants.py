@@ -103,7 +103,7 @@ def _roll_back_in_silence(*given: Any) -> Any:
     return replace(state, rolled_back=False) if isinstance(state, recovery.CommittedState) else state
 
 
-def _holds_any_part(member: MemberReport, committed: Attempt, _: object) -> bool:
+def _holds_any_part(member: MemberReport, committed: Attempt, *_: object) -> bool:
     return member.holds is not None and action(member.tip, member.pending, committed) is not Action.HEAL
 
 

@@ -81,10 +81,10 @@ def local(parameter: Tensor) -> Tensor:
     ids=["default", "foreach", "fused"],
 )
 def test_parameters_of_two_meshes_and_plain_ones_are_clipped_and_applied_together(
-    make: Optim, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+    make: Optim, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = manager()
-    ours.layout = eg.ParallelLayout(sdp=2, tp=2)
+    monkeypatch.setattr(QuorumManager, "layout", eg.ParallelLayout(sdp=2, tp=2))
     plain = nn.Parameter(torch.full((2, 2), 3.0))
     plain.grad = plain.detach().clone()
     unused = nn.Parameter(torch.ones(2))
@@ -113,9 +113,11 @@ def test_parameters_of_two_meshes_and_plain_ones_are_clipped_and_applied_togethe
     assert len(told) == (0 if make is sgd else 1)
 
 
-def test_what_ranks_have_alike_counts_once_whether_named_or_known_or_both(mesh: DeviceMesh) -> None:
+def test_what_ranks_have_alike_counts_once_whether_named_or_known_or_both(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = manager()
-    ours.layout = eg.ParallelLayout(sdp=2, tp=2)
+    monkeypatch.setattr(QuorumManager, "layout", eg.ParallelLayout(sdp=2, tp=2))
     named = part(mesh["sdp"], [Shard(0)], 1.0)
     known = part(mesh, [Shard(0), Replicate()], 2.0)
     both = part(mesh, [Shard(0), Replicate()], 3.0)
@@ -176,9 +178,9 @@ def test_the_data_parallel_wrapper_refuses_dtensors(mesh: DeviceMesh) -> None:
         eg.DistributedDataParallel(manager(), module, over="rdp")
 
 
-def test_a_complex_gradient_counts_with_both_its_parts() -> None:
+def test_a_complex_gradient_counts_with_both_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     parameter.grad = torch.full((2,), 3.0 + 4.0j)
     ours = manager()
-    ours.layout = eg.ParallelLayout(tp=2)
+    monkeypatch.setattr(QuorumManager, "layout", eg.ParallelLayout(tp=2))
     assert norm_seen(ours, eg.Optimizer(ours, sgd([parameter])), parameter) == pytest.approx(math.sqrt(50.0))

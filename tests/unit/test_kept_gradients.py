@@ -17,7 +17,7 @@ from elasticgang.checkpoint.saver import DurableCheckpoints
 from elasticgang.errors import PeerLostError
 from elasticgang.gang.elastic import Binding, ElasticGang
 from elasticgang.member.local_rendezvous import LocalRendezvous
-from elasticgang.member.manager import Step
+from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.member_instructions import Instruction
 from elasticgang.protocol.record import Record
@@ -388,11 +388,11 @@ def test_memory_may_run_out_while_a_slot_is_added(undisturbed: list[Tensor], mon
     assert run.kept[2, 2] == [0]
 
 
-def test_keep_is_refused_where_it_cannot_work() -> None:
+def test_keep_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = eg.join(layout=eg.ParallelLayout())
     with pytest.raises(ValueError, match="`keep` needs `reduction=\"reproducible\"`, but `reduction` is 'sum'"):
         eg.DistributedDataParallel(manager, nn.Linear(1, 1), keep=True)
-    manager.layout = eg.ParallelLayout(tp=2)
+    monkeypatch.setattr(QuorumManager, "layout", eg.ParallelLayout(tp=2))
     with pytest.raises(ValueError, match="`keep` needs a layout in which each rank holds the whole model"):
         eg.DistributedDataParallel(manager, nn.Linear(1, 1), reduction="reproducible", keep=True)
 

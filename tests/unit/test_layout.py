@@ -19,7 +19,8 @@ from elasticgang.protocol.record import layout_from_json, layout_to_json
 
 def test_the_default_is_one_seat_to_a_replica_group() -> None:
     layout = ParallelLayout()
-    assert asdict(layout) == {"pp": 1, "sdp": 1, "tp": 1, "min_replicas": 1, "within_host": ("tp",), "views": ()}
+    sizes = {"pp": 1, "sdp": 1, "tp": 1, "min_replicas": 1}
+    assert asdict(layout) == {**sizes, "within_host": ("tp",), "views": (), "fallback": ()}
     assert layout.unit == 1
     assert layout.further_axes == ()
 

@@ -19,6 +19,7 @@ from elasticgang.protocol.record import (
     PROTOCOL,
     SPARE,
     CheckpointRef,
+    Holder,
     Record,
     RecordRef,
     Seat,
@@ -72,7 +73,7 @@ def test_when_all_hosts_are_here_and_too_small_each_is_told_all_numbers() -> Non
 # RECORD-1
 def test_digest_is_the_same_everywhere() -> None:
     """It is part of the rendezvous prefix: when this changes, so must PROTOCOL."""
-    assert (PROTOCOL, FIXED.digest) == (13, "8db8bd259e162c3e")
+    assert (PROTOCOL, FIXED.digest) == (14, "80e7fda96a74a9a6")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,9 @@ def test_digest_is_the_same_everywhere() -> None:
         {"ancestors": ("fedcba9876543210",)},
         {"addresses": ("10.0.0.1:1",)},
         {"dead_agents": ("d",)},
+        {"layout": ParallelLayout(), "layouts": (ParallelLayout(sdp=2), ParallelLayout())},
+        {"layouts": (ParallelLayout(sdp=2), ParallelLayout())},
+        {"holders": (Holder("a0", 0, (0, 0, 0)),)},
     ],
 )
 def test_digest_tells_records_apart(changed: dict[str, Any]) -> None:

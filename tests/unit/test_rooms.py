@@ -39,6 +39,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "session": ("errors", "protocol"),
     "state": ("errors", "torch_private", "testing", "protocol", "session"),
     "checkpoint": ("errors", "torch_private", "testing", "progress", "layout", "protocol", "state"),
+    "reshape": ("errors", "testing", "layout", "protocol", "state", "checkpoint"),
     "coordinator": ("errors", "testing", "protocol", "session"),
     "watch": ("errors", "environment", "progress", "process", "observe"),
     "doctor": ("environment", "session"),
@@ -61,7 +62,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
     ),
     "train": (
         *("errors", "torch_private", "layout", "protocol", "collectives", "comm", "gang", "member", "state"),
-        "checkpoint",
+        *("checkpoint", "reshape"),
     ),
     "launch": (
         *("errors", "environment", "progress", "layout", "comm", "process", "session", "agent", "coordinator"),

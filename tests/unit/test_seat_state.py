@@ -154,13 +154,13 @@ def test_a_layout_that_needs_several_ranks_is_refused_to_one_that_is_alone() -> 
     )
 
 
-def test_the_norm_counts_what_several_ranks_have_alike_once() -> None:
+def test_the_norm_counts_what_several_ranks_have_alike_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = eg.ParallelLayout()
     ours = QuorumManager(LocalRendezvous(layout, CPU), SnapshotServer(), layout, CPU)
     alike, own = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
     with pytest.raises(ValueError, match="`replicated` must name some of pp, sdp, tp, but names 'rdp' instead"):
         eg.Optimizer(ours, torch.optim.SGD([own], lr=1.0), replicated={"rdp": [own]})
-    ours.layout = eg.ParallelLayout(tp=4, pp=2)
+    monkeypatch.setattr(QuorumManager, "layout", eg.ParallelLayout(tp=4, pp=2))
     optim = eg.Optimizer(ours, torch.optim.SGD([alike, own], lr=1.0), replicated={"tp": [alike], "pp": iter([alike])})
     alike.grad, own.grad = torch.full((4,), 2.0), torch.full((4,), 3.0)
     ours.register_state(optim=optim)

@@ -36,7 +36,7 @@ from elasticgang.protocol.hang_detector import BlockedOn, HangDetector, HangRepo
 from elasticgang.protocol.member_instructions import Do
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.member_state import MemberState
-from elasticgang.protocol.record import SPARE, CheckpointRef, Record, Report, Seat
+from elasticgang.protocol.record import SPARE, CheckpointRef, MemberReport, Record, Report, Seat
 from elasticgang.protocol.record_form import RecordForm, digest_of_line
 from elasticgang.protocol.rendezvous_keys import Key, KeyExchange
 from elasticgang.protocol.restarts import Failure, Restarts
@@ -54,6 +54,7 @@ from tests.unit import (
     test_record_form,
     test_recovery,
     test_rendezvous_keys,
+    test_reshape,
     test_restarts,
     test_session_wire,
 )
@@ -81,6 +82,8 @@ _standstill = HangDetector.standstill
 _failed = Restarts.failed
 _faulted = Devices.faulted
 _put = KeyExchange._put
+_layout_in_force = next_record._layout_in_force
+_can_give = recovery._can_give
 _apply_delta = record_delta.apply_delta
 
 
@@ -183,6 +186,26 @@ def _apply_unchecked(parent: Record, delta: dict[str, Any]) -> Record:
 
 def _makes_the_same(_: Record, __: dict[str, Any]) -> Any:
     return SimpleNamespace(text=_EqualToAll())
+
+
+# -- layouts
+
+
+def _in_force_whoever_starts(record: Record | None, reports: Sequence[Report], seatable: Any) -> Any:
+    return _layout_in_force(record, [replace(report, num_starting=0) for report in reports], seatable)
+
+
+def _whole_in_force(record: Record, members: Any, committed: Attempt) -> int | None:
+    number = record.in_force
+    return None if recovery._missing(record, members, committed, number) else number
+
+
+def _can_give_in_any_layout(member: MemberReport, committed: Attempt, model: Any, _: int) -> bool:
+    return any(_can_give(member, committed, model, number) for number in range(3))
+
+
+def _keeps_nothing(*_: object) -> Routine[None]:
+    yield from ()
 
 
 # -- rendezvous keys
@@ -328,7 +351,7 @@ UNIT_MUTANTS: dict[str, UnitMutant] = {
         ((next_record, "without_witness", _always(None)),), test_next_record.test_a_torn_member_is_no_witness
     ),
     "a checkpoint is not loaded": UnitMutant(
-        ((MemberLifecycle, "_loads_checkpoint", False),),
+        ((MemberLifecycle, "_loads", False),),
         test_member_lifecycle.test_a_rank_loads_the_checkpoint_before_its_first_step,
     ),
     "a rank leaves while others save the final state": UnitMutant(
@@ -374,6 +397,52 @@ UNIT_MUTANTS: dict[str, UnitMutant] = {
     "a delta is sent untried": UnitMutant(
         ((record_delta, "apply_delta", _makes_the_same),),
         test_record_form.test_a_record_that_a_delta_does_not_make_is_sent_whole,
+    ),
+    "the first layout is always in force": UnitMutant(
+        ((next_record, "_layout_in_force", _always(0)),),
+        test_reshape.test_members_that_hold_all_parts_keep_them_for_a_layout_that_fewer_fill,
+    ),
+    "a layout is left while its ranks start": UnitMutant(
+        ((next_record, "_layout_in_force", _in_force_whoever_starts),),
+        test_reshape.test_the_layout_in_force_waits_for_ranks_that_are_being_started,
+    ),
+    "nobody keeps the parts of another layout": UnitMutant(
+        ((next_record, "_kept", _always(())),), test_reshape.test_a_layout_is_taken_again_once_members_fill_it
+    ),
+    "state is whole in the layout in force alone": UnitMutant(
+        ((recovery, "_whole_in", _whole_in_force),), test_reshape.test_kept_state_is_a_copy_until_the_move_is_over
+    ),
+    "parts of several layouts add up": UnitMutant(
+        ((recovery, "_can_give", _can_give_in_any_layout),),
+        test_reshape.test_parts_of_several_layouts_do_not_add_up,
+    ),
+    "holders keep nothing": UnitMutant(
+        ((MemberState, "_kept", _always(None)),),
+        test_reshape.test_a_holder_keeps_its_state_until_a_later_commit_or_record,
+    ),
+    "spares are not relieved": UnitMutant(
+        ((MemberState, "_have_spares_kept", _always(False)),),
+        test_reshape.test_a_spare_that_keeps_state_is_relieved_once_everybody_has_fetched,
+    ),
+    "the last holder leaves before another layout is taken": UnitMutant(
+        ((MemberState, "_is_new", _always(False)),),
+        test_reshape.test_the_last_holder_stays_until_the_record_knows_that_it_drains,
+    ),
+    "other state is built over the kept one": UnitMutant(
+        ((MemberLifecycle, "_keep_former", _keeps_nothing),),
+        test_reshape.test_a_rank_keeps_its_state_before_it_builds_another_and_fetches_that,
+    ),
+    "state of another layout is not fetched": UnitMutant(
+        ((MemberLifecycle, "_loads", False),),
+        test_reshape.test_a_rank_that_cannot_fetch_ends_the_generation,
+    ),
+    "no layout waits for ranks that start": UnitMutant(
+        ((AgentState, "num_starting", 0),),
+        test_reshape.test_a_report_says_how_many_ranks_are_being_started_until_they_are_late,
+    ),
+    "ranks that start are never late": UnitMutant(
+        ((AgentLifecycle, "_awaits_starts", False),),
+        test_reshape.test_ranks_that_are_being_started_are_late_after_the_start_timeout,
     ),
     "the last value of a key stays": UnitMutant(
         ((KeyExchange, "_put", _put_last),), test_rendezvous_keys.test_the_first_value_stays

@@ -1,0 +1,279 @@
+"""Moves the training state to the seats of another layout, from the ranks that hold it: no disk, and no collectives.
+
+MOVE-1  A rank changes its state only after all of its part has arrived and every digest is right.
+MOVE-2  A rank fetches the pieces that its part overlaps, from one holder of each part of the former layout. If the
+    holder dies, another one of the same part sends the rest.
+MOVE-3  Kept state is served to authenticated ranks only, by the attempt, layout and part that they name.
+MOVE-4  Received data is never unpickled, and every size is checked before memory is allocated for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from elasticgang.checkpoint.loader import BlockReader, ModelMismatch, differing_axes, state_of
+from elasticgang.checkpoint.manifest import Manifest, Piece, TensorEntry, check_pieces, merge_tensors, tensor_from_json
+from elasticgang.checkpoint.placed import Seated, place_name
+from elasticgang.errors import CheckpointError, WireError
+from elasticgang.layout import ParallelLayout
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import FormerState, Holder, Model, Seat, layout_to_json
+from elasticgang.reshape.kept_state import KeptState
+from elasticgang.state import transport
+from elasticgang.state.authentication import Authenticator
+from elasticgang.state.serialization import as_bytes
+from elasticgang.state.snapshot_server import READY_TIMEOUT_S, SnapshotServer
+from elasticgang.state.transport import Channel
+from elasticgang.testing import reached
+
+log = logging.getLogger("elasticgang")
+
+MOVE_TIMEOUT_S = 60.0
+KIND = "former"
+_RETRY_S = 0.1
+_MAX_REQUEST_BYTES = 1 << 16
+_FAILURES = (OSError, WireError, CheckpointError, ValueError, KeyError, TypeError, IndexError, RecursionError)
+
+
+class StateMover:
+    """One rank's end. `move` runs on the training thread, the serving of kept state on threads of the server."""
+
+    def __init__(self, server: SnapshotServer) -> None:
+        self._server = server
+        self._changed = threading.Condition()
+        self._kept: KeptState | None = None
+        server.serve_kind(KIND, self._serve)
+
+    def keep(self, former: FormerState, layout: ParallelLayout, *, is_dropped: bool) -> None:
+        """Keep the registered state, which is that of `former`. `is_dropped`: forward has changed it since."""
+        if self._kept is not None and self._kept.former == former:
+            return
+        registered = self._server.registered
+        if not is_dropped:
+            registered.keep_snapshot()  # it is from the beginning of the last step
+        kept = KeptState(former, layout, registered.tree())
+        with self._changed:
+            self._kept = kept
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Serve what is kept no longer."""
+        with self._changed:
+            self._kept = None
+
+    def move(
+        self,
+        holders: Sequence[tuple[Seat, Holder]],
+        former: ParallelLayout,
+        attempt: Attempt,
+        seat: tuple[ParallelLayout, Model],
+        rank: int,
+        cancelled: Callable[[], bool],
+    ) -> bool:
+        """Load this rank's part of `attempt` for `seat` from `holders`, which keep parts of the layout `former`. False:
+        it was `cancelled`, or they cannot send it within `MOVE_TIMEOUT_S`. The state is then unchanged (MOVE-1).
+        `rank`: of the seat; ranks begin with different holders of a part.
+
+        Raises:
+            ModelMismatch: the seat's model has other tensors than the holders'.
+        """
+        registered = self._server.registered
+        registered.keep_snapshot()  # what was built for this seat is not in it yet
+        deadline = time.monotonic() + MOVE_TIMEOUT_S
+        seated, turn, told = Seated(*seat), rank, ""
+        reached("moving")
+        while not cancelled():
+            try:
+                with _Fetch(self._server.authenticator, holders, attempt, self._kept, cancelled, turn) as fetch:
+                    state = fetch.read(former, registered.tree(), seated)
+                with self._server.exclusive():
+                    registered.load(state)
+                return True
+            except ModelMismatch:
+                raise
+            except _FAILURES as exc:
+                if str(exc) != told:  # a holder that is not ready yet is asked again
+                    log.warning("could not move the state of step %d: %s", attempt.step, exc)
+                told = str(exc)
+            if time.monotonic() > deadline:
+                return False
+            turn += 1
+            time.sleep(_RETRY_S)
+        return False
+
+    def _serve(self, channel: Channel, request: dict[str, Any]) -> None:
+        """MOVE-3. Until the peer closes the connection."""
+        wanted = _former_from_json(request["former"])
+        kept = self._await_kept(wanted)
+        description = None if kept is None else kept.describe()
+        if kept is None or description is None or self._kept is not kept:  # KEPT-2
+            channel.send({"refused": f"it does not keep the state of step {wanted.attempt.step}"})
+            return
+        channel.send(description)
+        while True:
+            for offset in channel.receive(_MAX_REQUEST_BYTES):
+                channel.sock.sendall(kept.data(offset))
+                reached("piece_sent")
+
+    def _await_kept(self, wanted: FormerState) -> KeptState | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._kept is not None and self._kept.former == wanted, READY_TIMEOUT_S)
+            return self._kept if self._kept is not None and self._kept.former == wanted else None
+
+
+def _former_from_json(data: Any) -> FormerState:
+    """Raises TypeError or ValueError: `data` names no state."""
+    attempt, layout, (pp, sdp, tp) = data
+    return FormerState(Attempt(*attempt), int(layout), (int(pp), int(sdp), int(tp)))
+
+
+class _Fetch:
+    """One try to fetch a part. `turn`: which holder of each part to begin with."""
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        holders: Sequence[tuple[Seat, Holder]],
+        attempt: Attempt,
+        kept: KeptState | None,
+        cancelled: Callable[[], bool],
+        turn: int,
+    ) -> None:
+        self._parts: dict[str, _Part] = {}
+        for _, (_, number, model) in holders:
+            if place_name(model) not in self._parts:
+                former = FormerState(attempt, number, model)
+                addresses = [seat.address for seat, holder in holders if holder.model == model]
+                first = turn % len(addresses)
+                own = kept if kept is not None and kept.former == former else None
+                self._parts[place_name(model)] = _Part(
+                    authenticator, addresses[first:] + addresses[:first], former, own, cancelled
+                )
+
+    def __enter__(self) -> _Fetch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for part in self._parts.values():
+            part.close()
+
+    def read(self, former: ParallelLayout, state: dict[str, Any], seated: Seated) -> dict[str, Any]:
+        """The state of a seat, as `RegisteredState.load` takes it. Raises `_FAILURES` or ModelMismatch."""
+        found = {name: part.describe() for name, part in self._parts.items() if part.is_of_stage(seated.model[0])}
+        tensors = merge_tensors(entries for entries, _ in found.values())
+        for tensor in tensors:
+            check_pieces(tensor)  # MOVE-4
+        objects = {name: objects_of_part for name, (_, objects_of_part) in found.items()}
+        attempt = next(iter(self._parts.values())).former.attempt
+        manifest = Manifest("", attempt, "", layout_to_json(former), (), tensors, objects)
+        return state_of(_PieceReader(manifest, differing_axes(manifest, seated), self._parts), state, seated)
+
+
+def _tensors(place: str, data: list[Any]) -> list[TensorEntry]:
+    """Raises KeyError, TypeError or ValueError: `data` describes no tensors of the part."""
+    tensors = list(map(tensor_from_json, data))
+    if any(_place_of(piece) != place for tensor in tensors for piece in tensor.pieces):
+        raise ValueError(f"a holder of {place} describes pieces of another part")
+    return tensors
+
+
+def _place_of(piece: Piece) -> str:
+    return piece.file.removeprefix("kept-").partition(".")[0]
+
+
+class _PieceReader(BlockReader):
+    """Reads pieces from the holders of the parts."""
+
+    def __init__(self, manifest: Manifest, other_axes: Sequence[str], parts: dict[str, _Part]) -> None:
+        super().__init__(manifest, other_axes)
+        self._parts = parts
+
+    def read_piece(self, entry: TensorEntry, piece: Piece, block: Tensor) -> None:
+        self._parts[_place_of(piece)].read(entry, piece, as_bytes(block))
+
+
+class _Part:
+    """One part of the former layout, and the connection to one of its holders at a time."""
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        addresses: Sequence[str],
+        former: FormerState,
+        kept: KeptState | None,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        """`kept`: what this rank keeps itself, if it is this part."""
+        self.former = former
+        self._authenticator, self._kept, self._cancelled = authenticator, kept, cancelled
+        self._left = list(addresses)
+        self._channel: Channel | None = None
+
+    def is_of_stage(self, pp: int) -> bool:
+        return self.former.model[0] == pp
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.sock.close()
+            self._channel = None
+
+    def describe(self) -> tuple[list[TensorEntry], Any]:
+        """Its tensors and its objects. Raises WireError: no holder describes it."""
+        if self._kept is not None:
+            return self._kept.entries(), self._kept.objects
+        while True:
+            try:
+                description = self._connect()
+                return _tensors(place_name(self.former.model), description["tensors"]), description["objects"]
+            except (OSError, WireError, ValueError, KeyError, TypeError) as exc:
+                self._next_after(exc)
+
+    def read(self, entry: TensorEntry, piece: Piece, data: memoryview) -> None:
+        """MOVE-2. Raises WireError: no holder sends the piece with its digest."""
+        if self._kept is not None:
+            data[:] = self._kept.data(piece.offset)
+            return
+        while True:
+            try:
+                if self._channel is None:
+                    self._connect()
+                self._receive(entry, piece, data)
+                return
+            except (OSError, WireError, ValueError) as exc:
+                self._next_after(exc)
+
+    def _receive(self, entry: TensorEntry, piece: Piece, data: memoryview) -> None:
+        assert self._channel is not None
+        self._channel.send([piece.offset])
+        transport.receive_into(self._channel.sock, data)
+        if transport.digest(data).hex() != piece.digest:
+            raise WireError(f"the digest of a piece of {entry.name} is wrong")
+
+    def _next_after(self, error: Exception) -> None:
+        """Give the present holder up. Raises WireError: it was the last one, or the generation is over."""
+        self.close()
+        del self._left[:1]
+        if not self._left or self._cancelled():
+            raise WireError(f"no holder of the part {place_name(self.former.model)} is left: {error}") from error
+
+    def _connect(self) -> dict[str, Any]:
+        with contextlib.ExitStack() as failed:
+            channel = failed.enter_context(self._authenticator.connect(self._left[0]))
+            channel.send({"kind": KIND, "former": self.former})
+            transport.await_answer(channel.sock, self._cancelled)
+            description: dict[str, Any] = channel.receive(transport.MAX_MANIFEST_BYTES)
+            if "refused" in description:
+                raise WireError(description["refused"])
+            failed.pop_all()
+        self._channel = channel
+        return description

@@ -1,0 +1,286 @@
+"""State that moves to the seats of another layout, over the real servers of the ranks that keep it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from elasticgang import testing
+from elasticgang.checkpoint.loader import ModelMismatch
+from elasticgang.layout import ParallelLayout
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import ACTIVE, FormerState, Holder, Model, Seat
+from elasticgang.reshape import kept_state, state_mover
+from elasticgang.reshape.state_mover import StateMover
+from elasticgang.state import transport
+from elasticgang.state.dtensor import local
+from elasticgang.state.snapshot_server import SnapshotServer
+from elasticgang.torch_private import forget_meshes
+
+ONE, PAIR = ParallelLayout(), ParallelLayout(sdp=2)
+TIP = Attempt(7, 3)
+ROWS, COLUMNS = 7, 5  # neither divides by 2
+
+
+class Divided(nn.Module):
+    scale: Tensor
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(matrix)
+        self.register_buffer("scale", torch.zeros(3))
+
+
+class Rank:
+    """The state of one rank and its server: a matrix that the axes of `layout` divide, a buffer, what an optimizer
+    keeps of the matrix, and a plain object."""
+
+    def __init__(self, layout: ParallelLayout, model: Model, matrix: Tensor) -> None:
+        """`matrix`: whole."""
+        self.layout, self.model = layout, model
+        self.server = SnapshotServer("127.0.0.1")
+        self.mover = StateMover(self.server)
+        self.count = Count()
+        with self.mesh() as place:
+            self.module = Divided(place(matrix))
+            self.optim = torch.optim.SGD([self.module.matrix], lr=0.0, momentum=0.9)
+            self.module.matrix.grad = place(matrix * 2)
+            self.optim.step()
+            self.server.register(module=self.module, optim=self.optim, count=self.count)
+
+    @contextlib.contextmanager
+    def mesh(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """As this rank of a job that does not exist: makes a DTensor of its part of a whole tensor."""
+        sizes = self.layout.sdp, self.layout.tp
+        _, sdp, tp = self.model
+        dist.init_process_group("fake", rank=sdp * sizes[1] + tp, world_size=sizes[0] * sizes[1], store=FakeStore())
+        forget_meshes()
+        try:
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("sdp", "tp"))
+
+            def place(whole: Tensor) -> Tensor:
+                part = whole.chunk(sizes[0], 0)[sdp].chunk(sizes[1], 1)[tp].clone()
+                spec = [Shard(0), Shard(1)]
+                return DTensor.from_local(part, mesh, spec, run_check=False, shape=whole.shape, stride=whole.stride())
+
+            yield place
+        finally:
+            dist.destroy_process_group()
+
+    @property
+    def address(self) -> Seat:
+        return Seat("", "", "", 0, self.server.address, ACTIVE)
+
+    def keep(self) -> None:
+        with self.mesh():
+            self.mover.keep(self.former, self.layout, is_dropped=False)
+
+    @property
+    def former(self) -> FormerState:
+        return FormerState(TIP, 0, self.model)
+
+    def moves(self, holders: Sequence[Rank], *, attempt: Attempt = TIP, rank: int = 0, is_over: bool = False) -> bool:
+        named = [(each.address, Holder("", 0, each.model)) for each in holders]
+        seat = (self.layout, self.model)
+        with self.mesh():
+            return self.mover.move(named, holders[0].layout, attempt, seat, rank, lambda: is_over)
+
+    def holds(self, matrix: Tensor) -> bool:
+        """Its parts of `matrix`, and of what the optimizer keeps of it."""
+        with self.mesh() as place:
+            wanted = local(place(matrix))
+            momentum = self.optim.state[self.module.matrix]["momentum_buffer"]
+            return torch.equal(local(self.module.matrix), wanted) and torch.equal(local(momentum), 2 * wanted)
+
+
+class Count:
+    """A registered object."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def matrix(seed: int = 1) -> Tensor:
+    return torch.rand(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
+
+
+def ranks_of(layout: ParallelLayout, whole: Tensor) -> list[Rank]:
+    models = itertools.product(range(1), range(layout.sdp), range(layout.tp))
+    return [Rank(layout, model, whole) for model in models]
+
+
+def keepers(layout: ParallelLayout, *, copies: int = 1) -> list[Rank]:
+    found = [rank for _ in range(copies) for rank in ranks_of(layout, matrix())]
+    for rank in found:
+        rank.module.scale.fill_(5.0)
+        rank.count.number = 9
+        rank.keep()
+    return found
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank tries once, and no holder is waited for."""
+    monkeypatch.setattr(state_mover, "MOVE_TIMEOUT_S", -1.0)
+    monkeypatch.setattr(state_mover, "READY_TIMEOUT_S", 0.0)
+
+
+# MOVE-1, KEPT-1
+@pytest.mark.parametrize("piece_bytes", [8, 4 << 20])
+@pytest.mark.parametrize(
+    ("former", "later"),
+    [
+        (PAIR, ONE),
+        (ONE, PAIR),
+        (PAIR, ParallelLayout(sdp=3)),
+        (ParallelLayout(sdp=2, tp=2), ParallelLayout(tp=2)),
+        (ParallelLayout(tp=2), ParallelLayout(sdp=2)),
+        (ParallelLayout(sdp=2), ParallelLayout(sdp=2, tp=2)),
+    ],
+    ids=lambda layout: layout.sizes,
+)
+def test_every_part_of_another_layout_is_made_of_the_kept_ones(
+    former: ParallelLayout, later: ParallelLayout, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_state, "PIECE_BYTES", piece_bytes)
+    holders = keepers(former)
+    for rank in ranks_of(later, matrix(2)):
+        assert rank.moves(holders)
+        assert rank.holds(matrix())
+        assert rank.count.number == 9
+        assert torch.equal(rank.module.scale, torch.full((3,), 5.0))
+
+
+def test_a_rank_takes_what_it_keeps_itself(impatient: None) -> None:
+    """Its objects are those of another seat by then, and no server need be asked."""
+    whole = Rank(ONE, (0, 0, 0), matrix())
+    whole.keep()
+    whole.server.close()
+    with whole.mesh() as place:
+        whole.module.matrix = nn.Parameter(place(matrix(2)))
+    with torch.no_grad():
+        assert whole.moves([whole])
+
+
+# MOVE-2
+def test_another_holder_of_the_part_sends_the_rest_when_one_dies(impatient: None) -> None:
+    holders = keepers(PAIR, copies=2)
+    dropped: list[bool] = []
+
+    def drop_once() -> None:
+        if not dropped:
+            dropped.append(True)
+            raise ConnectionResetError
+
+    (rank,) = ranks_of(ONE, matrix(2))
+    with testing.fail_at("piece_sent", drop_once):
+        assert rank.moves(holders)
+    assert dropped
+    assert rank.holds(matrix())
+
+
+# MOVE-1
+def test_a_piece_with_another_digest_changes_nothing(impatient: None) -> None:
+    holders = keepers(PAIR)
+    (first,) = ranks_of(ONE, matrix(2))
+    assert first.moves(holders)  # the digests are made
+    with torch.no_grad():
+        local(holders[1].module.matrix).add_(1.0)
+    (second,) = ranks_of(ONE, matrix(2))
+    assert not second.moves(holders)
+    assert second.holds(matrix(2))
+    assert second.count.number == 0
+
+
+# MOVE-3
+def test_a_holder_serves_what_it_keeps_and_nothing_else(impatient: None) -> None:
+    holders = keepers(PAIR)
+    (rank,) = ranks_of(ONE, matrix(2))
+    assert not rank.moves(holders, attempt=Attempt(8, 3))
+    holders[0].mover.drop()
+    assert not rank.moves(holders)
+    assert not rank.moves(holders, is_over=True)
+    assert rank.holds(matrix(2))
+
+
+# KEPT-2
+def test_state_that_is_dropped_while_it_is_described_is_not_served(
+    impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holders = keepers(PAIR)
+    digest = transport.digest
+
+    def digest_late(data: memoryview) -> bytes:
+        holders[0].mover.drop()
+        return digest(data)
+
+    monkeypatch.setattr(transport, "digest", digest_late)
+    (rank,) = ranks_of(ONE, matrix(2))
+    assert not rank.moves(holders)
+    assert rank.holds(matrix(2))
+
+
+# KEPT-2
+def test_what_forward_changes_is_kept_as_it_was(impatient: None) -> None:
+    holders = keepers(PAIR)
+    for holder in holders:
+        holder.module.scale.fill_(6.0)
+        holder.count.number = 10
+    (rank,) = ranks_of(ONE, matrix(2))
+    assert rank.moves(holders)
+    assert torch.equal(rank.module.scale, torch.full((3,), 5.0))
+    assert rank.count.number == 9
+
+
+# MOVE-4
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"start": [0, 1]},
+        {"shape": [1 << 40, 1]},
+        {"shape": [-1, 1]},
+        {"digest": "x"},
+        {"file": "../kept-0-0-0.safetensors"},
+        {"file": "kept-0-1-0.safetensors"},
+    ],
+    ids=str,
+)
+def test_a_piece_that_is_none_is_refused_before_anything_is_read(
+    changed: dict[str, object], impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (holder,) = keepers(ONE)
+    describe = kept_state.KeptState.describe
+
+    def describe_wrongly(self: kept_state.KeptState) -> object:
+        described = describe(self)
+        found = next(tensor for tensor in described["tensors"] if tensor["name"] == "module.matrix")
+        found["pieces"] = [{**piece, **changed} for piece in found["pieces"]]
+        return described
+
+    monkeypatch.setattr(kept_state.KeptState, "describe", describe_wrongly)
+    (rank,) = ranks_of(ONE, matrix(2))
+    with testing.fail_at("piece_sent", lambda: pytest.fail("a piece was read")):
+        assert not rank.moves([holder])
+    assert rank.holds(matrix(2))
+
+
+def test_a_model_with_other_tensors_is_refused() -> None:
+    (holder,) = keepers(ONE)
+    rank = Rank(ONE, (0, 0, 0), torch.zeros(ROWS + 1, COLUMNS))
+    with pytest.raises(ModelMismatch, match=r"module.matrix is \[7, 5\] in it, but \[8, 5\] in this job"):
+        rank.moves([holder])
