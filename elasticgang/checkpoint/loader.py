@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from elasticgang.checkpoint.digest import digest_of
-from elasticgang.checkpoint.listing import UnreadableError, check_header
+from elasticgang.checkpoint.listing import check_header, read_into
 from elasticgang.checkpoint.manifest import Manifest, Piece, TensorEntry
 from elasticgang.checkpoint.placed import DIVIDING_AXES, Seated, name_tensors, place, tensor_names, without_axes
+from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError
 from elasticgang.state.serialization import as_bytes, unflatten
 
@@ -31,14 +31,14 @@ class ModelMismatch(CheckpointError):
 class CheckpointReader:
     """Reads blocks of the tensors of one checkpoint."""
 
-    def __init__(self, path: Path, manifest: Manifest, other_axes: Collection[str] = ()) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest, other_axes: Collection[str] = ()) -> None:
         """`other_axes`: the axes along which the reader's layout differs from the checkpoint's."""
-        self.path, self.manifest, self.other_axes = path, manifest, other_axes
+        self.folder, self.manifest, self.other_axes = folder, manifest, other_axes
         self._entries: dict[str, list[TensorEntry]] = {}
         for tensor in manifest.tensors:
             self._entries.setdefault(without_axes(tensor.name, other_axes), []).append(tensor)
         for file in manifest.files:
-            check_header(path, file)
+            check_header(folder, file)
 
     def entry(self, name: str) -> TensorEntry:
         """Raises:
@@ -85,22 +85,12 @@ class CheckpointReader:
 
     def _read_piece(self, entry: TensorEntry, piece: Piece, block: Tensor) -> None:
         data = as_bytes(block)
-        try:
-            with open(self.path / piece.file, "rb", buffering=0) as file:
-                file.seek(piece.offset)
-                position = 0
-                while position < len(data):
-                    count = file.readinto(data[position:])
-                    if not count:
-                        raise CheckpointError(f"{piece.file} is truncated")
-                    position += count
-        except OSError as exc:
-            raise UnreadableError(f"{self.path / piece.file}: {exc.strerror}") from exc
+        read_into(self.folder, piece.file, piece.offset, data)
         if digest_of(data) != piece.digest:
             raise CheckpointError(f"{entry.name} in {piece.file} is corrupt: the digest does not match")
 
 
-def read_state(path: Path, manifest: Manifest, state: dict[str, Any], seated: Seated) -> dict[str, Any]:
+def read_state(folder: Folder, manifest: Manifest, state: dict[str, Any], seated: Seated) -> dict[str, Any]:
     """The state of a seat, as `RegisteredState.load` takes it (LOADER-1). `state`: the live one, with DTensors.
 
     Raises:
@@ -111,7 +101,7 @@ def read_state(path: Path, manifest: Manifest, state: dict[str, Any], seated: Se
     if objects is None:
         raise ModelMismatch(f"it was saved with the layout {manifest.layout}, which has no stage {seated.model[0]}")
     other_axes = [axis for axis in DIVIDING_AXES if manifest.layout.get(axis, 1) != getattr(seated.layout, axis)]
-    reader = CheckpointReader(path, manifest, other_axes)
+    reader = CheckpointReader(folder, manifest, other_axes)
     try:
         _check_model(reader, objects, state, seated)
         read = {kind: _read_like(reader, state[kind], seated) for kind in ("parameters", "buffers")}

@@ -135,7 +135,7 @@ class MemberDriver:
                 assert self.checkpoints is not None
                 self.checkpoints.drop()
             case Do.FIND_CHECKPOINT:
-                return None if self.checkpoints is None else self.checkpoints.newest()
+                return None if self.checkpoints is None else self.checkpoints.newest(self.lifecycle.state)
             case do.LoadCheckpoint(ref):
                 if self.checkpoints is None:
                     raise StateLostError(
