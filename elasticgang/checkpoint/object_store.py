@@ -145,7 +145,7 @@ class ObjectFolder:
         for file in files:
             if file not in listed:
                 raise _not_found(self._shown(file))
-            if listed[file]["type"] != "file" or listed[file].get("islink"):  # OBJECTS-4
+            if listed[file]["type"] != "file":  # OBJECTS-4
                 raise OSError(errno.EINVAL, "it is not a plain file", self._shown(file))
             sizes[file] = int(listed[file]["size"])
         return sizes
@@ -171,7 +171,6 @@ class ObjectFolder:
 
     def remove(self) -> None:
         """OBJECTS-2."""
-        self.unlink(MANIFEST)
         with contextlib.suppress(FileNotFoundError):
             for _ in range(_REMOVALS):
                 if not (listed := self.list()):
