@@ -14,7 +14,7 @@ JOIN = "call `manager = elasticgang.join()`, loop over `manager.steps(...)`, and
 
 
 def checkpoint_dir() -> str | None:
-    """The directory of durable checkpoints that the command line names; None for none."""
+    """The directory or URL of durable checkpoints that the command line names; None for none."""
     return os.environ.get(CHECKPOINT_DIR)
 
 

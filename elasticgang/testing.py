@@ -42,7 +42,7 @@ PLACES = {
     "serving": "a peer is about to send its state to a learner",
     "checkpoint_copying": "a rank is about to copy its share of a checkpoint; an apply waits for the copy",
     "checkpoint_copied": "a rank's share of a checkpoint is in shared memory; nothing of it is written",
-    "checkpoint_io": "the writer of a checkpoint is about to make a system call that changes its directory",
+    "checkpoint_io": "the writer of a checkpoint is about to change its directory by a system call, or its store",
 }
 
 _actions: dict[str, list[Callable[[], object]]] = {}

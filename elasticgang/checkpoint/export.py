@@ -15,29 +15,32 @@ from torch import Tensor
 
 from elasticgang.checkpoint import files, listing
 from elasticgang.checkpoint.loader import CheckpointReader
-from elasticgang.checkpoint.manifest import MANIFEST, SUFFIX, Manifest, TensorEntry
+from elasticgang.checkpoint.locations import storage_at
+from elasticgang.checkpoint.manifest import SUFFIX, Manifest, TensorEntry
 from elasticgang.checkpoint.placed import DIVIDING_AXES, tensor_names, without_axes
 from elasticgang.checkpoint.shard import Block, header_of
-from elasticgang.errors import CheckpointError, NotSupportedError
+from elasticgang.checkpoint.storage import Folder
+from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.progress import Progress, untold
 from elasticgang.state.serialization import as_bytes
 
 
 def export(
-    source: Path, output: Path, module: str | None = None, progress_on: TextIO | None = None
-) -> tuple[Path, int]:
+    source: str | os.PathLike[str], output: Path, module: str | None = None, progress_on: TextIO | None = None
+) -> tuple[str, int]:
     """Write the parameters and buffers of the registered `module` (None: the only one) to `output`, with the names that
-    the module has for them. `source`: a checkpoint, or a directory of which the newest usable one is taken.
-    `progress_on`: where the progress is shown. Returns the checkpoint and the number of tensors.
+    the module has for them. `source`: a checkpoint, or a directory of which the newest usable one is taken;
+    or the URL of one. `progress_on`: where the progress is shown. Returns the checkpoint and the number of tensors.
 
     Raises:
         CheckpointError: there is no usable checkpoint, or none of that module; or a plain tensor of it differs
             between seats. Nothing was written.
-        OSError: `output` cannot be written.
+        OSError: `output` cannot be written, or `source` cannot be read.
+        NotSupportedError, OperationalError: fsspec cannot open `source`.
     """
-    path, manifest = _find(source)
-    reader = CheckpointReader(path, manifest, DIVIDING_AXES)
+    folder, manifest = _find(source)
+    reader = CheckpointReader(folder, manifest, DIVIDING_AXES)
     names = _weights(manifest, module)
     num_bytes = sum(_num_bytes(reader.entry(name)) for name in names.values())
     with contextlib.ExitStack() as held:
@@ -51,7 +54,7 @@ def export(
             held.callback(temporary.unlink, missing_ok=True)
             torch.save({short: _read(reader, reader.entry(name), add) for short, name in names.items()}, temporary)
             os.replace(temporary, output)
-    return path, len(names)
+    return folder.path, len(names)
 
 
 def _num_bytes(entry: TensorEntry) -> int:
@@ -64,15 +67,18 @@ def _read(reader: CheckpointReader, entry: TensorEntry, on_read: Callable[[int],
     return tensor
 
 
-def _find(source: Path) -> tuple[Path, Manifest]:
-    if (source / MANIFEST).exists():
-        return source, listing.read_manifest(source)
+def _find(source: str | os.PathLike[str]) -> tuple[Folder, Manifest]:
+    storage = storage_at(source)
+    if (folder := storage.as_folder()).has_manifest():
+        return folder, listing.read_manifest(folder)
     problems = []
-    for found in listing.scan(source):
+    for found in listing.scan(storage):
         if found.manifest is not None:
-            return found.path, found.manifest
-        problems.append(f"{found.path.name}: {found.problem}")
-    raise CheckpointError(f"there is no usable checkpoint in {source}" + "".join(f"; {each}" for each in problems))
+            return found.folder, found.manifest
+        problems.append(f"{found.folder.name}: {found.problem}")
+    raise CheckpointError(
+        f"there is no usable checkpoint in {storage.path}" + "".join(f"; {each}" for each in problems)
+    )
 
 
 def _weights(manifest: Manifest, module: str | None) -> dict[str, str]:
@@ -117,8 +123,8 @@ def _safetensors(
 
 def main(argv: list[str]) -> int:
     try:
-        path, num_tensors = export(Path(argv[1]), Path(argv[2]), argv[3] if len(argv) > 3 else None, sys.stderr)
-    except (CheckpointError, NotSupportedError, OSError) as exc:
+        path, num_tensors = export(argv[1], Path(argv[2]), argv[3] if len(argv) > 3 else None, sys.stderr)
+    except (CheckpointError, NotSupportedError, OperationalError, OSError) as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 1
     print(f"{num_tensors} tensors of {path} are in {argv[2]}")

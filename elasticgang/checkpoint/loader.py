@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from elasticgang.checkpoint.digest import digest_of
-from elasticgang.checkpoint.listing import UnreadableError, check_header
+from elasticgang.checkpoint.listing import check_header, read_into
 from elasticgang.checkpoint.manifest import Manifest, Piece, TensorEntry
 from elasticgang.checkpoint.placed import DIVIDING_AXES, Seated, name_tensors, place, tensor_names, without_axes
+from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.state.serialization import as_bytes, unflatten
@@ -94,38 +94,28 @@ class BlockReader:
 class CheckpointReader(BlockReader):
     """Reads blocks of the tensors of one checkpoint."""
 
-    def __init__(self, path: Path, manifest: Manifest, other_axes: Collection[str] = ()) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest, other_axes: Collection[str] = ()) -> None:
         """Raises CheckpointError: a file is missing, or its header is corrupt."""
         super().__init__(manifest, other_axes)
-        self.path = path
+        self.folder = folder
         for file in manifest.files:
-            check_header(path, file)
+            check_header(folder, file)
 
     def read_piece(self, entry: TensorEntry, piece: Piece, block: Tensor) -> None:
         data = as_bytes(block)
-        try:
-            with open(self.path / piece.file, "rb", buffering=0) as file:
-                file.seek(piece.offset)
-                position = 0
-                while position < len(data):
-                    count = file.readinto(data[position:])
-                    if not count:
-                        raise CheckpointError(f"{piece.file} is truncated")
-                    position += count
-        except OSError as exc:
-            raise UnreadableError(f"{self.path / piece.file}: {exc.strerror}") from exc
+        read_into(self.folder, piece.file, piece.offset, data)
         if digest_of(data) != piece.digest:
             raise CheckpointError(f"{entry.name} in {piece.file} is corrupt: the digest does not match")
 
 
-def read_state(path: Path, manifest: Manifest, state: dict[str, Any], seated: Seated) -> dict[str, Any]:
+def read_state(folder: Folder, manifest: Manifest, state: dict[str, Any], seated: Seated) -> dict[str, Any]:
     """The state of a seat, as `RegisteredState.load` takes it (LOADER-1). `state`: the live one, with DTensors.
 
     Raises:
         ModelMismatch: the first difference between the model and the checkpoint.
         CheckpointError: the checkpoint is corrupt, or cannot be read.
     """
-    return state_of(CheckpointReader(path, manifest, differing_axes(manifest, seated)), state, seated)
+    return state_of(CheckpointReader(folder, manifest, differing_axes(manifest, seated)), state, seated)
 
 
 def differing_axes(manifest: Manifest, seated: Seated) -> list[str]:

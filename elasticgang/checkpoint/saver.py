@@ -5,6 +5,7 @@ SAVER-1  A save holds the step only until the rank's share is copied, beside for
 SAVER-2  A save that fails costs that save: training goes on, with a warning.
 SAVER-3  A job never starts anew beside checkpoints of which none can be used.
 SAVER-4  A rank loads the checkpoint that the record names by its manifest's digest, and no other one of that attempt.
+SAVER-5  A rank that holds the state of a committed step goes on where no checkpoint can be read, with a warning.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.capture import Captured, capture
 from elasticgang.checkpoint.digest import new_digest
 from elasticgang.checkpoint.loader import ModelMismatch, read_state
-from elasticgang.checkpoint.manifest import Manifest
+from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.placed import Seated, place_name
 from elasticgang.checkpoint.plan import SavePlan, save_plan
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.checkpoint.shard import part_name
-from elasticgang.errors import CheckpointError, OperationalError
+from elasticgang.checkpoint.storage import Storage
+from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import CheckpointRef, Record, layout_to_json
@@ -42,7 +43,6 @@ log = logging.getLogger("elasticgang")
 
 FINISH_TIMEOUT_S = 600.0
 _ROUND_S = 1.0
-_POLL_S = 0.02
 _COMMITTER = ((0, 0, 0), 0)  # the part and the number of the writer that writes the manifest
 _EXIT_TIMEOUT_S = 5.0
 _MADV_POPULATE_WRITE = 23
@@ -63,13 +63,17 @@ class StateLender(Protocol):
 class DurableCheckpoints:
     """The durable checkpoints of a rank. All methods run on the training thread."""
 
-    def __init__(self, directory: Path, schedule: Schedule, keep: int, server: StateLender) -> None:
-        """Raises:
-        OperationalError: the directory cannot be written.
-        NotSupportedError: the package xxhash is missing.
+    def __init__(self, location: str | os.PathLike[str], schedule: Schedule, keep: int, server: StateLender) -> None:
+        """`location`: a directory, or a URL of fsspec.
+
+        Raises:
+            OperationalError: the directory cannot be written, or the URL cannot be listed.
+            NotSupportedError: the package xxhash is missing, or what fsspec needs for the URL.
         """
         new_digest()
-        self.directory, self.keep = directory, keep
+        self._storage: Storage = storage_at(location)
+        self._storage.prepare()
+        self._location, self.keep = os.fspath(location), keep
         self._schedule, self._server = schedule, server
         self._writer: _Writer | None = None
         self._save: _Save | None = None
@@ -78,14 +82,7 @@ class DurableCheckpoints:
         self._failed: str = ""  # the directory of a plan that could not be followed
         self._final: tuple[int, float] = 0, 0.0  # the generation that saves the final state, and its deadline
         self._has_begun_last = self._has_given_up = False  # in that generation
-        self._unusable: set[Path] = set()
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            is_writable = os.access(directory, os.W_OK | os.X_OK)
-        except OSError as exc:
-            raise OperationalError(f"cannot make the checkpoint directory {directory}: {exc.strerror}") from exc
-        if not is_writable:
-            raise OperationalError(f"cannot write to the checkpoint directory {directory}")
+        self._unusable: set[str] = set()  # paths
 
     # -- saving
 
@@ -161,7 +158,7 @@ class DurableCheckpoints:
         if captured is None:
             return
         request: dict[str, Any] = {
-            "root": str(self.directory),
+            "root": self._location,
             "directory": plan.directory,
             "shard": captured.shard.to_json(),
             "commit": None,
@@ -197,7 +194,7 @@ class DurableCheckpoints:
 
     def _is_complete(self, attempt: Attempt) -> bool:
         with contextlib.suppress(OSError):
-            return any(name.startswith(_prefix(attempt)) for name in listing.names(self.directory)[0])
+            return any(name.startswith(_prefix(attempt)) for name in listing.names(self._storage)[0])
         return False
 
     def save_last(self, member: str, state: MemberState) -> tuple[bool, bool]:
@@ -237,13 +234,13 @@ class DurableCheckpoints:
         while not self._is_complete(attempt):
             if self._has_given_up or time.monotonic() > deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(self._storage.poll_s)
         return True
 
     def has(self, attempt: Attempt) -> bool:
         """Whether a checkpoint of `attempt` is complete, as far as its manifest and file sizes say."""
         with contextlib.suppress(CheckpointError):
-            return any(found.attempt == attempt and not found.problem for found in listing.scan(self.directory))
+            return any(found.attempt == attempt and not found.problem for found in listing.scan(self._storage))
         return False
 
     def drop(self) -> None:
@@ -277,22 +274,32 @@ class DurableCheckpoints:
 
     # -- loading
 
-    def newest(self) -> CheckpointRef | None:
+    def newest(self, state: MemberState) -> CheckpointRef | None:
         """The newest checkpoint that this rank can load, as far as its manifest and file sizes say.
 
         Raises:
-            CheckpointError: there are checkpoints, and none can be used (SAVER-3).
+            CheckpointError: there are checkpoints, and none can be used (SAVER-3), or they cannot be listed; and this
+                rank does not hold the state of a committed step.
         """
+        try:
+            return self._newest()
+        except CheckpointError as exc:
+            if state.tip is None or state.tip.step == 0:
+                raise
+            log.warning("%s", exc)  # SAVER-5
+            return None
+
+    def _newest(self) -> CheckpointRef | None:
         problems = []
-        for found in listing.scan(self.directory):
+        for found in listing.scan(self._storage):
             problem = "this rank could not load it" if found.path in self._unusable else found.problem
             if found.manifest is not None and not problem:
                 return CheckpointRef(found.attempt, found.manifest.digest)
-            problems.append(f"{found.path.name}: {problem}")
+            problems.append(f"{found.folder.name}: {problem}")
             log.warning("cannot use the checkpoint %s: %s; trying the one before", found.path, problem)
         if problems:
             raise CheckpointError(
-                f"no checkpoint in {self.directory} can be used: {'; '.join(problems)}. Remove them to start anew"
+                f"no checkpoint in {self._storage.path} can be used: {'; '.join(problems)}. Remove them to start anew"
             )
         return None
 
@@ -309,18 +316,20 @@ class DurableCheckpoints:
         registered = self._server.registered
         registered.keep_snapshot()  # what was built for this seat is not in it yet
         usable = {
-            each.manifest.digest: (each.path, each.manifest)
-            for each in listing.scan(self.directory)
+            each.manifest.digest: each
+            for each in listing.scan(self._storage)
             if each.attempt == ref.attempt and each.manifest is not None
         }
         if not usable:
-            log.warning("there is no usable checkpoint of step %d in %s", ref.attempt.step, self.directory)
+            log.warning("there is no usable checkpoint of step %d in %s", ref.attempt.step, self._storage.path)
             return False
         if ref.digest not in usable:  # SAVER-4
             raise CheckpointError(_exchanged(ref, state.record, usable))
-        path, manifest = usable[ref.digest]
+        found = usable[ref.digest]
+        assert found.manifest is not None
+        path = found.path
         try:
-            loaded = read_state(path, manifest, registered.tree(), seated)
+            loaded = read_state(found.folder, found.manifest, registered.tree(), seated)
             registered.load(loaded)
         except ModelMismatch as exc:
             raise ModelMismatch(f"cannot load the checkpoint {path}: {exc}") from exc
@@ -329,15 +338,15 @@ class DurableCheckpoints:
             self._unusable.add(path)
             if not isinstance(exc, listing.UnreadableError):
                 with contextlib.suppress(OSError):
-                    listing.mark_corrupt(path, str(exc))
+                    listing.mark_corrupt(found.folder, str(exc))
             return False
         self._loaded = ref.attempt
         log.info("loaded the checkpoint %s", path)
         return True
 
 
-def _exchanged(ref: CheckpointRef, record: Record, usable: Mapping[str, tuple[Path, Manifest]]) -> str:
-    here = ", ".join(f"{path} with the manifest digest {digest}" for digest, (path, _) in usable.items())
+def _exchanged(ref: CheckpointRef, record: Record, usable: Mapping[str, listing.Found]) -> str:
+    here = ", ".join(f"{found.path} with the manifest digest {digest}" for digest, found in usable.items())
     return (
         f"generation {record.generation} continues at the checkpoint of step {ref.attempt.step} with the manifest "
         f"digest {ref.digest}, but this rank's is {here}: give all hosts the same checkpoint directory, and replace no "

@@ -11,10 +11,8 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from elasticgang.checkpoint import files
 from elasticgang.checkpoint.digest import digest_of, new_digest
 from elasticgang.checkpoint.listing import CHUNK_BYTES
 from elasticgang.checkpoint.manifest import (
@@ -32,6 +30,7 @@ from elasticgang.checkpoint.manifest import (
     tensor_from_json,
     tensor_to_json,
 )
+from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
 
@@ -102,11 +101,11 @@ def header_of(blocks: Sequence[Block], *, is_sharded: bool = True) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_shard(directory: Path, shard: Shard, data: memoryview) -> None:
+def write_shard(folder: Folder, shard: Shard, data: memoryview) -> None:
     """Write the file and then its description. `data`: the bytes of the blocks, in order. Raises OSError."""
     header = header_of(shard.blocks)
     digests: list[str] = []
-    files.write_file(directory / shard.file, _digested(header, shard.blocks, data, digests))
+    folder.write(shard.file, _digested(header, shard.blocks, data, digests))
     tensors = []
     offset = len(header)
     for block, digest in zip(shard.blocks, digests, strict=True):
@@ -123,18 +122,18 @@ def write_shard(directory: Path, shard: Shard, data: memoryview) -> None:
         "objects": shard.objects,
     }
     text = json.dumps(part, separators=(",", ":")).encode()
-    files.write_file(directory / part_name(shard.place, shard.number), _chunks(memoryview(text)))
+    folder.put(part_name(shard.place, shard.number), text)
 
 
 def part_name(place: str, number: int) -> str:
     return f"part-{place}-{number:05d}.json"
 
 
-def read_parts(directory: Path, places: Iterable[str]) -> tuple[list[dict[str, Any]], set[str]]:
+def read_parts(folder: Folder, places: Iterable[str]) -> tuple[list[dict[str, Any]], set[str]]:
     """The descriptions of the writers of `places`, and the names of those that are missing so far.
 
     Raises:
-        OSError: the directory cannot be read.
+        OSError: the folder cannot be read.
         CheckpointError: a description is too large.
     """
     parts: list[dict[str, Any]] = []
@@ -142,7 +141,7 @@ def read_parts(directory: Path, places: Iterable[str]) -> tuple[list[dict[str, A
     for place in places:
         count, number = 1, 0
         while number < count:
-            part = _read_part(directory / part_name(place, number))
+            part = _read_part(folder, part_name(place, number))
             if part is None:
                 missing.add(part_name(place, number))
             else:
@@ -152,20 +151,19 @@ def read_parts(directory: Path, places: Iterable[str]) -> tuple[list[dict[str, A
     return parts, missing
 
 
-def _read_part(path: Path) -> dict[str, Any] | None:
+def _read_part(folder: Folder, file: str) -> dict[str, Any] | None:
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
+        data = folder.read(file, MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         return None
     if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{path} is over the limit of {MAX_MANIFEST_BYTES} bytes")
+        raise CheckpointError(f"{folder.path}/{file} is over the limit of {MAX_MANIFEST_BYTES} bytes")
     part: dict[str, Any] = json.loads(data)
     return part
 
 
 def write_manifest(
-    directory: Path, attempt: Attempt, job: str, record: str, layout: dict[str, Any], parts: Sequence[dict[str, Any]]
+    folder: Folder, attempt: Attempt, job: str, record: str, layout: dict[str, Any], parts: Sequence[dict[str, Any]]
 ) -> Manifest:
     """SHARD-2. From here on the checkpoint is complete.
 
@@ -184,7 +182,7 @@ def write_manifest(
     )
     data = manifest.encode()
     parse(data)
-    files.write_file(directory / MANIFEST, _chunks(memoryview(data)))
+    folder.put(MANIFEST, data)
     return manifest
 
 

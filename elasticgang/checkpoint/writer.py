@@ -7,11 +7,12 @@ WRITER-1  The writer ends with its rank: a share that is not written then is nev
 WRITER-2  The committing writer waits up to `PARTS_TIMEOUT_S` for the others' shares, and gives up once the rank says
     that the writer of a missing one is lost, or that the save is. Nothing that was complete is touched before the new
     checkpoint is.
+WRITER-3  The committing writer of a later save may delete a save that is still under way. A committing writer that
+    finds files of its own checkpoint missing deletes the rest, so that no manifest is left without them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import mmap
@@ -21,12 +22,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from elasticgang.checkpoint import files, listing, plan
+from elasticgang.checkpoint import listing, plan
+from elasticgang.checkpoint.locations import storage_at
+from elasticgang.checkpoint.manifest import Manifest
 from elasticgang.checkpoint.shard import Shard, part_name, read_parts, write_manifest, write_shard
-from elasticgang.errors import CheckpointError
+from elasticgang.checkpoint.storage import Folder, Storage
+from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
 from elasticgang.protocol.commit import Attempt
 
 PARTS_TIMEOUT_S = 600.0
@@ -37,49 +40,73 @@ _NICE = 10
 def save(memory: int, request: dict[str, Any], news: Callable[[float], dict[str, Any]] = lambda _: {}) -> str:
     """Write the share of one save and, if this writer commits it, the manifest. Returns why the save failed, or "".
     `news`: waits for so many seconds for what the rank says of the save meanwhile."""
-    root = Path(request["root"])
-    directory = root / request["directory"]
     shard = Shard.from_json(request["shard"])
     try:
-        files.make_directory(directory)
-        with contextlib.ExitStack() as stack:
-            data = memoryview(b"")
-            if shard.num_bytes:
-                mapped = stack.enter_context(mmap.mmap(memory, shard.num_bytes, prot=mmap.PROT_READ))
-                data = stack.enter_context(memoryview(mapped))
-            write_shard(directory, shard, data)
+        storage = storage_at(request["root"])
+        folder = storage.folder(request["directory"])
+        folder.make()
+        data = memoryview(b"")
+        if shard.num_bytes:  # not closed here: the traceback of an error still refers to parts of it
+            data = memoryview(mmap.mmap(memory, shard.num_bytes, prot=mmap.PROT_READ))
+        write_shard(folder, shard, data)
         commit = request["commit"]
-        return "" if commit is None else _commit(root, directory, commit, set(request["lost"]), news)
+        return "" if commit is None else _commit(storage, folder, commit, set(request["lost"]), news)
     except OSError as exc:
-        return f"{exc.filename or directory}: {exc.strerror or exc}"
+        return f"{exc.filename or request['directory']}: {exc.strerror or exc}"
+    except (NotSupportedError, OperationalError) as exc:
+        return str(exc)
     except (CheckpointError, KeyError, TypeError, ValueError) as exc:
-        return f"the shares of {directory} do not fit together: {exc}"
+        return f"the shares of {folder.path} do not fit together: {exc}"
 
 
 def _commit(
-    root: Path, directory: Path, commit: dict[str, Any], lost: set[str], news: Callable[[float], dict[str, Any]]
+    storage: Storage, folder: Folder, commit: dict[str, Any], lost: set[str], news: Callable[[float], dict[str, Any]]
 ) -> str:
     deadline = time.monotonic() + PARTS_TIMEOUT_S
     said: dict[str, Any] = {}
     while True:
-        parts, missing = read_parts(directory, commit["places"])
+        parts, missing = read_parts(folder, commit["places"])
         if not missing:
             break
         if missing & lost or "cancel" in said or time.monotonic() > deadline:  # WRITER-2
-            return f"a share of {directory.name} is missing: {min(missing)}"
-        said = news(_POLL_S)
+            return f"a share of {folder.name} is missing: {min(missing)}"
+        said = news(max(_POLL_S, storage.poll_s))
         lost.update(said.get("lost", ()))
     attempt = Attempt(*commit["attempt"])
-    write_manifest(directory, attempt, commit["job"], commit["record"], commit["layout"], parts)
-    for part in parts:
-        files.unlink(directory / part_name(part["place"], part["number"]))
-    complete, incomplete = listing.names(root)
-    for name in plan.obsolete(directory.name, complete, incomplete, commit["keep"]):
-        try:
-            files.remove_checkpoint(root / name)
-        except OSError as exc:
-            print(f"elasticgang: could not remove the old checkpoint {root / name}: {exc.strerror}", file=sys.stderr)
+    manifest = write_manifest(folder, attempt, commit["job"], commit["record"], commit["layout"], parts)
+    try:
+        if not _has_files(folder, manifest):
+            folder.remove()  # WRITER-3
+            return f"{folder.path} was deleted beside a later checkpoint"
+        for part in parts:
+            folder.unlink(part_name(part["place"], part["number"]))
+        _remove_obsolete(storage, folder.name, commit["keep"])
+    except OSError as exc:  # the checkpoint is complete
+        _warn(f"could not remove what {folder.path} has made obsolete", exc)
     return ""
+
+
+def _has_files(folder: Folder, manifest: Manifest) -> bool:
+    """Raises OSError: that cannot be found out."""
+    try:
+        folder.sizes(file.name for file in manifest.files)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _remove_obsolete(storage: Storage, saved: str, keep: int) -> None:
+    complete, incomplete = listing.names(storage)
+    for name in plan.obsolete(saved, complete, incomplete, keep):
+        old = storage.folder(name)
+        try:
+            old.remove()
+        except OSError as exc:
+            _warn(f"could not remove the old checkpoint {old.path}", exc)
+
+
+def _warn(what: str, exc: OSError) -> None:
+    print(f"elasticgang: {what}: {exc.strerror}", file=sys.stderr)
 
 
 class _Requests:

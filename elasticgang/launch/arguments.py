@@ -115,17 +115,19 @@ def make_parser() -> argparse.ArgumentParser:
     _add_credentials_arguments(grant)
     checkpoints = commands.add_parser(
         "checkpoints",
-        help="list the durable checkpoints of a directory",
+        help="list the durable checkpoints of a directory or URL",
         description="List the complete checkpoints, newest first. Exit code: 0 if the newest can be used, 1 if not.",
     )
-    checkpoints.add_argument("directory", metavar="DIR", help="the directory that the job saves to")
+    checkpoints.add_argument("directory", metavar="DIR", help="the directory or URL that the job saves to")
     checkpoints.add_argument("--verify", action="store_true", help="read all files, and check every digest")
     export = commands.add_parser(
         "export",
         help="write the weights of a checkpoint as one file",
         description="Write the parameters and buffers of a checkpoint as one file, under the module's own names.",
     )
-    export.add_argument("directory", metavar="DIR", help="a checkpoint, or a directory of them: its newest usable one")
+    export.add_argument(
+        "directory", metavar="DIR", help="a checkpoint, or a directory or URL of them: its newest usable one"
+    )
     export.add_argument(
         "output", metavar="OUT", help="ends in .safetensors, or in .pt or .pth for a file that torch.load reads"
     )
@@ -360,7 +362,8 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "--checkpoint-dir",
         metavar="DIR",
         help="the directory of durable checkpoints, the same one on all hosts, for scripts that call "
-        "`manager.checkpoints(...)` without one",
+        "`manager.checkpoints(...)` without one; or a URL of fsspec, such as s3://BUCKET/RUN, which needs "
+        "pip install 'elasticgang[fsspec]'",
     )
     run.add_argument(
         "--log-dir",

@@ -90,41 +90,49 @@ def checkpoints(args: argparse.Namespace) -> int:
     import time
 
     from elasticgang.checkpoint import listing
-    from elasticgang.errors import CheckpointError, NotSupportedError
+    from elasticgang.checkpoint.locations import storage_at
+    from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
     from elasticgang.progress import Progress
 
-    if not Path(args.directory).is_dir():
-        raise UsageError(f"there is no directory {args.directory!r}")
+    _check_location(args.directory)
     problems = []
     try:
-        for found in listing.scan(Path(args.directory)):
+        storage = storage_at(args.directory)
+        for found in listing.scan(storage):
             problem, manifest = found.problem, found.manifest
             if args.verify and manifest is not None:
                 try:
-                    with Progress(found.path.name, manifest.num_bytes, sys.stderr, time.monotonic) as progress:
-                        listing.verify(found.path, manifest, progress.add)
+                    with Progress(found.folder.name, manifest.num_bytes, sys.stderr, time.monotonic) as progress:
+                        listing.verify(found.folder, manifest, progress.add)
                 except CheckpointError as exc:
                     problem = str(exc)
             size = "?"
             if manifest is not None:
                 size = f"{manifest.num_bytes:,} bytes, {len(manifest.tensors)} tensors, manifest {manifest.digest}"
             sound = "every digest matches" if args.verify else "complete"
-            print(f"{found.path.name}  step {found.attempt.step}  {size}  {problem or sound}")
+            print(f"{found.folder.name}  step {found.attempt.step}  {size}  {problem or sound}")
             problems.append(problem)
-    except (CheckpointError, NotSupportedError) as exc:
+    except (CheckpointError, NotSupportedError, OperationalError) as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 1
     if not problems:
-        print(f"elasticgang: there is no checkpoint in {args.directory}", file=sys.stderr)
+        print(f"elasticgang: there is no checkpoint in {storage.path}", file=sys.stderr)
     return 0 if problems and not problems[0] else 1
+
+
+def _check_location(location: str) -> None:
+    """Raises UsageError: it is neither a URL nor a directory."""
+    from elasticgang.checkpoint.locations import is_url
+
+    if not is_url(location) and not Path(location).is_dir():
+        raise UsageError(f"there is no directory {location!r}")
 
 
 def export(args: argparse.Namespace) -> int:
     output = Path(args.output)
     if output.suffix not in (".safetensors", ".pt", ".pth"):
         raise UsageError(f"OUT must end in .safetensors, .pt or .pth, but is {args.output!r} instead")
-    if not Path(args.directory).is_dir():
-        raise UsageError(f"there is no directory {args.directory!r}")
+    _check_location(args.directory)
     import subprocess
 
     command = [sys.executable, "-m", _EXPORT, args.directory, args.output, *([args.module] if args.module else [])]

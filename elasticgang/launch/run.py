@@ -18,6 +18,7 @@ from elasticgang import environment
 from elasticgang.agent.agent import Agent
 from elasticgang.agent.gpus import visible_devices
 from elasticgang.agent.job import Job
+from elasticgang.checkpoint.locations import is_url
 from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
@@ -46,7 +47,8 @@ def run_job(args: argparse.Namespace, credentials: Credentials, listeners: Mappi
     if args.nproc_per_node + args.spares > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # as torchrun: the ranks share the cores
     if args.checkpoint_dir is not None:
-        env[environment.CHECKPOINT_DIR] = os.path.abspath(args.checkpoint_dir)
+        location = args.checkpoint_dir
+        env[environment.CHECKPOINT_DIR] = location if is_url(location) else os.path.abspath(location)
     job = Job(
         command={"script": args.script, "args": args.args, "module": args.module},
         rank_target=_RANK_TARGET,

@@ -132,12 +132,14 @@ class MemberDriver:
                 with self._page.paused():
                     return self.checkpoints.save_last(rendezvous.member, self.lifecycle.state)
             case Do.IS_SAVED:
-                return self.checkpoints is not None and self.checkpoints.has(self.lifecycle.state.committed)
+                with self._page.paused():  # an object store may take long
+                    return self.checkpoints is not None and self.checkpoints.has(self.lifecycle.state.committed)
             case Do.DROP_SAVE:
                 assert self.checkpoints is not None
                 self.checkpoints.drop()
             case Do.FIND_CHECKPOINT:
-                return None if self.checkpoints is None else self.checkpoints.newest()
+                with self._page.paused():
+                    return None if self.checkpoints is None else self.checkpoints.newest(self.lifecycle.state)
             case do.LoadCheckpoint(ref):
                 if self.checkpoints is None:
                     raise StateLostError(

@@ -79,9 +79,9 @@ class Checkpoints(Protocol):
     def begin(self, member: str, state: MemberState) -> None:
         """A step begins on the state that `state` describes: save it, if it is due. Does not wait for the disk."""
 
-    def newest(self) -> CheckpointRef | None:
-        """The newest checkpoint that this rank can load, as far as it knows. Raises CheckpointError: there are some,
-        and none can be used."""
+    def newest(self, state: MemberState) -> CheckpointRef | None:
+        """The newest checkpoint that this rank can load, as far as it knows. Raises CheckpointError: there are some and
+        none can be used, or they cannot be listed; and this rank does not hold the state."""
 
     def load(self, ref: CheckpointRef, state: MemberState) -> bool:
         """Load the checkpoint `ref`. False: it cannot be used. Raises CheckpointError: it is of another model, or

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -107,7 +106,7 @@ class QuorumManager:
         state_server: StateServer,
         layout: ParallelLayout,
         device: torch.device,
-        make_checkpoints: Callable[[Path, int | None, float | None, int], Checkpoints] | None = None,
+        make_checkpoints: Callable[[str, int | None, float | None, int], Checkpoints] | None = None,
         mover: Mover | None = None,
     ) -> None:
         self._layout = layout
@@ -257,9 +256,9 @@ class QuorumManager:
         beside the training, and begin the job with the newest checkpoint there. Call it before the first step, alike on
         every rank.
 
-        `directory`: the same one on all hosts; by default that of `elasticgang run --checkpoint-dir`. `every_seconds`:
-        the time from the beginning of one save to that of the next; the next step then saves. `keep`: how many complete
-        checkpoints are kept.
+        `directory`: the same one on all hosts, or a URL of fsspec, such as `s3://bucket/run`; by default that of
+        `elasticgang run --checkpoint-dir`. `every_seconds`: the time from the beginning of one save to that of the
+        next; the next step then saves. `keep`: how many complete checkpoints are kept.
 
         The state after the last step of `steps` is always saved: the loop ends once that is on the disk, or has failed.
 
@@ -270,8 +269,9 @@ class QuorumManager:
             ValueError: no directory is given, neither or both of `every_steps` and `every_seconds` are, or a number is
                 too small.
             InvalidOperationError: it was called before, or the first step has begun.
-            OperationalError: the directory cannot be written.
-            NotSupportedError: the package xxhash is missing: `pip install 'elasticgang[checkpoint]'`.
+            OperationalError: the directory cannot be written, or the URL cannot be listed.
+            NotSupportedError: the package xxhash is missing: `pip install 'elasticgang[checkpoint]'`; or what the URL
+                needs: `pip install 'elasticgang[fsspec]'`, and fsspec's package for that kind of store.
         """
         if (every_steps is None) == (every_seconds is None):
             raise ValueError("give one of `every_steps` and `every_seconds`.")
@@ -289,7 +289,7 @@ class QuorumManager:
             raise InvalidOperationError("call `checkpoints` before the first step")
         if self._make_checkpoints is None:
             raise NotSupportedError("this manager was made without `elasticgang.join`, and has no checkpoints")
-        self._driver.checkpoints = self._make_checkpoints(Path(directory), every_steps, every_seconds, keep)
+        self._driver.checkpoints = self._make_checkpoints(os.fspath(directory), every_steps, every_seconds, keep)
         self._driver.lifecycle.saves_last = True
 
     def paused(self, what: str) -> AbstractContextManager[None]:

@@ -296,7 +296,7 @@ class _Server:
             client.send(json.dumps({"error": str(exc)}).encode())
             return None
         if middle == 0:
-            pid = _fork_and_report(theirs)
+            pid = _fork_and_report(theirs, request["group"])
             if pid:
                 os._exit(0)
             kept = [os.dup(fd) for fd in fds]  # `_answer` closes `fds`
@@ -327,13 +327,15 @@ class _Server:
                 os.killpg(group, signal.SIGKILL)
 
 
-def _fork_and_report(report: socket.socket) -> int:
+def _fork_and_report(report: socket.socket, group: int) -> int:
     """Fork in the intermediate process. Returns 0 in the child; in the parent the child's pid, after reporting it with
-    its pidfd, or -1 after reporting an error."""
+    its pidfd, or -1 after reporting an error. A child that is reported is in its group: another may join it there."""
     middle = os.getpid()
     try:
         pid = os.fork()
         if pid:
+            with contextlib.suppress(OSError):  # the group is gone, which the child finds too
+                os.setpgid(pid, group)
             socket.send_fds(report, [json.dumps({"pid": pid}).encode()], [os.pidfd_open(pid)])
         while not pid and os.getppid() == middle:  # FORK-2: until the owner is its parent
             time.sleep(0.0002)

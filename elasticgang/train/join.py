@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,10 +86,10 @@ def join(
         )
 
     def make_checkpoints(
-        directory: Path, every_steps: int | None, every_seconds: float | None, keep: int
+        location: str, every_steps: int | None, every_seconds: float | None, keep: int
     ) -> DurableCheckpoints:
         schedule = Schedule(every_steps, every_seconds, clock=time.monotonic)
-        return DurableCheckpoints(directory, schedule, keep, state_server)
+        return DurableCheckpoints(location, schedule, keep, state_server)
 
     mover = StateMover(state_server) if layout.fallback else None
     return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints, mover)

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import elasticgang as eg
 from elasticgang.checkpoint import listing
+from elasticgang.checkpoint.locations import storage_at
 from scripts.benches.pairs.checkpointed import make_state
 
 JOB = Path(__file__).with_name("pairs") / "checkpointed.py"
@@ -68,7 +69,7 @@ def run_steps(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, A
         if saving == "theirs":
             return bool(pending.done())
         name = f"step-{index - index % (2 * turn):012d}"
-        return any(each.startswith(name) for each in listing.names(directory / "ours")[0])
+        return any(each.startswith(name) for each in listing.names(storage_at(directory / "ours"))[0])
 
     for step in manager.steps(2 * turn * (args.rounds + 1)):
         if saving and step.index % turn == 0:  # no save begins beside another
@@ -140,7 +141,7 @@ def resume(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (directory / "job.log").open("wb") as log:
         first = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-        wait_for(lambda: any(listing.scan(directory / "checkpoints")), "a checkpoint", first)
+        wait_for(lambda: any(listing.scan(storage_at(directory / "checkpoints"))), "a checkpoint", first)
         kill_tree(first)
         for path in directory.glob("*.json"):
             path.unlink()
@@ -153,7 +154,7 @@ def resume(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     times = [json.loads(path.read_text()) for path in directory.glob("*.json")]
     assert min(each["step"] for each in times) > 0
     ready, committed = (max(each[name] for each in times) for name in ("ready", "committed"))
-    read_s = time_reading(next(listing.scan(directory / "checkpoints")).path)
+    read_s = time_reading(Path(next(listing.scan(storage_at(directory / "checkpoints"))).path))
     total, start = committed - begun, ready - begun
     return {
         "figure": "resume",

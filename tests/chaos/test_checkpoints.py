@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from elasticgang.checkpoint import listing
+from elasticgang.checkpoint.locations import storage_at
 from tests.support import REPOSITORY, Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several jobs, one after another
@@ -34,6 +35,7 @@ def job(
     max_file_bytes: str = "",
     apart: str = "",
     die_in_last: str = "",
+    location: str = "",
 ) -> Iterator[Job]:
     here = directory / name
     here.mkdir(exist_ok=True)
@@ -44,7 +46,7 @@ def job(
         str(steps),
         every,
         ranks=ranks,
-        options=["--checkpoint-dir", str(directory / "checkpoints")],
+        options=["--checkpoint-dir", location or str(directory / "checkpoints")],
         env={"WIDTH": width, "MAX_FILE_BYTES": max_file_bytes, "APART": apart, "DIE_IN_LAST": die_in_last},
     ) as running:
         yield running
@@ -64,7 +66,7 @@ def results(directory: Path) -> set[str]:
 def newest(directory: Path) -> int:
     """The step of the newest complete checkpoint, every digest of which is right; 0 for none."""
     with contextlib.suppress(FileNotFoundError, StopIteration):
-        return next(listing.scan(directory / "checkpoints")).attempt.step
+        return next(listing.scan(storage_at(directory / "checkpoints"))).attempt.step
     return 0
 
 
@@ -102,11 +104,29 @@ def test_a_job_that_was_killed_whole_goes_on_at_its_checkpoint_with_other_ranks(
     assert len(list(tmp_path.glob("done-*"))) == 4
     assert results(tmp_path) == {alone(STEPS, width)}
     assert newest(tmp_path) == STEPS
-    complete, incomplete = listing.names(tmp_path / "checkpoints")
+    complete, incomplete = listing.names(storage_at(tmp_path / "checkpoints"))
     assert (len(complete), incomplete) == (2, [])  # `keep`
     with job(tmp_path, "fourth", 1, width=width) as running:  # there is nothing left to do
         assert running.wait() == 0, running.stderr
     assert results(tmp_path) == {alone(STEPS, width)}
+
+
+def test_a_job_that_was_killed_whole_goes_on_at_the_checkpoint_of_a_url_with_other_ranks(tmp_path: Path) -> None:
+    location = f"file://{tmp_path}/checkpoints"
+    (tmp_path / "hold").write_text("15")
+    with job(tmp_path, "first", 2, location=location) as running:
+        wait_until(lambda: newest(tmp_path) == EVERY, "a checkpoint")
+        kill_whole(running)
+    assert results(tmp_path) == set()
+    (tmp_path / "hold").unlink()
+    with job(tmp_path, "second", 3, location=location) as running:
+        assert running.wait() == 0, running.stderr
+        assert f"loaded the checkpoint {location}/step-{EVERY:012d}-" in running.stderr
+    assert len(list(tmp_path.glob("done-*"))) == 3
+    assert results(tmp_path) == {alone(STEPS, "64")}
+    complete, incomplete = listing.names(storage_at(location))
+    assert (len(complete), incomplete) == (2, [])  # `keep`
+    assert newest(tmp_path) == STEPS
 
 
 def test_all_ranks_at_once_go_back_to_the_checkpoint(tmp_path: Path) -> None:
@@ -129,9 +149,9 @@ def test_all_ranks_at_once_go_back_to_the_checkpoint(tmp_path: Path) -> None:
 def test_a_corrupt_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
     with job(tmp_path, "first", 2, steps=2 * EVERY) as running:
         assert running.wait() == 0, running.stderr
-    found = next(listing.scan(tmp_path / "checkpoints"))
+    found = next(listing.scan(storage_at(tmp_path / "checkpoints")))
     assert found.attempt.step == 2 * EVERY
-    (file,) = found.path.glob("*.safetensors")
+    (file,) = Path(found.path).glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -173,7 +193,7 @@ def test_a_job_over_two_directories_ends_with_both_digests(tmp_path: Path) -> No
         with job(tmp_path, "first", 1, steps=EVERY, apart="1") as running:
             assert running.wait() == 0, running.stderr
         own.rename(directory)
-        found.append(next(listing.scan(directory)))
+        found.append(next(listing.scan(storage_at(directory))))
     one, other = found
     assert one.attempt == other.attempt
     assert one.manifest is not None

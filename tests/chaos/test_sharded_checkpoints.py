@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from elasticgang.checkpoint import listing
+from elasticgang.checkpoint.locations import storage_at
 from tests.chaos.resumed_sharded_job import Model
 from tests.chaos.test_checkpoints import kill_whole, newest
 from tests.support import REPOSITORY, Job, kill, wait_until
@@ -127,7 +128,7 @@ def test_a_shard_without_holders_comes_back_from_the_checkpoint(tmp_path: Path) 
         assert running.wait() == 0, running.stderr
         assert "loaded the checkpoint" in running.stderr
     check(tmp_path, 4)
-    found = next(listing.scan(tmp_path / "checkpoints"))
+    found = next(listing.scan(storage_at(tmp_path / "checkpoints")))
     assert found.manifest is not None
     placements = {tensor.placement for tensor in found.manifest.tensors if "weight" in tensor.name}
     assert all(each.startswith("sdp: S") for each in placements), placements

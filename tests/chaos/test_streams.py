@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from elasticgang.checkpoint import listing
+from elasticgang.checkpoint.locations import storage_at
 from tests.chaos.stream_job import NUM_SAMPLES, NUM_SPLITS, SIZE, SLOT, SPLIT_SAMPLES
 from tests.chaos.test_checkpoints import kill_whole
 from tests.chaos.test_kills import Fault, at, histories, soon
@@ -95,7 +96,7 @@ def test_a_job_goes_on_in_its_streams_with_other_ranks(tmp_path: Path) -> None:
     """Only what is committed in the end counts: steps after the checkpoint are read again."""
     (tmp_path / "hold").write_text(str(EVERY + 5))
     with run(tmp_path, 3, [], EVERY) as job:
-        found = wait_until(lambda: next(listing.scan(tmp_path / "checkpoints"), None), "a checkpoint")
+        found = wait_until(lambda: next(listing.scan(storage_at(tmp_path / "checkpoints")), None), "a checkpoint")
         kill_whole(job)
     assert found.attempt.step == EVERY
     for path in (tmp_path / "history").glob("*.jsonl"):

@@ -1,12 +1,15 @@
-"""A writer of checkpoints that is killed before its n-th system call: `python checkpoint_writer.py ROOT N`.
+"""A writer of checkpoints that is killed before its n-th call that changes the store, which is a directory or a URL:
+`python checkpoint_writer.py ROOT N [BYTES]`.
 
 It saves step 20 beside step 10, with two shares, and keeps one checkpoint. N = 0: it is not killed. Prints how many
-system calls there were.
+calls there were. With BYTES, the kernel kills it once it writes more than so many bytes to a file.
 """
 
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +28,7 @@ def directory(step: int) -> str:
     return directory_name(Attempt(step, 1), f"{step:016x}")
 
 
-def requests(root: Path, step: int) -> list[tuple[dict[str, Any], bytes]]:
+def requests(root: Path | str, step: int) -> list[tuple[dict[str, Any], bytes]]:
     """Two shares of a tensor of bytes that all are `step`, and of a scalar; the second share commits."""
     made = []
     for number in (1, 0):
@@ -55,7 +58,7 @@ def requests(root: Path, step: int) -> list[tuple[dict[str, Any], bytes]]:
     return made
 
 
-def save(root: Path, step: int) -> str:
+def save(root: Path | str, step: int) -> str:
     problem = ""
     for request, data in requests(root, step):
         memory = os.memfd_create("share")
@@ -66,7 +69,10 @@ def save(root: Path, step: int) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    root, last = Path(argv[1]), int(argv[2])
+    root, last = argv[1], int(argv[2])
+    if len(argv) > 3:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(argv[3]), int(argv[3])))
     calls = 0
 
     def count() -> None:

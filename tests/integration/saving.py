@@ -57,7 +57,7 @@ class Rank:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | str,
         member: str = "a0",
         model: nn.Module | None = None,
         keep: int = 2,
@@ -116,7 +116,7 @@ class Rank:
         return self.checkpoints.load(ref, self.state)
 
     def newest(self) -> CheckpointRef:
-        ref = self.checkpoints.newest()
+        ref = self.checkpoints.newest(self.state)
         assert ref is not None
         return ref
 

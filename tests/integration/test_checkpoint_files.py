@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from elasticgang import progress
-from elasticgang.checkpoint import files, listing, writer
+from elasticgang.checkpoint import listing, writer
 from elasticgang.checkpoint.export import export
 from elasticgang.checkpoint.listing import Found
+from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import MANIFEST
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
@@ -48,16 +49,16 @@ def run_writer(root: Path, last: int, *, max_file_bytes: int | None = None) -> s
 
 def usable(root: Path) -> list[Found]:
     """Newest first. What is complete has the right digests."""
-    found = list(listing.scan(root))
+    found = list(listing.scan(storage_at(root)))
     for each in found:
         assert each.manifest is not None, each.problem
-        listing.verify(each.path, each.manifest)
+        listing.verify(each.folder, each.manifest)
     return found
 
 
 def content(found: Found) -> set[int]:
     """The values in all tensors of a checkpoint."""
-    return {value for file in found.path.glob("*.safetensors") for value in _data(file.read_bytes())}
+    return {value for file in Path(found.path).glob("*.safetensors") for value in _data(file.read_bytes())}
 
 
 def _data(file: bytes) -> bytes:
@@ -101,27 +102,27 @@ def test_a_change_of_any_byte_of_any_file_is_found(tmp_path: Path) -> None:
     assert checkpoint_writer.save(tmp_path, 10) == ""
     assert checkpoint_writer.save(tmp_path, 20) == ""
     (found,) = usable(tmp_path)
-    for file in found.path.iterdir():
+    for file in Path(found.path).iterdir():
         data = file.read_bytes()
         for position in range(len(data)):
             changed = bytearray(data)
             changed[position] ^= 1 << position % 8
             file.write_bytes(changed)
             with pytest.raises(CheckpointError):
-                listing.verify(found.path, listing.read_manifest(found.path))
+                listing.verify(found.folder, listing.read_manifest(found.folder))
         for size in (0, len(data) // 2, len(data) - 1):
             file.write_bytes(data[:size])
             with pytest.raises(CheckpointError):
-                listing.read_manifest(found.path)
+                listing.read_manifest(found.folder)
         file.write_bytes(data + b" ")
         with pytest.raises(CheckpointError):
-            listing.read_manifest(found.path)
+            listing.read_manifest(found.folder)
         file.unlink()
         if file.name == MANIFEST:
-            assert list(listing.scan(tmp_path)) == []  # LISTING-1
+            assert list(listing.scan(storage_at(tmp_path))) == []  # LISTING-1
         else:
             with pytest.raises(CheckpointError, match="No such file"):
-                listing.read_manifest(found.path)
+                listing.read_manifest(found.folder)
         file.write_bytes(data)
     assert usable(tmp_path) == [found]
 
@@ -129,15 +130,15 @@ def test_a_change_of_any_byte_of_any_file_is_found(tmp_path: Path) -> None:
 # LISTING-2
 def test_a_checkpoint_that_is_marked_is_not_used_again(tmp_path: Path) -> None:
     checkpoint_writer.save(tmp_path, 10)
-    listing.mark_corrupt(tmp_path / checkpoint_writer.directory(10), "model.w is corrupt")
-    (found,) = listing.scan(tmp_path)
+    listing.mark_corrupt(storage_at(tmp_path).folder(checkpoint_writer.directory(10)), "model.w is corrupt")
+    (found,) = listing.scan(storage_at(tmp_path))
     assert (found.manifest, found.problem) == (None, "model.w is corrupt")
 
 
 def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
     checkpoint_writer.save(tmp_path, 10)
     (tmp_path / checkpoint_writer.directory(10)).rename(tmp_path / checkpoint_writer.directory(20))
-    (found,) = listing.scan(tmp_path)
+    (found,) = listing.scan(storage_at(tmp_path))
     assert found.problem == "its manifest is of step 10, and its name says otherwise"
 
 
@@ -146,7 +147,7 @@ def test_a_link_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / checkpoint_writer.directory(10) / "shard-0-0-0-00001.safetensors"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    (found,) = listing.scan(tmp_path)
+    (found,) = listing.scan(storage_at(tmp_path))
     assert found.manifest is None
 
 
@@ -162,6 +163,17 @@ def test_a_disk_that_fills_costs_the_save_alone(tmp_path: Path, max_file_bytes: 
     assert not list(tmp_path.glob("*/.*"))  # no part of a file is left
 
 
+def test_a_disk_that_fills_within_the_data_of_a_tensor_costs_the_save_alone(tmp_path: Path) -> None:
+    """The error still refers to the memory of the share."""
+    assert checkpoint_writer.save(tmp_path, 10) == ""
+    (found,) = usable(tmp_path)
+    assert found.manifest is not None
+    done = run_writer(tmp_path, 0, max_file_bytes=min(entry.size for entry in found.manifest.files) - 1)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert "File too large" in done.stderr
+    assert [each.attempt.step for each in usable(tmp_path)] == [10]
+
+
 @pytest.mark.parametrize("news", [{"cancel": True}, {"lost": ["part-0-0-0-00001.json"]}])
 def test_a_share_that_never_comes_is_given_up(tmp_path: Path, news: dict[str, Any]) -> None:
     """WRITER-2: once the rank says so."""
@@ -172,14 +184,14 @@ def test_a_share_that_never_comes_is_given_up(tmp_path: Path, news: dict[str, An
     problem = writer.save(memory, second, lambda wait_s: news)
     os.close(memory)
     assert problem == f"a share of {checkpoint_writer.directory(10)} is missing: part-0-0-0-00001.json"
-    assert list(listing.scan(tmp_path)) == []
+    assert list(listing.scan(storage_at(tmp_path))) == []
 
 
 def test_two_removals_of_one_checkpoint_do_not_disturb_each_other(tmp_path: Path) -> None:
     checkpoint_writer.save(tmp_path, 10)
-    files.remove_checkpoint(tmp_path / checkpoint_writer.directory(10))
+    storage_at(tmp_path).folder(checkpoint_writer.directory(10)).remove()
     with pytest.raises(FileNotFoundError):
-        files.remove_checkpoint(tmp_path / checkpoint_writer.directory(10))
+        storage_at(tmp_path).folder(checkpoint_writer.directory(10)).remove()
     assert os.listdir(tmp_path) == []
 
 
@@ -190,11 +202,11 @@ def test_others_read_the_files(tmp_path: Path) -> None:
 
     checkpoint_writer.save(tmp_path, 10)
     (found,) = usable(tmp_path)
-    share = load_file(found.path / "shard-0-0-0-00001.safetensors")
+    share = load_file(Path(found.path) / "shard-0-0-0-00001.safetensors")
     assert torch.equal(share["model.w"], torch.full((3, 2), 10, dtype=torch.uint8))
     state = {"model": {"w": torch.zeros(6, 2, dtype=torch.uint8), "step": torch.zeros((), dtype=torch.uint8)}}
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        load(state, storage_reader=HuggingFaceStorageReader(str(found.path)), no_dist=True)
+        load(state, storage_reader=HuggingFaceStorageReader(found.path), no_dist=True)
     assert torch.equal(state["model"]["w"], torch.full((6, 2), 10, dtype=torch.uint8))
     assert state["model"]["step"] == 10
 
@@ -205,7 +217,7 @@ def test_the_weights_are_exported(tmp_path: Path, suffix: str) -> None:
 
     checkpoint_writer.save(tmp_path, 10)
     output = tmp_path / f"weights{suffix}"
-    assert export(tmp_path, output) == (tmp_path / checkpoint_writer.directory(10), 2)
+    assert export(tmp_path, output) == (str(tmp_path / checkpoint_writer.directory(10)), 2)
     weights = load_file(output) if suffix == ".safetensors" else torch.load(output, weights_only=True)
     assert torch.equal(weights["w"], torch.full((6, 2), 10, dtype=torch.uint8))
     assert weights["step"] == 10
@@ -253,10 +265,10 @@ def test_an_export_tells_how_many_bytes_it_has_read(
 
 def test_a_verification_tells_how_many_bytes_it_has_read(tmp_path: Path) -> None:
     checkpoint_writer.save(tmp_path, 10)
-    (found,) = listing.scan(tmp_path)
+    (found,) = listing.scan(storage_at(tmp_path))
     assert found.manifest is not None
     parts: list[int] = []
-    listing.verify(found.path, found.manifest, parts.append)
+    listing.verify(found.folder, found.manifest, parts.append)
     assert sum(parts) == found.manifest.num_bytes
 
 
@@ -275,10 +287,10 @@ def test_a_corrupt_checkpoint_is_not_exported(tmp_path: Path) -> None:
 # LISTING-3
 def test_no_more_of_a_manifest_is_read_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint_writer.save(tmp_path, 10)
-    path = tmp_path / checkpoint_writer.directory(10)
-    size = (path / MANIFEST).stat().st_size
+    folder = storage_at(tmp_path).folder(checkpoint_writer.directory(10))
+    size = (Path(folder.path) / MANIFEST).stat().st_size
     monkeypatch.setattr(listing, "MAX_MANIFEST_BYTES", size)
-    listing.read_manifest(path)
+    listing.read_manifest(folder)
     monkeypatch.setattr(listing, "MAX_MANIFEST_BYTES", size - 1)
     with pytest.raises(CheckpointError, match=f"its manifest is over the limit of {size - 1} bytes"):
-        listing.read_manifest(path)
+        listing.read_manifest(folder)

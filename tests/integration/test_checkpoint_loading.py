@@ -18,6 +18,7 @@ from torch import nn
 
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.digest import digest_of
+from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import MANIFEST
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
 from elasticgang.protocol.commit import Attempt
@@ -35,7 +36,7 @@ def corrupt(file: Path) -> None:
 
 # LOADER-1, LISTING-2
 def test_a_corrupt_checkpoint_is_skipped_with_a_warning(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    newest = next(listing.scan(saved)).path
+    newest = Path(next(listing.scan(storage_at(saved))).path)
     corrupt(newest / "shard-0-0-0-00001.safetensors")
     rank = Rank(saved).train(3)
     assert not rank.load(20)
@@ -64,7 +65,7 @@ def test_another_checkpoint_of_the_same_attempt_is_refused(
     for part in (named.digest, other.digest, str(elsewhere), "generation 1 ", "step 20 "):
         assert part in str(refused.value)
     assert same(rank, Rank(elsewhere).train(3))  # unchanged
-    shutil.copytree(next(listing.scan(elsewhere)).path, saved / "step-000000000020-1-0123456789abcdef")
+    shutil.copytree(next(listing.scan(storage_at(elsewhere))).path, saved / "step-000000000020-1-0123456789abcdef")
     for ref in (named, other):  # both are there
         rank = Rank(saved)
         assert rank.checkpoints.load(ref, rank.state)
@@ -74,7 +75,7 @@ def test_another_checkpoint_of_the_same_attempt_is_refused(
 def test_a_manifest_that_is_damaged_is_skipped(
     saved: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    newest = next(listing.scan(saved)).path
+    newest = Path(next(listing.scan(storage_at(saved))).path)
     damage(newest / MANIFEST if damage is corrupt else newest)
     rank = Rank(saved)
     assert rank.load(10)
@@ -112,7 +113,7 @@ def lead_outside(content: dict[str, Any]) -> None:
 def test_the_one_before_is_loaded_in_place_of_one_that_cannot_be_used(
     saved: Path, damage: Callable[[Path], object], complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    newest = next(listing.scan(saved)).path
+    newest = Path(next(listing.scan(storage_at(saved))).path)
     rewritten(newest, lambda content: None)
     assert Rank(saved).newest().attempt == Attempt(20, 1)  # rewriting changes nothing by itself
     damage(newest)
@@ -126,11 +127,23 @@ def test_the_one_before_is_loaded_in_place_of_one_that_cannot_be_used(
 
 # SAVER-3
 def test_a_job_does_not_start_anew_beside_checkpoints_that_cannot_be_used(saved: Path) -> None:
-    assert Rank(saved / "other").checkpoints.newest() is None
-    for found in list(listing.scan(saved)):
-        corrupt(found.path / MANIFEST)
+    empty = Rank(saved / "other")
+    assert empty.checkpoints.newest(empty.state) is None
+    for found in list(listing.scan(storage_at(saved))):
+        corrupt(Path(found.path) / MANIFEST)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: step-0.* Remove them to start anew"):
-        Rank(saved).checkpoints.newest()
+        Rank(saved).newest()
+
+
+# SAVER-5
+def test_a_rank_with_the_state_goes_on_where_no_checkpoint_can_be_used(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for found in list(listing.scan(storage_at(saved))):
+        corrupt(Path(found.path) / MANIFEST)
+    rank = Rank(saved).train(10)
+    assert rank.checkpoints.newest(rank.state) is None
+    assert "no checkpoint in" in caplog.text
 
 
 class Other(Model):

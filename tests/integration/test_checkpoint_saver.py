@@ -18,6 +18,7 @@ import torch
 
 from elasticgang import testing
 from elasticgang.checkpoint import listing
+from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.protocol.commit import Attempt
 from tests.integration.saving import MEMBERS, Model, Rank, same, writers
@@ -27,11 +28,11 @@ pytestmark = pytest.mark.usefixtures("small_shares", "no_writer_is_left")
 
 
 def test_two_ranks_save_what_one_loads(saved: Path) -> None:
-    newest, older = listing.scan(saved)
+    newest, older = listing.scan(storage_at(saved))
     assert (newest.attempt, older.attempt) == (Attempt(20, 1), Attempt(10, 1))
     for found in (newest, older):
         assert found.manifest is not None
-        listing.verify(found.path, found.manifest)
+        listing.verify(found.folder, found.manifest)
         sizes = [file.size - file.header_size for file in found.manifest.files]
         assert len(sizes) == 2
         assert min(sizes) > sum(sizes) / 4
@@ -94,7 +95,7 @@ def test_memory_and_writer_are_there_before_the_first_save(tmp_path: Path) -> No
 
     wait_until(lambda: allocated() >= 3 * num_bytes, "the pages")  # with what AdamW keeps
     rank.train(10).begin().close()
-    assert [found.attempt.step for found in listing.scan(tmp_path)] == [10]
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [10]
     assert not writer.is_running()
 
 
@@ -117,10 +118,10 @@ def test_the_death_of_the_writer_costs_one_save(tmp_path: Path, caplog: pytest.L
     with testing.fail_at("checkpoint_copied", kill):
         rank.train(10).begin()
         wait_until(lambda: "step 10 is not saved" in caplog.text, "the warning")
-    assert list(listing.scan(tmp_path)) == []
+    assert list(listing.scan(storage_at(tmp_path))) == []
     wait_until(lambda: not rank.checkpoints.is_saving, "the end of the save")
     rank.save(20)
-    assert [found.attempt.step for found in listing.scan(tmp_path)] == [20]
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [20]
     assert len(os.listdir(tmp_path)) == 1
 
 
@@ -154,7 +155,7 @@ def test_a_step_is_saved_once_and_only_if_it_is_due(tmp_path: Path) -> None:
         wait_until(lambda: not rank.checkpoints.is_saving, "the end of the save")
     rank.train(10).begin()  # the next attempt at the same step
     rank.close()
-    assert [found.attempt.step for found in listing.scan(tmp_path)] == [10]
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [10]
     assert len(os.listdir(tmp_path)) == 1
 
 
@@ -192,7 +193,7 @@ def test_the_final_state_is_saved_when_it_is_not_due(tmp_path: Path, schedule: d
     assert rounds(*ranks) == [(False, False)] * 2
     for rank in ranks:
         rank.close()
-    assert [found.attempt for found in listing.scan(tmp_path)] == [Attempt(13, 1)]
+    assert [found.attempt for found in listing.scan(storage_at(tmp_path))] == [Attempt(13, 1)]
     resumed = Rank(tmp_path)
     assert resumed.load(13)
     assert same(resumed, ranks[0])
@@ -217,7 +218,7 @@ def test_the_final_state_is_saved_after_a_save_that_is_still_under_way(tmp_path:
         go_on.set()
         assert rounds(rank) == [(False, False)]
     rank.close()
-    assert Attempt(13, 1) in [found.attempt for found in listing.scan(tmp_path)]
+    assert Attempt(13, 1) in [found.attempt for found in listing.scan(storage_at(tmp_path))]
 
 
 def test_a_failed_share_of_the_final_save_ends_it_on_all_ranks(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_a_failed_share_of_the_final_save_ends_it_on_all_ranks(tmp_path: Path) -
 
     with testing.fail_at("checkpoint_copied", kill):
         assert rounds(*ranks) == [(False, True)] * 2
-    assert list(listing.scan(tmp_path)) == []
+    assert list(listing.scan(storage_at(tmp_path))) == []
     for rank in ranks:
         rank.close()
 
@@ -252,11 +253,11 @@ def test_the_ranks_that_are_left_save_the_step_again(tmp_path: Path) -> None:
         rank.begin()  # the save under way is given up, because a share of it is missing
         go_on.set()
         wait_until(lambda: not rank.checkpoints.is_saving, "the end of the save")
-    assert list(listing.scan(tmp_path)) == []
+    assert list(listing.scan(storage_at(tmp_path))) == []
     rank.enter(("a0",), 3)
     rank.begin()
     wait_until(lambda: not rank.checkpoints.is_saving, "the end of the save")
-    assert [found.attempt for found in listing.scan(tmp_path)] == [Attempt(10, 1)]
+    assert [found.attempt for found in listing.scan(storage_at(tmp_path))] == [Attempt(10, 1)]
     rank.enter(MEMBERS, 4)
     rank.begin()  # it is complete
     assert not rank.checkpoints.is_saving
@@ -291,7 +292,7 @@ def test_a_save_is_given_up_at_once_when_a_writer_is_lost_in_a_later_step(
     assert "is missing: part-0-0-0-00001.json" in caplog.text
     rank.train(20).begin()
     rank.close()
-    assert [found.attempt.step for found in listing.scan(tmp_path)] == [20]
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [20]
 
 
 def test_a_save_outlives_a_rank_that_leaves_after_its_share_is_written(tmp_path: Path) -> None:
@@ -310,7 +311,7 @@ def test_a_save_outlives_a_rank_that_leaves_after_its_share_is_written(tmp_path:
         rank.begin()
         go_on.set()
         rank.close()
-    assert [found.attempt.step for found in listing.scan(tmp_path)] == [10]
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [10]
 
 
 def test_saves_follow_the_clock_of_any_rank(tmp_path: Path) -> None:
@@ -328,7 +329,7 @@ def test_saves_follow_the_clock_of_any_rank(tmp_path: Path) -> None:
         assert num_proposals == 1
         for rank in ranks:
             rank.checkpoints.count(num_proposals, 1)
-    assert [found.attempt.step for found in listing.scan(tmp_path)] == [3, 2]
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [3, 2]
     for rank in ranks:
         rank.checkpoints.count(0.0, 1)
         rank.close()

@@ -18,6 +18,7 @@ from elasticgang.checkpoint import listing, plan, writer
 from elasticgang.checkpoint.capture import capture
 from elasticgang.checkpoint.export import export
 from elasticgang.checkpoint.loader import ModelMismatch, read_state
+from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.placed import Seated, place
 from elasticgang.errors import CheckpointError, NotSupportedError
 from elasticgang.protocol.commit import Attempt
@@ -102,18 +103,18 @@ def save(root: Path, tp: int, plain: bool = False, replicas: int = 1, alike: boo
             }
             assert writer.save(memory, request) == ""
             os.close(memory)
-    (found,) = listing.scan(root)
+    (found,) = listing.scan(storage_at(root))
     assert found.attempt == Attempt(10, 1)
     assert found.manifest is not None, found.problem
-    listing.verify(found.path, found.manifest)
+    listing.verify(found.folder, found.manifest)
 
 
 def load(root: Path, rank: int, tp: int, plain: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is read, and the state as it should be."""
-    (found,) = listing.scan(root)
+    (found,) = listing.scan(storage_at(root))
     assert found.manifest is not None
     state = state_of(rank, tp, 0.0, torch.zeros(2) if plain else None)
-    read = read_state(found.path, found.manifest, state, Seated(eg.ParallelLayout(tp=tp), (0, 0, rank)))
+    read = read_state(found.folder, found.manifest, state, Seated(eg.ParallelLayout(tp=tp), (0, 0, rank)))
     return read, state_of(rank, tp, 1.0, torch.full((2,), float(rank)) if plain else None)
 
 

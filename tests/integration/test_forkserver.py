@@ -93,6 +93,7 @@ def test_a_child_belongs_to_the_owner_and_leads_a_group(quick: ForkServer) -> No
 
 def test_a_child_joins_the_group_it_is_told(quick: ForkServer) -> None:
     leader = quick.spawn(f"{CHILDREN}:sleep", {})
+    assert os.getpgid(leader.pid) == leader.pid  # at once, so that others can follow
     assert description(quick, group=leader.pid)["group"] == leader.pid
     kill(leader)
 

@@ -147,6 +147,7 @@ def test_the_reproducible_gradient_is_the_sum_along_the_tree(options: dict[str, 
 
 def test_two_backwards_of_a_slot_are_one_gradient_and_a_slot_may_have_none() -> None:
     module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, 0.5)
     manager, ddp = reproducible(module)
     optim = eg.Optimizer(manager, torch.optim.SGD(module.parameters(), lr=1.0))
     manager.register_state(model=ddp, optim=optim)

@@ -1,0 +1,28 @@
+"""From what users name, a directory or a URL, to the storage of its checkpoints. No torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from elasticgang.checkpoint.files import LocalStorage
+from elasticgang.checkpoint.storage import Storage
+
+
+def is_url(location: str | os.PathLike[str]) -> bool:
+    """Whether `location` is a URL of fsspec, and not a directory."""
+    return "://" in os.fspath(location)
+
+
+def storage_at(location: str | os.PathLike[str]) -> Storage:
+    """The checkpoints of the directory or URL `location`.
+
+    Raises:
+        NotSupportedError: it is a URL, and fsspec or what fsspec needs for it is missing.
+        OperationalError: it is a URL, and fsspec cannot open it.
+    """
+    if not is_url(location):
+        return LocalStorage(Path(location))
+    from elasticgang.checkpoint.object_store import ObjectStorage  # fsspec is imported for URLs alone
+
+    return ObjectStorage(os.fspath(location))
