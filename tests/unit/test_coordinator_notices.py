@@ -8,7 +8,7 @@ from typing import Any
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.record import MemberReport, Report
-from tests.unit.test_coordinator_state import Driver, found, record, report
+from tests.unit.coordinator_driver import Driver, found, record, report
 
 
 def sent(instructions: list[Any], kind: type) -> list[tuple[int, Any]]:

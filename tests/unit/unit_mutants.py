@@ -42,6 +42,7 @@ from elasticgang.protocol.rendezvous_keys import Key, KeyExchange
 from elasticgang.protocol.restarts import Failure, Restarts
 from elasticgang.session import messages
 from tests.unit import (
+    coordinator_driver,
     test_agent_lifecycle,
     test_agent_state_devices,
     test_agent_state_joins,
@@ -49,6 +50,7 @@ from tests.unit import (
     test_device_errors,
     test_devices,
     test_hang_detector,
+    test_member_checkpoints,
     test_member_lifecycle,
     test_next_record,
     test_record_form,
@@ -314,7 +316,7 @@ UNIT_MUTANTS: dict[str, UnitMutant] = {
     "an agent reports as another one": UnitMutant(
         ((CoordinatorState, "_not_its_own", _always(None)),),
         lambda: test_coordinator_state.test_an_agent_speaks_for_itself_alone(
-            Ready(test_coordinator_state.report("b")), is_closed=True
+            Ready(coordinator_driver.report("b")), is_closed=True
         ),
     ),
     "an end of any generation counts": UnitMutant(
@@ -352,19 +354,19 @@ UNIT_MUTANTS: dict[str, UnitMutant] = {
     ),
     "a checkpoint is not loaded": UnitMutant(
         ((MemberLifecycle, "_loads", False),),
-        test_member_lifecycle.test_a_rank_loads_the_checkpoint_before_its_first_step,
+        test_member_checkpoints.test_a_rank_loads_the_checkpoint_before_its_first_step,
     ),
     "a rank leaves while others save the final state": UnitMutant(
         ((MemberLifecycle, "_save_last", _saves_without_rounds),),
-        test_member_lifecycle.test_a_rank_leaves_once_no_rank_writes_the_final_state_any_more,
+        test_member_checkpoints.test_a_rank_leaves_once_no_rank_writes_the_final_state_any_more,
     ),
     "a final save that has failed is not repeated": UnitMutant(
         ((MemberLifecycle, "_save_last", _saves_without_rounds),),
-        test_member_lifecycle.test_a_death_during_the_final_save_is_followed_by_another_one,
+        test_member_checkpoints.test_a_death_during_the_final_save_is_followed_by_another_one,
     ),
     "a rank does not look for the saved final state": UnitMutant(
         ((MemberLifecycle, "_save_last", _saves_blindly),),
-        test_member_lifecycle.test_a_rank_leaves_that_finds_the_final_state_saved_when_its_generation_ends,
+        test_member_checkpoints.test_a_rank_leaves_that_finds_the_final_state_saved_when_its_generation_ends,
     ),
     "a job begins without its checkpoint": UnitMutant(
         ((recovery, "_checkpoint", _always(None)),),
@@ -376,7 +378,7 @@ UNIT_MUTANTS: dict[str, UnitMutant] = {
     ),
     "a rank keeps its state beside the checkpoint": UnitMutant(
         ((MemberState, "enter", _enters_by_attempt),),
-        lambda: test_member_lifecycle.test_state_of_the_same_attempt_is_dropped_for_the_checkpoint(SPARE),
+        lambda: test_member_checkpoints.test_state_of_the_same_attempt_is_dropped_for_the_checkpoint(SPARE),
     ),
     "a digest covers no rollback": UnitMutant(
         ((Record, "head", _head_without_rollback),),
