@@ -214,8 +214,8 @@ def _lookup_s(name: str) -> float | None:
 
 
 def _within(timeout_s: float, probe: Callable[[], _T], late: _T) -> _T:
-    """What `probe` returns, or `late`. A resolver and a disk cannot be interrupted. A thread waits for them, for which the
-    end of the process does not wait."""
+    """What `probe` returns, or `late`. A resolver and a disk cannot be interrupted: a thread waits for them, which the
+    end of the process does not wait for."""
     found: list[_T] = []
     thread = threading.Thread(target=lambda: found.append(probe()), name="probe", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread is left, which `processes` reports
