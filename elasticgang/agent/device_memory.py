@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 
 import psutil
@@ -27,19 +26,19 @@ class DeviceMemory:
 
     def __init__(self, users: Users) -> None:
         self._users = users
-        self._former: dict[int, tuple[int, float]] = {}  # by device: the dead rank's process group, and its deadline
+        self._former: dict[int, int] = {}  # by device: the dead rank's process group
 
     def left(self, device: int, group: int) -> None:
         """The rank on the device is dead; `group`: its process group, which was killed."""
-        self._former[device] = group, time.monotonic() + MEMORY_TIMEOUT_S
+        self._former[device] = group
 
     async def wait_free(self, device: int) -> str | None:
         """Wait for the memory of the former rank on the device (MEMORY-1). Returns a warning if it is not free."""
         if device not in self._former:
             return None
-        group, deadline = self._former.pop(device)
+        group = self._former.pop(device)
         try:
-            await asyncio.wait_for(self._wait(device, group), deadline - time.monotonic())
+            await asyncio.wait_for(self._wait(device, group), MEMORY_TIMEOUT_S)
         except asyncio.TimeoutError:
             return (
                 f"the former process {group} on device {device}, or one of its group, has not freed its memory within "

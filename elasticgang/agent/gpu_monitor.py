@@ -27,6 +27,7 @@ class GpuMonitor:
         self._devices = tuple(devices)
         self._lock = threading.Lock()
         self._handles: dict[int, Any] = {}  # by device, once the library is initialized
+        self._device_of: dict[int, int] = {}  # by NVML's number, which NVML does not tell of a device that is lost
         self._errors: defaultdict[int, list[str]] = defaultdict(list)  # by device; those that nobody has taken
         self._num_ecc: dict[int, int] = {}
         self._stopping = threading.Event()
@@ -67,10 +68,11 @@ class GpuMonitor:
             events = nvml.nvmlEventSetCreate()
         except nvml.NVMLError:
             return
-        for handle in self._handles.values():
+        for device, handle in self._handles.items():
             try:
+                self._device_of[nvml.nvmlDeviceGetIndex(handle)] = device
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
-            except nvml.NVMLError:  # a device without such events
+            except nvml.NVMLError:  # a device without such events, or one that is lost
                 continue
         self._read_ecc()
         while not self._stopping.is_set():
@@ -92,14 +94,13 @@ class GpuMonitor:
         nvml = self._nvml
         try:
             event = nvml.nvmlEventSetWait(events, _POLL_MS)
-            index = nvml.nvmlDeviceGetIndex(event.device)
-            devices = [device for device, handle in self._handles.items() if nvml.nvmlDeviceGetIndex(handle) == index]
+            device = self._device_of.get(nvml.nvmlDeviceGetIndex(event.device))
         except nvml.NVMLError as error:
             if not isinstance(error, nvml.NVMLError_Timeout):
                 self._stopping.wait(_POLL_MS / 1e3)
             return
-        with self._lock:
-            for device in devices:
+        if device is not None:
+            with self._lock:
                 self._errors[device].append(f"Xid {event.eventData}")
 
     def _read_ecc(self) -> None:

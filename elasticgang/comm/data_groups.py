@@ -164,7 +164,9 @@ class DataConfiguration:
             raise PeerLostError(f"the generation ended while the process group of {name} was configured")
         for failure in failures:
             if isinstance(failure, RuntimeError | OSError | EOFError):
-                raise translated(f"could not configure the process group of {name}", str(failure)) from None
+                # The cause has the text of a device fault, but no traceback, which would keep the group's sockets open.
+                cause = RuntimeError(str(failure))
+                raise translated(f"could not configure the process group of {name}", str(failure)) from cause
             raise failure
         if self._block is not None:
             self._block.add(spec.name)

@@ -15,8 +15,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeVar
 
 from elasticgang.doctor.verdicts import MEMFD_BYTES, Coordinator, Cuda, Disk, Facts, Limits, Torch
 from elasticgang.environment import run_dir
@@ -26,7 +28,10 @@ _TORCH_FACTS = "elasticgang.doctor.torch_facts"
 _TORCH_TIMEOUT_S = 120.0
 _LOOPBACK_TIMEOUT_S = 5.0
 _LOOKUP_TIMEOUT_S = 10.0
+_DISK_TIMEOUT_S = 30.0
 _BLOCK = bytes(1 << 16)
+
+_T = TypeVar("_T")
 
 
 def gather(
@@ -56,8 +61,8 @@ def gather(
         clock=_read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
         py_spy=shutil.which("py-spy"),
         temporary=_disk(Path(os.environ.get("TMPDIR") or "/tmp")),
-        run_dir=_disk(_existing(run_dir())),
-        checkpoints=None if checkpoint_dir is None else _disk(_existing(Path(checkpoint_dir))),
+        run_dir=_disk(run_dir(), makes_it=True),
+        checkpoints=None if checkpoint_dir is None else _disk(Path(checkpoint_dir), makes_it=True),
         coordinator=None if coordinator is None else _coordinator(*coordinator, timeout_s),
     )
 
@@ -115,9 +120,16 @@ def _memfd_error() -> str:
     return ""
 
 
-def _disk(path: Path) -> Disk:
+def _disk(path: Path, *, makes_it: bool = False) -> Disk:
+    """`makes_it`: a job makes the directory, so that the nearest one above it counts where it is missing."""
+    late = Disk(str(path), 0, f"no answer within {_DISK_TIMEOUT_S:g} s")
+    return _within(_DISK_TIMEOUT_S, lambda: _write(path, makes_it), late)
+
+
+def _write(path: Path, makes_it: bool) -> Disk:
     """Writes a small file there, to the disk."""
     try:
+        path = _existing(path) if makes_it else path
         found = os.statvfs(path)
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(_BLOCK)
@@ -129,7 +141,6 @@ def _disk(path: Path) -> Disk:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest directory that is there: a job makes what is missing below it."""
     return next((each for each in (path.absolute(), *path.absolute().parents) if each.exists()), path)
 
 
@@ -191,30 +202,41 @@ def _num_ports() -> int | None:
 
 
 def _lookup_s(name: str) -> float | None:
-    """A resolver cannot be interrupted, so that a thread waits for it, for which the end of the process does not."""
     began_s = time.monotonic()
-    took_s: list[float] = []
 
-    def look_up() -> None:
+    def look_up() -> float | None:
         with contextlib.suppress(OSError, UnicodeError):
             socket.getaddrinfo(name, None)
-            took_s.append(time.monotonic() - began_s)
+            return time.monotonic() - began_s
+        return None
 
-    thread = threading.Thread(target=look_up, name="lookup", daemon=True)
+    return _within(_LOOKUP_TIMEOUT_S, look_up, None)
+
+
+def _within(timeout_s: float, probe: Callable[[], _T], late: _T) -> _T:
+    """What `probe` returns, or `late`. A resolver and a disk cannot be interrupted: a thread waits for them, which the
+    end of the process does not wait for."""
+    found: list[_T] = []
+    thread = threading.Thread(target=lambda: found.append(probe()), name="probe", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread is left, which `processes` reports
         thread.start()
-        thread.join(_LOOKUP_TIMEOUT_S)
-    return took_s[0] if took_s else None
+        thread.join(timeout_s)
+    return found[0] if found else late
 
 
 def _coordinator(host: str, port: int, timeout_s: float) -> Coordinator:
-    began_s = time.monotonic()
-    try:
-        probe(host, port, timeout_s)
-    except (OSError, UnicodeError) as exc:
-        reason = _reason(exc) if isinstance(exc, OSError) else "it is not a valid host name"
-        return Coordinator(f"{host}:{port}", 0.0, reason)
-    return Coordinator(f"{host}:{port}", time.monotonic() - began_s)
+    address, began_s = f"{host}:{port}", time.monotonic()
+
+    def connect() -> Coordinator:
+        try:
+            probe(host, port, timeout_s)
+        except (OSError, UnicodeError) as exc:
+            reason = _reason(exc) if isinstance(exc, OSError) else "it is not a valid host name"
+            return Coordinator(address, 0.0, reason)
+        return Coordinator(address, time.monotonic() - began_s)
+
+    within_s = _LOOKUP_TIMEOUT_S + timeout_s
+    return _within(within_s, connect, Coordinator(address, 0.0, f"no answer within {within_s:g} s"))
 
 
 def _read(path: str) -> str | None:

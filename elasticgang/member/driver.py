@@ -1,4 +1,8 @@
-"""Carries out a member's instructions, on the training thread. `protocol/member_lifecycle.py` decides."""
+"""Carries out a member's instructions, on the training thread. `protocol/member_lifecycle.py` decides.
+
+DRIVER-1  The reduction of the gradients is finished once the device has done it, and not when it is queued there: a
+    rank prepares and votes only after that. Otherwise a peer could vote, and be lost with its part of the sum.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+import torch
 
 from elasticgang.errors import GangError, StateLostError
 from elasticgang.gang import compiled
@@ -30,7 +36,7 @@ class MemberDriver:
     `mover`: if the job has fallback layouts.
     `apply`, `prepare`, `measure`: as `commit` has them."""
 
-    def __init__(self, rendezvous: Rendezvous, state_server: StateServer) -> None:
+    def __init__(self, rendezvous: Rendezvous, state_server: StateServer, device: torch.device) -> None:
         self.lifecycle = MemberLifecycle(rendezvous.member, rendezvous.local_rank, state_server.address)
         self.reducers: list[Reducer] = []
         self.seat_state: SeatState | None = None
@@ -38,6 +44,7 @@ class MemberDriver:
         self.mover: Mover | None = None
         self._seat_reducers: list[Reducer] = []
         self._rendezvous, self._state_server, self._page = rendezvous, state_server, rendezvous.page
+        self._device = device
         self._apply: Callable[..., None] | None = None
         self._prepare: Callable[..., None] | None = None
         self._measure: Callable[[], Sequence[float]] | None = None
@@ -108,6 +115,7 @@ class MemberDriver:
             case Do.FINISH_REDUCTION:
                 for reducer in self.reducers:
                     reducer.finish()
+                self._await_device()
             case do.MakeReady(total, measured):
                 assert self._apply is not None
                 self._to_apply = functools.partial(self._apply, total, *measured)
@@ -182,6 +190,12 @@ class MemberDriver:
             case _:
                 return rendezvous.perform(instruction)
         return None
+
+    def _await_device(self) -> None:
+        """DRIVER-1. An abort of the generation ends what it waits for. The time counts for the hang detector (HANG-3),
+        because a device can hang. A fault of the device is raised here."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _is_over(self) -> bool:
         return self._rendezvous.error is not None

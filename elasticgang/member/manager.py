@@ -113,7 +113,7 @@ class QuorumManager:
         self.device = device
         self._rendezvous = rendezvous
         self._state_server = state_server
-        self._driver = MemberDriver(rendezvous, state_server)
+        self._driver = MemberDriver(rendezvous, state_server, device)
         self._driver.mover = mover
         self._state = self._driver.lifecycle.state
         self._step: Step | None = None

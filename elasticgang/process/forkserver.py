@@ -329,13 +329,15 @@ class _Server:
 
 def _fork_and_report(report: socket.socket, group: int) -> int:
     """Fork in the intermediate process. Returns 0 in the child; in the parent the child's pid, after reporting it with
-    its pidfd, or -1 after reporting an error. A child that is reported is in its group: another may join it there."""
+    its pidfd, or -1 after reporting an error. A child that leads a group does so when it is reported: another may join
+    it at once. One that joins a group does it itself, once it has its owner as parent: a group of which a member loses a
+    parent in this session gets SIGHUP if a member is stopped."""
     middle = os.getpid()
     try:
         pid = os.fork()
         if pid:
-            with contextlib.suppress(OSError):  # the group is gone, which the child finds too
-                os.setpgid(pid, group)
+            if not group:
+                os.setpgid(pid, 0)
             socket.send_fds(report, [json.dumps({"pid": pid}).encode()], [os.pidfd_open(pid)])
         while not pid and os.getppid() == middle:  # FORK-2: until the owner is its parent
             time.sleep(0.0002)

@@ -25,8 +25,8 @@ MANAGER-11  When the record goes back to a durable checkpoint, a rank without st
 MANAGER-12  With durable checkpoints, no rank leaves a job that finishes before it knows that the final state is saved
     or its save has failed. In rounds, the ranks sum whether they still wait for that. If the generation ends meanwhile
     and the state is not saved, the members of the next one save it again.
-MANAGER-13  A fault of this rank's device (CUDA-1) is not dropped with a lost step: the process can use the device no
-    more.
+MANAGER-13  A fault of this rank's device (CUDA-1) is dropped neither with a lost step nor with a generation that cannot
+    be entered: the process can use the device no more.
 MANAGER-14  When the record names holders of another layout, they keep their state aside before they build another one.
     A rank that nobody can heal fetches its part from them before its first step. If it cannot, it ends the generation.
 """
@@ -410,6 +410,7 @@ class MemberLifecycle:
             EvictedError: the record has no seat for this rank.
             StateLostError: the state is to be taken from this rank, and it has none.
             SystemExit: the job has finished. This rank has no part in what it led to: it exits with code 0.
+            GangError: a fault of this rank's device has caused it (MANAGER-13).
         """
         state, error = self.state, self.observed.error
         self._regroups = True  # until it has entered
@@ -428,9 +429,12 @@ class MemberLifecycle:
             yield from self._resolve(record, seat)
             self.has_seat = seat.status != SPARE
             if self.has_seat:
-                with contextlib.suppress(GangError):
+                try:
                     yield do.Configure(record, seat)
                     self._regroups = False
+                except GangError as failure:
+                    if device_fault(failure) is not None:  # MANAGER-13
+                        raise
                 return
             yield from self._keep_former(record)
             yield do.ReportSpare(record)

@@ -2,6 +2,7 @@
 
 HEALER-1  A healer changes its own state only after all of it has arrived and every chunk's digest is right.
 HEALER-2  Received data is never unpickled.
+HEALER-3  A fault of this rank's device (CUDA-1) is not taken for a source that fails.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 from elasticgang.errors import WireError
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.device_errors import device_fault
 from elasticgang.state import striped_fetch, transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.registered_state import RegisteredState
@@ -47,6 +49,8 @@ class Healer:
         try:
             return self._load(state)
         except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as exc:
+            if device_fault(exc) is not None:  # HEALER-3
+                raise
             log.warning("could not load the state: %s", exc)
             return False
 
@@ -89,6 +93,8 @@ class Healer:
             try:
                 return use(self._fetch(source, attempt, after, cancelled))
             except (OSError, WireError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as exc:
+                if device_fault(exc) is not None:  # HEALER-3
+                    raise
                 log.warning("could not heal from %s: %s", source, exc)
         return None
 

@@ -50,7 +50,7 @@ class Optimizer:
         training state, and call nothing of it but `scale`.
 
         Raises:
-            ValueError: `replicated` names another gang; or there is a scaler, and a parameter has 16 bits: keep float32
+            ValueError: `replicated` names another gang; or there is a scaler, and a parameter is float16: keep float32
                 parameters, and compute under `torch.autocast`.
             NotSupportedError: a step of `optimizer` communicates, so that a death could leave it applied on some ranks
                 only (RULE-10).

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import elasticgang as eg
-from tests.support import comm_processes
+from tests.support import comm_processes, wait_until
 
 
 def num_connections() -> int:
@@ -75,6 +75,9 @@ def main(directory: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step.index in (1, 5):
                 found["exchanges"] |= exchanges(root.as_process_group(), root.rank, root.size)
+            if step.index == 4:  # a quick job would otherwise end before the rank is back
+                size = int(os.environ["LOCAL_WORLD_SIZE"])
+                wait_until(lambda: manager.poisoned or manager.join_noticed or manager.num_members == size, "the rank")
             if manager.commit(1.0, lambda total: None):
                 found["sizes"].append(root.size)
     (directory / f"rank{local_rank}").write_text(json.dumps(found) + "\n")

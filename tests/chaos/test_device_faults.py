@@ -166,6 +166,7 @@ def test_what_the_driver_reports_is_part_of_the_reason(tmp_path: Path) -> None:
         wait_until((tmp_path / "waits").exists, "the agent has found the devices")
         (tmp_path / "xid").write_text("79")
         os.replace(tmp_path / "xid", tmp_path / "xid-1")
+        wait_until(lambda: not (tmp_path / "xid-1").exists(), "the driver has passed on the error")
         (tmp_path / "waits").unlink()  # the agent touches it when it waits for the next error
         wait_until((tmp_path / "waits").exists, "the agent has read the error")
         (tmp_path / "answered").touch()

@@ -1,6 +1,7 @@
 """A stand-in for nvidia-ml-py: two devices of one model, whose state is in the files of the directory that FAKE_NVML
 names. `users-N`: ids of processes on device N. `ecc-N`: its number of ECC errors. `xid-N`: an Xid that nobody has read.
-Each reading of users appends to `read-N`."""
+`lost-N`: the device has fallen off the
+bus. Each reading of users appends to `read-N`."""
 
 from __future__ import annotations
 
@@ -47,6 +48,8 @@ def nvmlDeviceGetHandleByUUID(uuid: str) -> int:
 
 
 def nvmlDeviceGetIndex(handle: int) -> int:
+    if _path(f"lost-{handle}").exists():
+        raise NVMLError("GPU is lost")
     return handle
 
 

@@ -28,6 +28,7 @@ from elasticgang.comm.in_process import ProcessGroupGloo
 from elasticgang.errors import NotSupportedError, OperationalError, PeerLostError
 from elasticgang.gang import ElasticGang, Gang, ReduceOperation
 from elasticgang.gang.elastic import Binding
+from elasticgang.protocol.device_errors import device_fault
 from tests.integration import contract
 from tests.preloaded import MARK, PreloadedProcess
 from tests.support import REPOSITORY
@@ -177,6 +178,18 @@ def test_a_configure_whose_peers_do_not_come_ends_with_the_configuration(store: 
         present.fail(PeerLostError("the peer is dead"))
         with pytest.raises(PeerLostError, match="the generation ended while the process group of dp was configured"):
             connecting.result(GUARD_S)
+
+
+# MANAGER-13
+def test_a_configure_that_a_fault_of_the_device_ends_has_it_as_its_cause() -> None:
+    class OnBrokenDevice(torchft.ProcessGroupDummy):  # type: ignore[misc]  # of untyped torchft
+        def configure(self, *args: Any, **options: Any) -> None:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with")
+
+    groups = DataGroups(lambda: OnBrokenDevice(0, 1), CPU, GUARD_S, lambda stuck: pytest.fail(str(stuck)))
+    with pytest.raises(PeerLostError) as raised:
+        groups.open().connect("dp", "127.0.0.1:1/x", "rank 0", GroupSpec("all", 0, 2), 1)
+    assert device_fault(raised.value) == "CUDA error: an illegal memory access was encountered"
 
 
 @contextlib.contextmanager

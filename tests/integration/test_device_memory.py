@@ -80,6 +80,15 @@ def test_a_rank_waits_until_nvml_lists_the_former_one_no_more() -> None:
     asyncio.run(run())
 
 
+# MEMORY-1
+def test_a_rank_that_starts_long_after_the_former_one_has_died_looks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = DeviceMemory(lambda device: set())
+    monkeypatch.setattr(device_memory, "MEMORY_TIMEOUT_S", 0.0)
+    memory.left(3, 2**22 + 1)  # as if that had been `MEMORY_TIMEOUT_S` ago
+    monkeypatch.undo()
+    assert asyncio.run(memory.wait_free(3)) is None
+
+
 def test_another_device_or_none_is_not_waited_for() -> None:
     memory = DeviceMemory(lambda device: {5})
     memory.left(3, 5)

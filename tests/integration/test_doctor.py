@@ -8,13 +8,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elasticgang.doctor.verdicts import Job
+from elasticgang.doctor import facts
+from elasticgang.doctor.verdicts import Disk, Job
 from elasticgang.environment import RUN_DIR
 from elasticgang.launch.arguments import COORDINATOR_PORT
 
@@ -96,6 +98,17 @@ def test_a_tmpdir_in_which_no_file_can_be_made_is_an_error() -> None:
     assert code == 1
     assert found["TMPDIR"]["level"] == "error"
     assert found["TMPDIR"]["text"].startswith("/proc: ")
+
+
+def test_a_disk_that_never_answers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of the network whose server is down."""
+    let_go = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda fd: let_go.wait(DEADLINE_S))
+    monkeypatch.setattr(facts, "_DISK_TIMEOUT_S", 0.2)
+    found = facts._disk(tmp_path)
+    assert not let_go.is_set()
+    let_go.set()
+    assert found == Disk(str(tmp_path), 0, "no answer within 0.2 s")
 
 
 def test_a_default_port_in_use_is_a_warning() -> None:

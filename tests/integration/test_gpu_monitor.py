@@ -66,6 +66,14 @@ def test_errors_of_a_device_are_taken_once(state: Path, start: Callable[..., Gpu
     assert monitor.take_errors(0) == monitor.take_errors(1) == ""
 
 
+def test_a_lost_device_does_not_hide_the_errors_of_the_others(state: Path, start: Callable[..., GpuMonitor]) -> None:
+    monitor = start(0, 1)
+    wait_ready(state)
+    (state / "lost-0").touch()
+    put(state / "xid-1", 74)
+    assert wait_until(lambda: monitor.take_errors(1), "the Xid is read") == "Xid 74"
+
+
 def test_only_new_ecc_errors_count(state: Path, start: Callable[..., GpuMonitor]) -> None:
     put(state / "ecc-1", 5)
     monitor = start(0, 1)

@@ -15,6 +15,7 @@ import torch
 
 from elasticgang import testing
 from elasticgang.protocol.commit import Attempt
+from elasticgang.state import healer as healer_module
 from elasticgang.state import snapshot_server as keeper_module
 from elasticgang.state import transport
 from elasticgang.state.snapshot_server import MAX_REQUEST_BYTES
@@ -44,6 +45,23 @@ def test_the_whole_state_is_healed_to_the_bit(ranks: Ranks) -> None:
         torch.manual_seed(9)
         rank.train()
     assert same(healer.large(), source.large())
+
+
+# HEALER-3
+@pytest.mark.parametrize("by_range", [False, True])
+def test_a_fault_of_the_device_is_not_taken_for_a_source_that_fails(
+    by_range: bool, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(state: dict[str, Any]) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    if by_range:
+        monkeypatch.setattr(healer_module, "BY_RANGE_FROM_BYTES", 0)
+    source, healer = ranks(3), ranks(1)
+    monkeypatch.setattr(healer.counter, "load_state_dict", load)
+    source.server.begin(AT)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        healer.server.heal([source.server.address], AT)
 
 
 def test_a_learner_gets_what_forward_changed_to_load_when_it_applies(ranks: Ranks) -> None:

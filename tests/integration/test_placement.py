@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import elasticgang as eg
+from elasticgang import testing
 from elasticgang.comm.kinds import default_process_group
 from elasticgang.launch.run import PRELOAD
 from tests.chaos.training_scripts import script
@@ -64,6 +65,24 @@ def test_a_process_takes_its_own_device_unless_it_names_another(
     expected = torch.device(device)
     assert manager.device == manager.gangs.root.device == expected
     assert current == ([expected] if expected.type == "cuda" else [])
+
+
+# DRIVER-1
+def test_a_rank_votes_after_its_device_has_reduced_the_gradients(
+    current: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+    manager = eg.join(device="cuda:1")
+    model = torch.nn.Linear(2, 1)
+    optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.register_state(model=model, optim=optim)
+    before_vote: list[object] = []
+    for step in manager.steps(1):
+        with step, testing.fail_at("totals_received", lambda: before_vote.extend(done)):
+            model(torch.ones(1, 2)).sum().backward()
+            assert optim.step(weight=1.0)
+    assert before_vote == [torch.device("cuda", 1)]
 
 
 def test_a_rank_beyond_the_devices_is_refused(current: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:

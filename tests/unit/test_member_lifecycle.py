@@ -342,6 +342,17 @@ def test_a_fault_of_the_device_is_not_dropped_with_a_lost_step(is_over: bool) ->
         assert driver.names == ["EndStep"]
 
 
+# MANAGER-13
+def test_a_fault_of_the_device_is_not_dropped_where_a_generation_cannot_be_entered() -> None:
+    """Otherwise the rank would end each generation of the job."""
+    failure = PeerLostError("could not configure the process group of dp")
+    failure.__cause__ = RuntimeError("CUDA error: device lost")
+    driver = Driver(records=[record(ACTIVE)])
+    with pytest.raises(PeerLostError) as raised:
+        driver.run(driver.lifecycle.pass_boundary(NUM_STEPS), {"Configure": failure})
+    assert raised.value is failure
+
+
 def test_misuse_is_refused() -> None:
     driver = active()
     driver.begin()
