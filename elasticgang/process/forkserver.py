@@ -330,7 +330,7 @@ class _Server:
 def _fork_and_report(report: socket.socket, group: int) -> int:
     """Fork in the intermediate process. Returns 0 in the child; in the parent the child's pid, after reporting it with
     its pidfd, or -1 after reporting an error. A child that leads a group does so when it is reported: another may join
-    it at once. One that joins a group does it itself, once it has its owner as parent: a group of which a member loses a
+    it at once. One that joins a group does it itself, once its owner is its parent: a group of which a member loses a
     parent in this session gets SIGHUP if a member is stopped."""
     middle = os.getpid()
     try:

@@ -62,6 +62,7 @@ def exchanges(pg: Any, rank: int, size: int) -> dict[str, bool]:
 def main(directory: Path) -> None:
     manager = eg.join()
     local_rank, is_first = int(os.environ["LOCAL_RANK"]), not (directory / "killed").exists()
+    num_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     found: dict[str, Any] = {"sizes": [], "exchanges": {}, "connections": 0}
     for step in manager.steps(6):
         with step:
@@ -76,8 +77,9 @@ def main(directory: Path) -> None:
             if step.index in (1, 5):
                 found["exchanges"] |= exchanges(root.as_process_group(), root.rank, root.size)
             if step.index == 4:  # a quick job would otherwise end before the rank is back
-                size = int(os.environ["LOCAL_WORLD_SIZE"])
-                wait_until(lambda: manager.poisoned or manager.join_noticed or manager.num_members == size, "the rank")
+                wait_until(
+                    lambda: manager.poisoned or manager.join_noticed or manager.num_members == num_ranks, "the rank"
+                )
             if manager.commit(1.0, lambda total: None):
                 found["sizes"].append(root.size)
     (directory / f"rank{local_rank}").write_text(json.dumps(found) + "\n")
