@@ -11,7 +11,7 @@ _WIDTH = 30
 _ERASE = "\r\x1b[K"
 
 
-def untold(num_bytes: int) -> None:
+def no_progress(num_bytes: int) -> None:
     """For work whose progress nobody watches."""
 
 

@@ -22,7 +22,7 @@ from elasticgang.checkpoint.shard import Block, header_of
 from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
 from elasticgang.layout import MODEL_AXES
-from elasticgang.progress import Progress, untold
+from elasticgang.progress import Progress, no_progress
 from elasticgang.state.serialization import as_bytes
 
 
@@ -44,7 +44,7 @@ def export(
     names = _weights(manifest, module)
     num_bytes = sum(_num_bytes(reader.entry(name)) for name in names.values())
     with contextlib.ExitStack() as held:
-        add = untold
+        add = no_progress
         if progress_on is not None:
             add = held.enter_context(Progress(output.name, num_bytes, progress_on, time.monotonic)).add
         if output.suffix == SUFFIX:

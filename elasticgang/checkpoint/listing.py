@@ -15,7 +15,7 @@ from elasticgang.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileEn
 from elasticgang.checkpoint.plan import attempt_in
 from elasticgang.checkpoint.storage import Folder, Storage
 from elasticgang.errors import CheckpointError
-from elasticgang.progress import untold
+from elasticgang.progress import no_progress
 from elasticgang.protocol.commit import Attempt
 
 CHUNK_BYTES = 4 << 20
@@ -108,7 +108,7 @@ def read_manifest(folder: Folder) -> Manifest:
     return manifest
 
 
-def verify(folder: Folder, manifest: Manifest, on_read: Callable[[int], None] = untold) -> None:
+def verify(folder: Folder, manifest: Manifest, on_read: Callable[[int], None] = no_progress) -> None:
     """Check every digest. `on_read`: gets the number of bytes of each part that was read.
 
     Raises:
@@ -137,7 +137,9 @@ def read_into(folder: Folder, file: str, offset: int, buffer: memoryview) -> Non
         raise _unreadable(folder, exc) from exc
 
 
-def _digest_of_range(folder: Folder, file: str, offset: int, size: int, on_read: Callable[[int], None] = untold) -> str:
+def _digest_of_range(
+    folder: Folder, file: str, offset: int, size: int, on_read: Callable[[int], None] = no_progress
+) -> str:
     digest = new_digest()
     buffer = memoryview(bytearray(min(size, CHUNK_BYTES)))
     for start in range(0, size, CHUNK_BYTES):

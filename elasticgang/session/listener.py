@@ -3,7 +3,7 @@
 LISTEN-BOUND  At most `MAX_PENDING` connections wait for their handshake. Further ones stay in the kernel's queue until
               one of these is done, or the oldest has had `MIN_PENDING_S` and is ended. So the agents of a large job can
               all come at once, and an attacker's connections keep nobody out for long.
-LISTEN-TURN   The sessions that are open are served at least every `ACCEPT_S`, however many connections come.
+LISTEN-TURN   The sessions that are open have their turn after each `ACCEPT_S` in which connections are accepted.
 """
 
 from __future__ import annotations

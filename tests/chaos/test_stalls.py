@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,17 @@ from scripts.chaos_runs.stalls import may_stall
 from tests.documents import REPOSITORY
 
 STALLS = [str(REPOSITORY / "scripts" / "chaos"), "stalls"]
+# Prints the cores that real-time processes beside it take, once there is one for each.
+CORES = """
+import os, time, psutil
+cores = set()
+while len(cores) < len(os.sched_getaffinity(0)):
+    beside = [each.pid for each in psutil.Process(os.getppid()).children() if each.pid != os.getpid()]
+    takers = [pid for pid in beside if os.sched_getscheduler(pid) == os.SCHED_FIFO]
+    cores = {core for pid in takers for core in os.sched_getaffinity(pid)}
+    time.sleep(0.01)
+print(sorted(cores))
+"""
 # Prints once it has stood still for 30 ms of its own processor's time.
 STANDS_STILL = """
 import time
@@ -33,6 +45,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_stands_still_and_runs_on() -> None:
     done = run("--stall-ms", "50", "60", "--", sys.executable, "-c", STANDS_STILL)
     assert (done.returncode, done.stdout) == (0, "stood still\n"), done.stderr
+
+
+def test_each_core_is_taken() -> None:
+    done = run("--", sys.executable, "-c", CORES)
+    assert (done.returncode, done.stdout) == (0, f"{sorted(os.sched_getaffinity(0))}\n"), done.stderr
 
 
 def test_its_exit_code_is_the_commands() -> None:
