@@ -28,7 +28,7 @@ _TORCH_FACTS = "elasticgang.doctor.torch_facts"
 _TORCH_TIMEOUT_S = 120.0
 _LOOPBACK_TIMEOUT_S = 5.0
 _LOOKUP_TIMEOUT_S = 10.0
-_DISK_TIMEOUT_S = 30.0
+DISK_TIMEOUT_S = 30.0
 _BLOCK = bytes(1 << 16)
 
 _T = TypeVar("_T")
@@ -47,7 +47,7 @@ def gather(
         has_nvidia=any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidiactl"))),
         pidfd_error=_pidfd_error(),
         memfd_error=_memfd_error(),
-        shm=_disk(Path("/dev/shm")),
+        shm=disk(Path("/dev/shm")),
         files=_limits(resource.RLIMIT_NOFILE),
         processes=_processes(),
         container_processes=_container_processes(),
@@ -60,9 +60,9 @@ def gather(
         resolution_s=time.get_clock_info("monotonic").resolution,
         clock=_read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
         py_spy=shutil.which("py-spy"),
-        temporary=_disk(Path(os.environ.get("TMPDIR") or "/tmp")),
-        run_dir=_disk(run_dir(), makes_it=True),
-        checkpoints=None if checkpoint_dir is None else _disk(Path(checkpoint_dir), makes_it=True),
+        temporary=disk(Path(os.environ.get("TMPDIR") or "/tmp")),
+        run_dir=disk(run_dir(), makes_it=True),
+        checkpoints=None if checkpoint_dir is None else disk(Path(checkpoint_dir), makes_it=True),
         coordinator=None if coordinator is None else _coordinator(*coordinator, timeout_s),
     )
 
@@ -120,10 +120,10 @@ def _memfd_error() -> str:
     return ""
 
 
-def _disk(path: Path, *, makes_it: bool = False) -> Disk:
+def disk(path: Path, *, makes_it: bool = False) -> Disk:
     """`makes_it`: a job makes the directory, so that the nearest one above it counts where it is missing."""
-    late = Disk(str(path), 0, f"no answer within {_DISK_TIMEOUT_S:g} s")
-    return _within(_DISK_TIMEOUT_S, lambda: _write(path, makes_it), late)
+    late = Disk(str(path), 0, f"no answer within {DISK_TIMEOUT_S:g} s")
+    return _within(DISK_TIMEOUT_S, lambda: _write(path, makes_it), late)
 
 
 def _write(path: Path, makes_it: bool) -> Disk:
