@@ -9,7 +9,8 @@ AGENT-2  A member that dies, or that requests because of an error, ends its gene
 AGENT-3  A newcomer ends no generation. The agent notifies the others, which regroup at their next step boundary.
 AGENT-4  Before the first generation, the agent waits for ranks that are still starting, until `StartExpired`.
 AGENT-5  Once a member has finished its steps, no rank is restarted. An agent that waits for the fate of the last step
-    then fails when the coordinator notifies it that no record can be decided.
+    then fails when the coordinator notifies it that no record can be decided, unless ranks of this host have finished
+    with the same parts of the model: those in doubt are retired.
 AGENT-6  A participating agent with no running rank still keeps a request open: the next record waits for every agent
     of the present one.
 AGENT-7  A peer's notice is about the present generation or ignored. The session repeats one that came before its
@@ -64,6 +65,7 @@ from elasticgang.protocol.record import (
     SPARE,
     CheckpointRef,
     MemberReport,
+    Model,
     Record,
     Report,
     Undecided,
@@ -129,6 +131,7 @@ class AgentState:
     _num_steps: int = 0
     _all_by_script: bool = True  # whether every rank that has left called `manager.leave()`
     _has_warned_unjoined: bool = False
+    _finished_parts: set[Model] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._num_never_started = self.devices.num_without
@@ -332,6 +335,8 @@ class AgentState:
         is_missed = rank.phase is _Phase.SEATED and not in_order  # a requesting rank or a spare is in no generation
         rank.phase, rank.finished = _Phase.LEFT, finished
         self.finished = self.finished or finished
+        if finished and (part := self._part_of(member)) is not None:
+            self._finished_parts.add(part)
         instructions = (
             self._abort(f"rank {rank.local_rank} left before the last step") if is_missed and not finished else []
         )
@@ -347,6 +352,12 @@ class AgentState:
             if not self._can_finish(rank)
         )
         return [RetireMembers(rest, "the job has finished")] if rest else []
+
+    def _part_of(self, member: str) -> Model | None:
+        """The part of the model in the member's seat."""
+        if self.record is None or (seat := self.record.seat(member)) is None or seat.status == SPARE:
+            return None
+        return self.record.model_coordinates(member)
 
     def _can_finish(self, rank: _Rank) -> bool:
         """Whether the rank has applied or prepared the last step."""
@@ -510,8 +521,11 @@ class AgentState:
             self._note_commit(answer.committed)
             return self._deliver(answer)
         if isinstance(answer, Unrecoverable):
-            if self.finished and not any(self._can_finish(rank) for rank in self._in(_Phase.REQUESTING).values()):
+            in_doubt = [member for member, rank in self._in(_Phase.REQUESTING).items() if self._can_finish(rank)]
+            if self.finished and not in_doubt:
                 return []  # the holders of the state have finished and ended; who has none is retired already
+            if self.finished and all(self._part_of(member) in self._finished_parts for member in in_doubt):  # AGENT-5
+                return [RetireMembers(tuple(in_doubt), "the job has finished")]
             return [Fail(1, f"the job's state is lost: {answer.reason}")]
         why = dict(answer.refused).get(self.agent)
         if why is not None:

@@ -264,6 +264,15 @@ def test_an_agent_that_cannot_agree_on_the_last_step_fails() -> None:
     ]
 
 
+# AGENT-5
+def test_a_rank_in_doubt_is_retired_when_another_has_finished_with_its_part() -> None:
+    host = running(2)
+    host.leaves("a1", finished=True, in_order=True)
+    host.asks("a0", tip=Attempt(2, 1), pending=Attempt(3, 1), broken=True)
+    lost = Unrecoverable("no live member holds step 3")
+    assert host.is_answered(lost) == [RetireMembers(("a0",), "the job has finished")]
+
+
 def test_a_rank_that_leaves_when_it_is_seated_ends_the_new_generation() -> None:
     host = running(1)
     host.start("a1")

@@ -26,7 +26,7 @@ RULES = {
     "AGENT-2": ("a death ends no generation",),
     "AGENT-3": ("a newcomer ends the generation",),
     "AGENT-4": ("ranks that start are not waited for", "ranks that start are waited for"),
-    "AGENT-5": ("the last step is waited for",),
+    "AGENT-5": ("the last step is waited for", "a finished job fails for a rank in doubt"),
     "AGENT-6": ("an agent without ranks is silent",),
     "AGENT-7": ("a notice is about any generation",),
     "AGENT-8": (

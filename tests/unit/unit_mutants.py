@@ -44,6 +44,7 @@ from elasticgang.session import messages
 from tests.unit import (
     coordinator_driver,
     test_agent_lifecycle,
+    test_agent_state,
     test_agent_state_devices,
     test_agent_state_joins,
     test_coordinator_state,
@@ -322,6 +323,10 @@ UNIT_MUTANTS: dict[str, UnitMutant] = {
     "an end of any generation counts": UnitMutant(
         ((CoordinatorState, "_end", _end_whatever),),
         test_coordinator_state.test_only_members_end_a_generation_and_only_the_present_one,
+    ),
+    "a finished job fails for a rank in doubt": UnitMutant(
+        ((AgentState, "_part_of", _always(None)),),
+        test_agent_state.test_a_rank_in_doubt_is_retired_when_another_has_finished_with_its_part,
     ),
     "joiners go on alone": UnitMutant(
         ((CoordinatorState, "_is_alone", _always(False)),),
