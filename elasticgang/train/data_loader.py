@@ -10,6 +10,7 @@ DATALOADER-3  Every wait ends: with the batch, when the step is lost, or when a 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import threading
@@ -112,6 +113,7 @@ class DataLoader:
         self._pool = _Pool(self._fetcher, options, num_workers) if num_workers else None
         if self._pool is not None:
             weakref.finalize(self, self._pool.close)
+            _pools.add(self._pool)
 
     def slots(self, step: Step) -> LoadedSlots:
         """This rank's share of `step`. Iterating over it yields `(slot, batch)`.
@@ -142,6 +144,17 @@ class DataLoader:
         if self._pool is not None:
             self._pool.close()
             self._pool.join()
+
+
+_pools: weakref.WeakSet[_Pool] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_pools() -> None:
+    """A thread that is still in torch when the interpreter ends would end the process by SIGABRT."""
+    for pool in list(_pools):
+        pool.close()
+        pool.join()
 
 
 def _request(step_index: int, slot: Slot) -> Request:
