@@ -97,8 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="the address at which agents reach it, wherever it runs: a virtual IP address, or a service of "
         "Kubernetes. With --state-dir, a coordinator that is started on another machine then declares agents lost as "
         "one that is started on the same. Never a DNS name that is changed to the new machine: agents could still ask "
-        "the old one "
-        "(default: this machine's name and --port)",
+        "the old one (default: this machine's name and --port)",
     )
     _add_credentials_arguments(coordinator)
     grant = commands.add_parser(

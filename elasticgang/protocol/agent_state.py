@@ -355,9 +355,8 @@ class AgentState:
 
     def _part_of(self, member: str) -> Model | None:
         """The part of the model in the member's seat."""
-        if self.record is None or (seat := self.record.seat(member)) is None or seat.status == SPARE:
-            return None
-        return self.record.model_coordinates(member)
+        seat = None if self.record is None else self.record.seat(member)
+        return None if self.record is None or seat is None else self.record.part_of(seat)
 
     def _can_finish(self, rank: _Rank) -> bool:
         """Whether the rank has applied or prepared the last step."""

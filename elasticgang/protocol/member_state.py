@@ -176,13 +176,13 @@ class MemberState:
     def _have_spares_kept(self) -> bool:
         """MEMBER-7: whether spares keep state that everybody has fetched, now that everybody votes."""
         assert self.record is not None
-        return any(self._part_of(seat) is None for seat, _ in self.holders())
+        return any(self.record.part_of(seat) is None for seat, _ in self.holders())
 
     def _may_leave(self, part: tuple[int, int, int], num_going: int, is_wanted: bool) -> bool:
         """Whether the draining active members of `part` may leave (MEMBER-6). `is_wanted`: a rank without a seat needs
         their state."""
         assert self.record is not None
-        there = [seat.member for seat in self.record.seats if self._part_of(seat) == part]
+        there = [seat.member for seat in self.record.seats if self.record.part_of(seat) == part]
         num_active = sum(member in self.active for member in there)
         return num_going < num_active or not (is_wanted or num_active < len(there) or self._is_new(part, num_going))
 
@@ -203,12 +203,8 @@ class MemberState:
         """Whether the record knows of fewer draining members of `part`."""
         assert self.record is not None
         draining = self.record.draining_members
-        told = [seat for seat in self.record.seats if seat.member in draining and self._part_of(seat) == part]
+        told = [seat for seat in self.record.seats if seat.member in draining and self.record.part_of(seat) == part]
         return num_going > len(told)
-
-    def _part_of(self, seat: Seat) -> tuple[int, int, int] | None:
-        assert self.record is not None
-        return None if seat.status == SPARE else self.record.model_coordinates(seat.member)
 
     def _parts(self) -> list[tuple[int, int, int]]:
         """The model coordinates, in one order on all members."""

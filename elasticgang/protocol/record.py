@@ -247,6 +247,10 @@ class Record:
     def model_coordinates(self, member: str) -> Model:
         return model_coordinates(self.plan, member)
 
+    def part_of(self, seat: Seat) -> Model | None:
+        """The part of the model in `seat`; None for a spare."""
+        return None if seat.status == SPARE else self.model_coordinates(seat.member)
+
     @property
     def in_force(self) -> int:
         """The number of `layout` among `layouts`."""

@@ -130,11 +130,8 @@ class DataLoader:
         ahead = [(step.index, slots), *((index, self.batches.share(index, step.share)) for index in following)]
         if self._prefetches_likely:
             ahead += [(index, self.batches.likely(index, step.share)) for index in (step.index, *following)]
-        requests = [
-            _request(index, slot)
-            for index, of_step in ahead
-            for slot in (of_step[place] for place in range(len(of_step)))
-        ]
+        # By place: an iteration over slots seeds torch's generators.
+        requests = [_request(index, of_step[place]) for index, of_step in ahead for place in range(len(of_step))]
         self._pool.want(requests)
         pool = self._pool
         return LoadedSlots(slots, lambda slot: pool.take(step, slot))
