@@ -7,6 +7,7 @@ from pathlib import Path
 
 JOB_ID = "ELASTICGANG_JOB_ID"  # `elasticgang run` sets it for its ranks
 CHECKPOINT_DIR = "ELASTICGANG_CHECKPOINT_DIR"  # `elasticgang run --checkpoint-dir` sets it
+LAYOUT = "ELASTICGANG_LAYOUT"  # `elasticgang run --layout` sets it
 DEVICE = "ELASTICGANG_DEVICE"  # `elasticgang run` sets it for its ranks: the index of the rank's CUDA device
 RUN_DIR = "ELASTICGANG_RUN_DIR"  # where the jobs of this user on this host are listed
 OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun's; a rank has them from its first step on
@@ -16,6 +17,11 @@ JOIN = "call `manager = elasticgang.join()`, loop over `manager.steps(...)`, and
 def checkpoint_dir() -> str | None:
     """The directory or URL of durable checkpoints that the command line names; None for none."""
     return os.environ.get(CHECKPOINT_DIR)
+
+
+def layout_text() -> str | None:
+    """The layout of the job that the command line names; None for none."""
+    return os.environ.get(LAYOUT)
 
 
 def device_index() -> int:

@@ -110,3 +110,8 @@ class CheckpointError(ElasticGangError, ValueError):
 
 class WireError(ElasticGangError):
     """The received bytes are not a valid message, or only a part of one."""
+
+
+def reason_of(error: OSError) -> str:
+    """Why a call of the operating system failed, without the error's number and file."""
+    return error.strerror or str(error)

@@ -3,7 +3,7 @@
     from elasticgang import testing
 
     testing.fail_at("votes_received")                   # this process gets SIGKILL at that place
-    testing.fail_at("tensor_received", raise_an_error)  # or calls a function, on the thread that reaches the place
+    testing.fail_at("chunk_received", raise_an_error)  # or calls a function, on the thread that reaches the place
     with testing.fail_at("serving", raise_an_error):    # until the block ends
         ...
 
@@ -21,6 +21,10 @@ from types import TracebackType
 
 PLACES = {
     "totals_received": "the gradients are reduced and their total weight is known; this rank has not voted",
+    "sum_written": "a rank has written its numbers of a sum (totals, a vote) to its host's block; nobody can read them",
+    "sum_published": "the ranks of its host can read them, or they are on their way to other hosts",
+    "sum_collected": "the first rank of a host, of several, has the numbers of its host; the other hosts do not",
+    "sum_exchanged": "it has the sums of all hosts; the other ranks of its host do not",
     "votes_received": "the votes are received; this rank has not counted them",
     "commit_recorded": "the step is committed and the agent can read this; it is not applied",
     "applied": "the committed step is applied to the state of this rank",
@@ -33,8 +37,8 @@ PLACES = {
     "keys_received": "a coordinator has received rendezvous keys of an agent; it has forwarded none of them",
     "entered": "the rank has entered the generation",
     "healing": "a learner is about to ask its peers for the state",
-    "source_agreed": "a learner of a large state knows the chunks of one peer; that peer has sent none",
-    "tensor_received": "a learner has received one tensor of the state",
+    "source_agreed": "a learner knows the chunks of the large state at one peer; that peer has sent none",
+    "chunk_received": "a learner has received a chunk of the large state; it is in the memory of its tensor",
     "moving": "the job has taken another layout; a rank is about to fetch its part of the state from those who keep it",
     "piece_sent": "a rank has sent a piece of the state that it keeps from the former layout",
     "healed": "a learner has loaded the state; it is not active",

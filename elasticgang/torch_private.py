@@ -1,7 +1,7 @@
 """All private APIs of torch and torchft that the package calls.
 
 Each was tried with torch 2.13.0 and 2.15.0, and torchft 0.2.0, but for those of GPUs (`new_nccl`, `share_cuda`,
-`open_cuda`, `release_cuda`), which the tests call over a stand-in for CUDA.
+`open_cuda`, `release_cuda`, the backend's error in `unreported_error`), which the tests call over a stand-in for CUDA.
 
 Private methods that the package overrides, because torch calls them (`_device_types`, `_build_params_for_reducer`), are
 in the overriding classes.
@@ -10,7 +10,9 @@ in the overriding classes.
 from __future__ import annotations
 
 import functools
+import math
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -112,6 +114,63 @@ def baby_process(pg: Any) -> Any:
     return getattr(pg, "_p", None)
 
 
+def unreported_error(pg: Any) -> Exception | None:
+    """Why a collective of a torchft group has failed, also if its `wait` has returned; None: none has. Waits for
+    nothing: call it once the device has done the collectives.
+
+    torch's watchdog sets the error of its backend before it aborts a communicator. The exception of a work does not
+    tell: the watchdog sets that of a copy. torchft sets `_errored` before an abort, and its `errored` would wait for
+    the current stream.
+    """
+    known = vars(pg)
+    error: Exception | None = known["_errored"] if "_errored" in known else pg.errored()
+    if error is not None:
+        return error
+    try:
+        backend = wrapped_group(pg)._get_backend(torch.device("cuda"))
+    except (AttributeError, RuntimeError):  # it wraps no group of torch, or one without a backend for CUDA
+        return None
+    if not hasattr(backend, "get_error") or (found := backend.get_error()) == _c10d.ErrorType.SUCCESS:
+        return None
+    return RuntimeError(f"torch's watchdog has aborted the communicator ({found.name})")
+
+
+# -- data loading
+
+
+def close_result_writer(batches: Any) -> None:
+    """Close this process's end for writing of the queue from which `batches`, an iterator of torch's `DataLoader`, gets
+    them. A worker that dies in the middle of a batch then leaves an end of the queue, not a reader that waits for the
+    rest. With `pin_memory` a thread of torch would read the queue, and torch wakes it through that end: `pinned` copies
+    without one."""
+    batches._worker_result_queue._writer.close()
+
+
+def pinned(batch: Any) -> Any:
+    """A copy of `batch` with its tensors in pinned memory, as torch's `DataLoader` makes it with `pin_memory`. Without
+    an accelerator: `batch`."""
+    if not torch.accelerator.is_available():
+        return batch
+    from torch.utils.data._utils.pin_memory import pin_memory  # here: comm processes and agents need no loader
+
+    return pin_memory(batch)  # type: ignore[no-untyped-call]
+
+
+def replace_done_event(batches: Any) -> Any:
+    """Give `batches`, an iterator of torch's `DataLoader`, an event of this process in place of the one that it shares
+    with its workers. They take the shared one's lock for every batch, and one that is killed in that moment keeps it:
+    torch would wait for it without end. Workers then learn of their end only by a signal, or by their parent's. Returns
+    the shared one: keep it as long as the worker, which opens it by name if it was not forked."""
+    shared, batches._workers_done_event = batches._workers_done_event, threading.Event()
+    return shared
+
+
+def shut_down_loader(batches: Any) -> None:
+    """End `batches`, an iterator of torch's `DataLoader`, whose worker was killed. Its `__del__` comes too late where
+    an exception refers to it."""
+    batches._shutdown_workers()
+
+
 # -- memory
 
 
@@ -159,10 +218,24 @@ def shard(tensor: Any) -> Tensor:
     return part
 
 
-def local_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of a DTensor's shard on this rank, and where it starts in the whole tensor."""
+def local_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shape of a DTensor's shard on this rank, and where it starts in the whole tensor. None: the shard is not one
+    block of it."""
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard
 
+    sizes, placements = tensor.device_mesh.shape, tensor.placements
+    for dim, placed in enumerate(placements):
+        if isinstance(placed, _StridedShard):
+            # FSDP2 over tensor parallelism along the same dimension: a part of the rank's own shard of the latter.
+            others = [at for at, other in enumerate(placements) if at != dim and other == Shard(placed.dim)]
+            num_others = math.prod(sizes[at] for at in others)
+            is_within = all(at > dim for at in others) and placed.split_factor == num_others
+            if not is_within or tensor.shape[placed.dim] % (sizes[dim] * num_others):
+                return None
+        elif not isinstance(placed, Shard | Replicate):
+            return None
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(start)
 

@@ -69,9 +69,12 @@ def main() -> None:
                     loss = functional.cross_entropy(model(image), label, reduction="sum")
                     loss.backward()  # type: ignore[no-untyped-call]
                 loss_sum += loss.item()
-            is_committed = optim.step(weight=slots.num_samples, max_norm=1.0)
-            if is_committed and manager.is_leader and step.index % 20 == 0:
-                print(f"loss {loss_sum / slots.num_samples:.3f}", flush=True)  # of the leader's share
+            sums = {"loss": loss_sum}  # over all ranks, with the vote
+            if optim.step(weight=slots.num_samples, max_norm=1.0, sums=sums):
+                mean = optim.sums["loss"] / batches.size
+                manager.report(loss=mean)  # `elasticgang status` shows it
+                if manager.is_leader and step.index % 20 == 0:
+                    print(f"loss {mean:.3f}", flush=True)
 
     loader.close()
     if manager.is_leader:

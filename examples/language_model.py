@@ -75,13 +75,16 @@ def main() -> None:
             for slot, tokens in slots:
                 with model.accumulate(last=slot.last):  # dropout has the slot's own random numbers
                     logits = model(tokens[:, :-1])
-                    loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-                    loss.backward()  # type: ignore[no-untyped-call]
-                loss_sum += loss.item()
-            if optim.step(weight=slots.num_samples * LENGTH, max_norm=1.0):
+                    error = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+                    error.backward()  # type: ignore[no-untyped-call]
+                loss_sum += error.item()
+            sums = {"loss": loss_sum, "bytes": slots.num_samples * LENGTH}  # over all ranks, with the vote
+            if optim.step(weight=slots.num_samples * LENGTH, max_norm=1.0, sums=sums):
                 warmup.step()
+                loss = optim.sums["loss"] / optim.sums["bytes"]
+                manager.report(loss=loss, tokens=slots.num_samples * LENGTH)  # `elasticgang status` shows them
                 if manager.is_leader and step.index % 20 == 0:
-                    print(f"loss {loss_sum / slots.num_samples / LENGTH:.3f}", flush=True)  # of the leader's share
+                    print(f"loss {loss:.3f}", flush=True)
     loader.close()
 
 

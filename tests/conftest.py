@@ -28,6 +28,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A shell's background job ignores it, and so would what a test starts and then interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# With OpenTelemetry's variables of whoever runs the tests, every job of a test would export traces.
+for _name in [name for name in os.environ if name.startswith("OTEL_")]:
+    del os.environ[_name]
+
 # Where this is set, each process that a test starts compiles the package anew, and each of pytest's all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

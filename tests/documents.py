@@ -234,6 +234,62 @@ report(committed=manager.committed_steps, size=manager.gangs.dp.size, is_better=
         num_ranks=2,
         expected={"committed": NUM_STEPS, "size": 2, "is_better": True},
     ),
+    "pipeline": Program(
+        """\
+import torch
+from torch import nn
+
+import elasticgang as eg
+
+torch.set_num_threads(1)
+data = torch.randn(64, 9, 2, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Shard:
+    def __init__(self, number):
+        self.number, self.place = number, 0
+
+    def __iter__(self):
+        while self.place < len(data[0]):
+            self.place += 1
+            yield tuple(data[self.number, self.place - 1])
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def loss_sum(outputs, targets):
+    return (outputs - targets).square().sum()
+
+
+manager = eg.join(layout=eg.ParallelLayout(pp=2))
+loader = eg.StreamLoader(manager, Shard, num_splits=64, size=64, slot=8, num_workers=1)
+
+
+def build(seat):
+    meta = torch.empty(8, 4, device="meta")
+    torch.manual_seed(seat.pp)
+    model = eg.PipelineParallel(manager, nn.Linear(4, 4), inputs=meta, outputs=meta, loss_sum=loss_sum)
+    optim = eg.Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=0.01))
+    return {"model": model, "optim": optim, "stream": loader}
+
+
+state = manager.build(build)
+losses_on = []
+for step in manager.steps(1000):
+    with step:
+        #: batches = slots.load()
+        state.optim.step(weight=slots.num_samples)
+        losses_on.append((manager.gangs.pp.rank, len(losses)))
+report(committed=manager.committed_steps, size=manager.gangs.pp.size, has_run=set(losses_on) <= {(0, 0), (1, 8)})
+""",
+        num_ranks=2,
+        expected={"committed": NUM_STEPS, "size": 2, "has_run": True},
+    ),
     "parts": Program(
         """\
 import elasticgang as eg
@@ -312,6 +368,7 @@ tensor.fill_(float(root.rank))
 gangs["cp"].all_reduce(tensor, eg.ReduceOperation.SUM)  # with the other rank of [0, 2], [1, 3], [4, 6] or [5, 7]
 assert tensor.item() == 2 * (root.rank & ~2) + 2, tensor
 report(sizes={name: gangs[name].size for name in ("root", "tp", "cp", "rdp")})
+root.barrier()  # a rank that ends closes its connections, while others may still make theirs
 """,
     num_ranks=8,
     expected={"sizes": {"root": 8, "tp": 2, "cp": 2, "rdp": 2}},

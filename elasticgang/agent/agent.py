@@ -26,7 +26,7 @@ from typing import Any
 from elasticgang import environment
 from elasticgang.agent.change_log import ChangeLog
 from elasticgang.agent.control_plane import ControlPlane, Limits
-from elasticgang.agent.device_memory import DeviceMemory
+from elasticgang.agent.device_memory import MEMORY_TIMEOUT_S, DeviceMemory, Memory
 from elasticgang.agent.embedded_coordinator import EmbeddedCoordinator
 from elasticgang.agent.gpu_monitor import GpuMonitor
 from elasticgang.agent.hang_monitor import HangMonitor
@@ -50,6 +50,7 @@ from elasticgang.protocol.agent_events import (
     Committed,
     CoordinatorConnected,
     DeliverRecord,
+    DeviceUsed,
     End,
     Exit,
     Fail,
@@ -75,6 +76,7 @@ from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS
+from elasticgang.protocol.devices import Taken
 from elasticgang.protocol.record import Record
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 
@@ -303,12 +305,12 @@ class Agent:
 
     def _carry_out(self, instruction: AgentInstruction) -> None:
         match instruction:
-            case Abort(members, generation, reason):
+            case Abort(members, generation, reason, is_effect):
                 self._changes.incidents.ending(generation, self._ranks.all())  # INCIDENT-1
-                self._changes.reporter.caused(reason, "abort", time.monotonic())
+                self._changes.reporter.caused(reason, "abort", time.monotonic(), is_effect=is_effect)
                 self._rendezvous.end(generation)
                 self._ranks.send(members, "abort", generation=generation, reason=reason)
-                self._control_plane.broadcast_over(generation, reason)
+                self._control_plane.broadcast_over(generation, reason, is_effect=is_effect)
             case AnnounceJoin(members, generation):
                 self._changes.reporter.caused("a rank waits to join", "join", time.monotonic())
                 self._ranks.send(members, "join", generation=generation)
@@ -316,8 +318,8 @@ class Agent:
             case DeliverRecord(members, record):
                 self._rendezvous.begin(record, self._lifecycle.agent)
                 self._ranks.send(members, "record", text=record.text)
-                lost_agents = self._control_plane.exited_agents - set(record.agents)
-                self._changes.agreed(record, self._lifecycle.agent, lost_agents)
+                lost, left = self._control_plane.lost_agents, self._control_plane.left_agents
+                self._changes.agreed(record, self._lifecycle.agent, lost.difference(record.agents), left)
             case RequestRecord():
                 self._control_plane.request()
             case BroadcastFailure(member, local_rank, step):
@@ -376,8 +378,15 @@ class Agent:
 
     async def _spawn(self, local_rank: int) -> None:
         device = self._lifecycle.device_of(local_rank)
-        if device is not None and (warning := await self._device_memory.wait_free(device)) is not None:
-            self._warn(f"rank {local_rank} starts although {warning}")
+        memory = Memory.FREE if device is None else await self._device_memory.look(device)
+        if memory is Memory.USED:
+            self._handle(DeviceUsed(local_rank))
+            return
+        if memory is Memory.OVERDUE:
+            self._warn(
+                f"rank {local_rank} starts although the former one on device {device}, or a process of its group, has "
+                f"not freed its memory within {MEMORY_TIMEOUT_S:g} s"
+            )
         try:
             rank = await self._ranks.fork(self._rank_launch(local_rank))
         except OperationalError as exc:
@@ -414,6 +423,7 @@ class Agent:
     def _on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
         if message["kind"] == "joined":
             rank.has_joined = True
+            rank.taken = Taken(str(message["device_uuid"]), bool(message["has_chosen_device"]))
             self._ranks.watch(rank)
         else:
             self._rank_events.on_message(rank, message)

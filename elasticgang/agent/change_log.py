@@ -9,7 +9,7 @@ from typing import Any
 
 from elasticgang.agent.incident_log import IncidentLog
 from elasticgang.agent.job import Events
-from elasticgang.observe.change_report import ChangeReporter, format_change
+from elasticgang.observe.change_report import ChangeReporter, format_change, layouts_of
 from elasticgang.observe.pace import Pace
 from elasticgang.protocol.record import Record
 
@@ -35,10 +35,13 @@ class ChangeLog:
             self.incidents.write({**change, "lost_s": lost_s})
             log.info("%s", format_change(change, self._counts))
 
-    def agreed(self, record: Record, agent: str, lost_agents: Iterable[str]) -> None:
-        """A record is agreed. `agent`: this agent. `lost_agents`: those that the record no longer has."""
+    def agreed(self, record: Record, agent: str, lost_agents: Iterable[str], left_agents: Iterable[str]) -> None:
+        """A record is agreed. `agent`: this agent. `lost_agents`: those that the record no longer has. `left_agents`:
+        those that have ended in order."""
         for lost in lost_agents:
             self.reporter.agent_lost(lost, time.monotonic())
+        for left in left_agents:
+            self.reporter.agent_left(left, time.monotonic())
         self.write(self.reporter.agreed(record, agent))
         self.pace.begin(record.committed.step)
         self._counts = {status: len(record.members(status)) for status in ("active", "learner", "spare")}
@@ -46,6 +49,7 @@ class ChangeLog:
             "generation",
             generation=record.generation,
             digest=record.digest,
+            **layouts_of(record),
             committed=list(record.committed),
             rolled_forward=record.rolled_forward,
             ranks=sorted(seat.local_rank for seat in record.seats),

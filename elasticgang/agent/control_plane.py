@@ -125,6 +125,7 @@ class ControlPlane:
         self._requested_s = 0.0
         self._newest_over = self._newest_join = 0
         self._lost_agents: set[str] = set()
+        self._left_agents: set[str] = set()
         self._failures: list[tuple[str, int, int]] = []  # CONTROL-2
         self._blocked_on: list[list[Any]] = []
         self._successors: dict[str, int] = {}  # by agent
@@ -177,9 +178,11 @@ class ControlPlane:
         self._begun, self._newest_over, self._newest_join = False, 0, 0
         self._early.clear()
         self._lost_agents.clear()
+        self._left_agents.clear()
         self._successors.clear()
         self._failures.clear()
         self._blocked_on = []
+        self._lease.until = float("inf")  # UNBOUND
         self._new_session(former)
         self._client.start()
         try:
@@ -242,10 +245,10 @@ class ControlPlane:
 
     # -- what is told
 
-    def broadcast_over(self, generation: int, reason: str) -> None:
+    def broadcast_over(self, generation: int, reason: str, *, is_effect: bool = False) -> None:
         if generation > self._newest_over:
             self._newest_over = generation
-            self._client.notify(Notify(EndGeneration(generation, reason)))
+            self._client.notify(Notify(EndGeneration(generation, reason, is_effect)))
 
     def broadcast_join(self, generation: int) -> None:
         if generation > self._newest_join:
@@ -374,10 +377,10 @@ class ControlPlane:
                 self._callbacks.write_line(f"elasticgang: no generation can be agreed yet: {notice.reason}")
             case "refused":
                 self._callbacks.write_line(f"elasticgang: agent {', '.join(notice.agents)} is refused: {notice.reason}")
-            case "lost":
-                self._lost_agents.update(notice.agents)
+            case "lost" | "left":
+                (self._lost_agents if notice.topic == "lost" else self._left_agents).update(notice.agents)
                 for agent in notice.agents:
-                    self._callbacks.log("host lost", agent=agent)
+                    self._callbacks.log(f"host {notice.topic}", agent=agent)
                 num_successors = [self._successors.pop(agent, 0) for agent in notice.agents]
                 if any(num_successors):
                     self._callbacks.on_successors_changed()
@@ -390,9 +393,14 @@ class ControlPlane:
         return sum(self._successors.values())
 
     @property
-    def exited_agents(self) -> set[str]:
+    def lost_agents(self) -> set[str]:
         """Agents that the coordinator has declared lost."""
         return self._lost_agents
+
+    @property
+    def left_agents(self) -> set[str]:
+        """Agents that have told the coordinator that they end."""
+        return self._left_agents
 
 
 def _seen_from_outside(host: str) -> str:

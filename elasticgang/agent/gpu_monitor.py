@@ -6,16 +6,18 @@ known. It never starts CUDA. This was run over a stand-in for the package only.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
 from elasticgang.agent.gpus import nvml_names
 
 _POLL_MS = 1000
+MAX_ERRORS = 16  # of one device that nobody has taken; a broken one may report thousands in a second
 _MODULE = "pynvml"
 
 
@@ -28,7 +30,7 @@ class GpuMonitor:
         self._lock = threading.Lock()
         self._handles: dict[int, Any] = {}  # by device, once the library is initialized
         self._device_of: dict[int, int] = {}  # by NVML's number, which NVML does not tell of a device that is lost
-        self._errors: defaultdict[int, list[str]] = defaultdict(list)  # by device; those that nobody has taken
+        self._errors: defaultdict[int, deque[str]] = defaultdict(functools.partial(deque, maxlen=MAX_ERRORS))
         self._num_ecc: dict[int, int] = {}
         self._stopping = threading.Event()
 
@@ -41,7 +43,8 @@ class GpuMonitor:
         self._stopping.set()
 
     def take_errors(self, device: int) -> str:
-        """What the driver has reported about the device since the last call, in words; empty if nothing is known."""
+        """What the driver has reported about the device since the last call, in words: the last `MAX_ERRORS` errors.
+        Empty if nothing is known."""
         with self._lock:
             return ", ".join(self._errors.pop(device, ()))
 

@@ -12,13 +12,19 @@ _NODE = re.compile(r"nvidia\d+", re.ASCII)
 
 def visible_devices(environ: Mapping[str, str], nodes: Iterable[str]) -> tuple[int, ...]:
     """The indices of the devices that CUDA shows to a process with this environment. `nodes`: the names in /dev. As
-    CUDA does, it takes the entries of CUDA_VISIBLE_DEVICES up to the first one that is empty or negative."""
-    if _VISIBLE in environ:
-        entries = (entry.strip() for entry in environ[_VISIBLE].split(","))
-        num = len(list(itertools.takewhile(lambda entry: entry and not entry.startswith("-"), entries)))
-    else:
-        num = sum(_NODE.fullmatch(node) is not None for node in nodes)
-    return tuple(range(num))
+    CUDA does, it takes the entries of CUDA_VISIBLE_DEVICES up to the first one that is empty, negative, or the index of
+    no device. Where /dev has no device at all, as under WSL, any index may be one."""
+    num_nodes = sum(_NODE.fullmatch(node) is not None for node in nodes)
+    if _VISIBLE not in environ:
+        return tuple(range(num_nodes))
+
+    def is_valid(entry: str) -> bool:
+        if entry.isdecimal() and num_nodes:
+            return int(entry) < num_nodes
+        return entry != "" and not entry.startswith("-")
+
+    entries = (entry.strip() for entry in environ[_VISIBLE].split(","))
+    return tuple(range(len(list(itertools.takewhile(is_valid, entries)))))
 
 
 def nvml_names(environ: Mapping[str, str], devices: Sequence[int], models: Sequence[str]) -> dict[int, int | str]:

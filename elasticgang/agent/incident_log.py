@@ -79,6 +79,7 @@ def _counters(rank: RankProcess) -> dict[str, Any]:
     page = rank.page
     block = page.last_comm
     groups = [] if block is None else block.last_groups()
+    names = {} if block is None else block.last_names()
     return {
         "member": rank.member,
         "local_rank": rank.local_rank,
@@ -87,6 +88,7 @@ def _counters(rank: RankProcess) -> dict[str, Any]:
         "doing": page.thread_state.name,
         "groups": {
             f"{stamps.group:016x}": {
+                "gangs": names.get(stamps.group, ""),
                 "submitted": stamps.submitted,
                 "completed": stamps.completed,
                 "messages_submitted": stamps.messages_submitted,

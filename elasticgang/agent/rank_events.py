@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from elasticgang.protocol.agent_events import (
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
 from elasticgang.protocol.agent_state import describe_exit
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS
+from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS, fault_in_output
 from elasticgang.protocol.record import checkpoint_from_json, layout_from_json, member_from_json
 
 
@@ -143,6 +144,7 @@ class RankEvents:
                 step=rank.page.step,
                 at_s=died_at,
                 device_fault=self._device_fault(rank),
+                taken=rank.taken,
             )
         )
 
@@ -151,8 +153,12 @@ class RankEvents:
         fault = None if rank.failure is None else rank.failure["device_fault"]
         if fault is None and rank.status == DEVICE_FAULT_STATUS:
             fault = f"the script exited with code {rank.status}"
+        if fault is None and rank.status == -signal.SIGABRT:
+            fault = fault_in_output(rank.tail())
         device = self._lifecycle.device_of(rank.local_rank)
-        known = "" if fault is None or device is None else self._take_errors(device)
+        known = ""
+        if fault is not None and device is not None and not rank.taken.is_chosen:
+            known = self._take_errors(device)
         return f"{fault}; the driver reports {known}" if known else fault
 
     def _has_seat(self, member: str) -> bool:

@@ -28,6 +28,7 @@ from elasticgang.process.death_watch import DeathWatch
 from elasticgang.process.stacks import StackSource
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.devices import NOT_JOINED, Taken
 
 _NOTHING = Attempt(0, 0)
 _LAST_OUTPUT_S = 0.5
@@ -36,7 +37,7 @@ _LAST_OUTPUT_S = 0.5
 @dataclass(eq=False)
 class RankProcess:
     """`tail`: returns the last lines that it wrote. `committed`: the newest attempt that the agent has read from the
-    page. `status`: after the exit, as `Popen.returncode`."""
+    page. `status`: after the exit, as `Popen.returncode`. `taken`: its device, once it has joined."""
 
     member: str
     local_rank: int
@@ -51,6 +52,7 @@ class RankProcess:
     committed: Attempt = _NOTHING
     status: int | None = None
     failure: dict[str, Any] | None = None
+    taken: Taken = NOT_JOINED
     has_joined: bool = False
     has_finished: bool = False
 

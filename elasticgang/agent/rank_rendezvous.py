@@ -1,4 +1,5 @@
 """Brings the ranks' rendezvous keys to each other, and to the coordinator when the generation has several agents.
+Gives the ranks the memory in which they add up their votes (`process/sum_block.py`).
 
 A rank has a door to its agent: a socket over which it sends one end of a new connection for each of its comm processes.
 
@@ -6,21 +7,27 @@ DOOR-1  Only a holder of the door can connect. It exists in the agent and in the
 DOOR-2  A connection takes part in a generation only while its rank has a seat in the newest record.
 DOOR-3  Keys that come in one turn of the event loop are sent on together. What has come is sent again in each session.
 DOOR-4  While this process has no free descriptor it receives no connection: the kernel would drop it. It tries again.
+DOOR-5  A rank finds the block of a generation in its door when it gets the record. This process has a descriptor in
+    reserve for the next block, so that one change of the generation needs no free one.
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
+import contextlib
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from elasticgang.errors import WireError
 from elasticgang.process import framing
+from elasticgang.process.sum_block import SumBlock
 from elasticgang.protocol.record import Record
 from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, KeyExchange, RendezvousKeys
+from elasticgang.protocol.sum_route import sharing_members
 from elasticgang.testing import reached
 
 _MAX_FRAME_BYTES = 4 * MAX_VALUE_CHARS
@@ -50,6 +57,7 @@ class RankRendezvous:
         self._outbox: dict[RankConnection | None, list[Key]] = defaultdict(list)
         self._joined: list[str] = []
         self._flushing: asyncio.Handle | None = None
+        self._reserve: int | None = None  # the descriptor of the next block
 
     def begin(self, record: Record, agent: str) -> None:
         """`agent`: this one's id."""
@@ -58,6 +66,34 @@ class RankRendezvous:
             self._members = frozenset(seat.member for seat in record.seats_of(agent))
             self._has_peers = len(record.agents) > 1
             self._forget_unsent()
+            self._send_block(record, sharing_members(record.seats_of(agent)))
+
+    def _send_block(self, record: Record, members: Sequence[str]) -> None:
+        """BLOCK-5, DOOR-5. A rank without a block ends the generation."""
+        if not members:
+            return
+        block: int | None = None
+        try:
+            block, self._reserve = self._reserve if self._reserve is not None else SumBlock.create(), None
+            SumBlock.prepare(block, len(members))
+            for member in members:
+                if (door := self._doors.get(member)) is not None:  # else it has died meanwhile
+                    with contextlib.suppress(OSError):  # likewise, or it takes none
+                        # Not `socket.send_fds`, which ignores its flags.
+                        rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [block])
+                        door.sendmsg([record.digest.encode()], [rights], socket.MSG_DONTWAIT)
+        except OSError as exc:
+            self._write_line(f"elasticgang: there is no memory for the votes of generation {record.generation}: {exc}")
+        finally:
+            if block is not None:
+                os.close(block)
+        self._refill()
+
+    def _refill(self) -> None:
+        """DOOR-5."""
+        if self._reserve is None:
+            with contextlib.suppress(OSError):  # the next block needs a free descriptor then
+                self._reserve = SumBlock.create()
 
     def end(self, generation: int) -> None:
         """The keys of that generation, and of older ones, are dropped; whoever waits for one is told so."""
@@ -75,6 +111,7 @@ class RankRendezvous:
     def add_rank(self, member: str, door: socket.socket) -> None:
         self._doors[member] = door
         self._listen(member, door)
+        self._refill()
 
     def remove_rank(self, member: str) -> None:
         door = self._doors.pop(member, None)

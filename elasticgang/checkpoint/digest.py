@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from elasticgang.errors import NotSupportedError
+import xxhash
 
 DIGEST_CHARS = 32
 
@@ -16,11 +16,6 @@ class Digest(Protocol):
 
 
 def new_digest() -> Digest:
-    """Raises NotSupportedError: the package xxhash is missing."""
-    try:
-        import xxhash
-    except ImportError as exc:
-        raise NotSupportedError("checkpoints need xxhash: pip install 'elasticgang[checkpoint]'") from exc
     digest: Digest = xxhash.xxh3_128()
     return digest
 

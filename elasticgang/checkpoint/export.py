@@ -8,16 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
 
 from elasticgang.checkpoint import files, listing
-from elasticgang.checkpoint.loader import CheckpointReader
+from elasticgang.checkpoint.block_reader import CheckpointReader
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import SUFFIX, Manifest, TensorEntry
-from elasticgang.checkpoint.placed import DIVIDING_AXES, tensor_names, without_axes
+from elasticgang.checkpoint.names import tensor_names, without_axes
+from elasticgang.checkpoint.placed import KEYS, MODULE_KINDS
 from elasticgang.checkpoint.shard import Block, header_of
 from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
@@ -29,30 +30,34 @@ from elasticgang.state.serialization import as_bytes
 def export(
     source: str | os.PathLike[str], output: Path, module: str | None = None, progress_on: TextIO | None = None
 ) -> tuple[str, int]:
-    """Write the parameters and buffers of the registered `module` (None: the only one) to `output`, with the names that
-    the module has for them. `source`: a checkpoint, or a directory of which the newest usable one is taken;
-    or the URL of one. `progress_on`: where the progress is shown. Returns the checkpoint and the number of tensors.
+    """Write the state dict of the registered `module` (None: the only one) to `output`: its parameters and persistent
+    buffers under all of their keys, so that `load_state_dict` of the whole model takes it. `source`: a checkpoint, or a
+    directory of which the newest usable one is taken; or the URL of one. `progress_on`: where the progress is shown.
+    Returns the checkpoint and the number of keys.
 
     Raises:
         CheckpointError: there is no usable checkpoint, or none of that module; or a plain tensor of it differs
-            between seats. Nothing was written.
+            between seats, or two stages have different tensors of one name or key. Nothing was written.
         OSError: `output` cannot be written, or `source` cannot be read.
         NotSupportedError, OperationalError: fsspec cannot open `source`.
     """
     folder, manifest = _find(source)
-    reader = CheckpointReader(folder, manifest, DIVIDING_AXES)
+    reader = CheckpointReader(folder, manifest, MODEL_AXES)
     names = _weights(manifest, module)
-    num_bytes = sum(_num_bytes(reader.entry(name)) for name in names.values())
+    is_safetensors = output.suffix == SUFFIX
+    read = names.values() if is_safetensors else set(names.values())
+    num_bytes = sum(_num_bytes(reader.entry(name)) for name in read)
     with contextlib.ExitStack() as held:
         add = no_progress
         if progress_on is not None:
             add = held.enter_context(Progress(output.name, num_bytes, progress_on, time.monotonic)).add
-        if output.suffix == SUFFIX:
+        if is_safetensors:
             files.write_file(output, _safetensors(reader, names, add))
         else:
             temporary = output.with_name(f".{output.name}.tmp")
             held.callback(temporary.unlink, missing_ok=True)
-            torch.save({short: _read(reader, reader.entry(name), add) for short, name in names.items()}, temporary)
+            tensors = {name: _read(reader, reader.entry(name), add) for name in read}
+            torch.save({key: tensors[name] for key, name in names.items()}, temporary)  # tied ones have one storage
             os.replace(temporary, output)
     return folder.path, len(names)
 
@@ -82,27 +87,46 @@ def _find(source: str | os.PathLike[str]) -> tuple[Folder, Manifest]:
 
 
 def _weights(manifest: Manifest, module: str | None) -> dict[str, str]:
-    """The tensors of a module by the names that it has for them."""
-    saved = [
-        name
-        for objects in manifest.objects.values()
-        for kind in ("parameters", "buffers")
-        for name in tensor_names(objects[kind])
-    ]
-    modules = sorted({name.partition(".")[0] for name in saved})
-    if module is None and len(modules) == 1:
-        module = modules[0]
-    if module not in modules:
-        raise CheckpointError(f"name one of the modules of the checkpoint: {', '.join(modules)}")
-    weights: dict[str, str] = {}
-    for name in dict.fromkeys(without_axes(name, DIVIDING_AXES) for name in saved):
-        if name.startswith(f"{module}."):
-            short = without_axes(name, MODEL_AXES).removeprefix(f"{module}.")
-            if weights.setdefault(short, name) != name:
-                raise CheckpointError(f"two stages have a tensor of the name {short}")
+    """The tensors of a module by the keys of its state dict."""
+    try:
+        by_module = _keys(manifest)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise CheckpointError(f"its manifest is invalid: {exc!r}") from exc
+    if module is None and len(by_module) == 1:
+        (module,) = by_module
+    if module not in by_module:
+        raise CheckpointError(f"name one of the modules of the checkpoint: {', '.join(sorted(by_module))}")
+    weights = by_module[module]
     if all(short.startswith("module.") for short in weights):  # the wrapper of DistributedDataParallel
         weights = {short.removeprefix("module."): name for short, name in weights.items()}
     return dict(sorted(weights.items()))
+
+
+def _keys(manifest: Manifest) -> dict[str, dict[str, str]]:
+    """By module: the tensor of each key of its state dict, whose names do not say who has written it (PLACED-3).
+
+    Raises:
+        CheckpointError: two stages have different tensors under one key.
+        KeyError, TypeError, ValueError: the manifest is invalid.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for objects in manifest.objects.values():
+        for module, spec in objects[KEYS]["dict"] if KEYS in objects else _named_alike(objects):
+            keys = found.setdefault(module, {})
+            for key, saved in spec["dict"]:
+                name = without_axes(saved["tensor"], MODEL_AXES)
+                if keys.setdefault(key, name) != name:
+                    raise CheckpointError(f"two stages have the key {key}, for {keys[key]} and for {name}")
+    return found
+
+
+def _named_alike(objects: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """As the keys of modules, of a checkpoint of format 1 or 2: the names of all parameters and buffers."""
+    for kind in MODULE_KINDS:
+        for name in tensor_names(objects[kind]):
+            module, _, _ = name.partition(".")
+            key = without_axes(name, MODEL_AXES).removeprefix(f"{module}.")
+            yield module, {"dict": [[key, {"tensor": name}]]}
 
 
 def _safetensors(

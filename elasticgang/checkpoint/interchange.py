@@ -3,23 +3,38 @@
 torch's own reader reads them. It does not notice a file that is missing, so that is checked here (INTERCHANGE-1).
 
 INTERCHANGE-1  A tensor is read only if its name, shape and dtype are the module's, and the files hold all of it.
+INTERCHANGE-2  Of files at a URL, only the headers and the rows that this rank needs are fetched, to files of the same
+    sizes in a temporary directory, which torch's reader opens.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
 
-from elasticgang.checkpoint.loader import ModelMismatch
+from elasticgang.checkpoint.locations import is_url, storage_at
+from elasticgang.checkpoint.saved_objects import ModelMismatch
+from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError, NotSupportedError
+
+_SUFFIX = ".safetensors"
+_LENGTH_BYTES = 8  # of the number before a header
+_MAX_HEADER_BYTES = 100_000_000  # as the package safetensors has it
+_FETCH_BYTES = 16 << 20
 
 
 def load_weights(module: nn.Module, directory: str | os.PathLike[str], *, prefix: str = "") -> int:
@@ -27,27 +42,88 @@ def load_weights(module: nn.Module, directory: str | os.PathLike[str], *, prefix
     `torch.distributed.checkpoint.HuggingFaceStorageWriter` writes them: whole tensors, or each rank's shards. Every
     rank calls it, before the first step, or in `manager.build`. It does not communicate. Returns the number of tensors.
 
-    `module`: also one with DTensors, of which each rank reads its part. `prefix`: comes before the module's names in
-    the files; tensors of other names are then left alone.
+    `module`: also one with DTensors, of which each rank reads its part. `directory`: also a URL of fsspec, such as
+    `s3://bucket/weights`. What this rank needs of its files is fetched to a temporary directory (TMPDIR), and deleted
+    again. `prefix`: comes before the module's names in the files; tensors of other names are then left alone.
 
     Raises:
         CheckpointError: a file cannot be read; or the files do not hold what the module has, the first difference of
             which it names. Then nothing was loaded.
-        NotSupportedError: the package safetensors is missing: `pip install 'elasticgang[checkpoint]'`.
+        NotSupportedError: the package safetensors is missing: `pip install 'elasticgang[checkpoint]'`; or what the URL
+            needs: `pip install 'elasticgang[fsspec]'`, and fsspec's package for that kind of store.
+        OperationalError: fsspec cannot open the URL.
     """
     try:
         from safetensors import SafetensorError
     except ImportError as exc:
         raise NotSupportedError("this needs the package safetensors: pip install 'elasticgang[checkpoint]'") from exc
+    with contextlib.ExitStack() as held:
+        return _load(module, os.fspath(directory), prefix, SafetensorError, held)
+
+
+def _load(module: nn.Module, directory: str, prefix: str, refused: type[Exception], held: contextlib.ExitStack) -> int:
+    """`refused`: what the package safetensors raises."""
     try:
-        reader = HuggingFaceStorageReader(os.fspath(directory))
-        state = _matched(module, reader.read_metadata(), os.fspath(directory), prefix)
+        if is_url(directory):
+            mirror = held.enter_context(tempfile.TemporaryDirectory())
+            reader: HuggingFaceStorageReader = _UrlReader(directory, Path(mirror))
+        else:
+            reader = HuggingFaceStorageReader(directory)
+        state = _matched(module, reader.read_metadata(), directory, prefix)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no process group is used
             load(state, storage_reader=reader, no_dist=True)
-    except (OSError, SafetensorError, KeyError, ValueError) as exc:
-        raise CheckpointError(f"cannot read the weights in {os.fspath(directory)}: {exc}") from exc
+    except (OSError, refused, KeyError, ValueError) as exc:
+        raise CheckpointError(f"cannot read the weights in {directory}: {exc}") from exc
     return len(state)
+
+
+class _UrlReader(HuggingFaceStorageReader):
+    """Reads from a URL (INTERCHANGE-2). `mirror`: an empty directory."""
+
+    def __init__(self, url: str, mirror: Path) -> None:
+        """Raises OSError or ValueError: the files cannot be read."""
+        super().__init__(str(mirror))
+        storage = storage_at(url)
+        self._folder: Folder = storage.as_folder()
+        self._mirror, self._headers = mirror, dict[str, tuple[int, Any]]()
+        for file, size in self._folder.sizes(
+            sorted(each for each in storage.names() if each.endswith(_SUFFIX))
+        ).items():
+            self._headers[file] = self._begin(file, size)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            self._fetch(item)
+        return super().read_data(plan, planner)
+
+    def _begin(self, file: str, size: int) -> tuple[int, Any]:
+        """Make the file in the mirror, with its header. Returns where the data begins, and the header."""
+        length = int.from_bytes(self._folder.read(file, _LENGTH_BYTES), "little")
+        if not 0 < length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+            raise ValueError(f"{file} has no header of safetensors")
+        begin = self._folder.read(file, _LENGTH_BYTES + length)
+        with open(self._mirror / file, "wb") as made:
+            made.write(begin)
+            made.truncate(size)
+        return len(begin), json.loads(begin[_LENGTH_BYTES:])
+
+    def _fetch(self, item: ReadItem) -> None:
+        """The rows of a tensor that `item` needs. torch's reader has checked the header against the file's size."""
+        file = Path(self.storage_data[item.storage_index].relative_path).name
+        data_begin, header = self._headers[file]
+        entry = header[item.storage_index.fqn]
+        first, end = entry["data_offsets"]
+        if entry["shape"] and entry["shape"][0]:
+            row_bytes = (end - first) // entry["shape"][0]
+            first += item.storage_offsets[0] * row_bytes
+            end = first + item.lengths[0] * row_bytes
+        with open(self._mirror / file, "r+b") as made:
+            made.seek(data_begin + first)
+            for start in range(first, end, _FETCH_BYTES):
+                buffer = bytearray(min(_FETCH_BYTES, end - start))
+                self._folder.read_into(file, data_begin + start, memoryview(buffer))
+                made.write(buffer)
 
 
 def _matched(module: nn.Module, metadata: Metadata, directory: str, prefix: str) -> dict[str, Any]:

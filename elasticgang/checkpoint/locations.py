@@ -7,11 +7,21 @@ from pathlib import Path
 
 from elasticgang.checkpoint.files import LocalStorage
 from elasticgang.checkpoint.storage import Storage
+from elasticgang.errors import NotSupportedError
 
 
 def is_url(location: str | os.PathLike[str]) -> bool:
     """Whether `location` is a URL of fsspec, and not a directory."""
     return "://" in os.fspath(location)
+
+
+def check_lasting(location: str) -> None:
+    """Raises NotSupportedError: what is saved there ends with the process that saves it."""
+    if is_url(location) and location.partition("://")[0].rpartition("::")[2] == "memory":
+        raise NotSupportedError(
+            f"{location} is the memory of the process that writes to it, so that a checkpoint there ends with that "
+            "process, and no other one can load it. Name a directory, or the URL of a store"
+        )
 
 
 def storage_at(location: str | os.PathLike[str]) -> Storage:

@@ -20,7 +20,10 @@ from elasticgang.checkpoint.digest import DIGEST_CHARS, digest_of
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
 
-FORMAT = 1
+FORMAT = 3
+# 1: optimizers know their parameters by numbers, so that another pipeline cannot load it. 2: modules have no keys of
+# their state dicts, so that an export of tied weights lacks keys.
+READABLE = (1, 2, FORMAT)
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
 MAX_MANIFEST_BYTES = 256 << 20
@@ -92,7 +95,8 @@ class FileEntry:
 @dataclass(frozen=True)
 class Manifest:
     """`record`: the digest of the generation's record. `objects`: by the place of its writer ("pp-sdp-tp"), the tree of
-    each kind of state, in which `{"tensor": name}` stands for a tensor. `data_position`: the samples up to that step
+    each kind of state, and of the keys of the modules' state dicts, in which `{"tensor": name}` stands for a tensor.
+    `data_position`: the samples up to that step
     are in the state. `digest`: the one at the head of the encoded manifest, which names the checkpoint; "" if the
     manifest was not parsed."""
 
@@ -139,10 +143,10 @@ def parse(data: bytes) -> Manifest:
         raise CheckpointError("its manifest is truncated or corrupt: the digest does not match")
     try:
         content = json.loads(data)
-        if content["format"] != FORMAT:
+        if content["format"] not in READABLE:
             raise CheckpointError(
-                f"its format is {content['format']!r}, and this version of elasticgang reads {FORMAT}: use the version "
-                "that wrote it, or a newer one"
+                f"its format is {content['format']!r}, and this version of elasticgang reads "
+                f"{', '.join(map(str, READABLE[:-1]))} and {FORMAT}: use the version that wrote it, or a newer one"
             )
         manifest = Manifest(
             _text(content["job"]),

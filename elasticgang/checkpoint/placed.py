@@ -1,27 +1,35 @@
 """Where the tensors of a rank lie in those of the model, and what they are called in a checkpoint.
 
-PLACED-1  A name stands for one tensor of the whole model. A DTensor's says nothing of the ranks, so that any other
-    division can load it. A plain tensor's says the seat wherever a layout divides the model, because each seat may have
-    another one.
+PLACED-1  A name stands for one tensor of the whole model. Behind `@` it says which seats have written it: a stage of
+    the pipeline, and for a plain tensor every axis that divides the model, because each seat may have another one. Of
+    the axes that divide a DTensor it says nothing. A reader with another division leaves out the axes that differ.
+PLACED-2  What an optimizer keeps of a parameter is called by the parameter's name, and not by its number among those of
+    the optimizer, which depends on the stage.
+PLACED-3  The keys of each module's state dict are saved, in the names of the whole model, and which tensor each is:
+    tied tensors have several keys, and buffers that are not persistent have none.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from elasticgang.checkpoint.manifest import DTYPES
+from elasticgang.checkpoint.names import replace_names
 from elasticgang.errors import NotSupportedError
 from elasticgang.layout import MODEL_AXES, ParallelLayout
 from elasticgang.protocol.record import Model
 from elasticgang.state.dtensor import local
 from elasticgang.state.serialization import flatten
 from elasticgang.torch_private import local_block
+
+MODULE_KINDS = ("parameters", "buffers")
+KINDS = (*MODULE_KINDS, "optimizers", "others")
+KEYS = "keys"
 
 
 def place_name(model: Model) -> str:
@@ -68,19 +76,6 @@ class Placed:
         return tuple(self.tensor.shape)
 
 
-DIVIDING_AXES = ("sdp", "tp")  # seats along them have the same names of tensors; stages of `pp` have others
-_SCOPED = re.compile(r"(.*)@((?:pp|sdp|tp)=\d+(?:,(?:pp|sdp|tp)=\d+)*)", re.DOTALL)
-
-
-def without_axes(name: str, axes: Collection[str]) -> str:
-    """`name` without what it says of the seat along `axes`."""
-    found = _SCOPED.fullmatch(name)
-    if found is None:
-        return name
-    kept = [each for each in found[2].split(",") if each.partition("=")[0] not in axes]
-    return f"{found[1]}@{','.join(kept)}" if kept else found[1]
-
-
 def place(name: str, tensor: Tensor, seated: Seated) -> Placed:
     """Raises NotSupportedError: checkpoints cannot hold such a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -93,7 +88,8 @@ def place(name: str, tensor: Tensor, seated: Seated) -> Placed:
         return Placed(f"{name}{scope}", tensor.detach(), dtype, shape, start, scope or "replicated", True)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     names = mesh.mesh_dim_names or ()
-    if coordinate is None or not all(isinstance(each, Shard | Replicate) for each in tensor.placements):
+    block = None if coordinate is None else local_block(tensor)
+    if coordinate is None or block is None:
         raise NotSupportedError(f"a checkpoint cannot hold {name}: it is a DTensor of {tensor.placements}")
     covered = [axis for dim, axis in enumerate(names) if mesh.size(dim) > 1]
     alike = [
@@ -101,7 +97,7 @@ def place(name: str, tensor: Tensor, seated: Seated) -> Placed:
         for dim, placed in enumerate(tensor.placements)
         if placed.is_replicate() and names[dim : dim + 1] != ("rdp",)
     ]
-    shape, start = local_block(tensor)
+    shape, start = block
     part = local(tensor)
     if tuple(part.shape) != shape:
         raise NotSupportedError(f"a checkpoint cannot hold {name}: its shard is {list(part.shape)}, not {list(shape)}")
@@ -111,6 +107,72 @@ def place(name: str, tensor: Tensor, seated: Seated) -> Placed:
 
 
 _STRIDED = Tensor().layout
+
+
+def place_state(
+    state: Mapping[str, Any], seated: Seated, *, has_objects: bool = True
+) -> tuple[dict[str, Any], dict[str, list[Placed]]]:
+    """Of each kind of `state`, the trees of `RegisteredState.tree`: the objects, as `name_tensors` returns them but
+    with the names of a checkpoint, and this rank's blocks of the tensors. Without `has_objects` there are no objects:
+    one writer of a place writes them, and the step is held while they are made.
+
+    Raises:
+        TypeError, NotSupportedError: a checkpoint cannot hold the state.
+    """
+    names = names_of_owned(state)
+    optimizers = {name: _by_name(saved, names[name]) for name, saved in state["optimizers"].items()}  # PLACED-2
+    objects, placed = {}, {}
+    of_modules: dict[str, str] = {}
+    for kind in KINDS:
+        spec, tensors = name_tensors(optimizers if kind == "optimizers" else state[kind])
+        found = {name: place(name, tensor, seated) for name, tensor in tensors.items()}
+        known = {name: each.name for name, each in found.items()}
+        if has_objects:
+            objects[kind] = replace_names(spec, known.__getitem__)
+        placed[kind] = list(found.values())
+        if kind in MODULE_KINDS:
+            of_modules |= known
+    if has_objects:
+        objects[KEYS] = _keys(state[KEYS], of_modules)
+    return objects, placed
+
+
+def _keys(keys: Mapping[str, Mapping[str, str]], names: Mapping[str, str]) -> Any:
+    """PLACED-3. `names`: in the checkpoint, of the modules' tensors."""
+    found = {
+        owner: {key: names[f"{owner}.{name}"] for key, name in of_module.items() if f"{owner}.{name}" in names}
+        for owner, of_module in keys.items()
+    }
+    return {
+        "dict": [
+            [owner, {"dict": [[key, {"tensor": name}] for key, name in of_module.items()]}]
+            for owner, of_module in found.items()
+        ]
+    }
+
+
+def names_of_owned(state: Mapping[str, Any]) -> dict[str, list[str | int]]:
+    """The names of each optimizer's parameters, in the order of its state dict. One that no registered module has is
+    called by its number in that order."""
+    names: dict[int, str] = {}
+    for owner, of_module in state["parameters"].items():
+        for key, parameter in of_module.items():
+            names.setdefault(id(parameter), f"{owner}.{key}")
+    return {
+        name: [names.get(id(parameter), number) for number, parameter in enumerate(parameters)]
+        for name, parameters in state["owned"].items()
+    }
+
+
+def _by_name(optimizer: Mapping[str, Any], names: Sequence[str | int]) -> dict[str, Any]:
+    """The state dict of an optimizer with the names of its parameters in place of their numbers."""
+
+    def named(key: Any) -> Any:
+        return names[key] if type(key) is int and 0 <= key < len(names) else key
+
+    groups = [{**group, "params": list(map(named, group["params"]))} for group in optimizer["param_groups"]]
+    state = {named(key): of_parameter for key, of_parameter in optimizer["state"].items()}
+    return {**optimizer, "state": state, "param_groups": groups}
 
 
 def name_tensors(tree: object) -> tuple[Any, dict[str, Tensor]]:
@@ -141,31 +203,3 @@ def _rename(spec: Any, path: tuple[str, ...], tensors: Sequence[Tensor], found: 
     if "tuple" in spec:
         return {"tuple": _rename(spec["tuple"], path, tensors, found)}
     return {"dict": [[key, _rename(value, (*path, str(key)), tensors, found)] for key, value in spec["dict"]]}
-
-
-def replace_names(spec: Any, names: dict[str, str]) -> Any:
-    """`spec` with each tensor's name replaced."""
-    if isinstance(spec, list):
-        return [replace_names(item, names) for item in spec]
-    if not isinstance(spec, dict):
-        return spec
-    if "tensor" in spec:
-        return {"tensor": names[spec["tensor"]]}
-    if "tuple" in spec:
-        return {"tuple": replace_names(spec["tuple"], names)}
-    return {"dict": [[key, replace_names(value, names)] for key, value in spec["dict"]]}
-
-
-def tensor_names(spec: Any) -> Iterator[str]:
-    """The names in `spec`, in order."""
-    if isinstance(spec, list):
-        for item in spec:
-            yield from tensor_names(item)
-    elif isinstance(spec, dict):
-        if "tensor" in spec:
-            yield str(spec["tensor"])
-        elif "tuple" in spec:
-            yield from tensor_names(spec["tuple"])
-        else:
-            for _, value in spec["dict"]:
-                yield from tensor_names(value)

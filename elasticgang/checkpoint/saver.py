@@ -24,16 +24,17 @@ from typing import Any, Protocol
 
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.capture import Captured, capture
-from elasticgang.checkpoint.digest import new_digest
-from elasticgang.checkpoint.loader import ModelMismatch, read_state
+from elasticgang.checkpoint.loader import read_state
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.placed import Seated, place_name
 from elasticgang.checkpoint.plan import SavePlan, save_plan
+from elasticgang.checkpoint.saved_objects import ModelMismatch
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.checkpoint.shard import part_name
 from elasticgang.checkpoint.storage import Storage
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.coverage import Coverage
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import CheckpointRef, Record, layout_to_json
 from elasticgang.state.registered_state import RegisteredState
@@ -61,16 +62,16 @@ class StateLender(Protocol):
 
 
 class DurableCheckpoints:
-    """The durable checkpoints of a rank. All methods run on the training thread."""
+    """The durable checkpoints of a rank. All methods run on the training thread. `coverage`: of what was loaded last,
+    if it was saved by other stages."""
 
     def __init__(self, location: str | os.PathLike[str], schedule: Schedule, keep: int, server: StateLender) -> None:
         """`location`: a directory, or a URL of fsspec.
 
         Raises:
             OperationalError: the directory cannot be written, or the URL cannot be listed.
-            NotSupportedError: the package xxhash is missing, or what fsspec needs for the URL.
+            NotSupportedError: what fsspec needs for the URL is missing.
         """
-        new_digest()
         self._storage: Storage = storage_at(location)
         self._storage.prepare()
         self._location, self.keep = os.fspath(location), keep
@@ -83,6 +84,7 @@ class DurableCheckpoints:
         self._final: tuple[int, float] = 0, 0.0  # the generation that saves the final state, and its deadline
         self._has_begun_last = self._has_given_up = False  # in that generation
         self._unusable: set[str] = set()  # paths
+        self.coverage: Coverage | None = None
 
     # -- saving
 
@@ -329,7 +331,7 @@ class DurableCheckpoints:
         assert found.manifest is not None
         path = found.path
         try:
-            loaded = read_state(found.folder, found.manifest, registered.tree(), seated)
+            loaded, self.coverage = read_state(found.folder, found.manifest, registered.tree(), seated)
             registered.load(loaded)
         except ModelMismatch as exc:
             raise ModelMismatch(f"cannot load the checkpoint {path}: {exc}") from exc
@@ -375,6 +377,7 @@ class _Save(threading.Thread):
         self.plan, self.generation = plan, generation
         self._captured, self._request, self._memory = captured, request, memory
         self._writer, self._server = writer, server
+        self._written = server.registered.written
         self._cancelled = threading.Event()
         self._sending = threading.Lock()
         self._is_sent = False
@@ -414,7 +417,8 @@ class _Save(threading.Thread):
         try:
             try:
                 reached("checkpoint_copying")
-                is_copied = self._captured.copy_to(memoryview(self._memory), self._cancelled.is_set)
+                memory = memoryview(self._memory)
+                is_copied = self._captured.copy_to(memory, self._cancelled.is_set, self._written)
             finally:
                 self._server.give_back(self)  # SAVER-1
                 self.has_read.set()

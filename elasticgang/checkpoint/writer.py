@@ -13,7 +13,6 @@ WRITER-3  The committing writer of a later save may delete a save that is still 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -30,6 +29,7 @@ from elasticgang.checkpoint.manifest import Manifest
 from elasticgang.checkpoint.shard import Shard, part_name, read_parts, write_manifest, write_shard
 from elasticgang.checkpoint.storage import Folder, Storage
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
+from elasticgang.process.parent_death import signal_at_parent_death
 from elasticgang.protocol.commit import Attempt
 
 PARTS_TIMEOUT_S = 600.0
@@ -135,7 +135,7 @@ class _Requests:
 
 def main(argv: list[str]) -> int:
     memory, parent = int(argv[1]), int(argv[2])
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # WRITER-1: PR_SET_PDEATHSIG
+    signal_at_parent_death(signal.SIGKILL)  # WRITER-1
     if os.getppid() != parent:
         return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank ends this process

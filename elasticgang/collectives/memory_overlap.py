@@ -25,7 +25,9 @@ def overlaps_itself(tensor: Tensor) -> bool:
         reach += (length - 1) * stride
     else:
         return False
-    marked = torch.zeros(sum((length - 1) * stride for stride, length in dimensions) + 1, dtype=torch.bool)
+    marked = torch.zeros(
+        sum((length - 1) * stride for stride, length in dimensions) + 1, dtype=torch.bool, device="cpu"
+    )
     marked.as_strided(tensor.shape, tensor.stride()).fill_(True)
     return int(marked.sum()) < tensor.numel()
 
@@ -60,7 +62,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     if one.is_contiguous() and other.is_contiguous():
         return True
     start = min(one.data_ptr(), other.data_ptr())
-    marked = torch.zeros(max(_extent(one)[1], _extent(other)[1]) - start, dtype=torch.bool)
+    marked = torch.zeros(max(_extent(one)[1], _extent(other)[1]) - start, dtype=torch.bool, device="cpu")
     _bytes_of(one, marked, start).fill_(True)
     return bool(_bytes_of(other, marked, start).any())
 

@@ -207,7 +207,7 @@ def _recv(pg: Any, c: Collective) -> Issued:
 def _recv_anysource(pg: Any, c: Collective) -> Issued:
     received, source = c.outputs
     work = pg.recv_anysource([received], c.tag)
-    return work, lambda: copy(torch.tensor([source_rank(work)]).view(source.dtype), source)
+    return work, lambda: copy(torch.tensor([source_rank(work)], device="cpu").view(source.dtype), source)
 
 
 class _Barrier:

@@ -323,8 +323,15 @@ def monitored_barrier(wait_all_ranks: bool = False) -> Call:
 @_form("barrier")
 def barrier(size: int, opts: Any = None, timeout: Any = None) -> Call:
     check_options(opts)
-    token = torch.zeros(1)
+    token = torch.zeros(1, device="cpu")
     return Call((Collective("all_reduce", (token,), (token,)),), [token], is_exact=True, is_barrier=True)
+
+
+def barrier_on(call: Call, device: torch.device) -> Call:
+    """The barrier `call` with its token on `device`, where the backend has no other tensors."""
+    (part,) = call.parts
+    token = torch.zeros(1, device=device)
+    return replace(call, parts=(replace(part, outputs=(token,), inputs=(token,)),), result=[token])
 
 
 def with_timeout(call: Call, arguments: Iterable[object]) -> Call:

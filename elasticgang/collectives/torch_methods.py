@@ -126,7 +126,7 @@ def adapted(
     `waits_in_thread`: see `TorchsWork`."""
     part, source = TorchsWork(work, waits_in_thread=waits_in_thread), call.source
     if source is not None:
-        part.then(lambda: copy(torch.tensor([source_rank(work)]), source))
+        part.then(lambda: copy(torch.tensor([source_rank(work)], device="cpu"), source))
     if outcome is not None:
         part.swallowing(lambda: outcome)
     return TorchWork([part], call, owner)

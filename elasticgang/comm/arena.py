@@ -5,8 +5,8 @@ process; later messages name its id. Blocks are parts of slabs, and are reused. 
 through blocks; a slab of one block can also be the memory of a large tensor (`storage_mapping.py`).
 
 ARENA-1  A block is free, belongs to exactly one pending work, or is the memory of one storage.
-ARENA-2  A block that a killed comm process could still write to is not reused: the owner frees blocks only after the
-    process is dead.
+ARENA-2  A block that a killed comm process could still write to is not reused: the owner frees blocks only when the
+    process writes to none any more (DEATH-5).
 ARENA-3  The arena uses few descriptors and keeps little free memory: blocks of up to 16 MiB share slabs of 64 blocks,
     but of at least 1 and at most 64 MiB. The kernel allocates pages on the first write.
 """

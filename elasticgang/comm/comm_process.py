@@ -2,11 +2,15 @@
 
 COMM-1  One `CommProcess` is one subprocess. It is never reused after `abort`: the next generation takes the standby.
 COMM-2  `kill` marks and signals the process without blocking. When `abort` returns, every work has ended, and neither
-    the process nor this side accesses a caller's tensor.
+    the process nor this side writes to a caller's tensor. The process may not be gone yet: the kernel takes longer to
+    free its memory (DEATH-5).
 COMM-3  A work ends exactly once: completed, failed by its group, or failed by the abort.
 COMM-4  A completed work has written its outputs before any waiter is released.
 COMM-5  Callbacks of futures may block. They run on threads of the reply reader, which do not read or serve meanwhile
     (REPLY-4). Only the server reports errors and the death of the process.
+COMM-6  A process that `kill` halts runs no code any more (STOP-1), but keeps its connections and its memory until it is
+    killed: by `end_halted`, `close`, or after `HALTED_S`; with its parent, or with its rank's process group. Peers
+    that have no other notice learn of the end only then. One that uses a device is not halted: the device goes on.
 """
 
 from __future__ import annotations
@@ -37,10 +41,14 @@ from elasticgang.comm.staging import Staging
 from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import MAX_FDS, RUN, RUN_MARK, encoded
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
+from elasticgang.process.death_watch import has_begun_to_exit, wait_writes_nothing
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.process.status_page import CommBlock, StatusPage
+from elasticgang.process.stop_fence import halt
 
 _REAP_TIMEOUT_S = 5.0
+HALT_TIMEOUT_S = 0.1
+HALTED_S = 0.25
 _CALLBACKS_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 60.0
 _MAX_BODIES = 4096
@@ -56,17 +64,20 @@ log = logging.getLogger("elasticgang")
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One group to configure: this process's `rank` in a group of `size`."""
+    """One group to configure: this process's `rank` in a group of `size`. `shown`: what a person is told that it is;
+    "": `name`."""
 
     name: str
     rank: int
     size: int
+    shown: str = ""
 
 
 class CommProcess:
     """A comm process and its works. Thread-safe, except `configure` and `close_groups`, which one thread may call."""
 
     target = "elasticgang.comm.worker:main"
+    uses_device = False  # its works may go on there until the process is gone
 
     def __init__(
         self,
@@ -100,7 +111,9 @@ class CommProcess:
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._add_lock = threading.Lock()
-        self._ended = self._dead = self._has_died = self._has_slow_callback = False
+        self._ended = self._is_fenced = self._has_died = self._has_slow_callback = False
+        self._is_closed = self._is_reaped = self._is_gone = self._halts = False
+        self._halted_end = threading.Event()
         self._abort_error: GangError | None = None
         self._works: dict[int, CommWork] = {}
         self._next_id = 0
@@ -198,7 +211,7 @@ class CommProcess:
             "handshake": handshake,
         }
         if self.block is not None:
-            self.block.configure([spec.name for spec in groups])
+            self.block.configure([spec.name for spec in groups], {spec.name: spec.shown for spec in groups})
         self._send(message)
         self._reply("configured", self.timeout + (5.0 if timeout is None else 0.0), "configure")
 
@@ -216,7 +229,7 @@ class CommProcess:
         message = {"kind": "add", "prefix": prefix, "groups": [spec], "store": store, "timeout_s": timeout}
         with self._add_lock:  # replies do not name their group
             if self.block is not None:
-                self.block.add(group.name)
+                self.block.add(group.name, group.shown)
             self._send(message)
             self._reply("configured", timeout + 5.0, "configure")
 
@@ -255,6 +268,8 @@ class CommProcess:
         work = CommWork(self._reply_reader, call, collective.outputs, (timeout or self.timeout) + kind.grace_s, fail)
         tensors = collective.outputs if kind.is_in_place else (*collective.outputs, *collective.inputs)
         first_input = 0 if kind.is_in_place else len(collective.outputs)
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:  # STAGING-3
+            torch.cuda.current_stream(device).synchronize()
         try:
             for tensor in tensors:
                 dtype = gloo_dtype(tensor.dtype) if kind.reduces else tensor.dtype  # STAGING-2
@@ -323,42 +338,57 @@ class CommProcess:
             socket.send_fds(self._sock, [json.dumps(message).encode()], [slab.fd for slab in part])
             self._sent_slabs.update(slab.id for slab in part)
 
-    def kill(self, error: GangError) -> None:
+    def kill(self, error: GangError, *, halt: bool = False) -> None:
         """Kill the process without waiting for its death. Then the reply reader's server fails every work with `error`.
-        No further work is accepted. Idempotent; any thread may call it; never blocks."""
+        No further work is accepted. Idempotent; any thread may call it; never blocks. `halt`: stop it now, and kill it
+        later (COMM-6)."""
         with self._replied:
             first, self._ended = not self._ended, True
             if first:
+                self._halts = halt and not self.uses_device
                 self._abort_error = error
                 self._replied.notify_all()
             if self._pidfd >= 0:  # negative after `close`
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                self._signal(signal.SIGSTOP if self._halts else signal.SIGKILL)
         if first:
-            self._reply_reader.ring()  # there may be no server while a callback runs
+            self._reply_reader.stop()
+
+    def end_halted(self) -> None:
+        """Kill the process if `kill` has halted it. Never blocks; idempotent."""
+        self._halted_end.set()
+
+    @property
+    def halted_end(self) -> threading.Event | None:
+        """What `end_halted` sets, for a holder that does not keep this object and its tensors; None: `kill` halts
+        nothing."""
+        return self._halted_end if self._halts else None
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
 
     def abort(self, error: GangError) -> None:
-        """Kill the process, wait for its death, and fail every work with `error`. Idempotent; any thread may call it.
+        """Kill the process, wait until it writes to no tensor, and fail every work with `error`. Idempotent; any thread
+        may call it.
 
         Also waits for callbacks of works, up to `_CALLBACKS_TIMEOUT_S`; later ones continue to run. A callback that
         calls `abort` does not wait for other callbacks.
 
         Raises:
-            OperationalError: the process could not be reaped in time. The rank must exit, because the process may
-                still write to its memory (RULE-3).
+            OperationalError: the process has not ended in time. The rank must exit, because the process may still
+                write to its memory (RULE-3).
         """
         self.kill(error)  # COMM-2
         if self._reply_reader.is_served_here:
-            dead = _exited(self._pidfd, _REAP_TIMEOUT_S)
+            self.fence()
         else:  # the reply reader owns the pidfd, and after its end `close` does
             self._reply_reader.ring()
             self._reply_reader.wait_ended(2 * _REAP_TIMEOUT_S)
-            dead = self._dead
             self._wait_for_callbacks()
         if (block := self.block) is not None:
             block.clear()
-        if not dead:
-            raise OperationalError(f"comm process {self.pid} was killed but not dead within {_REAP_TIMEOUT_S:g} s")
+        if not self._is_fenced:
+            raise OperationalError(f"comm process {self.pid} was killed but has not ended within {_REAP_TIMEOUT_S:g} s")
 
     def _wait_for_callbacks(self) -> None:
         """Wait up to `_CALLBACKS_TIMEOUT_S`. After one timeout, later calls do not wait."""
@@ -382,23 +412,58 @@ class CommProcess:
         return died
 
     @property
+    def is_exiting(self) -> bool:
+        """Whether the process has died, or has begun to: its memory and events on a device are still there then."""
+        is_exiting = has_begun_to_exit(self.pid)
+        return is_exiting or self.has_died  # in this order: a process of another program has the id after the death
+
+    @property
     def num_works(self) -> int:
         """Collectives under way."""
         return len(self._works)
 
-    def close(self) -> None:
-        """Abort the process and close every descriptor."""
+    def close(self, wait: bool = True) -> None:
+        """Abort the process and close every descriptor. Idempotent. Raises as `abort`.
+
+        `wait`: until the process and the threads that read from it are gone. Without it, one of these threads closes
+        the last descriptor and gives the block of the status page back, once the process is gone."""
         self.abort(StaleGenerationError("the comm process was closed"))
         self._sock.close()
         with self._lock:
+            self._is_closed, is_gone = True, self._is_gone
+        if is_gone:
+            self._finish_close()
+        elif self._has_slow_callback:  # perhaps on the only thread that is left
+            self.end_halted()
+            self.reap()
+        elif wait:
+            self.end_halted()
+            self._reply_reader.join(_REAP_TIMEOUT_S)
+
+    def reap(self) -> None:
+        with self._lock:
+            is_reaped, self._is_reaped = self._is_reaped, True
+        if is_reaped:
+            return
+        if self._halts:  # COMM-6
+            self._halted_end.wait(HALTED_S)
+            self._signal(signal.SIGKILL)
+        _exited(self._pidfd, _REAP_TIMEOUT_S)
+        with self._lock:
+            self._is_gone, is_closed = True, self._is_closed
+        if is_closed:
+            self._finish_close()
+
+    def _finish_close(self) -> None:
+        """STATUS-3."""
+        with self._lock:
             pidfd, self._pidfd = self._pidfd, -1
+            bell, self._bell = self._bell, -1  # `descriptors` must not name one that has another file by then
         if pidfd >= 0:
-            if not self._has_slow_callback:
-                self._reply_reader.join(_REAP_TIMEOUT_S)
             with contextlib.suppress(ChildProcessError):  # it is a child only if this process owns the fork server
                 os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
             os.close(pidfd)
-            os.close(self._bell)
+            os.close(bell)
             self._give_back_block()
 
     def descriptors(self) -> list[int]:
@@ -481,6 +546,17 @@ class CommProcess:
             if id in self._works:
                 self._on_error(translated(self._works[id].name, reason))
 
+    def fence(self) -> None:
+        if self._halts:
+            self._signal(signal.SIGSTOP)
+            self._is_fenced = self._is_fenced or halt(self.pid, self._pidfd, HALT_TIMEOUT_S)
+            if self._is_fenced:
+                return
+        self._halts = False  # STOP-2
+        self._signal(signal.SIGKILL)  # it may have closed its socket for another reason
+        wait = _exited if self.uses_device else wait_writes_nothing
+        self._is_fenced = wait(self._pidfd, _REAP_TIMEOUT_S)  # ARENA-2
+
     def process_ended(self) -> None:
         error: GangError = PeerLostError(f"comm process {self.pid} died")
         with self._replied:
@@ -489,7 +565,6 @@ class CommProcess:
             self._replied.notify_all()
         if unexpected:
             self._on_error(error)
-        self._dead = _exited(self._pidfd, _REAP_TIMEOUT_S)  # ARENA-2: EOF may precede the exit of the last thread
         if (
             block := self.block
         ) is not None:  # the hang detector reads the block, and the caller of `kill` may not wait
@@ -502,7 +577,7 @@ class CommProcess:
             self._end(work, error)
 
     def _on_death(self, error: GangError) -> None:
-        """Called after the death of the process, before its works fail with `error`."""
+        """Called when the process is fenced, before its works fail with `error`."""
 
 
 def translated(what: str, reason: str) -> GangError:

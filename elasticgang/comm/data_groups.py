@@ -6,16 +6,22 @@ has. All other collectives are composed of these.
 DATA-1  Every rank configures its groups in the same order, one after another.
 DATA-2  The first error ends the configuration: every group is aborted, and every collective has ended before its
         tensors are used again.
-DATA-3  If a group within this process has not ended `ABORT_TIMEOUT_S` after its abort began, the rank is ended: the
-        group's threads may still write to tensors.
+DATA-3  All groups are aborted at once, each on a thread of its own: a kernel of one communicator may hold the abort of
+        another one up. If a group within this process has not ended `ABORT_TIMEOUT_S` after its abort began, on CUDA
+        `DEVICE_ABORT_TIMEOUT_S`, the rank is ended: the group's threads or kernels may still write to tensors. On CUDA
+        that holds for the abort itself, because a work may count as ended while its kernel runs.
 DATA-4  Nothing refers to the works of an ended configuration. Works keep connections open, and peers notice the end by
         the closed connections.
+DATA-5  What a device has done counts only if no group has an error afterwards: torch's watchdog, and torchft's timeout
+        of a stream, abort a communicator by themselves, and the streams that wait for it then go on.
+DATA-6  A configuration keeps no work that is over: torch's works keep their outputs, which would fill a device.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -30,6 +36,7 @@ from elasticgang.collectives.preparation import start_prepared
 from elasticgang.collectives.table import TABLE, compose
 from elasticgang.collectives.work import Work, follow, waited_for
 from elasticgang.comm.comm_process import GroupSpec, translated
+from elasticgang.comm.isolated import ProcessGroupIsolated
 from elasticgang.errors import (
     GangError,
     NotSupportedError,
@@ -38,9 +45,10 @@ from elasticgang.errors import (
     StaleGenerationError,
 )
 from elasticgang.process.status_page import CommBlock
-from elasticgang.torch_private import baby_process
+from elasticgang.torch_private import baby_process, unreported_error
 
 ABORT_TIMEOUT_S = 1.0
+DEVICE_ABORT_TIMEOUT_S = 10.0  # NCCL waits for its kernels and frees its memory, and all survivors abort at once
 _WAIT_MARGIN_S = 2.0  # so that the group's own timeout comes first: it ends the collective, this one only the wait
 _POLL_S = 0.005
 _MOST_UNCHECKED = 64
@@ -115,6 +123,7 @@ class DataWork(Work):
         if not self.is_over:
             self.is_over = True
             self._configuration.stamp_end(self._group, self._call)
+            self._configuration.let_go(self)
 
 
 class DataConfiguration:
@@ -130,6 +139,7 @@ class DataConfiguration:
         self._pgs: dict[str, torchft.ProcessGroup] = {}
         self._connected: dict[str, tuple[torchft.ProcessGroup, GroupSpec]] = {}
         self._works: set[DataWork] = set()
+        self._over: weakref.WeakSet[DataWork] = weakref.WeakSet()  # DATA-6
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._ender: threading.Thread | None = None
@@ -169,7 +179,7 @@ class DataConfiguration:
                 raise translated(f"could not configure the process group of {name}", str(failure)) from cause
             raise failure
         if self._block is not None:
-            self._block.add(spec.name)
+            self._block.add(spec.name, spec.shown)
         self._connected[spec.name] = pg, spec
         return pg
 
@@ -198,6 +208,12 @@ class DataConfiguration:
         if self._block is not None:
             self._block.completed(group, TABLE[call].is_message)
 
+    def let_go(self, work: DataWork) -> None:
+        """The work is over (DATA-6)."""
+        with self._lock:
+            self._works.discard(work)
+            self._over.add(work)
+
     def _issue(self, group: str, collective: Collective) -> Work:
         issued, last = None, None
         pg, _ = self._connected[group]
@@ -217,6 +233,21 @@ class DataConfiguration:
             self._works.add(work)
         return work.then(last)
 
+    def failure(self) -> GangError | None:
+        """Call it once the device has done what was started. Why a collective has failed although its `wait` has
+        returned (DATA-5); None: none has."""
+        for name, (pg, _) in list(self._connected.items()):
+            error = unreported_error(pg)
+            if error is not None:
+                return translated(f"the process group {name}", str(error) or type(error).__name__)
+        return None
+
+    def check(self) -> None:
+        """End the configuration if there is a `failure`. Call it as that."""
+        error = self.failure() if self.error is None else None
+        if error is not None:
+            self.fail(error)
+
     def kill(self, error: GangError) -> None:
         """End the configuration. Never blocks; `fail` waits for the end."""
         with self._lock:
@@ -234,32 +265,35 @@ class DataConfiguration:
             self._ender.join()
 
     def _end(self) -> None:
-        deadline = time.monotonic() + ABORT_TIMEOUT_S
-        aborts = {
-            name: threading.Thread(target=_abort, args=(pg,), name="data-abort", daemon=True)
-            for name, pg in self._pgs.items()
-        }
-        for thread in aborts.values():
-            thread.start()
-        for thread in aborts.values():
-            thread.join(max(0.0, deadline - time.monotonic()))
-        late = [name for name, thread in aborts.items() if thread.is_alive()]
+        """DATA-3."""
+        must_return = self.device.type == "cuda"
+        limit_s = DEVICE_ABORT_TIMEOUT_S if must_return else ABORT_TIMEOUT_S
+        deadline = time.monotonic() + limit_s
+        aborts = [_Abort(name, pg) for name, pg in list(self._pgs.items())]
+        for abort in aborts:
+            abort.start()
+        late = [abort.group for abort in aborts if not abort.has_returned(deadline)]
         self.is_aborted = not late
         with self._lock:
             works = list(self._works)
-        while self.num_waiting or not all(work.has_ended() for work in works):
+        while (must_return and late) or self.num_waiting or not all(work.has_ended() for work in works):
             if time.monotonic() > deadline:
                 self._groups.on_stuck(
                     OperationalError(
-                        f"a process group that runs in this process could not be aborted within {ABORT_TIMEOUT_S:g} s"
+                        f"a process group that runs in this process could not be aborted within {limit_s:g} s"
                     )
                 )
                 return
             time.sleep(_POLL_S)
+        for stuck in (abort.stuck for abort in aborts if abort.stuck is not None):
+            self._groups.on_stuck(stuck)
+            return
+        with self._lock:
+            works += self._over
+            self._works.clear()
+            self._over.clear()
         for work in works:
             work.drop()
-        with self._lock:
-            self._works.clear()
         for name in late:
             self._groups.forget(name)
 
@@ -310,6 +344,28 @@ class DataGroups:
         for pg in self._pgs.values():
             pg.shutdown()
         self._pgs.clear()
+
+
+class _Abort(threading.Thread):
+    """The abort of one group. `stuck`: why a group in another process could not be ended."""
+
+    def __init__(self, group: str, pg: torchft.ProcessGroup) -> None:
+        super().__init__(name="data-abort", daemon=True)
+        self.group, self._pg = group, pg
+        self.stuck: OperationalError | None = None
+
+    def run(self) -> None:
+        try:
+            _abort(self._pg)
+        except OperationalError as stuck:
+            self.stuck = stuck
+
+    def has_returned(self, deadline: float) -> bool:
+        """Wait until `deadline`; for an isolated group until it has ended, because its abort has a limit of its own: a
+        process with memory on a device may take longer to die."""
+        is_isolated = isinstance(self._pg, ProcessGroupIsolated)
+        self.join(None if is_isolated else max(0.0, deadline - time.monotonic()))
+        return not self.is_alive()
 
 
 def _abort(pg: torchft.ProcessGroup) -> None:

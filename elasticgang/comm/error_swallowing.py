@@ -98,6 +98,10 @@ class Owner(Protocol):
     def fail(self, error: GangError) -> None:
         """End all groups, and wait until none of their works accesses a tensor."""
 
+    def check(self) -> None:
+        """The device has done what was started: end all groups if a collective has failed although its `wait` has
+        returned."""
+
 
 class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[misc]  # names that torch fixes
     """`pg` with its errors swallowed (SWALLOW-1 to SWALLOW-3). Thread-safe where `pg` is."""
@@ -153,6 +157,11 @@ class SwallowingProcessGroup(CollectiveMethods, ProcessGroup):  # type: ignore[m
     @property
     def is_poisoned(self) -> bool:
         return self.errored() is not None
+
+    def check(self) -> None:
+        """See `Owner.check`."""
+        if self._owner is not None:
+            self._owner.check()
 
     def start(self, collective: Collective) -> Work:
         """Start a checked collective of a gang. Misuse is raised; after any other error the work's `wait` returns

@@ -6,6 +6,8 @@ GROUPS-1  A configuration has ended before the next one begins. If it ended with
 GROUPS-2  The first error ends the configuration: it is stored, the process is killed, every pending work ends, and
           later works fail at once.
 GROUPS-3  One owner calls `open`, `connect` and `leave`. Any thread may call `start`, `kill` and `fail`.
+GROUPS-4  At most one process of a former configuration is halted (COMM-6). `end_halted` kills it, and so do the end of
+          the next configuration and `close`.
 """
 
 from __future__ import annotations
@@ -79,14 +81,15 @@ class Configuration:
         timeout ends the configuration."""
         return self.comm.submit(group, collective, timeout, self.fail_weakly)
 
-    def kill(self, error: GangError) -> None:
+    def kill(self, error: GangError, *, halt: bool = False) -> None:
         """End the configuration: store `error` and kill the process, which peers notice at once. Never blocks; `fail`
-        waits for the death. Does nothing after `leave` returned True."""
+        waits for the death. Does nothing after `leave` returned True. `halt`: all peers are told of the end otherwise:
+        halt the process (COMM-6)."""
         with self._lock:
             if self._is_left:
                 return
             is_first, self.error = self.error is None, self.error or error
-            self.comm.kill(error)
+            self.comm.kill(error, halt=halt)
         if is_first and self.on_end is not None:
             self.on_end(error)
 
@@ -103,6 +106,9 @@ class Configuration:
             self.comm.abort(error)
         except OperationalError as stuck:
             self._on_stuck(stuck)
+
+    def check(self) -> None:
+        """Does nothing: a collective in a comm process has failed or succeeded once its `wait` has returned."""
 
     def leave(self) -> bool:
         """Close the groups and keep the process. False: only a kill can end the configuration."""
@@ -129,17 +135,26 @@ class GroupSet(StandbyPool):
         self._reuse, self._on_stuck = reuse, on_stuck
         self.present: Configuration | None = None
         self._kept: CommProcess | None = None  # a process with closed groups, to reuse
+        self._halted_end: threading.Event | None = None  # GROUPS-4
 
     def leave(self) -> None:
         """End the present configuration, if there is one (GROUPS-1)."""
         present, self.present = self.present, None
         if present is None:
             return
+        self.end_halted()
         if self._reuse and present.leave():
             self._kept = present.comm
         else:
             present.fail(StaleGenerationError("the process group was configured anew"))
-            present.comm.close()
+            present.comm.close(wait=False)
+            self._halted_end = present.comm.halted_end
+
+    def end_halted(self) -> None:
+        """Kill the process of a former configuration, if there is one. Never blocks."""
+        halted_end, self._halted_end = self._halted_end, None
+        if halted_end is not None:
+            halted_end.set()
 
     def open(self, timeout: float) -> Configuration:
         """Begin a configuration without groups: in the process that was left, otherwise in the standby, for which it
@@ -153,6 +168,7 @@ class GroupSet(StandbyPool):
 
     def close(self) -> None:
         """End the configuration and close all comm processes. Idempotent."""
+        self.end_halted()
         present, kept, self.present, self._kept = self.present, self._kept, None, None
         for comm in (None if present is None else present.comm, kept):
             if comm is not None:

@@ -12,6 +12,8 @@ NCCL-3  This process keeps a work's tensors until the work has passed on the dev
     that were ordered with it have drained. The allocator does not reuse their memory before.
 NCCL-4  This process releases the storages that a killed comm process had open.
 NCCL-5  A work that has not passed on the device by its deadline fails, which ends the configuration.
+NCCL-6  What has passed on the device counts only if the comm process had not begun to exit by then: the events of a
+    killed process may count as passed, and `errored` therefore looks at the process.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ProcessFuture
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +36,7 @@ from torch.futures import Future
 from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.dtypes import check_nccl_dtype
 from elasticgang.collectives.table import TABLE, check_reduction
-from elasticgang.collectives.torch_calls import Call
+from elasticgang.collectives.torch_calls import Call, barrier_on
 from elasticgang.collectives.torch_methods import TorchWork
 from elasticgang.collectives.work import Work
 from elasticgang.comm import deadlines
@@ -58,7 +59,13 @@ from elasticgang.comm.nccl_worker import encoded_handle
 from elasticgang.comm.staging import DTYPE_NAMES
 from elasticgang.comm.standby_pool import local_launcher
 from elasticgang.comm.worker import encoded
-from elasticgang.errors import CollectiveTimeoutError, GangError, NotSupportedError, StaleGenerationError
+from elasticgang.errors import (
+    CollectiveTimeoutError,
+    GangError,
+    NotSupportedError,
+    PeerLostError,
+    StaleGenerationError,
+)
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.torch_private import storage_key
 
@@ -69,6 +76,7 @@ class NCCLCommProcess(CommProcess):
     """A comm process with a CUDA context on `device`, for tensors of that device."""
 
     target = "elasticgang.comm.nccl_worker:main"
+    uses_device = True
 
     def __init__(
         self, forkserver: ForkServerClient, arena: Arena, device: int, *, timeout: float, cuda: Cuda | None = None
@@ -297,6 +305,13 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
         if not torch.cuda.is_available():
             raise NotSupportedError("isolated-nccl is not available: there is no CUDA device.")
 
+    def errored(self) -> Exception | None:
+        """See `ProcessGroupIsolated.errored`. A comm process that has begun to exit ends the configuration (NCCL-6)."""
+        present = self._groups.present
+        if present is not None and present.error is None and present.comm.is_exiting:
+            present.fail(PeerLostError("the comm process has died"))
+        return super().errored()
+
     def _starter(self) -> Callable[[], ProcessFuture[CommProcess]]:
         cuda, self._device = self._cuda, self._cuda.current_device()
         device = self._device  # the function returned must not refer to this group
@@ -314,10 +329,7 @@ class ProcessGroupIsolatedNCCL(ProcessGroupIsolated):
             if part.call in ("monitored_barrier", "recv_anysource"):
                 raise NotSupportedError(f"NCCL has no `{part.call}`; use a group of another backend.")
         if call.is_barrier:
-            (part,) = call.parts
-            token = torch.zeros(1, device=torch.device(self._cuda.kind, self._device))
-            part = replace(part, outputs=(token,), inputs=(token,))
-            call = Call((part,), [token], is_exact=True, is_barrier=True)
+            call = barrier_on(call, torch.device(self._cuda.kind, self._device))
         for part in call.parts:
             for tensor in (*part.outputs, *part.inputs):
                 self._check_device(tensor)

@@ -4,7 +4,8 @@ REPLY-1  One thread at a time reads. It is the first thread that waits for a wor
     it; or the server thread, while a future or a reply is awaited, and otherwise every `_UNREAD_MS`.
 REPLY-2  Each waiter has its own wake-up event. A thread that stops reading wakes the next waiter, and so does a waiter
     that was woken to read but does not.
-REPLY-3  When the process is dead or has closed its socket, the server reads the rest and ends.
+REPLY-3  When the process was killed, is dead or has closed its socket, the server reads the rest and ends. It reads the
+    rest once the process runs no more (`fence`).
 REPLY-4  Leader-follower: at most one thread is the server. It gives up this role before it runs a callback, which may
     block, and takes it again afterwards if no other thread has. If a server is needed while there is none, `ring` wakes
     the spare thread or starts one. There are no more threads than blocked callbacks, a server and a spare.
@@ -59,8 +60,14 @@ class ReplyReceiver(Protocol):
     def maintain(self) -> None:
         """Call `end_found` and do other maintenance. Called repeatedly."""
 
+    def fence(self) -> None:
+        """Wait until the process runs no code any more. Called once, after `stop` or its end."""
+
     def process_ended(self) -> None:
-        """The process is dead or has closed its socket, and all its messages have been read. Called once, last."""
+        """The process runs no more, and all its messages have been read. Called once."""
+
+    def reap(self) -> None:
+        """Wait until the process is gone. Called by each thread that ends after `process_ended`."""
 
 
 class ReplyReader:
@@ -109,6 +116,13 @@ class ReplyReader:
                 self._call_server()
             elif self._server != threading.get_ident() and not self._is_ended:
                 os.eventfd_write(self._bell, 1)
+
+    def stop(self) -> None:
+        """The process was killed: end without waiting for the end of its socket, which comes after its memory is
+        freed."""
+        with contextlib.suppress(OSError):  # closed
+            self._sock.shutdown(socket.SHUT_RD)  # wakes the present reader; what has arrived is still read
+        self._over()
 
     def call_back(self, callback: Callable[[], None]) -> None:
         """Queue `callback`, which may block, for the server's threads (REPLY-5)."""
@@ -266,6 +280,8 @@ class ReplyReader:
         try:
             while self._take_place():
                 self._serve()
+            if self._is_ended:
+                self._receiver.reap()
         finally:
             with self._turn:
                 self._threads.discard(threading.current_thread())
@@ -355,6 +371,7 @@ class ReplyReader:
 
     def _end(self) -> None:
         try:
+            self._receiver.fence()
             self._read_the_rest()
             self._receiver.process_ended()
         finally:
@@ -364,7 +381,7 @@ class ReplyReader:
                 self._spare_called.notify_all()
 
     def _read_the_rest(self) -> None:
-        """Read the messages from before the process's death."""
+        """Read the messages that the process has sent."""
         with self._turn:  # the present reader notices the end of the process too, and stops soon
             self._turn.wait_for(lambda: not self._is_read, _LAST_READER_S)
             self._is_read = True

@@ -2,6 +2,8 @@
 
 STAGING-1  The caller's tensor keeps its address, strides and version, and its views stay valid.
 STAGING-2  A dtype that cannot be reduced is refused before anything is sent.
+STAGING-3  A tensor on a device is copied through a block. Its collective begins once the caller's stream has drained,
+    and ends once the result is on the device: it is never in a stream of another thread that the caller's might pass.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class StagedTensor:
     def _copy_out(self) -> None:
         if self.staged is not None:
             _copy(self.staged, self.tensor)
+            if self.tensor.is_cuda:  # STAGING-3
+                torch.cuda.current_stream(self.tensor.device).synchronize()
         elif self.shared is not None:
             for outside, inside in self.shared.edges:
                 outside.copy_(inside)
@@ -72,7 +76,7 @@ class Staging:
     def empty(self, num: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized vector of `num` elements, which is not copied if it is large and there is shared memory."""
         memory = self._storages.allocate(num * dtype.itemsize)
-        return torch.empty(num, dtype=dtype) if memory is None else memory.view(dtype)
+        return torch.empty(num, dtype=dtype, device="cpu") if memory is None else memory.view(dtype)
 
     def stage(self, tensor: Tensor, dtype: torch.dtype) -> StagedTensor:
         """Take a block for `tensor` as `dtype`. `give_back` frees it."""

@@ -11,6 +11,7 @@ STATIC-3  A group that is reconfigured leaves the shared process first. If a col
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import socket
@@ -47,6 +48,8 @@ from elasticgang.errors import (
 _START_TIMEOUT_S = 120.0
 _MEETING = "elasticgang"  # the key in the group's store
 _MEETING_POLL_S = 0.01
+_LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation: no host has it, so that the default route leads there
 
 
 class _Shared:
@@ -298,18 +301,42 @@ def _tcp_store(store: Store) -> TCPStore | None:
 
 
 def _own_host_towards(store: TCPStore | None) -> str:
-    """The address by which this host reaches the store, and the other members reach this host."""
+    """The address by which this host reaches the store, and the other members reach this host. It is a loopback address
+    only if the store was named by one: then all members are on this host."""
     if store is not None:
         with contextlib.suppress(OSError):
-            family, kind, protocol, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # of UDP: nothing is sent
-                return str(probe.getsockname()[0])
+            address = _source_towards(store.host, store.port)
+            if not _is_loopback(address) or _is_loopback(store.host):
+                return address
     return _own_host()
 
 
 def _own_host() -> str:
+    """The address of the host's name. Where that is a loopback address, as with Debian's 127.0.1.1 in /etc/hosts, the
+    one of the default route, if there is one."""
     try:
-        return socket.gethostbyname(socket.gethostname())
+        address = socket.gethostbyname(socket.gethostname())
     except OSError:
-        return "127.0.0.1"
+        address = _LOOPBACK
+    if _is_loopback(address):
+        with contextlib.suppress(OSError):
+            return _source_towards(_ELSEWHERE, 9)
+    return address
+
+
+def _source_towards(host: str, port: int) -> str:
+    """The address of this host's end of connections to `host`. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of UDP: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether `host` names this host's loopback interface, without a look-up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

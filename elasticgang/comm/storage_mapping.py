@@ -190,7 +190,7 @@ class StorageMappings:
             return None
         region = _Region.of(storage, block, is_allocated=False)
         with torch.no_grad():
-            contents = torch.empty(0, dtype=torch.uint8).set_(storage)
+            contents = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             block.bytes[address - base : address - base + num_bytes].copy_(contents)
         try:
             region.map(_MAP_SHARED | _MAP_POPULATE)

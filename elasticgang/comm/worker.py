@@ -36,6 +36,7 @@ from elasticgang.collectives.collective import BitwiseOperation, Collective, Red
 from elasticgang.collectives.table import TABLE, Step
 from elasticgang.comm.agent_store import AgentStore, AgentStoreClient
 from elasticgang.comm.arena import bytes_as, map_memory
+from elasticgang.process.parent_death import signal_at_parent_death
 from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
 from elasticgang.torch_private import new_gloo
 
@@ -91,6 +92,8 @@ def run(make: Callable[[socket.socket, CommBlock], Worker], args: dict[str, Any]
     """Serve the rank with the worker that `make` returns, until the rank closes its socket or exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank decides when it exits
+    if args.get("has_agent"):
+        signal_at_parent_death(signal.SIGKILL)  # STOP-4: its parent is the agent, or the rank
     sock = socket.socket(fileno=fds[0])
     block_index = args.get("block")
     page = StatusPage() if block_index is None else StatusPage(fds[2])

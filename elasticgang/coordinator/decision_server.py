@@ -58,6 +58,7 @@ from elasticgang.protocol.record import PROTOCOL, Record
 from elasticgang.protocol.rendezvous_keys import KeyExchange, RendezvousKeys
 from elasticgang.session.connection import Connection
 from elasticgang.session.credentials import Credentials
+from elasticgang.session.frames import Payload
 from elasticgang.session.handshake import AGENT, OPERATOR
 from elasticgang.session.incidents import Incidents
 from elasticgang.session.listener import Listener
@@ -208,7 +209,7 @@ class CoordinatorServer:
         connection.send(encode(Refused(why)))
         connection.close()
         if job in self._jobs:
-            notice = encode(Notice("refused", why, (f"at {connection.peer}",)))
+            notice = Payload(encode(Notice("refused", why, (f"at {connection.peer}",))))
             for other in self._jobs[job].connections.values():
                 other.send(notice)
 
@@ -386,7 +387,7 @@ class CoordinatorServer:
             self._fail(error)
 
     def _carry_out(self, job: _Job, instructions: list[Send | Persist | CloseSession]) -> None:
-        payloads: dict[tuple[int, str], bytes] = {}  # a message to several sessions is encoded once
+        payloads: dict[tuple[int, str], Payload] = {}  # a message to several sessions is encoded and hashed once
         for instruction in instructions:
             match instruction:
                 case Send(number, message):
@@ -397,7 +398,7 @@ class CoordinatorServer:
                     key = id(message), "" if before is None else before.digest
                     if key not in payloads:
                         delta = self._delta(before, message) if isinstance(message, Push) else None
-                        payloads[key] = encode(message) if delta is None else delta
+                        payloads[key] = Payload(encode(message) if delta is None else delta)
                     if isinstance(message, Push):
                         job.known[number] = message.decision.record
                     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -18,9 +19,11 @@ from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOpt
 from elasticgang.coordinator.state_directory import StateDirectory
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.coordinator_messages import EMBEDDED_TIMEOUTS, JOB_TIMEOUTS, Timeouts
+from elasticgang.session.addresses import listen_failure
 from elasticgang.session.credentials import Credentials, credentials_from_json
 
 GRACE_S = 1.0  # without a state directory: time for the agents of a running job to reconnect (SERVE-FOUND)
+_GC_OBJECTS = 50_000  # new ones, until a collection looks through these
 
 
 class ReservedPort:
@@ -57,6 +60,12 @@ class CoordinatorOptions:
     advertise: str = ""
 
 
+def collect_rarely() -> None:
+    """For a process that decides: a record of 8,000 ranks is half a million objects and no cycle, and Python's default
+    would look through all of them dozens of times while it is made."""
+    gc.set_threshold(_GC_OBJECTS, 10, 10)
+
+
 async def serve(options: CoordinatorOptions, log: Callable[[str], None], listening: Callable[[str], None]) -> None:
     """Lead jobs until the task is cancelled. `listening` is called once, with the address.
 
@@ -66,6 +75,7 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:  # an agent's session takes a descriptor
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    collect_rarely()
     host = options.host
     options.credentials.check_address(host, f"the coordinator listens on loopback only, not on {host!r}")
     directory = None if options.state_dir is None else StateDirectory(options.state_dir)
@@ -87,8 +97,7 @@ async def serve(options: CoordinatorOptions, log: Callable[[str], None], listeni
         server = CoordinatorServer(server_options, log, fail)
         port = await server.start(host, options.port)
     except OSError as exc:
-        reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)
-        raise OperationalError(f"cannot listen on {host}:{options.port}: {reason}") from exc
+        raise OperationalError(listen_failure(host, options.port, exc)) from exc
     try:
         listening(f"{host}:{port}")
         await failed

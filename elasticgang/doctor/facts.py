@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from elasticgang.doctor.verdicts import MEMFD_BYTES, Coordinator, Cuda, Disk, Facts, Limits, Torch
 from elasticgang.environment import run_dir
+from elasticgang.errors import reason_of
 from elasticgang.session.addresses import probe
 
 _TORCH_FACTS = "elasticgang.doctor.torch_facts"
@@ -76,7 +77,7 @@ def _torch() -> Torch:
     except subprocess.TimeoutExpired:
         return Torch("", False, None, f"no answer within {_TORCH_TIMEOUT_S:g} s")
     except OSError as exc:  # no process or descriptor is left
-        return Torch("", False, None, f"no process can be started for it: {_reason(exc)}")
+        return Torch("", False, None, f"no process can be started for it: {reason_of(exc)}")
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         return Torch("", False, None, last[0])
@@ -100,7 +101,7 @@ def _pidfd_error() -> str:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as exc:
-        return _reason(exc)
+        return reason_of(exc)
     return ""
 
 
@@ -108,13 +109,13 @@ def _memfd_error() -> str:
     try:
         fd = os.memfd_create("elasticgang-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:
-        return _reason(exc)
+        return reason_of(exc)
     try:
         for _ in range(MEMFD_BYTES // len(_BLOCK)):
             os.write(fd, _BLOCK)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as exc:
-        return _reason(exc)
+        return reason_of(exc)
     finally:
         os.close(fd)
     return ""
@@ -136,7 +137,7 @@ def _write(path: Path, makes_it: bool) -> Disk:
             file.flush()
             os.fsync(file.fileno())
     except OSError as exc:
-        return Disk(str(path), 0, _reason(exc))
+        return Disk(str(path), 0, reason_of(exc))
     return Disk(str(path), found.f_bavail * found.f_frsize)
 
 
@@ -182,14 +183,14 @@ def _loopback_error() -> str:
             with socket.create_connection(address, _LOOPBACK_TIMEOUT_S):
                 return ""
     except OSError as exc:
-        return _reason(exc)
+        return reason_of(exc)
 
 
 def _port_error(port: int) -> str:
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as exc:
-        return _reason(exc)
+        return reason_of(exc)
     return ""
 
 
@@ -231,7 +232,7 @@ def _coordinator(host: str, port: int, timeout_s: float) -> Coordinator:
         try:
             probe(host, port, timeout_s)
         except (OSError, UnicodeError) as exc:
-            reason = _reason(exc) if isinstance(exc, OSError) else "it is not a valid host name"
+            reason = reason_of(exc) if isinstance(exc, OSError) else "it is not a valid host name"
             return Coordinator(address, 0.0, reason)
         return Coordinator(address, time.monotonic() - began_s)
 
@@ -244,7 +245,3 @@ def _read(path: str) -> str | None:
         return Path(path).read_text().strip()
     except OSError:
         return None
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

@@ -353,6 +353,10 @@ class Gang(ABC):
 class CheckedGang(Gang):
     """A gang whose collectives are checked here and started by `_start`."""
 
+    def await_device(self) -> None:
+        """Block until the device has done what the current stream has queued, where the gang's collectives are queued
+        on one. The gang is poisoned then if a collective has failed there."""
+
     @overload
     def all_reduce(self, tensor: Tensor, op: ReduceOperation, *, async_op: Literal[False] = False) -> None: ...
 

@@ -5,6 +5,10 @@ ELASTIC-1  The object stays the same in all generations. Only the manager's thre
     raise.
 ELASTIC-2  The first error poisons every gang of the rank; the owner of the binding does this. From then on until the
     next `bind`, tensor collectives return at once, and object and barrier calls raise `StepAborted`.
+ELASTIC-3  No collective is captured in a CUDA graph: the graph would hold the communicator of one generation, and use
+    it in the next one. A gang of one has none, but its graph would go on without the ranks that join.
+ELASTIC-4  Barriers and object collectives have their tensors on the gang's device, because NCCL has no others. They end
+    once the device has done them, and raise `StepAborted` if that has failed.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ import torch
 
 from elasticgang.collectives.collective import Collective, check_ranks
 from elasticgang.collectives.work import Work
-from elasticgang.errors import InvalidOperationError, StepAborted
+from elasticgang.errors import InvalidOperationError, NotSupportedError, StepAborted
 from elasticgang.gang import compiled, torch_registry
+from elasticgang.gang.bans import Bans
 from elasticgang.gang.base import CheckedGang, check_objects
 from elasticgang.gang.fake import simulate
 from elasticgang.gang.torch_process_group import GangProcessGroup
@@ -34,6 +39,9 @@ class Group(Protocol):
         """Whether the generation is over for this rank."""
 
     def getBackendName(self) -> str: ...
+
+    def check(self) -> None:
+        """The device has done what was started: poison the generation if a collective has failed there."""
 
     def start(self, collective: Collective) -> Work:
         """Start a checked collective. An error poisons the generation, and the work's `wait` gives False
@@ -66,10 +74,14 @@ class ElasticGang(CheckedGang):
     `as_process_group` gives the same group in every generation; its rank and size are the gang's.
     """
 
-    def __init__(self, name: str, device: torch.device, *, maker: ElasticGang | None = None) -> None:
-        """`maker`: the gang whose `create_gang` made it, for one generation."""
+    def __init__(
+        self, name: str, device: torch.device, *, maker: ElasticGang | None = None, bans: Bans | None = None
+    ) -> None:
+        """`maker`: the gang whose `create_gang` made it, for one generation; its bans hold here too. `bans`: of the
+        rank."""
         self._name = name
         self._maker = maker
+        self.bans: Bans = maker.bans if maker is not None else bans or Bans()
         self.num_started = 0  # collectives, also on gangs that it made
         self._device = device
         self._binding: Binding | None = None  # the last one
@@ -78,7 +90,6 @@ class ElasticGang(CheckedGang):
         self._made: list[ElasticGang] = []
         self._num_made: Counter[tuple[int, ...]] = Counter()  # by their ranks
         self._closed = False
-        self.collectives_forbidden = False  # while the training state is built
 
     def bind(self, binding: Binding | None) -> None:
         """Enter a generation; None: leave it (ELASTIC-1). Gangs that `create_gang` made end with the generation."""
@@ -109,18 +120,20 @@ class ElasticGang(CheckedGang):
             )
         return self._binding
 
-    def _require_bound(self) -> Binding:
-        """The present binding, for a call that communicates. Raises InvalidOperationError: there is none."""
-        if self.collectives_forbidden:
-            raise InvalidOperationError(
-                f"The gang {self._name} cannot be used to communicate while the training state is built: the others "
-                "train meanwhile. Build with `init_sync=False` or `src_data_rank=None`; values come from the peers."
-            )
+    def _require_bound(self, call: str) -> Binding:
+        """The present binding, for a call that communicates.
+
+        Raises:
+            InvalidOperationError: there is none; or as `Bans.check_work`.
+            OperationalError: as `Bans.check_step`.
+        """
+        self.bans.check_work(self._name, self.size)
         if self._closed:
             ended = "is closed" if self._maker is None else "ended with its generation; make it anew in this one"
             raise InvalidOperationError(f"The gang {self._name} {ended}.")
         if not self._is_bound:
             raise InvalidOperationError(f"The gang {self._name} is in no generation; use it inside `with step:`.")
+        self.bans.check_step(self._name, call)
         return self._last()
 
     @property
@@ -169,7 +182,7 @@ class ElasticGang(CheckedGang):
         Raises:
             StepAborted: the generation has ended.
         """
-        binding = self._require_bound()
+        binding = self._require_bound("create_gang")
         ranks = check_ranks(ranks, binding.size)
         if binding.rank not in ranks:
             return None
@@ -194,7 +207,13 @@ class ElasticGang(CheckedGang):
         return self._process_group
 
     def _start(self, collective: Collective) -> Work:
-        binding = self._require_bound()
+        binding = self._require_bound(collective.call)
+        if self._device.type == "cuda" and _is_captured():  # ELASTIC-3
+            raise NotSupportedError(
+                f"a CUDA graph cannot hold the `{collective.call}` of the gang {self._name}: it would keep the "
+                "communicator of this generation, and use it after the generation has ended. Capture what computes, "
+                "and call collectives between the graphs."
+            )
         gang: ElasticGang | None = self
         while gang is not None:
             gang.num_started += 1
@@ -206,21 +225,22 @@ class ElasticGang(CheckedGang):
         return binding.group.start(collective)
 
     def barrier(self) -> None:
-        token = torch.zeros(1)
+        self._require_bound("barrier")
+        token = torch.zeros(1, device=self._device)  # ELASTIC-4
         self._perform(Collective("all_reduce", (token,), (token,)))
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
-        binding = self._require_bound()
+        binding = self._require_bound("broadcast_objects")
         check_objects(objects)
         source_rank = self._check_rank("source_rank", source_rank)
         if binding.group is None:
             return
         data = pickle.dumps(objects) if binding.rank == source_rank else b""
-        size = torch.tensor([len(data)])
+        size = torch.tensor([len(data)], device=self._device)
         self._perform(Collective("broadcast", (size,), (size,), peer=source_rank))
-        payload = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8).to(self._device)
         self._perform(Collective("broadcast", (payload,), (payload,), peer=source_rank))
-        received = pickle.loads(payload.numpy().tobytes())
+        received = pickle.loads(payload.cpu().numpy().tobytes())
         if len(received) != len(objects):
             raise ValueError(
                 f"`objects` must have as many items as on rank {source_rank} ({len(received)}), but has "
@@ -229,6 +249,23 @@ class ElasticGang(CheckedGang):
         objects[:] = received
 
     def _perform(self, collective: Collective) -> None:
-        """Run one collective. Raises StepAborted: the generation has ended."""
-        if not self._start(collective).wait():
+        """Run one collective to its end. Raises StepAborted: the generation has ended."""
+        is_done = self._start(collective).wait()
+        if is_done:
+            self.await_device()
+        if not is_done or self.is_poisoned:
             raise StepAborted(f"the generation ended before the gang {self._name} could {collective.call}")
+
+    def await_device(self) -> None:
+        """See `CheckedGang.await_device`. On the CPU, it does nothing."""
+        if self._device.type != "cuda":
+            return
+        torch.cuda.current_stream(self._device).synchronize()
+        group = None if self._binding is None else self._binding.group
+        if group is not None:
+            group.check()
+
+
+def _is_captured() -> bool:
+    """Whether the current stream's work goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from elasticgang.collectives.table import compose
 from elasticgang.collectives.work import Work
 from elasticgang.errors import InvalidOperationError
 from elasticgang.gang import torch_registry
+from elasticgang.gang.bans import Bans
 from elasticgang.gang.base import CheckedGang, Gang, check_objects
 from elasticgang.gang.torch_process_group import GangProcessGroup
 from elasticgang.integers import integer_from
@@ -45,6 +46,7 @@ class FakeGang(CheckedGang):
         self._device, self._rank, self._size = device, own, num_ranks
         self._origin, self._ranks = self, tuple(range(num_ranks))  # the gang it was made out of first, its ranks there
         self._closed = False
+        self.bans = Bans()  # of a job of one process, where it has one
         self._process_group: GangProcessGroup | None = None
         self._sent: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
 
@@ -82,11 +84,12 @@ class FakeGang(CheckedGang):
             torch_registry.unregister(self._process_group)
 
     def create_gang(self, ranks: Sequence[int]) -> FakeGang | None:
-        self._check_open()
+        self._check_allowed("create_gang")
         ranks = check_ranks(ranks, self._size)
         if self._rank not in ranks:
             return None
         gang = FakeGang(self._device, rank=ranks.index(self._rank), size=len(ranks))
+        gang.bans = self.bans
         gang._origin, gang._ranks = self._origin, tuple(self._ranks[rank] for rank in ranks)
         return gang
 
@@ -100,10 +103,10 @@ class FakeGang(CheckedGang):
         return self._process_group
 
     def barrier(self) -> None:
-        self._check_open()
+        self._check_allowed("barrier")
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
-        self._check_open()
+        self._check_allowed("broadcast_objects")
         check_objects(objects)
         self._check_rank("source_rank", source_rank)
 
@@ -111,8 +114,15 @@ class FakeGang(CheckedGang):
         if self._closed:
             raise InvalidOperationError("The gang is closed.")
 
-    def _start(self, collective: Collective) -> Work:
+    def _check_allowed(self, call: str) -> None:
+        """BAN-1, for the gangs of a manager."""
         self._check_open()
+        name = self.description or "of one process"
+        self.bans.check_work(name, self._size)
+        self.bans.check_step(name, call)
+
+    def _start(self, collective: Collective) -> Work:
+        self._check_allowed(collective.call)
         with torch.no_grad():
             if collective.call == "send":
                 key = (collective.peer, collective.tag)

@@ -327,6 +327,28 @@ def get_default_device() -> torch.device:
     return torch.device("cuda", index)
 
 
+def device_uuid(device: torch.device) -> str:
+    """The UUID of a CUDA device, as the driver's tools write it ("GPU-..."). Empty for the CPU, and where torch knows
+    none."""
+    if device.type != "cuda":
+        return ""
+    try:
+        uuid = torch.cuda.get_device_properties(device).uuid
+    except (AssertionError, AttributeError, RuntimeError):
+        return ""
+    return f"GPU-{uuid}"
+
+
+def is_own_choice(device: torch.device) -> bool:
+    """Whether this rank uses another CUDA device than the agent has chosen for it."""
+    if device.type != "cuda":
+        return False
+    try:
+        return device != get_default_device()
+    except OperationalError:
+        return True
+
+
 def get_world_size() -> int:
     """The environment variable `WORLD_SIZE`, as torchrun sets it; 1 without it. In an elastic job it is the size of
     `manager.gangs.root`, from the first step on.

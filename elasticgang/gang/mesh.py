@@ -125,11 +125,11 @@ def _ranks(gang: Gang, root: Gang) -> list[int]:
 def _grid(me: int, ranks: Mapping[str, Sequence[int]]) -> torch.Tensor:
     """The ranks of the mesh: along each dimension they have the offsets of this rank's own gang."""
     names = list(ranks)
-    mesh = torch.full((1,) * len(names), me, dtype=torch.int)
+    mesh = torch.full((1,) * len(names), me, dtype=torch.int, device="cpu")
     for index, name in enumerate(names):
         shape = [1] * len(names)
         shape[index] = len(ranks[name])
-        mesh = mesh + (torch.tensor(ranks[name], dtype=torch.int) - me).view(shape)
+        mesh = mesh + (torch.tensor(ranks[name], dtype=torch.int, device="cpu") - me).view(shape)
     if len(set(mesh.flatten().tolist())) != mesh.numel() or int(mesh.min()) < 0:
         found = ", ".join(f"{name} has {list(group)}" for name, group in ranks.items())
         raise ValueError(

@@ -19,9 +19,11 @@ from elasticgang.collectives import torch_arguments, torch_calls
 from elasticgang.collectives.backend_name import BACKEND_NAME
 from elasticgang.collectives.torch_calls import Call
 from elasticgang.collectives.torch_methods import CollectiveMethods, TorchWork
+from elasticgang.collectives.work import Work
 from elasticgang.comm import torch_backend
+from elasticgang.errors import StepAborted
 from elasticgang.gang import compiled
-from elasticgang.gang.base import Gang
+from elasticgang.gang.base import CheckedGang, Gang
 
 torch_backend.register()  # torch finds a group's devices by its backend's name
 
@@ -105,4 +107,24 @@ class GangProcessGroup(CollectiveMethods, dist.ProcessGroup):  # type: ignore[mi
     def _submit(self, call: Call) -> TorchWork:
         """TORCHGROUP-1."""
         call = torch_calls.with_default_timeout(call, self._timeout_s)
-        return TorchWork([self._gang.start(part) for part in call.parts], call)
+        if not call.is_barrier or self._gang.device.type == "cpu":
+            return TorchWork([self._gang.start(part) for part in call.parts], call)
+        call = torch_calls.barrier_on(call, self._gang.device)
+        return _DeviceBarrier([self._gang.start(part) for part in call.parts], call, self._gang)
+
+
+class _DeviceBarrier(TorchWork):
+    """A barrier, whose `wait` blocks the host until the device has passed it."""
+
+    def __init__(self, works: Sequence[Work], call: Call, gang: Gang) -> None:
+        super().__init__(works, call)
+        self._gang = gang
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """See `TorchWork.wait`."""
+        super().wait(timeout)
+        if isinstance(self._gang, CheckedGang):
+            self._gang.await_device()
+            if self._gang.is_poisoned:
+                raise StepAborted("the generation ended before all ranks had reached the barrier")
+        return True

@@ -7,7 +7,8 @@ REGISTRY-2  A gang's group is registered once, under a unique name. Each generat
 REGISTRY-3  The group of a real gang has no store. torch's functions that return a group's store return one that raises,
     because a store of this process alone would let each rank go on alone.
 REGISTRY-4  DTensor keeps no mesh of an earlier generation, whose groups have ended and in which this rank had another
-    place, for an equal one of this generation.
+    place, for an equal one of this generation: it forgets all when a generation begins, and again before objects are
+    built for another seat, because code that used the former ones may have run since.
 """
 
 from __future__ import annotations
@@ -91,6 +92,11 @@ def follow_root(root: GangProcessGroup, gangs: Collection[Gang]) -> bool:
     is_chosen = present is not None and present in world.pg_map and present.gang in gangs
     _make_default(present if is_chosen else root)
     return True
+
+
+def forget_former_seat() -> None:
+    """REGISTRY-4: call it before objects are built for another seat."""
+    forget_meshes()
 
 
 def set_default(pg: dist.ProcessGroup) -> None:

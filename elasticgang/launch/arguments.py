@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 from elasticgang.comm.kinds import PROCESS_GROUPS
+from elasticgang.errors import LayoutError
+from elasticgang.layout.parallel_layout import NOTATION, NOTATION_HELP, ParallelLayout
 
 COORDINATOR_PORT = 29400
 _LEAST_HANG_S = 0.5
@@ -16,6 +18,9 @@ examples:
       four ranks on this machine, with an embedded coordinator
   elasticgang run --nproc-per-node 4 --max-restarts 0 -m package.train
       a module; its first failure ends the job
+  elasticgang run --nproc-per-node 8 --layout sdp=4,min_replicas=2/sdp=2 train.py
+      two replica groups of four ranks, and groups of two while the ranks cannot fill them; train.py calls
+      elasticgang.join() without a layout
   elasticgang run --nnodes 2:4 --coordinator 10.0.0.1:29400 --job-id NAME --nproc-per-node 8 train.py
       the same command on each host; `elasticgang coordinator` runs on 10.0.0.1. The job starts with two hosts and
       grows to four; the ranks of a fifth host are spares
@@ -162,7 +167,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Print what the planner decides for ranks that are lost and return, in the order given: who keeps "
         "which seat, and who fetches state from how many holders. No process is started.",
         epilog="example:\n"
-        "  elasticgang plan --hosts 16 --ranks-per-host 8 --tp 8 --kill host3/rank2 --join host3/rank2",
+        "  elasticgang plan --hosts 16 --ranks-per-host 8 --tp 8 --kill host3/rank2 --join host3/rank2\n"
+        "  elasticgang plan --hosts 2 --ranks-per-host 4 --layout sdp=4,min_replicas=2/sdp=2 --kill host1/rank0",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_plan_arguments(plan)
@@ -223,14 +229,14 @@ class _Action(argparse.Action):
 def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     for name, text in (("hosts", "hosts at the start"), ("ranks-per-host", "ranks of each host")):
         plan.add_argument(f"--{name}", type=_at_least_one, required=True, metavar="N", help=text)
-    for name in ("pp", "sdp", "tp"):
-        plan.add_argument(f"--{name}", type=_at_least_one, default=1, metavar="N", help="(default: %(default)s)")
     plan.add_argument(
-        "--within-host",
-        default="tp",
-        metavar="AXES",
-        help="the model axes that never span hosts, with commas between; empty for none (default: %(default)s)",
+        "--layout",
+        type=layout_of,
+        metavar=NOTATION,
+        help=f"{NOTATION_HELP} (default: sdp=1)",
     )
+    for axis in ("pp", "sdp", "tp"):
+        plan.add_argument(f"--{axis}", type=_at_least_one, metavar="N", help=f"the same as --layout {axis}=N")
     plan.add_argument(
         "--max-replicas", type=_at_least_one, metavar="N", help="replica groups; ranks beyond them are spares"
     )
@@ -242,6 +248,12 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
         help="lose these at once: host3 or host3/rank2, with commas between; may be given several times",
     )
     plan.add_argument("--join", action=_Action, dest="actions", metavar="NAMES", help="these come, or come back")
+    plan.add_argument(
+        "--state-bytes",
+        type=_at_least_one,
+        metavar="N",
+        help="of one whole copy of the training state, to show how many bytes move to another layout",
+    )
     plan.add_argument("--json", action="store_true", help="one JSON object for each change, with the whole plan")
 
 
@@ -290,6 +302,14 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="additional processes, each of which replaces a lost rank at once (default: %(default)s)",
+    )
+    run.add_argument(
+        "--layout",
+        type=layout_of,
+        metavar=NOTATION,
+        help="the layout for scripts that call elasticgang.join() without one, the same on all hosts: "
+        f"{NOTATION_HELP}. "
+        "While the ranks cannot fill the first layout, the job takes the next one that they fill",
     )
     run.add_argument(
         "--standalone",
@@ -430,6 +450,13 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", help="the training script")
     run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
+
+
+def layout_of(text: str) -> ParallelLayout:
+    try:
+        return ParallelLayout.parse(text)
+    except LayoutError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def _at_least_one(text: str) -> int:

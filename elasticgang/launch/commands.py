@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import socket
 
+    from elasticgang.layout import ParallelLayout
     from elasticgang.session.credentials import Credentials
 
 _MAX_JOB_ID = 100  # bytes: files are named by it
@@ -29,10 +30,16 @@ def run(args: argparse.Namespace) -> int:
         host = args.coordinator.rpartition(":")[0]
         _check_reachable(args.coordinator, args.connect_timeout)
         _check_open(host, credentials, f"the agent uses a coordinator on loopback only, not at {host!r}")
+    from elasticgang.checkpoint.locations import check_lasting
     from elasticgang.errors import NotSupportedError
     from elasticgang.launch.availability import check_available
     from elasticgang.process.stop_signals import hold_stop_signals
 
+    try:
+        if args.checkpoint_dir is not None:
+            check_lasting(args.checkpoint_dir)
+    except NotSupportedError as exc:
+        raise UsageError(f"--checkpoint-dir: {exc}") from exc
     try:
         if args.process_group is not None:  # else the ranks choose it by their device
             check_available(args.process_group)
@@ -55,8 +62,9 @@ def coordinator(args: argparse.Namespace) -> int:
         try:
             socket.create_server((args.host, args.port)).close()
         except OSError as exc:
-            reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
-            raise UsageError(f"cannot listen on {args.host}:{args.port}: {reason}") from exc
+            from elasticgang.session.addresses import listen_failure
+
+            raise UsageError(listen_failure(args.host, args.port, exc)) from exc
     if args.advertise is not None:
         _host_and_port(args.advertise, "--advertise")
     credentials = _find_credentials(args, is_client=False)
@@ -195,20 +203,28 @@ def status(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> int:
     from elasticgang.errors import LayoutError
     from elasticgang.launch.plan import Fleet, as_json, explore, lines_of
-    from elasticgang.layout import ParallelLayout
 
     try:
-        within = tuple(filter(None, args.within_host.split(",")))
-        layout = ParallelLayout(pp=args.pp, sdp=args.sdp, tp=args.tp, within_host=within)
-        fleet = Fleet(args.hosts, args.ranks_per_host)
+        fleet, layout = Fleet(args.hosts, args.ranks_per_host), _planned_layout(args)
         for what, found in explore(fleet, layout, args.actions or (), args.max_replicas):
-            print(as_json(what, found) if args.json else "\n".join(lines_of(what, found)))
+            lines = lines_of(what, found, layout, args.state_bytes)
+            print(as_json(what, found) if args.json else "\n".join(lines))
     except LayoutError as exc:
         print(f"elasticgang: {exc}", file=sys.stderr)
         return 1
     except ValueError as exc:
         raise UsageError(str(exc)) from exc
     return 0
+
+
+def _planned_layout(args: argparse.Namespace) -> ParallelLayout:
+    """Raises ValueError: sizes are given beside --layout."""
+    from elasticgang.layout import ParallelLayout
+
+    sizes = {axis: size for axis in ("pp", "sdp", "tp") if (size := getattr(args, axis)) is not None}
+    if args.layout is not None and sizes:
+        raise ValueError(f"--{next(iter(sizes))} is a part of --layout: give the one or the other")
+    return args.layout or ParallelLayout(**sizes)
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -346,6 +362,7 @@ def _check_open(host: str, credentials: Credentials, what: str) -> None:
 def _check_reachable(address: str, timeout: float) -> None:
     import time
 
+    from elasticgang.errors import reason_of
     from elasticgang.session.addresses import probe
 
     host, _, port = address.rpartition(":")
@@ -357,6 +374,6 @@ def _check_reachable(address: str, timeout: float) -> None:
             raise UsageError(f"--coordinator: {host!r} is not a valid host name") from exc
         except OSError as exc:
             if time.monotonic() + 0.2 > deadline:
-                reason = exc.strerror or str(exc)
-                raise UsageError(f"cannot reach the coordinator at {address} within {timeout:g} s: {reason}") from exc
+                why = f"cannot reach the coordinator at {address} within {timeout:g} s: {reason_of(exc)}"
+                raise UsageError(why) from exc
             time.sleep(0.1)

@@ -86,7 +86,8 @@ class _Stream:
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._closing = False
+        self._closing = self._is_closed = False
+        self._lock = threading.Lock()  # nobody writes to a descriptor that is closed, and maybe another one's by now
         self._thread = threading.Thread(target=self._pump, name=name, daemon=True)
         self._thread.start()
 
@@ -105,10 +106,18 @@ class _Stream:
         self._closing = True
         self._wake()
         self._thread.join(_CLOSE_TIMEOUT_S)
+        with self._lock:
+            if self._is_closed or self._thread.is_alive():
+                return
+            self._is_closed = True
+            self._selector.close()
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: the thread is going to wake anyway
-            os.write(self._wake_writer, b"x")
+        with self._lock, contextlib.suppress(BlockingIOError):  # full: the thread is going to wake anyway
+            if not self._is_closed:
+                os.write(self._wake_writer, b"x")
 
     def _pump(self) -> None:
         is_over = has_failed = False

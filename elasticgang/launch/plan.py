@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from elasticgang.errors import LayoutError
 from elasticgang.layout import Member, ParallelLayout, Plan, plan
-from elasticgang.layout.plan_change import PlanChange, change_plan
+from elasticgang.layout.plan_change import PlanChange, change_plan, layout_filled
 
 _MAX_NAMED = 8
 _NAME = re.compile(r"host(0|[1-9]\d*)(?:/rank(0|[1-9]\d*))?", re.ASCII)
@@ -69,7 +69,9 @@ def explore(
     for _, names in actions:
         for name in names.split(","):
             fleet.check(name)
-    current = plan(fleet.members(), layout, max_replicas=max_replicas)
+    in_force = layout_filled(layout, fleet.members())
+    seats = None if max_replicas is None else max_replicas * layout.unit // in_force.unit
+    current = plan(fleet.members(), in_force, max_replicas=seats)
     yield "at the start", current
     for action, names in actions:
         for name in names.split(","):
@@ -83,11 +85,14 @@ def explore(
         current = change.plan
 
 
-def lines_of(what: str, found: Plan | PlanChange) -> Iterator[str]:
+def lines_of(
+    what: str, found: Plan | PlanChange, layout: ParallelLayout, state_bytes: int | None = None
+) -> Iterator[str]:
+    """`layout`: as the job declares it. `state_bytes`: of one whole copy of the training state."""
     if isinstance(found, Plan):
-        yield f"{what}: {_size(found)}"
+        yield f"{what}: {_size(found, layout)}"
         return
-    yield f"{what}: {_size(found.plan)}"
+    yield f"{what}: {_size(found.plan, layout)}"
     if found.left:
         yield f"  gone: {_names(found.left)}"
     if found.waiting:
@@ -95,6 +100,9 @@ def lines_of(what: str, found: Plan | PlanChange) -> Iterator[str]:
     if found.lost:
         parts = _names(f"({_part(part)})" for part in found.lost)
         yield f"  LOST: no rank holds {parts}; the job goes back to its newest checkpoint, or ends"
+    if found.moved is not None:
+        yield from _move(found, state_bytes)
+        return
     if not found.fetching:
         yield "  nobody fetches state"
         return
@@ -108,14 +116,31 @@ def lines_of(what: str, found: Plan | PlanChange) -> Iterator[str]:
         yield f"    and {len(found.fetching) - _MAX_NAMED} more"
 
 
+def _move(found: PlanChange, state_bytes: int | None) -> Iterator[str]:
+    """What is fetched when the layout changes."""
+    assert found.moved is not None
+    yield f"  the job takes the layout {found.layout.text}"
+    if found.lost:
+        return
+    copies = f"{float(found.moved):.2f} of the {found.held} copies of the state that the seats then hold"
+    size = "" if state_bytes is None else f", about {int(found.moved * state_bytes):,} bytes"
+    yield f"  fetch state from the former seats: {len(found.fetching)} ranks, {copies}{size}"
+    for member, part in list(found.fetching.items())[:_MAX_NAMED]:
+        yield f"    {member} takes rdp={found.plan.coordinates(member)['rdp']}, {_part(part)}"
+    if len(found.fetching) > _MAX_NAMED:
+        yield f"    and {len(found.fetching) - _MAX_NAMED} more"
+
+
 def as_json(what: str, found: Plan | PlanChange) -> str:
     return json.dumps({"after": what, **({"plan": found.to_json()} if isinstance(found, Plan) else found.to_json())})
 
 
-def _size(plan: Plan) -> str:
+def _size(plan: Plan, layout: ParallelLayout) -> str:
     pp, rdp, sdp, tp = plan.shape
+    is_first = (pp, sdp, tp) == (layout.pp, layout.sdp, layout.tp)
+    of = "" if is_first else f" in a fallback of {layout.options[0].text}"
     spares = f"{len(plan.spares)} spare{'s' * (len(plan.spares) != 1)}"
-    return f"{rdp} replica group{'s' * (rdp != 1)} of {pp * sdp * tp} (pp={pp}, sdp={sdp}, tp={tp}), {spares}"
+    return f"{rdp} replica group{'s' * (rdp != 1)} of {pp * sdp * tp} (pp={pp}, sdp={sdp}, tp={tp}){of}, {spares}"
 
 
 def _part(part: Sequence[int]) -> str:

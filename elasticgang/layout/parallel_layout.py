@@ -8,19 +8,29 @@ LAYOUT-3  Layouts with equal declarations are equal, whatever the order of `with
 LAYOUT-4  Further axes factorise a replica group, never `rdp`. A seat's place along them therefore follows from its
     model coordinates, so that a member can heal from the same coordinates of any replica group.
 LAYOUT-5  The layouts of a job, the first and its `fallback`, divide the model differently, so that the sizes say of
-    which layout a part is. They have the same stages, because the parts of one stage make up those of no other.
+    which layout a part is.
+LAYOUT-6  `text` and `parse` are inverse for layouts without `views`: one notation for every command.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elasticgang.errors import LayoutError
 from elasticgang.integers import integer_from
 from elasticgang.layout.axes import FAMILIES, MODEL_AXES, RUNTIME_GANGS, Axes, refuse_repeated
 from elasticgang.layout.grid import Grid
 
+NOTATION = "AXIS=N,...[/AXIS=N,...]"
+NOTATION_HELP = (
+    "the sizes of pp, sdp and tp that are not 1, with commas between, such as sdp=2,tp=2; also min_replicas=N, the "
+    "fewest replica groups to train with, and within_host=AXES, the axes that never span hosts, with + between "
+    "(default: tp). After each / follows a fallback layout: sdp=4/sdp=2/sdp=1"
+)
+_SIZES = (*MODEL_AXES, "min_replicas")
 _SEATS = tuple(reversed(MODEL_AXES))  # as seats are numbered within a replica group: fastest-varying first
 
 
@@ -40,7 +50,7 @@ class ParallelLayout:
         LayoutError: a size is below 1; `within_host` repeats a name or names another axis; or a view does not factorise
             a replica group: it has another number of seats or an offset, repeats a model axis with different groups,
             or names an axis that a family of gangs or another view has; or a layout in `fallback` has a `fallback` of
-            its own, other stages (`pp`), or the `sdp` and `tp` of another one, or there are `views` beside `fallback`.
+            its own, or the `pp`, `sdp` and `tp` of another one, or there are `views` beside `fallback`.
     """
 
     pp: int = 1
@@ -52,7 +62,7 @@ class ParallelLayout:
     fallback: tuple[ParallelLayout, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (*MODEL_AXES, "min_replicas"):
+        for name in _SIZES:
             size = integer_from(1, getattr(self, name))
             if size is None:
                 raise LayoutError(f"`{name}` must be an integer of at least 1, but is {getattr(self, name)!r} instead.")
@@ -74,18 +84,67 @@ class ParallelLayout:
     @property
     def options(self) -> tuple[ParallelLayout, ...]:
         """This layout and those of `fallback`, in order of preference, each without a `fallback`."""
-        return (replace(self, fallback=()), *self.fallback)
+        return _options(self)
 
     @property
     def sizes(self) -> str:
         """The sizes other than 1, for messages."""
-        named = {name: getattr(self, name) for name in (*MODEL_AXES, "min_replicas")}
+        named = {name: getattr(self, name) for name in _SIZES}
         return ", ".join(f"{name}={size}" for name, size in named.items() if size > 1) or "all sizes 1"
+
+    @property
+    def text(self) -> str:
+        """The layout as `parse` takes it, without `views`: "sdp=4,tp=2/sdp=2,tp=2" has one fallback."""
+        return "/".join(map(_notation, self.options))
+
+    @staticmethod
+    def parse(text: str) -> ParallelLayout:
+        """The layout that `text` declares, as `--layout` of the commands takes it: such as "sdp=2,tp=2". Entries with
+        commas between are sizes of `pp`, `sdp` and `tp` (1 if left out), `min_replicas=N`, and `within_host=AXES`, with
+        + between the axes. After each / follows a layout of `fallback`.
+
+        Raises:
+            LayoutError: `text` is none, or the layout is not valid.
+        """
+        first, *others = (_parsed(text, each) for each in text.split("/"))
+        return ParallelLayout(**first, fallback=tuple(ParallelLayout(**each) for each in others))
 
     @property
     def further_axes(self) -> tuple[str, ...]:
         """The names that `views` add to the model axes, in their order."""
         return tuple(name for axes in self.views for name in axes.dim_names if name not in MODEL_AXES)
+
+
+@functools.lru_cache(64)
+def _options(layout: ParallelLayout) -> tuple[ParallelLayout, ...]:
+    """Remembered: a coordinator looks at them for each record, and a rank for each vote."""
+    return (replace(layout, fallback=()), *layout.fallback)
+
+
+def _notation(layout: ParallelLayout) -> str:
+    """LAYOUT-6: of one layout without its `fallback`."""
+    sizes = {name: getattr(layout, name) for name in _SIZES}
+    named = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    if layout.within_host != ("tp",):
+        named.append(f"within_host={'+'.join(layout.within_host)}")
+    return ",".join(named) or "sdp=1"
+
+
+def _parsed(text: str, part: str) -> dict[str, Any]:
+    """The fields that `part` of `text` names. Raises LayoutError: it names none, one twice, or no size."""
+    fields: dict[str, Any] = {}
+    for entry in part.split(","):
+        name, separator, value = (each.strip() for each in entry.partition("="))
+        if name in fields or not separator or name not in (*_SIZES, "within_host"):
+            names = ", ".join((*_SIZES, "within_host"))
+            raise LayoutError(f"a layout must be like sdp=2,tp=2 with the names {names}, each once, but is {text!r}.")
+        if name == "within_host":
+            fields[name] = tuple(filter(None, value.split("+")))
+        elif value.isdecimal() and value.isascii():
+            fields[name] = int(value)
+        else:
+            raise LayoutError(f"`{name}` must be an integer of at least 1, but is {value!r} in the layout {text!r}.")
+    return fields
 
 
 def _fallback(layout: ParallelLayout) -> tuple[ParallelLayout, ...]:
@@ -95,14 +154,14 @@ def _fallback(layout: ParallelLayout) -> tuple[ParallelLayout, ...]:
     for each in given if isinstance(given, tuple | list) else (None,):
         if not isinstance(each, ParallelLayout) or each.fallback:
             raise LayoutError(f"`fallback` must be a tuple of layouts without a `fallback`, but is {given!r} instead.")
-        if each.pp != layout.pp:
-            raise LayoutError(f"`fallback` must have the stages of the layout, pp={layout.pp}, but has pp={each.pp}.")
         if each.views or layout.views:
             raise LayoutError("`views` and `fallback` must not be given together.")
         others.append(each)
-    sizes = [(each.sdp, each.tp) for each in (layout, *others)]
+    sizes = [(each.pp, each.sdp, each.tp) for each in (layout, *others)]
     if len(set(sizes)) < len(sizes):
-        raise LayoutError("`fallback` must hold layouts of other sizes `sdp` and `tp`, but two layouts have the same.")
+        raise LayoutError(
+            "`fallback` must hold layouts of other sizes `pp`, `sdp` and `tp`, but two layouts have the same."
+        )
     return tuple(others)
 
 

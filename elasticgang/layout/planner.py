@@ -12,9 +12,11 @@ PLAN-4  The kept groups are those with the fewest holes, then the lowest `rdp`, 
     follow them.
 PLAN-5  A waiting member fills a hole before a member that would have to leave a seat, and a member on the hole's host
     before one elsewhere.
-PLAN-6  A previous plan with other model sizes is ignored: its members are seated like newcomers.
+PLAN-6  A previous plan with other model sizes is ignored: its members are seated like newcomers, but for PLAN-8.
 PLAN-7  For each held part of the state, a holder sits at its coordinates. Otherwise the plan would lose that part. This
     rule has precedence over PLAN-3 to PLAN-5 and over `within_host`.
+PLAN-8  Without a previous plan of these model sizes, members sit where most of the state that they keep is in place,
+    and never less than if they were seated like newcomers. With blocks of one seat no seating has more in place.
 
 A *block* is a set of seats of a replica group that differ only along `within_host`: all are on one host. If
 `within_host` is empty, or its sizes are 1, a block is one seat.
@@ -31,6 +33,8 @@ from elasticgang.errors import LayoutError
 from elasticgang.layout.assignment import assign_seats
 from elasticgang.layout.axes import groups_over
 from elasticgang.layout.holder_repair import repair_holders
+from elasticgang.layout.overlap import Part, sizes_of
+from elasticgang.layout.overlap_seating import OverlapSeating
 from elasticgang.layout.parallel_layout import ParallelLayout
 from elasticgang.layout.retention import BlockLayout, PreviousSeats
 from elasticgang.layout.seat_plan import Member, ModelCoordinates, Plan
@@ -49,10 +53,12 @@ def plan(
     *,
     max_replicas: int | None = None,
     holds: Mapping[str, ModelCoordinates] | None = None,
+    kept: Mapping[str, Part] | None = None,
 ) -> Plan:
     """Seat `members` for the next generation by the rules above, in O(n log n) for n members.
 
     `holds`: the part of the state that each holder among `members` has.
+    `kept`: the part that each holder among `members` has of the layout that it is of, which may be another one.
     `max_replicas`: seat no more replica groups; the remaining members are spares. None for no limit.
 
     Raises:
@@ -67,17 +73,31 @@ def plan(
         replicas = min(replicas, max(max_replicas, layout.min_replicas))
     if replicas < layout.min_replicas:
         raise LayoutError(_shortage(present, on_host, layout, blocks_of_group, previous))
-    if previous is not None and _model_sizes(previous) != (layout.pp, layout.sdp, layout.tp):  # PLAN-6
+    if previous is not None and sizes_of(previous.shape) != (layout.pp, layout.sdp, layout.tp):  # PLAN-6
         previous = None
     previous_seats = [] if previous is None else _swap_outer(previous.seats, layout.pp, previous.shape[1])
     left = PreviousSeats(
         [present.get(member.id) for member in previous_seats], [member.host for member in previous_seats]
     )
-    seats, idle = assign_seats(blocks_of_group, replicas, _waiting(present, previous), left)
+    waiting = _waiting(present, previous)
+    seats, idle = assign_seats(blocks_of_group, replicas, waiting, left)
+    if previous is None and kept:
+        seats, idle = _in_place(OverlapSeating(layout, blocks_of_group, kept), waiting, seats)
     shape = (layout.pp, replicas, layout.sdp, layout.tp)
     in_rank_order = _swap_outer(seats, replicas, layout.pp)
     repair_holders(layout, in_rank_order, idle, holds or {})
     return Plan(shape, tuple(in_rank_order), tuple(member.id for member in idle), layout.views)
+
+
+def _in_place(
+    seating: OverlapSeating, everyone: Sequence[Member], as_newcomers: list[Member]
+) -> tuple[list[Member], list[Member]]:
+    """PLAN-8. The members by replica group, and those without a seat."""
+    seats = seating.seat(everyone, len(as_newcomers) // seating.unit)
+    if seating.in_place(seats) <= seating.in_place(as_newcomers):
+        seats = as_newcomers
+    seated = {member.id for member in seats}
+    return seats, [member for member in everyone if member.id not in seated]
 
 
 def is_filled(layout: ParallelLayout, on_host: Mapping[str, int]) -> bool:
@@ -100,11 +120,6 @@ def _by_id(members: Iterable[Member]) -> dict[str, Member]:
         twice = min(id for id, times in Counter(member.id for member in given).items() if times > 1)
         raise LayoutError(f"`members` must have an id each, but {twice!r} appears more than once.")
     return present
-
-
-def _model_sizes(previous: Plan) -> tuple[int, int, int]:
-    pp, _, sdp, tp = previous.shape
-    return pp, sdp, tp
 
 
 def _waiting(present: Mapping[str, Member], previous: Plan | None) -> list[Member]:

@@ -72,6 +72,16 @@ class Plan:
             "tp": rank % tp,
         }
 
+    def part_of(self, member_id: str) -> ModelCoordinates:
+        """The part of the model in the member's seat.
+
+        Raises:
+            KeyError: the member has no seat: it is a spare, or unknown.
+        """
+        rank = self.ranks[member_id]
+        _, rdp, sdp, tp = self.shape
+        return ModelCoordinates(rank // (rdp * sdp * tp), rank // tp % sdp, rank % tp)
+
     def groups(self, family: str) -> tuple[tuple[int, ...], ...]:
         """The ranks of each gang of a family or further axis, in rank order. Every rank is in exactly one gang.
 

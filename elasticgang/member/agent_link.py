@@ -8,6 +8,7 @@ LINK-2  When the agent has died, the thread kills the rank's whole process group
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import queue
@@ -22,9 +23,13 @@ from elasticgang.errors import OperationalError, WireError
 from elasticgang.process import framing
 from elasticgang.protocol.record import Record
 
+_MAX_DIGEST = 256
+_INT_BYTES = array.array("i").itemsize
+
 
 class AgentDoor:
-    """Makes further connections to the agent, for rendezvous keys. Thread-safe."""
+    """Makes further connections to the agent, for rendezvous keys, and receives the blocks of sums from it. `connect`
+    is thread-safe; one thread calls `take_block`."""
 
     def __init__(self, fd: int) -> None:
         self._sock = socket.socket(fileno=fd)
@@ -40,6 +45,31 @@ class AgentDoor:
         except OSError as exc:
             raise OperationalError(f"no connection to the agent can be made: {exc}") from exc
         return ours
+
+    def take_block(self, digest: str) -> int | None:
+        """As the function `take_block`."""
+        return take_block(self._sock, digest)
+
+
+def take_block(door: socket.socket, digest: str) -> int | None:
+    """The descriptor of the block of sums of the record with that digest, which the agent sends before the record; None
+    if it has none to send. The caller closes it. Blocks of other records are dropped (BLOCK-5)."""
+    while True:
+        try:
+            # Not `socket.recv_fds`, which ignores its flags.
+            data, ancillary, _, _ = door.recvmsg(_MAX_DIGEST, socket.CMSG_SPACE(_INT_BYTES), socket.MSG_DONTWAIT)
+        except OSError:
+            return None
+        descriptors = array.array("i")
+        for level, kind, received in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(received[: len(received) // _INT_BYTES * _INT_BYTES])
+        if descriptors and data.decode() == digest:
+            return descriptors[0]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if not data:  # the agent is gone
+            return None
 
 
 class AgentLink:

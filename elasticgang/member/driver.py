@@ -1,7 +1,10 @@
 """Carries out a member's instructions, on the training thread. `protocol/member_lifecycle.py` decides.
 
-DRIVER-1  The reduction of the gradients is finished once the device has done it, and not when it is queued there: a
-    rank prepares and votes only after that. Otherwise a peer could vote, and be lost with its part of the sum.
+DRIVER-1  The reduction of the gradients is finished once it has passed on the stream of the training thread, and not
+    when it is queued there: a rank prepares and votes only after that. Otherwise a peer could vote, and be lost with
+    its part of the sum. The rank waits for that point of the stream alone; the device divides and clips the gradients
+    while the vote is under way.
+DRIVER-2  A reduction that has passed counts only if its process groups have no error afterwards (DATA-5).
 """
 
 from __future__ import annotations
@@ -9,18 +12,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from elasticgang.errors import GangError, StateLostError
-from elasticgang.gang import compiled
+from elasticgang.errors import GangError, LayoutError, StateLostError
+from elasticgang.gang import compiled, torch_registry
+from elasticgang.gang.bans import Ban
 from elasticgang.layout import ModelCoordinates
 from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, StateServer
 from elasticgang.member.seat_state import SeatState
 from elasticgang.process.status_page import ThreadState
+from elasticgang.protocol import coverage
 from elasticgang.protocol import member_instructions as do
+from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.coverage import Coverage
 from elasticgang.protocol.member_instructions import Do, Instruction
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.record import FormerState, Seat
@@ -52,6 +59,8 @@ class MemberDriver:
         self._is_voting = False  # the sums under way are votes
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
+        self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
+        self._covered = 0  # the newest generation whose stages were found to have everything
 
     def commit(
         self,
@@ -59,9 +68,10 @@ class MemberDriver:
         apply: Callable[..., None],
         measure: Callable[[], Sequence[float]] | None,
         prepare: Callable[..., None] | None,
+        numbers: Sequence[float],
     ) -> bool:
         self._apply, self._measure, self._prepare = apply, measure, prepare
-        return self.run(self.lifecycle.commit(weight, measures=measure is not None))
+        return self.run(self.lifecycle.commit(weight, numbers, measures=measure is not None))
 
     def run(self, routine: Routine[_T]) -> _T:
         """Carry out the instructions of `routine` to its end. A GangError of one ends the generation."""
@@ -115,7 +125,7 @@ class MemberDriver:
             case Do.FINISH_REDUCTION:
                 for reducer in self.reducers:
                     reducer.finish()
-                self._await_device()
+                self._await_reduction()
             case do.MakeReady(total, measured):
                 assert self._apply is not None
                 self._to_apply = functools.partial(self._apply, total, *measured)
@@ -154,7 +164,9 @@ class MemberDriver:
                         f"the job goes back to the checkpoint of step {ref.attempt.step}; this rank has none"
                     )
                 with self._page.paused(), state_server.exclusive():
-                    return self.checkpoints.load(ref, self.lifecycle.state)
+                    is_loaded = self.checkpoints.load(ref, self.lifecycle.state)
+                self._loaded = (ref.attempt, self.checkpoints.coverage) if is_loaded else None
+                return is_loaded
             case do.Poison(error):
                 rendezvous.poison(error)
             case do.BuildSeat(coordinates, layout):
@@ -191,11 +203,14 @@ class MemberDriver:
                 return rendezvous.perform(instruction)
         return None
 
-    def _await_device(self) -> None:
-        """DRIVER-1. An abort of the generation ends what it waits for. The time counts for the hang detector (HANG-3),
-        because a device can hang. A fault of the device is raised here."""
+    def _await_reduction(self) -> None:
+        """DRIVER-1, DRIVER-2. An abort of the generation ends what it waits for. The time counts for the hang detector
+        (HANG-3), because a device can hang. A fault of the device is raised here."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            reduced = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            reduced.record(torch.cuda.current_stream(self._device))
+            reduced.synchronize()
+        self._rendezvous.check_reduction()
 
     def _is_over(self) -> bool:
         return self._rendezvous.error is not None
@@ -207,7 +222,16 @@ class MemberDriver:
             held.enter_context(self._page.in_thread_state(ThreadState.USER_CODE))
             if self._load_forward is not None:
                 self._load_forward()
+            held.enter_context(self._banned(Ban.APPLY))  # RULE-10
             self._to_apply()
+
+    @contextlib.contextmanager
+    def _banned(self, ban: Ban) -> Iterator[None]:
+        former = self._rendezvous.ban(ban)
+        try:
+            yield
+        finally:
+            self._rendezvous.ban(former)
 
     def _end_step(self, end: do.EndStep) -> None:
         if end.is_computed:
@@ -237,11 +261,33 @@ class MemberDriver:
         rank = record.plan.ranks[state.member]
         with self._page.in_thread_state(ThreadState.WAITING):
             is_loaded = self.mover.move(move.holders, move.layout, move.attempt, seat, rank, self._is_over)
+        self._loaded = (move.attempt, self.mover.coverage) if is_loaded else None
         if is_loaded:
             log.info(
                 "rank %d has its part of the layout (%s), made of (%s)", rank, record.layout.sizes, move.layout.sizes
             )
         return is_loaded
+
+    def check_coverage(self) -> None:
+        """COVERAGE-1: of the stages of this generation, if they have taken the state of others. Every rank calls it
+        before its first vote in a generation.
+
+        Raises:
+            LayoutError: a part of the state is in no stage.
+            GangError: the generation has ended.
+        """
+        state = self.lifecycle.state
+        record, layout = state.record, state.record.layout if state.record is not None else None
+        if record is None or layout is None or self._covered == state.entered:
+            return
+        if layout.pp > 1:  # in each generation: the one that has loaded may have ended before its first step
+            known = self._loaded[1] if self._loaded is not None and self._loaded[0] == state.tip else None
+            stage = record.model_coordinates(state.member)[0]
+            start = self._rendezvous.start_sum
+            num = coverage.num_names(start(coverage.first_round(known, stage, layout.pp))())
+            if num and (why := coverage.left_out(known, layout, start(coverage.second_round(known, num))())):
+                raise LayoutError(why)
+        self._covered = state.entered
 
     def _build_seat(self, part: ModelCoordinates, layout: int) -> None:
         """Between steps alone, so that a step's objects are the same ones throughout."""
@@ -249,16 +295,18 @@ class MemberDriver:
         if built is None or built.is_for(part, layout):
             return
         self._page.forget_steps()
+        self._loaded = None
         with self._state_server.exclusive():  # no healer reads what goes
             self._state_server.unregister(built.clear())
             for reducer in self._seat_reducers:
                 reducer.close()
                 self.reducers.remove(reducer)
+        torch_registry.forget_former_seat()
         others = list(self.reducers)
-        with self._page.paused(), self._rendezvous.forbid_collectives():
+        with self._page.paused(), self._banned(Ban.BUILD):
             objects = built.make(part, layout)
         self._seat_reducers = [reducer for reducer in self.reducers if reducer not in others]
-        self._state_server.register(**objects)
+        self._state_server.register(built.name_of, **objects)
 
 
 def _addresses(sources: Sequence[Seat]) -> list[str]:

@@ -9,6 +9,7 @@ from elasticgang.comm.group_set import Configuration
 from elasticgang.errors import (
     GangError,
 )
+from elasticgang.member.sums import Sums
 from elasticgang.protocol.record import Record, Seat
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class Generation:
     seat: Seat
     rank: int
     groups: Configuration
+    sums: Sums
     data: DataConfiguration | None = None  # None: `groups` carry the gangs' data too
 
     @property
@@ -40,3 +42,10 @@ class Generation:
         self.groups.fail(error)
         if self.data is not None:
             self.data.fail(error)
+
+    def check(self) -> None:
+        """The device has done what was started: end the generation if a collective has failed although its `wait` has
+        returned (DATA-5)."""
+        error = None if self.data is None or self.error is not None else self.data.failure()
+        if error is not None:
+            self.fail(error)

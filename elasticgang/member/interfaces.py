@@ -11,10 +11,12 @@ from torch import Tensor
 
 from elasticgang.errors import GangError
 from elasticgang.gang import Gang, Gangs
+from elasticgang.gang.bans import Ban
 from elasticgang.layout import ParallelLayout
 from elasticgang.member.drain import Drain
 from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.coverage import Coverage
 from elasticgang.protocol.member_instructions import Instruction, Observed
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import CheckpointRef, FormerState, Holder, Model, Record, Seat
@@ -28,7 +30,8 @@ class StateServer(Protocol):
 
     address: str
 
-    def register(self, **objects: object) -> None: ...
+    def register(self, name_of: Callable[[str], str] | None = None, /, **objects: object) -> None:
+        """`name_of`: the whole model's name of a tensor, from the one in its module."""
 
     def is_registered(self, item: object) -> bool: ...
 
@@ -69,6 +72,9 @@ class StateServer(Protocol):
 class Checkpoints(Protocol):
     """This rank's part in durable checkpoints."""
 
+    coverage: Coverage | None
+    """Of what was loaded last, if it was saved by other stages."""
+
     @property
     def proposes(self) -> bool:
         """Whether this rank's vote proposes to save the state."""
@@ -103,6 +109,9 @@ class Checkpoints(Protocol):
 
 class Mover(Protocol):
     """Moves the training state when the job takes another layout."""
+
+    coverage: Coverage | None
+    """Of what was moved last, if it is of other stages."""
 
     def keep(self, former: FormerState, layout: ParallelLayout, *, is_dropped: bool) -> None:
         """Keep the registered state for peers; `layout` is the one of `former`. `is_dropped`: forward has changed it
@@ -197,14 +206,19 @@ class Rendezvous(Protocol):
     def observe(self) -> Observed: ...
 
     def start_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Start to sum `values` over all seats, on a process group of its own, one sum at a time. The returned
-        function waits for the sums, which are the same on all ranks, and may raise GangError."""
+        """Start to sum `values` over all seats, one sum at a time. The returned function waits for the sums, which are
+        the same on all ranks. Both may raise GangError."""
 
-    def forbid_collectives(self) -> AbstractContextManager[None]:
-        """A context in which collectives of the gangs raise InvalidOperationError."""
+    def ban(self, ban: Ban | None) -> Ban | None:
+        """Refuse the collectives that this thread starts on the gangs (`gang/bans.py`); None: no longer. Returns the
+        ban until now."""
 
     def poison(self, error: GangError) -> None:
         """End the present generation. A generation keeps its first error."""
+
+    def check_reduction(self) -> None:
+        """The device has done the collectives of the step: end the present generation if one of them has failed,
+        although its wait has returned (DATA-5)."""
 
     def perform(self, instruction: Instruction) -> Record | None:
         """Carry out an instruction for the process groups or the agent. `Do.AWAIT_RECORD` returns the record.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from elasticgang.errors import GangError, LayoutError
 from elasticgang.gang import FakeGang, Gang, create_fake_gangs
+from elasticgang.gang.bans import Ban, Bans
 from elasticgang.layout import Member, ParallelLayout, plan
 from elasticgang.member.drain import Drain
 from elasticgang.member.torch_environment import TorchEnvironment
@@ -43,6 +42,11 @@ class LocalRendezvous:
         self._planned = plan([Member(self.member, "localhost")], layout)
         fakes = {name: FakeGang(device) for name in layout.further_axes}
         self.gangs = replace(create_fake_gangs(device), further=fakes)
+        self._bans = Bans()
+        for name in self.gangs:
+            fake = self.gangs[name]
+            assert isinstance(fake, FakeGang)
+            fake.bans = self._bans
         self.error: GangError | None = None
         self.page = StatusPage()
         self.drain = Drain(self.page)
@@ -86,10 +90,13 @@ class LocalRendezvous:
         return self.gangs.dp
 
     def empty(self, num: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(num, dtype=dtype)
+        return torch.empty(num, dtype=dtype, device="cpu")
 
-    def forbid_collectives(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def ban(self, ban: Ban | None) -> Ban | None:
+        return self._bans.replace(ban)
 
     def poison(self, error: GangError) -> None:
         self.error = self.error or error
+
+    def check_reduction(self) -> None:
+        """Does nothing: collectives of fake gangs do not fail."""

@@ -18,10 +18,11 @@ from torch import Tensor
 from elasticgang.environment import checkpoint_dir
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
 from elasticgang.gang import Gang, Gangs
+from elasticgang.gang.bans import Ban
 from elasticgang.layout import ParallelLayout
 from elasticgang.member.driver import MemberDriver
 from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, SlotKeeper, StateServer
-from elasticgang.member.seat_state import BuildFunction, SeatState
+from elasticgang.member.seat_state import BuildFunction, NameFunction, SeatState
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_lifecycle import Next
 from elasticgang.protocol.record import Record
@@ -42,7 +43,9 @@ class Step:
         self._part: tuple[Sequence[int], Sequence[int]] | None = None
         self.slot: int | None = None  # the number of the slot under way; the iteration over slots sets it
         self.committed = False
+        self.sums: tuple[float, ...] = ()  # of the numbers given to `QuorumManager.commit`, if the step is committed
         self.closed = False
+        self.has_failed = False  # this rank has reported an error
         self._gangs = manager.gangs
 
     def __repr__(self) -> str:
@@ -85,6 +88,7 @@ class Step:
         manager = self._manager
         manager._driver.run(manager._driver.lifecycle.begin())
         manager._step = self
+        manager._rendezvous.ban(None)
         self._gangs.__enter__()
         return self
 
@@ -93,6 +97,7 @@ class Step:
     ) -> bool:
         manager = self._manager
         self._gangs.__exit__(kind, error, traceback)
+        manager._rendezvous.ban(Ban.NO_STEP)
         self.closed, manager._step = True, None
         return manager._driver.run(manager._driver.lifecycle.end(error))
 
@@ -121,6 +126,7 @@ class QuorumManager:
         self._registered = False
         self.slot_keeper: SlotKeeper | None = None
         self._make_checkpoints = make_checkpoints
+        rendezvous.ban(Ban.NO_STEP)  # BAN-1
 
     # -- for scripts
 
@@ -130,6 +136,12 @@ class QuorumManager:
         first one, the layout that the script has declared."""
         record = self._state.record
         return self._layout.options[0] if record is None else record.layout
+
+    @property
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """The layouts of the job in order of preference: the declared one and its `fallback`, each without a
+        `fallback`."""
+        return self._layout.options
 
     @property
     def member(self) -> str:
@@ -153,7 +165,8 @@ class QuorumManager:
 
     @property
     def tip(self) -> Attempt | None:
-        """The committed attempt that this rank's state holds; None while it holds no whole state."""
+        """The committed attempt that this rank's state holds; None while it holds no whole state. That can be so right
+        after `optim.step` has returned True, if the next generation has begun meanwhile, in another layout."""
         return self._state.tip
 
     @property
@@ -216,7 +229,7 @@ class QuorumManager:
         """Whether `item` is part of the training state, by `register_state` or `build`."""
         return self._state_server.is_registered(item)
 
-    def build(self, build: BuildFunction) -> SeatState:
+    def build(self, build: BuildFunction, *, names: NameFunction | None = None) -> SeatState:
         """Register a function that makes the training state, for layouts in which the state depends on the seat.
 
         `build(seat)` makes the state of the model coordinates `seat.pp`, `seat.sdp` and `seat.tp` (modules,
@@ -234,6 +247,10 @@ class QuorumManager:
         meanwhile: a collective of `manager.gangs` raises InvalidOperationError in it. It may read the ranks, sizes and
         meshes of the gangs.
 
+        A tensor is known by its name in its module. Where a stage of a pipeline has other names than the whole model,
+        or the same ones for other tensors, `names(seat, name)` returns the whole model's name of the parameter or
+        buffer that the module calls `name`. State moves between layouts of other `pp` by these names.
+
         Raises:
             InvalidOperationError: it was called before, or the first step has begun. Nothing has changed.
         """
@@ -241,7 +258,7 @@ class QuorumManager:
             raise InvalidOperationError("`build` was called before; one function builds all that depends on the seat")
         if self._state.entered or self._driver.lifecycle.has_left:
             raise InvalidOperationError("call `build` before the first step")
-        self._driver.seat_state, self._registered = SeatState(build), True
+        self._driver.seat_state, self._registered = SeatState(build, names), True
         return self._driver.seat_state
 
     def checkpoints(
@@ -262,16 +279,17 @@ class QuorumManager:
 
         The state after the last step of `steps` is always saved: the loop ends once that is on the disk, or has failed.
 
-        A job that is started again goes on at the newest valid checkpoint, with any number of ranks, and any division
-        of DTensors. A save that fails costs that save: a warning says why, and training goes on.
+        A job that is started again goes on at the newest valid checkpoint, with any number of ranks, any division of
+        DTensors, and any stages whose tensors have the names of the whole model (see `build`). A save that fails costs
+        that save: a warning says why, and training goes on.
 
         Raises:
             ValueError: no directory is given, neither or both of `every_steps` and `every_seconds` are, or a number is
                 too small.
             InvalidOperationError: it was called before, or the first step has begun.
             OperationalError: the directory cannot be written, or the URL cannot be listed.
-            NotSupportedError: the package xxhash is missing: `pip install 'elasticgang[checkpoint]'`; or what the URL
-                needs: `pip install 'elasticgang[fsspec]'`, and fsspec's package for that kind of store.
+            NotSupportedError: what the URL needs is missing: `pip install 'elasticgang[fsspec]'`, and fsspec's package
+                for that kind of store; or the URL names the memory of a process (`memory://`).
         """
         if (every_steps is None) == (every_seconds is None):
             raise ValueError("give one of `every_steps` and `every_seconds`.")
@@ -305,6 +323,8 @@ class QuorumManager:
         """Fail the present step on every rank without ending the generation. Use it for an error of this rank alone,
         such as a loss that is not finite. All ranks try the step again."""
         self._driver.lifecycle.report_error()
+        if self._step is not None:
+            self._step.has_failed = True
 
     def report(self, **numbers: float) -> None:
         """Show numbers of this rank's share of a step, such as `loss=` and `tokens=`, in `elasticgang status`, on the
@@ -423,6 +443,7 @@ class QuorumManager:
         measure: Callable[[], Sequence[float]] | None = None,
         *,
         prepare: Callable[..., None] | None = None,
+        numbers: Sequence[float] = (),
     ) -> bool:
         """Vote on the step under way and, when it is committed, call `apply(total weight)` on the reduced gradients.
 
@@ -430,10 +451,16 @@ class QuorumManager:
         sums over all ranks as further arguments. Pass it on every rank or on none.
         `prepare`: called once before `apply`, with the same arguments, while the votes cross the network. It may
         change the gradients and nothing else, because the step may still be dropped.
+        `numbers`: equally many on every rank. `step.sums` has their sums over all ranks once the step is committed.
 
         Returns once the step's fate is known, if need be after a generation change. True: this rank's state holds the
         step.
         """
         step = self.step
-        step.committed = self._driver.commit(weight, apply, measure, prepare)
+        self._driver.check_coverage()
+        try:
+            step.committed = self._driver.commit(weight, apply, measure, prepare, numbers)
+        finally:  # BAN-1
+            self._rendezvous.ban(Ban.COMMITTED if step.committed else Ban.DROPPED)
+        step.sums = self._driver.lifecycle.sums if step.committed else ()
         return step.committed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import runpy
 import signal
@@ -17,7 +18,8 @@ from elasticgang import environment
 from elasticgang.errors import GangError
 from elasticgang.member.drain import Drain
 from elasticgang.member.rank_context import RankContext, inherit
-from elasticgang.process import death_watch, framing, stacks
+from elasticgang.process import death_watch, framing, memory_files, stacks, status_page, sum_block
+from elasticgang.process import lease as lease_module
 from elasticgang.process.lease import Lease
 from elasticgang.process.status_page import PULSE_MS, StatusPage
 from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS, device_fault
@@ -25,6 +27,7 @@ from elasticgang.session.credentials import credentials_from_json
 
 _MAX_TRACEBACK = 1 << 16
 _HOLD_S = 1.0
+_SHARED = frozenset({status_page.FILE_NAME, lease_module.FILE_NAME, sum_block.FILE_NAME})
 
 
 def main(args: dict[str, Any], fds: list[int]) -> int:
@@ -54,6 +57,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
         )
     )
     os.register_at_fork(after_in_child=notices.close)
+    os.register_at_fork(after_in_child=functools.partial(memory_files.detach, _SHARED))
     _watch_agent(args["agent_pid"], notices.fileno(), page, Lease(lease))
     drain.install()
     return _end(_run(args["command"], notices))

@@ -3,9 +3,14 @@
 The training thread alone uses it, but for what is marked: the link's thread brings aborts and join notices, the comm
 process's reader brings errors.
 
-RENDEZVOUS-1  Once this rank has left a generation (LEAVE_GENERATION), the comm process of that generation is dead, or
-    has closed its groups (RULE-3), and the gangs are unbound (RULE-9). The link's thread only marks the generation and
-    sends the kill signal.
+RENDEZVOUS-1  Once this rank has left a generation (LEAVE_GENERATION), the comm process of that generation is halted or
+    dead, or has closed its groups (RULE-3), and the gangs are unbound (RULE-9). The link's thread only marks the
+    generation and sends the signal.
+RENDEZVOUS-2  On CUDA, the streams of this rank have then drained too: what was queued behind the collectives of that
+    generation accesses no buffer any more. The time counts for the hang detector, because a device can hang.
+RENDEZVOUS-3  The agent's notice halts the comm process, and the first commit of the next generation kills it (COMM-6):
+    all agents of the generation get the notice, so that no rank learns of the end only by a closed connection. While
+    the coordinator is away the ranks of other hosts do, after `HALTED_S` at most.
 """
 
 from __future__ import annotations
@@ -18,18 +23,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from elasticgang.collectives.collective import Collective
-from elasticgang.collectives.exchange import DIRECT_SIZE
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
-from elasticgang.comm.group_set import GroupSet
+from elasticgang.comm.group_set import Configuration, GroupSet
 from elasticgang.comm.kinds import DEFAULT_PROCESS_GROUP
 from elasticgang.comm.standby_pool import CommLauncher
 from elasticgang.errors import (
@@ -40,19 +43,24 @@ from elasticgang.errors import (
     StepAborted,
 )
 from elasticgang.gang import Gang, Gangs
+from elasticgang.gang.bans import Ban, Bans
 from elasticgang.gang.elastic import Binding, ElasticGang, Group
+from elasticgang.gang.gangs import device_uuid, is_own_choice
 from elasticgang.layout import RUNTIME_GANGS, ParallelLayout
 from elasticgang.member.agent_link import AgentDoor, AgentLink
 from elasticgang.member.data_store import DataStore
 from elasticgang.member.generation import Generation
 from elasticgang.member.rank_context import RankContext
+from elasticgang.member.sums import Sums
 from elasticgang.member.torch_environment import TorchEnvironment
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.process.lease import Lease
 from elasticgang.process.status_page import ThreadState
+from elasticgang.process.sum_block import SumBlock
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
 from elasticgang.protocol.record import Record, Seat, layout_to_json
+from elasticgang.protocol.sum_route import SumRoute, sum_route
 from elasticgang.testing import reached
 
 if TYPE_CHECKING:
@@ -98,11 +106,13 @@ class ElasticRendezvous:
         """`process_group`: see `join`."""
         self.member, self.local_rank = context.member, context.local_rank
         self._context = context
-        self._layout = layout
+        self._layout, self._device = layout, device
         self._families = (*FAMILIES, *layout.further_axes)
         is_sharded = any(option.sdp > 1 for option in layout.options)
         self._reductions = (REDUCE, REDUCE_RDP) if is_sharded else (REDUCE,)  # else dp and rdp are the same
-        self._elastic = {name: ElasticGang(name, device) for name in (*self._families, *self._reductions)}
+        self._bans = Bans()
+        names = (*self._families, *self._reductions)
+        self._elastic = {name: ElasticGang(name, device, bans=self._bans) for name in names}
         self._gangs: Gangs | None = None  # of the generation entered last
         self._torch_environment = TorchEnvironment()
         self._generation: Generation | None = None
@@ -117,7 +127,7 @@ class ElasticRendezvous:
         self._data = self._make_data_groups(process_group, device)
         self._link = AgentLink(context.link, on_abort=self._on_abort, on_join=self._on_join)
         self._data_store: DataStore | None = None  # of the present generation
-        self._link.send("joined")
+        self._link.send("joined", device_uuid=device_uuid(device), has_chosen_device=is_own_choice(device))
         self.drain.wake = lambda: self._link.records.put(None)
         os.register_at_fork(after_in_child=self._close_in_child)
 
@@ -139,7 +149,11 @@ class ElasticRendezvous:
         return self._elastic[REDUCE_RDP if family == "rdp" and REDUCE_RDP in self._elastic else REDUCE]
 
     def empty(self, num: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(num, dtype=dtype) if self._data is not None else self._comm_launcher.empty(num, dtype)
+        return (
+            torch.empty(num, dtype=dtype, device="cpu")
+            if self._data is not None
+            else self._comm_launcher.empty(num, dtype)
+        )
 
     @property
     def record(self) -> Record | None:
@@ -163,39 +177,27 @@ class ElasticRendezvous:
         if self._generation is not None:
             self._generation.fail(error)
 
-    @contextlib.contextmanager
-    def forbid_collectives(self) -> Iterator[None]:
-        for gang in self._elastic.values():
-            gang.collectives_forbidden = True
-        try:
-            yield
-        finally:
-            for gang in self._elastic.values():
-                gang.collectives_forbidden = False
+    def check_reduction(self) -> None:
+        if self._generation is not None:
+            self._generation.check()
+
+    def ban(self, ban: Ban | None) -> Ban | None:
+        return self._bans.replace(ban)
 
     def start_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
         generation = self._generation
         assert generation is not None
-        ranks = self._ranks_of(generation, CONTROL)
-        if len(ranks) == 1:
-            return lambda: list(values)
-        mine = torch.tensor(values, dtype=torch.float64)
-        is_direct = len(ranks) <= DIRECT_SIZE
-        if is_direct:  # all messages cross at once, and all sum in the same order
-            mine = mine.repeat(len(ranks), 1)
-        sums = torch.empty_like(mine)
-        call = "all_to_all" if is_direct else "exchange_sum"
-        work = generation.groups.start(self.group_name(ranks, CONTROL), Collective(call, (sums,), (mine,)))
+        sums = generation.sums.start(values)
 
         def wait() -> list[float]:
             try:
-                work.wait(self._context.collective_timeout)
+                found = sums()
             except GangError as error:
                 generation.fail(error)
                 raise
             if self._lease.is_expired:  # others may hold this host to be lost: nothing may come of it any more
                 os.killpg(0, signal.SIGKILL)
-            return [sum(column) for column in zip(*sums.tolist(), strict=True)] if is_direct else sums.tolist()
+            return found
 
         return wait
 
@@ -229,6 +231,7 @@ class ElasticRendezvous:
                 self.page.commit(*attempt)
                 if announces:
                     self._link.send("committed", step=attempt.step, generation=attempt.generation)
+                self._groups.end_halted()
             case do.SendLeft():
                 self._link.send("left", **asdict(instruction))
             case Do.CLOSE:
@@ -274,7 +277,7 @@ class ElasticRendezvous:
 
     def _leave_generation(self) -> None:
         """RENDEZVOUS-1."""
-        self._generation = None
+        generation, self._generation = self._generation, None
         self.page.use(None)
         for gang in self._elastic.values():
             gang.bind(None)
@@ -282,40 +285,75 @@ class ElasticRendezvous:
             self._data.leave()
             self._data_store = None
         self._groups.leave()
+        if generation is not None:
+            generation.sums.close()
+        if self._device.type == "cuda":  # RENDEZVOUS-2
+            with self.page.in_thread_state(ThreadState.USER_CODE):
+                torch.cuda.synchronize(self._device)
 
     def _open(self, record: Record, seat: Seat) -> Generation:
         """The generation, with groups that nothing connects yet. From here on an abort ends it."""
         groups = self._groups.open(_COMM_TIMEOUT_S)
-        data = None
-        if self._data is not None:
-            data = self._data.open(groups.comm.block)
-            groups.on_end = data.kill
-        self._generation = Generation(record, seat, record.plan.ranks[self.member], groups, data)
+        data = None if self._data is None else self._data.open(groups.comm.block)
+        rank = record.plan.ranks[self.member]
+        sums = self._open_sums(record, rank, groups)
+
+        def on_end(error: GangError) -> None:
+            sums.end()
+            if data is not None:
+                data.kill(error)
+
+        groups.on_end = on_end
+        self._generation = Generation(record, seat, rank, groups, sums, data)
         self.page.use(groups.comm.block)
         return self._generation
+
+    def _open_sums(self, record: Record, rank: int, groups: Configuration) -> Sums:
+        route = sum_route(record, rank)
+        exchange = None
+        if rank in route.firsts and len(route.firsts) > 1:
+            place = route.firsts.index(rank)
+            exchange = GroupSpec(self.group_name(route.firsts, CONTROL), place, len(route.firsts), CONTROL)
+        name = self.group_name(tuple(range(record.plan.size)), CONTROL)
+        block = self._take_block(record, route)
+        return Sums(route, rank, name, exchange, groups, block, self._context.collective_timeout)
+
+    def _take_block(self, record: Record, route: SumRoute) -> SumBlock | None:
+        """The memory for the sums of this host's ranks. None: there is none, as SUMS-5 has it."""
+        descriptor = self._door.take_block(record.digest) if route.has_block else None
+        if descriptor is None:
+            return None
+        try:
+            return SumBlock(descriptor, len(route.local))
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
 
     def _connect(self, generation: Generation) -> None:
         record, groups = generation.record, generation.groups
         specs: dict[str, GroupSpec] = {}
         firsts: dict[str, str] = {}  # the gang that the group of several is named after
-        for name in (*self._families, CONTROL, *self._reductions):
+        for name in (*self._families, *self._reductions):
             ranks = self._ranks_of(generation, name)
             if len(ranks) > 1:
                 group = self.group_name(ranks, name)
-                specs.setdefault(group, GroupSpec(group, ranks.index(generation.rank), len(ranks)))
+                shown = f"{specs[group].shown}, {name}" if group in specs else name
+                specs[group] = GroupSpec(group, ranks.index(generation.rank), len(ranks), shown)
                 firsts.setdefault(group, name)
+        exchange = generation.sums.check()
+        voting = [] if exchange is None else [exchange]
         if generation.data is None:
-            groups.connect(generation.prefix, list(specs.values()))
+            groups.connect(generation.prefix, [*specs.values(), *voting])
         else:  # votes and totals alone
-            voting = [specs[group] for group, name in firsts.items() if name == CONTROL]
             groups.connect(generation.prefix, voting)
             if firsts:
                 context = self._context
                 timeout = context.collective_timeout
                 self._data_store = DataStore(generation, context.host, self._door.connect, timeout)
             for group, name in firsts.items():
-                if name != CONTROL:
-                    self._connect_data(generation, name, specs[group])
+                self._connect_data(generation, name, specs[group])
+        generation.sums.connected()
         self.page.entered(record.generation)
         for name, gang in self._elastic.items():
             ranks = self._ranks_of(generation, name)
@@ -377,7 +415,7 @@ class ElasticRendezvous:
         reached("abort_noticed")
         generation = self._generation
         if generation is not None and self._aborted.ends(generation.record.generation):
-            generation.groups.kill(PeerLostError(reason))
+            generation.groups.kill(PeerLostError(reason), halt=True)  # RENDEZVOUS-3
 
     def _on_join(self, number: int) -> None:
         """On the link's thread."""
@@ -414,7 +452,8 @@ class ElasticRendezvous:
         os.killpg(0, signal.SIGKILL)
 
     def _close_in_child(self) -> None:
-        """A forked child (a DataLoader worker) keeps none of the runtime's descriptors open."""
+        """A forked child (a DataLoader worker) keeps none of the runtime's descriptors open. `rank_main.py` lets go of
+        the memory files."""
         from elasticgang.member.rank_context import disinherit
 
         disinherit()

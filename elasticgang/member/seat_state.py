@@ -8,6 +8,7 @@ SEATSTATE-3  The state of a former seat is dropped before the next one is built.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,14 +16,15 @@ from elasticgang.errors import InvalidOperationError
 from elasticgang.layout import ModelCoordinates
 
 BuildFunction = Callable[[ModelCoordinates], Mapping[str, object]]
+NameFunction = Callable[[ModelCoordinates, str], str]
 
 
 class SeatState:
     """The objects that `manager.build` made for this rank's present seat, as attributes. At other model coordinates the
     attributes are other objects: read them in each step, and keep no other references."""
 
-    def __init__(self, build: BuildFunction) -> None:
-        self._build = build
+    def __init__(self, build: BuildFunction, names: NameFunction | None = None) -> None:
+        self._build, self._names = build, names
         self._part: ModelCoordinates | None = None
         self._layout = 0  # the number of the layout that the part is of
         self._objects: dict[str, object] = {}
@@ -42,6 +44,11 @@ class SeatState:
     def is_for(self, part: ModelCoordinates, layout: int) -> bool:
         """SEATSTATE-2. `layout`: the number of the layout that the part is of."""
         return (self._part, self._layout) == (part, layout)
+
+    @property
+    def name_of(self) -> Callable[[str], str] | None:
+        """The whole model's name of a tensor of the present seat, from the one in its module; None: it is the same."""
+        return None if self._names is None or self._part is None else functools.partial(self._names, self._part)
 
     def clear(self) -> tuple[str, ...]:
         """SEATSTATE-3. Returns the names of the dropped objects."""

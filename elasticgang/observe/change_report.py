@@ -5,6 +5,8 @@ Pure: `agent.py` passes the events in, with CLOCK_MONOTONIC seconds. Each change
 CHANGE-1  A change is over once every seated rank of this host knows of a step committed in its generation and the exit
     that caused it is complete, so that its status is known; or when the next generation begins, or when the job ends.
 CHANGE-2  A phase ends with the slowest rank of this host. A phase that did not take place on this host is None.
+CHANGE-3  What a rank only noticed (an effect) is not the cause, if members of other agents have left and none of this
+    one: the cause is elsewhere, and names them. What another agent says of its own end stays.
 """
 
 from __future__ import annotations
@@ -38,13 +40,15 @@ class _RankTimeline:
 
 @dataclass
 class _Cause:
-    """`kind`: one of `CAUSES`. `exiting`: the member whose exit it is, until that is complete."""
+    """`kind`: one of `CAUSES`. `exiting`: the member whose exit it is, until that is complete. `is_effect`: a rank has
+    only noticed that the generation is over (CHANGE-3)."""
 
     text: str
     kind: str
     at: float | None
     is_root: bool = False
     exiting: str | None = None
+    is_effect: bool = False
 
 
 @dataclass
@@ -66,11 +70,21 @@ class ChangeReporter:
         self._pending: dict[str, Attempt] = {}
         self._change: _GenerationChange | None = None
 
-    def caused(self, cause: str, kind: str, at: float, *, is_root: bool = False, exiting: str | None = None) -> None:
+    def caused(
+        self,
+        cause: str,
+        kind: str,
+        at: float,
+        *,
+        is_root: bool = False,
+        exiting: str | None = None,
+        is_effect: bool = False,
+    ) -> None:
         """Why the present generation ends. The first cause counts, but a root cause (a death) replaces its effects (a
-        lost peer). `kind`: one of `CAUSES`. `exiting`: the member that has begun to exit; `exited` follows."""
+        lost peer). `kind`: one of `CAUSES`. `exiting`: the member that has begun to exit; `exited` follows.
+        `is_effect`: a rank has only noticed that the generation is over (CHANGE-3)."""
         if self._cause is None:
-            self._cause = _Cause(cause, kind, at, is_root, exiting)
+            self._cause = _Cause(cause, kind, at, is_root, exiting, is_effect)
         elif is_root and not self._cause.is_root:
             self._cause = _Cause(cause, kind, min(at, self._cause.at or at), True, exiting)
 
@@ -87,6 +101,15 @@ class ChangeReporter:
         if self._record is not None and self._record.seats_of(agent) and not is_named:
             self.caused(f"agent {agent} is lost", "agent_lost", at, is_root=True)
 
+    def agent_left(self, agent: str, at: float) -> None:
+        """The agent has ended in order. Whatever ended the generation before that is the cause, unless it is this: the
+        coordinator ends the generation of an agent that says goodbye, and names it."""
+        if self._record is None or not self._record.seats_of(agent):
+            return
+        self.caused(f"agent {agent} has left", "left", at)
+        if self._cause is not None and self._cause.kind == "abort" and self._cause.text == f"agent {agent} has left":
+            self._cause.kind = "left"
+
     def requested(self, member: str, pending: Attempt | None) -> None:
         """`member` has left its generation, in doubt about `pending`."""
         self._pending.pop(member, None)
@@ -98,11 +121,24 @@ class ChangeReporter:
         yield from self.ended()
         unknown = (_START, "start") if self._record is None else ("a change elsewhere", "elsewhere")
         cause = self._cause or _Cause(*unknown, None)
+        if cause.is_effect and (left := self._left_elsewhere(record, agent)):
+            cause = _Cause(left, "elsewhere", cause.at)
         in_doubt = tuple(sorted(set(self._pending.values())))
         here = frozenset(seat.member for seat in record.seats_of(agent) if seat.status != SPARE)
         self._change = _GenerationChange(self._record, record, cause, in_doubt, here)
         self._record, self._cause = record, None
         self._pending.clear()
+
+    def _left_elsewhere(self, record: Record, agent: str) -> str:
+        """CHANGE-3. Empty: nobody, or a member of `agent` too."""
+        before = () if self._record is None else self._record.seats
+        stay = {seat.member for seat in record.seats}
+        left = [seat for seat in before if seat.member not in stay]
+        if not left or any(seat.agent == agent for seat in left):
+            return ""
+        first, *others = left
+        more = f" and {len(others)} more" if others else ""
+        return f"rank {first.local_rank} of agent {first.agent}{more} left"
 
     def entered(self, member: str, generation: int, times: Mapping[str, float]) -> None:
         if self._change is not None and self._change.record.generation == generation:
@@ -155,6 +191,9 @@ def describe(change: _GenerationChange) -> dict[str, Any]:
         "generation": record.generation,
         "digest": record.digest,
         "parent": record.parent,
+        **layouts_of(record),
+        "layout_before": None if before is None or before.layout == record.layout else before.layout.text,
+        "num_holders": len(record.holders),
         "cause": change.cause.text,
         "kind": change.cause.kind,
         "left": sorted(set(old) - set(new)),
@@ -168,6 +207,18 @@ def describe(change: _GenerationChange) -> dict[str, Any]:
         "checkpoint": record.committed.step if record.checkpoint else None,
         **_times(change),
     }
+
+
+def layouts_of(record: Record) -> dict[str, str | None]:
+    """The layout in force, and as `fallback_of` the first one, if that is another."""
+    first = record.layouts[0]
+    return {"layout": record.layout.text, "fallback_of": None if record.layout == first else first.text}
+
+
+def name_layout(event: Mapping[str, Any]) -> str:
+    """The layout of an event, and of what it is a fallback."""
+    fallback_of = event.get("fallback_of")
+    return f"{event['layout']}, a fallback of {fallback_of}" if fallback_of else f"{event['layout']}"
 
 
 def _places(record: Record) -> dict[str, dict[str, int] | None]:
@@ -223,6 +274,8 @@ def format_change(change: Mapping[str, Any], counts: Mapping[str, int]) -> str:
     seats = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     parts = [f"generation {change['generation']} ({change['cause']}): {seats}"]
     parts += [f"{len(change[what])} {what}" for what in ("left", "joined", "moved") if change[what]]
+    if change["layout_before"]:
+        parts.append(f"takes the layout {name_layout(change)}, in place of {change['layout_before']}")
     parts += [f"step {doubt['step']} in doubt was {doubt['outcome']}" for doubt in change["in_doubt"]]
     if change["checkpoint"] is not None:
         parts.append(f"continues at the checkpoint of step {change['checkpoint']}")

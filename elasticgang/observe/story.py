@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from elasticgang.observe.change_report import PHASES
+from elasticgang.observe.change_report import PHASES, name_layout
 
 Event = Mapping[str, Any]
 
@@ -34,8 +34,8 @@ def tell(
     generation: int | None = None,
     incident: Callable[[int], Event | None] = lambda generation: None,
 ) -> Iterator[str]:
-    """The generation changes that nobody planned; or that of one `generation`. Yields lines. `incident`: returns what
-    the agent has left about one of them.
+    """The generation changes that nobody planned, or that changed the layout; or that of one `generation`. Yields
+    lines. `incident`: returns what the agent has left about one of them.
 
     Raises:
         ValueError: there is no such change.
@@ -43,7 +43,7 @@ def tell(
     changes = [event for event in events if event["event"] == "generation_change"]
     chosen = [change for change in changes if change.get("generation") == generation]
     if generation is None:
-        chosen = [change for change in changes if change.get("left") or change.get("in_doubt")]
+        chosen = [change for change in changes if any(map(change.get, ("left", "in_doubt", "layout_before")))]
     elif not chosen:
         known = ", ".join(str(change.get("generation")) for change in changes) or "none"
         raise ValueError(f"there is no generation change {generation}; those of this host: {known}")
@@ -73,6 +73,10 @@ def _tell_change(change: Event, events: Sequence[Event]) -> Iterator[str]:
         yield f"  step {doubt['step']} was in doubt, and was {doubt['outcome']}"
     committed = change.get("committed") or (0, 0)
     yield f"  the job went on after {committed[0]} committed steps, with {_seats(began)}"
+    if change.get("layout_before"):
+        yield f"  the job took the layout {name_layout(change)}, in place of {change['layout_before']}"
+    if change.get("num_holders"):
+        yield f"  the state moved between the ranks in memory, from {change['num_holders']} that held it"
     if change.get("checkpoint") is not None:
         yield f"  the ranks loaded the checkpoint of step {change['checkpoint']}"
     for member in change.get("joined", ()):
@@ -97,13 +101,15 @@ def _tell_incident(incident: Event) -> Iterator[str]:
             yield f"  the last lines of {name}:"
             yield from (f"    | {line}" for line in lost["tail"][-_NUM_LINES:])
     groups: dict[str, list[str]] = {}
+    names: dict[str, str] = {}
     for rank in incident["counters"]:
         for group, counts in rank["groups"].items():
             text = f"rank {rank['local_rank']} {counts['submitted']}/{counts['completed']}"
             groups.setdefault(group, []).append(text)
+            names[group] = counts.get("gangs") or group[:8]  # an older agent wrote no names
     if groups:
-        yield "  collectives begun/completed on this host when it began, by process group:"
-        yield from (f"    {group[:8]}: {', '.join(counts)}" for group, counts in groups.items())
+        yield "  collectives begun/completed on this host when it began, by the gangs of a process group:"
+        yield from (f"    {names[group]}: {', '.join(counts)}" for group, counts in groups.items())
 
 
 def _end_of(member: str, events: Iterable[Event]) -> str:

@@ -17,6 +17,8 @@ import mmap
 import os
 import time
 
+FILE_NAME = "elasticgang-lease"
+
 _NUM_BYTES = 8
 
 
@@ -30,7 +32,7 @@ class Lease:
     @staticmethod
     def create() -> Lease:
         """A lease that does not expire before its first renewal."""
-        fd = os.memfd_create("eg-lease")
+        fd = os.memfd_create(FILE_NAME)
         os.ftruncate(fd, _NUM_BYTES)
         lease = Lease(fd)
         lease.until = float("inf")

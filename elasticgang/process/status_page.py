@@ -22,17 +22,20 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from elasticgang.process import death_watch
 
-SIZE = 16 << 10
+SIZE = 32 << 10
 PULSE_MS = 100
 
 _NUM_GROUPS = 64
 _NUM_BLOCKS = 5
-_ROW = 5
+_NAME_WORDS = 4
+_COUNTS = 5  # of a group: its key, then what `GroupStamps` has
+_ROW = _COUNTS + _NAME_WORDS  # with the gangs that it is for, to be shown
 _BLOCK_HEAD = 3
 _PID, _COMM_BEATS, _CLEARED = range(_BLOCK_HEAD)
 _BLOCK = _BLOCK_HEAD + _NUM_GROUPS * _ROW
@@ -41,12 +44,11 @@ _FIRST_BLOCK = _MUTEX + death_watch.NUM_WORDS
 _NUM_TIMES = 32
 _LAP = 0xFF  # of a word with the time of a commit, in ns: these bits are the step's, so that an old one is not taken
 _TIMES = _FIRST_BLOCK + _NUM_BLOCKS * _BLOCK  # when the last steps were committed
-_NAME_WORDS = 4
 _NUMBER = 3 + _NAME_WORDS  # a reported number: how often, the last value, the sum, the name
 _NUM_NUMBERS = 8
 _NUMBERS = _TIMES + _NUM_TIMES
 MAX_NAME_BYTES = 8 * _NAME_WORDS
-_FD_NAME = "elasticgang-page"
+FILE_NAME = "elasticgang-page"
 
 
 class ThreadState(enum.IntEnum):
@@ -122,24 +124,28 @@ class CommBlock:
         for index in range(_BLOCK):
             self._words[index] = 0
 
-    def configure(self, names: Sequence[str]) -> None:
-        """Count these groups and no others. No collective of the former ones is under way."""
+    def configure(self, names: Sequence[str], shown: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Count these groups and no others. No collective of the former ones is under way. `shown`: as of `add`, by
+        name."""
         self.clear()
         for row in range(_NUM_GROUPS):
             self._words[_BLOCK_HEAD + row * _ROW] = 0
         for name in names:
-            self.add(name)
+            self.add(name, shown.get(name, ""))
         self._words[_CLEARED] = 0
 
-    def add(self, name: str) -> None:
-        """Count one more group. Groups beyond `_NUM_GROUPS` are not counted."""
+    def add(self, name: str, shown: str = "") -> None:
+        """Count one more group. Groups beyond `_NUM_GROUPS` are not counted. `shown`: what a person is told that it is;
+        `MAX_NAME_BYTES` of it are kept. "": `name`."""
         with self._lock:
             row = len(self._rows)
             if name in self._rows or row >= _NUM_GROUPS:
                 return
             at = _BLOCK_HEAD + row * _ROW
-            for column in range(1, _ROW):
+            for column in range(1, _COUNTS):
                 self._words[at + column] = 0
+            for index, word in enumerate(_words_of((shown or name).encode()[:MAX_NAME_BYTES])):
+                self._words[at + _COUNTS + index] = word
             self._words[at] = key_of(name)
             self._rows[name] = row
 
@@ -164,12 +170,19 @@ class CommBlock:
         self._words[_COMM_BEATS] += 1
 
     def set_groups(self, names: Sequence[str]) -> None:
-        """The groups, in the rank's order."""
-        self._rows = {name: row for row, name in enumerate(names[:_NUM_GROUPS])}
+        """Count these groups and no others. The rank has configured them."""
+        self._rows = {}
+        for name in names:
+            self.append_group(name)
 
     def append_group(self, name: str) -> None:
-        if len(self._rows) < _NUM_GROUPS:
-            self._rows[name] = len(self._rows)
+        """Count one more group, which the rank has added. Its row is known by its key: the rank also counts groups that
+        this process does not run."""
+        key = key_of(name)
+        rows = (row for row in range(_NUM_GROUPS) if self._words[_BLOCK_HEAD + row * _ROW] == key)
+        row = next(rows, None)
+        if row is not None:
+            self._rows[name] = row
 
     def completed(self, name: str, is_message: bool) -> None:
         with self._lock:  # works end on several threads
@@ -193,6 +206,16 @@ class CommBlock:
     def groups(self) -> list[GroupStamps]:
         """The groups whose collectives may be under way."""
         return [] if self._words[_CLEARED] else self.last_groups()
+
+    def last_names(self) -> dict[int, str]:
+        """What the groups of `last_groups` are for, by their keys."""
+        found = {}
+        for at in range(_BLOCK_HEAD, _BLOCK, _ROW):
+            group = self._words[at]
+            name = _bytes_of(self._words[at + _COUNTS : at + _ROW]).decode(errors="ignore")
+            if group and self._words[at] == group:
+                found[group] = name
+        return found
 
     def last_groups(self) -> list[GroupStamps]:
         """As `groups`; when they are closed, the last ones."""
@@ -226,7 +249,7 @@ class StatusPage:
     @staticmethod
     def create() -> int:
         """A descriptor of a new page; the caller closes it."""
-        fd = os.memfd_create(_FD_NAME, os.MFD_CLOEXEC)
+        fd = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC)
         os.ftruncate(fd, SIZE)
         return fd
 
@@ -238,7 +261,7 @@ class StatusPage:
             for name in os.listdir(directory):
                 with contextlib.suppress(OSError):
                     path = os.path.join(directory, name)
-                    if os.readlink(path).startswith(f"/memfd:{_FD_NAME} "):
+                    if os.readlink(path).startswith(f"/memfd:{FILE_NAME} "):
                         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                         try:
                             return StatusPage(fd, is_read_only=True)
@@ -283,7 +306,7 @@ class StatusPage:
                 break
         else:
             raise ValueError(f"at most {_NUM_NUMBERS} names can be reported, but {name!r} is one more.")
-        for index, word in enumerate(struct.unpack(f"={_NAME_WORDS}Q", encoded.ljust(MAX_NAME_BYTES, b"\0"))):
+        for index, word in enumerate(_words_of(encoded)):
             self._words[at + 3 + index] = word
         self._words[at + 1] = _word_of(value)
         if math.isfinite(value):
@@ -291,7 +314,7 @@ class StatusPage:
         self._words[at] += 1  # last: a name is there before it is counted
 
     def _name_at(self, at: int) -> bytes:
-        return struct.pack(f"={_NAME_WORDS}Q", *self._words[at + 3 : at + 3 + _NAME_WORDS]).rstrip(b"\0")
+        return _bytes_of(self._words[at + 3 : at + 3 + _NAME_WORDS])
 
     def set_thread_state(self, doing: ThreadState) -> None:
         self._words[_THREAD_STATE] = doing
@@ -324,7 +347,7 @@ class StatusPage:
     # -- the thread that heals, or the one that holds the lock of what is received
 
     def set_healing(self, num_received: int, num_bytes: int) -> None:
-        """So many of so many bytes of the state have arrived."""
+        """So many of so many bytes of the state have arrived. 0 of 0: this rank heals no longer, and has not healed."""
         self._words[_HEAL_BYTES] = num_bytes
         self._words[_HEAL_RECEIVED] = num_received
 
@@ -371,7 +394,7 @@ class StatusPage:
 
     @property
     def healing(self) -> tuple[int, int]:
-        """How many bytes of how many have arrived, in the last heal; (0, 0) before the first."""
+        """How many bytes of how many have arrived, in the last heal; (0, 0) before the first, and once one failed."""
         return self._words[_HEAL_RECEIVED], self._words[_HEAL_BYTES]
 
     def commit_times(self) -> list[tuple[int, float]]:
@@ -471,6 +494,14 @@ class StatusPage:
 def key_of(name: str) -> int:
     """The key of a group name; never 0."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") or 1
+
+
+def _words_of(name: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"={_NAME_WORDS}Q", name.ljust(MAX_NAME_BYTES, b"\0"))
+
+
+def _bytes_of(words: Sequence[int]) -> bytes:
+    return struct.pack(f"={_NAME_WORDS}Q", *words).rstrip(b"\0")
 
 
 def _word_of(value: float) -> int:

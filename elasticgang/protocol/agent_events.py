@@ -6,20 +6,20 @@ executes the instructions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.devices import NOT_JOINED, Taken
 from elasticgang.protocol.record import CheckpointRef, MemberReport, Record, Undecided, Unrecoverable
+from elasticgang.protocol.values import value
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Started:
     member: str
     local_rank: int
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class RecordRequested:
     """`broken`: a collective failed; otherwise the generation ended in order. `timed_out`: the collective timed out,
     and no peer is known to be lost. `checkpoint`: the newest that the member can load."""
@@ -32,13 +32,13 @@ class RecordRequested:
     checkpoint: CheckpointRef | None = None
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Committed:
     member: str
     attempt: Attempt
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class MemberLeft:
     """The member takes part no longer. `finished`: it has done all steps. `in_order`: a vote has announced it, so that
     all members of its generation go on to the next one. `by_script`: it called `manager.leave()`. `num_steps`: steps of
@@ -51,7 +51,7 @@ class MemberLeft:
     num_steps: int = 0
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class ExitBegan:
     """The process of `member` has begun to exit, and runs no code once it is killed. `Exited` follows when it is gone,
     with its memory."""
@@ -59,14 +59,14 @@ class ExitBegan:
     member: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Exited:
     """The process has exited.
 
     `status`: as `Popen.returncode`, negative for a signal. `blameless`: its script raised an error that a lost peer
     caused. `draining`: it was asked to leave for good. `joined`: it has called `elasticgang.join`. `raised`: its script
     raised an exception, whatever the status says. `step`: the last one it began. `at_s`: CLOCK_MONOTONIC seconds.
-    `device_fault`: how the rank's device has failed; None: it has not.
+    `device_fault`: how the rank's device has failed; None: it has not. `taken`: that device.
     """
 
     member: str
@@ -78,9 +78,10 @@ class Exited:
     step: int | None = None
     at_s: float = 0.0
     device_fault: str | None = None
+    taken: Taken = NOT_JOINED
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class NotStarted:
     """No process could be started for the rank, because of `reason`."""
 
@@ -88,28 +89,37 @@ class NotStarted:
     reason: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
+class DeviceUsed:
+    """The rank was not started, because the former rank still has memory on its device."""
+
+    local_rank: int
+
+
+@value(frozen=True)
 class StartExpired:
     pass
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class PeerNotice:
-    """A notice of another agent: `generation` is over, or (`over` false) a rank waits to join it."""
+    """A notice of another agent: `generation` is over, or (`over` false) a rank waits to join it. `is_effect`: a rank
+    there has only noticed that it is over (CHANGE-3)."""
 
     generation: int
     over: bool
     reason: str = ""
+    is_effect: bool = False
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class RecordAnswered:
     """What the coordinator has decided: the next record, or why there is none."""
 
     answer: Record | Undecided | Unrecoverable
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class PeerFailed:
     """The script of `member` has failed in `step`; it was a process of the rank `local_rank` of `agent`. The event may
     be repeated."""
@@ -120,7 +130,7 @@ class PeerFailed:
     step: int
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Finished:
     """A member of another agent has done all steps."""
 
@@ -141,7 +151,7 @@ Event = (
 )
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class CoordinatorConnected:
     """The agent has its first session with the coordinator under its present id. `host`: the agent's own
     address as the coordinator sees it; `address`: where it listens for other agents."""
@@ -150,12 +160,12 @@ class CoordinatorConnected:
     address: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class RankEntered:
     """A rank has entered a generation."""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class ScriptRaised:
     """The script of `member` has raised an exception. The process may still run: a thread of the script can keep it
     alive."""
@@ -163,14 +173,14 @@ class ScriptRaised:
     member: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class SignalReceived:
     """The agent itself got SIGTERM or SIGINT."""
 
     number: int
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class LeaseExpired:
     """The coordinator has not answered for so long that it may soon declare this agent lost, or it has evicted the
     agent."""
@@ -178,21 +188,21 @@ class LeaseExpired:
     reason: str = ""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class CoordinatorTimedOut:
     """The coordinator was needed, and unreachable for longer than `--coordinator-timeout`."""
 
     reason: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class InternalError:
     """An unhandled exception in the driver."""
 
     reason: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class TimePassed:
     """The machine's `deadline_s` is reached."""
 
@@ -200,6 +210,7 @@ class TimePassed:
 AgentEvent = (
     Event
     | CoordinatorConnected
+    | DeviceUsed
     | RankEntered
     | ScriptRaised
     | SignalReceived
@@ -210,16 +221,17 @@ AgentEvent = (
 )
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Abort:
-    """End `generation` for `members`, and notify the other agents."""
+    """End `generation` for `members`, and notify the other agents. `is_effect`: as of `PeerNotice`."""
 
     members: tuple[str, ...]
     generation: int
     reason: str
+    is_effect: bool = False
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class AnnounceJoin:
     """Notify `members` of `generation`, and the other agents, that a rank waits to join."""
 
@@ -227,18 +239,18 @@ class AnnounceJoin:
     generation: int
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class RequestRecord:
     """Send `report()` to the coordinator, unless `may_request()` is false by then."""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class DeliverRecord:
     members: tuple[str, ...]
     record: Record
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Restart:
     """From the agent state to the lifecycle: restart the rank, `delay_s` after a survivor has entered the next
     generation."""
@@ -247,7 +259,7 @@ class Restart:
     delay_s: float
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class BroadcastFailure:
     """Notify the other agents that the script of `member` has failed in `step`."""
 
@@ -256,10 +268,11 @@ class BroadcastFailure:
     step: int
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class ReportDeviceFault:
     """Write that `device` has failed for the `number`-th time in an hour, while the rank `local_rank` used it, because
-    of `reason`. `next_device`: where the rank is restarted; None: it is not."""
+    of `reason`. `next_device`: where the rank is restarted; None: it is not. `uuid`: of the device; "" if unknown.
+    `is_chosen`: the script has chosen the device with that UUID, and not `device`."""
 
     device: int
     local_rank: int
@@ -267,9 +280,11 @@ class ReportDeviceFault:
     number: int
     is_quarantined: bool
     next_device: int | None
+    uuid: str = ""
+    is_chosen: bool = False
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class RetireMembers:
     """Tell `members`, which do not hold the final state, that the job is over, so that they exit."""
 
@@ -277,7 +292,7 @@ class RetireMembers:
     reason: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Fail:
     """The job has failed with `code`. `Exit` follows."""
 
@@ -285,21 +300,21 @@ class Fail:
     reason: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Warn:
     """Warn the user. The job goes on."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class End:
     """The job is over on this host as requested, because of `reason`. `Exit` follows."""
 
     reason: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class NotifyOver:
     """Notify the other agents that `generation` is over."""
 
@@ -307,7 +322,7 @@ class NotifyOver:
     reason: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class KillRanks:
     members: tuple[str, ...]
 
@@ -329,14 +344,14 @@ Instruction = (
 )
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class StartRank:
     """Fork a process for the rank. Its outcome is `Started` or `NotStarted`."""
 
     local_rank: int
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class SignalRanks:
     """Forward the signal `number`. `drains`: the members leave at a step boundary; otherwise they exit."""
 
@@ -345,17 +360,17 @@ class SignalRanks:
     drains: bool
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class NotifyFinished:
     """Notify all other agents that the job has finished."""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class StopHelpers:
     """The agent is about to exit: restart neither the fork server nor the coordinator."""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Fence:
     """Kill `members`, which are all running ones: the agent's lease has expired."""
 
@@ -363,7 +378,7 @@ class Fence:
     reason: str = ""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Rejoin:
     """Every rank of `former` has exited: close the present session with the coordinator, and connect to it as `agent`.
     The outcome is `CoordinatorConnected` or `CoordinatorTimedOut`."""
@@ -372,7 +387,7 @@ class Rejoin:
     former: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Exit:
     """Kill all remaining processes, and exit with `code`. No instruction follows."""
 

@@ -16,6 +16,8 @@ LIFE-6  When the lease expires, the agent kills all ranks and decides nothing el
         fork is under way. Then it rejoins under a new id; its `Hello` says that the old one has ended.
 LIFE-7  The agent exits once no rank runs, starts or waits for its restart. The code is 128 + N after signal N, else
         the failure's, else 0. It exits once.
+LIFE-8  A rank whose device is still used by the former one gives its turn up, and is tried again after `DEVICE_POLL_S`:
+        one device holds up no other start.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from elasticgang.protocol.agent_events import (
     Committed,
     CoordinatorConnected,
     CoordinatorTimedOut,
+    DeviceUsed,
     End,
     Event,
     Exit,
@@ -65,6 +68,7 @@ from elasticgang.protocol.restarts import Restarts
 
 START_TIMEOUT_S = 60.0
 ENTER_TIMEOUT_S = 0.5
+DEVICE_POLL_S = 0.05
 RETIRE_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 10.0  # after an exception
 
@@ -153,17 +157,18 @@ class AgentLifecycle:
     @property
     def deadline_s(self) -> float | None:
         """When to pass `TimePassed` to `handle`. None: no timer runs."""
-        return min(self.timers().values(), default=None)
+        timers = self.timers()
+        return min(timers.values()) if timers else None
 
     def timers(self) -> dict[str, float]:
         """By name: when each timer expires."""
-        if self._phase is _Phase.EXITED:
-            return {}
         timers: dict[str, float] = {}
-        for local_rank, delayed in self._delayed.items():
-            timers[f"restart {local_rank}"] = delayed.at_s
-        for member, at_s in self._kill_at_s.items():
-            timers[f"exit {member}"] = at_s
+        if self._phase is _Phase.EXITED:
+            return timers
+        if self._delayed:
+            timers.update({f"restart {local_rank}": delayed.at_s for local_rank, delayed in self._delayed.items()})
+        if self._kill_at_s:
+            timers.update({f"exit {member}": at_s for member, at_s in self._kill_at_s.items()})
         if self._start_expires_s is not None and (self.state.waits_for_start or self._awaits_starts):
             timers["start"] = self._start_expires_s
         if self._grace_ends_s is not None:
@@ -193,7 +198,7 @@ class AgentLifecycle:
         self._now_s = now_s
         if isinstance(event, Committed):
             return [] if self._is_fenced else list(self.state.handle(event))
-        if self._has_exited:
+        if self._phase is _Phase.EXITED:
             return []
         done = self._on(event)
         if self._is_over:
@@ -222,6 +227,8 @@ class AgentLifecycle:
                 return self._started(event)
             case NotStarted():
                 return self._not_started(event)
+            case DeviceUsed(local_rank):
+                return self._device_used(local_rank)
             case Exited():
                 return self._exited(event)
             case SignalReceived(number):
@@ -323,6 +330,13 @@ class AgentLifecycle:
         if not self._has_started_all and self._phase is _Phase.SERVING and not self._is_over:  # LIFE-2
             return self._fail(2, f"rank {event.local_rank} cannot be started: {event.reason}")
         return self._decide(event)
+
+    def _device_used(self, local_rank: int) -> list[AgentInstruction]:
+        """LIFE-8."""
+        self._forking = None
+        if self._phase is _Phase.SERVING and not self._is_over:
+            self._delayed[local_rank] = _Delayed(self._now_s + DEVICE_POLL_S, 0.0, waits_for_survivor=False)
+        return []
 
     def _survivor_entered(self) -> None:
         """LIFE-3."""

@@ -10,6 +10,9 @@ REFUSED  A connection that was refused at the coordinator's address renews the l
          granted the lease, and no more once another one was promised a term.
 FENCE    Once the lease is over the agent kills its ranks, and takes part no more under its id. A record that comes
          before there is a lease waits for one.
+UNBOUND  Before its first record, an agent is bound by no lease, and waits longest for an answer: its ranks cannot act.
+         A coordinator that is slow because many agents come at once would otherwise lose them all, and their return
+         would make it slower.
 RESEND   What the coordinator must know is in each `Hello` and in each report; nothing is lost with a session.
 """
 
@@ -112,7 +115,9 @@ class AgentSession:
         if self.is_ended:
             return []
         if self.lease_until_s is not None and now_s >= self.lease_until_s:
-            return self._fence()
+            if self._is_bound():
+                return self._fence()
+            self.lease_until_s = None
         out: Instructions = []
         match event:
             case Connected(address):
@@ -122,7 +127,7 @@ class AgentSession:
             case ConnectionRefused(address, began_s):
                 out += self._refused(address, began_s, now_s)
             case Answer(message):
-                out += self._receive(message, now_s) if self.is_connected else []
+                out += self._receive(message, now_s) if self._address else []
             case ReportRequested():
                 self._is_report_due = True
                 out += self._collect()
@@ -168,7 +173,7 @@ class AgentSession:
         | Goodbye
         | PeerMessage,
     ) -> Instructions:
-        return [SendToCoordinator(message)] if self.is_connected else []
+        return [SendToCoordinator(message)] if self._address else []
 
     def _notify(self, message: EndGeneration | JoinRequest | Finished | Goodbye | PeerMessage) -> Instructions:
         if isinstance(message, EndGeneration):
@@ -187,9 +192,10 @@ class AgentSession:
     # -- time
 
     def _tick(self, now_s: float) -> Instructions:
-        if not self.is_connected:
+        if not self._address:
             return []
-        limit_s = self.timeouts.answer_s * 2 ** min(self._num_unanswered, _MAX_DOUBLINGS)
+        num_doublings = min(self._num_unanswered, _MAX_DOUBLINGS) if self._is_bound() else _MAX_DOUBLINGS
+        limit_s = self.timeouts.answer_s * 2**num_doublings
         if now_s - self._last_answer_s > limit_s and (self._beats_s or not self.is_welcome):
             self._num_unanswered += self.is_welcome
             self._disconnected()
@@ -203,6 +209,10 @@ class AgentSession:
         self._beats_s[self._beat] = now_s
         self._next_beat_s = now_s + self.timeouts.heartbeat_s
         return self._send(Heartbeat(self._beat))
+
+    def _is_bound(self) -> bool:
+        """UNBOUND"""
+        return self.decision is not None
 
     def _fence(self) -> Instructions:
         """FENCE."""
@@ -220,7 +230,7 @@ class AgentSession:
         if self.lease_until_s is not None and until_s <= self.lease_until_s:
             return []
         self.lease_until_s = until_s
-        return [SetLease(until_s), *self._deliver_held()]
+        return [*self._set_lease(), *self._deliver_held()]
 
     def _refused(self, address: str, began_s: float, now_s: float) -> Instructions:
         """REFUSED."""
@@ -230,7 +240,10 @@ class AgentSession:
         if until_s <= self.lease_until_s:
             return []
         self.lease_until_s = until_s
-        return [SetLease(until_s)]
+        return self._set_lease()
+
+    def _set_lease(self) -> Instructions:
+        return [SetLease(self.lease_until_s)] if self.lease_until_s is not None and self._is_bound() else []
 
     # -- what the coordinator says
 
@@ -246,8 +259,8 @@ class AgentSession:
                 known = self.decision
                 asked_for = known is not None and known.record.digest == digest
                 return self._send(KnownDecision(known)) if known is not None and asked_for else []
-            case EndGeneration(generation, reason):
-                return self._ended(generation, reason)
+            case EndGeneration():
+                return self._ended(message)
             case JoinNotice(generation):
                 self._joining = max(self._joining, generation)
                 return [Inform(agent_events.PeerNotice(generation, over=False))]
@@ -289,8 +302,8 @@ class AgentSession:
         sent_s = self._beats_s.get(number)
         if sent_s is None:
             return []
-        self._beats_s = {beat: at_s for beat, at_s in self._beats_s.items() if beat > number}
-        self._last_answer_s = min(self._beats_s.values(), default=now_s)
+        self._beats_s = beats_s = {beat: at_s for beat, at_s in self._beats_s.items() if beat > number}
+        self._last_answer_s = min(beats_s.values()) if beats_s else now_s
         self._num_unanswered = 0
         return self._renew(sent_s, now_s) if in_office and self.is_welcome else []
 
@@ -305,8 +318,11 @@ class AgentSession:
             return self._end(f"generation {record.generation} does not build on its generation {known.ref.generation}")
         self.decision = decision
         self._held = record
+        if known is None:
+            self._last_answer_s = now_s  # UNBOUND: it was patient until now
         out: Instructions = []
         if self.lease_until_s is not None:
+            out += [] if known is not None else self._set_lease()
             out += self._deliver_held()
         elif not self._beats_s:
             out += self._heartbeat(now_s)
@@ -330,15 +346,15 @@ class AgentSession:
         generation = self.decision.record.generation
         out: Instructions = []
         if over >= generation:
-            out += self._ended(over, "it was over when the agent came back")
+            out += self._ended(EndGeneration(over, "it was over when the agent came back"))
         if joining == generation:
             self._joining = joining
             out.append(Inform(agent_events.PeerNotice(generation, over=False)))
         return out
 
-    def _ended(self, generation: int, reason: str) -> Instructions:
-        self.over = max(self.over, generation)
-        return [Inform(agent_events.PeerNotice(generation, over=True, reason=reason))]
+    def _ended(self, end: EndGeneration) -> Instructions:
+        self.over = max(self.over, end.generation)
+        return [Inform(agent_events.PeerNotice(end.generation, True, end.reason, end.is_effect))]
 
     def _end(self, reason: str) -> Instructions:
         self.is_ended = True

@@ -224,7 +224,8 @@ class AgentState:
     @property
     def num_starting(self) -> int:
         """AGENT-9: how many ranks the layout in force may wait for, whether or not they are late."""
-        if self.finished or self._layout is None or not self._layout.fallback:
+        layout = self._layout
+        if layout is None or not layout.fallback or self.finished:
             return 0
         return self._num_to_start + len(self._in(_Phase.STARTING, _Phase.EXITING))
 
@@ -266,8 +267,10 @@ class AgentState:
         self._note_commit(event.report.tip)
         if self.finished and not self._can_finish(rank):
             return [RetireMembers((event.member,), "the job has finished")]
-        what = "timed out in a collective" if event.timed_out else "lost a peer"
-        instructions = self._abort(f"rank {rank.local_rank} {what}") if event.broken and not newcomer else []
+        instructions: list[Instruction] = []
+        if event.broken and not newcomer:
+            what = "timed out in a collective" if event.timed_out else "lost a peer"
+            instructions = self._abort(f"rank {rank.local_rank} {what}", is_effect=True)
         instructions += self._request_if_ready()
         return self._notice_join() if newcomer and not instructions else instructions
 
@@ -279,24 +282,24 @@ class AgentState:
         if self._over >= event.generation:
             return []
         self._over = event.generation
-        return self._abort_seated(event.reason)
+        return self._abort_seated(event.reason, event.is_effect)
 
     def _notice_join(self) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
         return [AnnounceJoin(seated, self.record.generation)] if seated and self.record is not None else []
 
-    def _abort(self, reason: str) -> list[Instruction]:
+    def _abort(self, reason: str, *, is_effect: bool = False) -> list[Instruction]:
         """AGENT-2: end the generation for the members here, and once for the other agents."""
         record = self.record
         if record is None or self._over >= record.generation or not self.is_awaited():
-            return self._abort_seated(reason)
+            return self._abort_seated(reason, is_effect)
         self._over = record.generation
-        return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason)]
+        return [Abort(tuple(self._in(_Phase.SEATED)), record.generation, reason, is_effect)]
 
-    def _abort_seated(self, reason: str) -> list[Instruction]:
+    def _abort_seated(self, reason: str, is_effect: bool) -> list[Instruction]:
         seated = tuple(self._in(_Phase.SEATED))
         record = self.record
-        return [Abort(seated, record.generation, reason)] if seated and record is not None else []
+        return [Abort(seated, record.generation, reason, is_effect)] if seated and record is not None else []
 
     def _request_if_ready(self) -> list[Instruction]:
         return [RequestRecord()] if self.may_request() else []
@@ -326,7 +329,7 @@ class AgentState:
     def _is_starting(self) -> bool:
         if self._num_started < self._num_processes:
             return True
-        return any(rank.phase is _Phase.STARTING for rank in self._ranks.values())
+        return _Phase.STARTING in [rank.phase for rank in self._ranks.values()]
 
     def _member_left(self, member: str, finished: bool, in_order: bool) -> list[Instruction]:
         rank = self._ranks.get(member)
@@ -408,17 +411,24 @@ class AgentState:
 
     def _device_faulted(self, rank: _Rank, event: Exited, reason: str) -> list[Instruction] | None:
         """The device of the rank has failed. None: the script is at fault (DEVICE-3)."""
-        fault = Fault(rank.local_rank, event.step, rank.generation, reason, event.at_s)
+        restarts = not (self.finished or event.draining)
+        fault = Fault(rank.local_rank, event.step, rank.generation, reason, event.at_s, restarts, event.taken)
         outcome = self.devices.faulted(fault)
         if outcome is None:
             return None
         device, moved = outcome.device, outcome.next_device
-        report = ReportDeviceFault(device, rank.local_rank, reason, outcome.number, outcome.is_quarantined, moved)
-        what = f"device {device} of rank {rank.local_rank} has failed ({reason})"
+        uuid, is_chosen = outcome.uuid, event.taken.is_chosen and outcome.uuid != ""
+        report = ReportDeviceFault(
+            device, rank.local_rank, reason, outcome.number, outcome.is_quarantined, moved, uuid, is_chosen
+        )
+        name = uuid if is_chosen else f"{device} ({uuid})" if uuid else str(device)
+        what = f"device {name} of rank {rank.local_rank} has failed ({reason})"
         if outcome.is_quarantined:
             then = "the rank is not restarted" if moved is None else f"the rank continues on device {moved}"
+            if is_chosen:
+                then += ", because its script would choose the device again"
             what = f"{what} and is quarantined: {then}"
-        elif not (self.finished or event.draining):
+        elif restarts:
             what = f"{what}: restart {outcome.number} of {self.devices.max_faults} on it within an hour"
         notices: list[Instruction] = [report, Warn(what)]
         if self.finished:  # AGENT-5

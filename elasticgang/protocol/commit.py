@@ -13,11 +13,11 @@ COMMIT-4  An attempt that a record rolled back is never committed again, althoug
     beyond the recorded attempt, only attempts of the recorded generation count.
 
 Why COMMIT-1 holds: an attempt is committed only by a vote in which every active member took part, and a member votes
-only once it is prepared. The ballots may go by way of other members; who has a sum of some has no outcome
-(EXCHANGE-2). So if any member may have committed `(s, g)`, every active member of `g` had prepared it, and
-those whose state is whole still have it prepared. If one that is present has not, no member can have committed it.
-Rolling forward an attempt that no member committed does no harm, so members that cannot know are ignored: a torn
-member, which dropped the attempt while it applied it, and a learner, unless only learners are left.
+only once it is prepared. The ballots go by way of other members, the first ranks of the hosts; who has a sum of some
+has no outcome (SUMS-1, EXCHANGE-2). So if any member may have committed `(s, g)`, every active member of `g` had
+prepared it, and those whose state is whole still have it prepared. If one that is present has not, no member can have
+committed it. Rolling forward an attempt that no member committed does no harm, so members that cannot know are ignored:
+a torn member, which dropped the attempt while it applied it, and a learner, unless only learners are left.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ SESSION-ORDER Decisions are ordered by term, then by generation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from elasticgang.protocol.record import Record, Report
+from elasticgang.protocol.values import value
 
 
 class Term(NamedTuple):
@@ -37,7 +37,7 @@ class DecisionRef(NamedTuple):
         return self.term, self.generation
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Decision:
     """A record with the term in which a coordinator decided it."""
 
@@ -50,7 +50,7 @@ class Decision:
         return DecisionRef(self.term, self.record.generation, self.record.digest, self.durable)
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Timeouts:
     """Seconds by the clock of the process that waits. `drift`: by how much a clock may run too fast or too slow.
 
@@ -59,6 +59,7 @@ class Timeouts:
     lost_after_s     the coordinator declares a silent agent lost, and what its ranks held
     heartbeat_s      between an agent's heartbeats
     answer_s         an agent that has waited so long for an answer opens a new session, and waits twice as long there
+                     (before its first record, it waits longest from the start)
     standstill_s     a coordinator that was not run for so long may not have read what agents sent meanwhile
     founding_s       from the first report of a new job to the record of whoever is ready
     notice_s         agents are told why there is no next record
@@ -95,7 +96,7 @@ EMBEDDED_TIMEOUTS = Timeouts(lease_s=_FOREVER_S, lost_after_s=1.1 * _FOREVER_S)
 # -- an agent to its coordinator
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Hello:
     """First in each session. `incarnation`: of the agent's process. `session`: counts its sessions; a later one
     replaces an earlier one. `term`: the highest that it has promised. `decision`: the newest it knows. `over`: the
@@ -112,66 +113,68 @@ class Hello:
     former: str = ""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Promise:
     """The agent accepts no decision of an earlier term from now on."""
 
     term: Term
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class KnownDecision:
     """Answers `RequestDecision`."""
 
     decision: Decision
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Ready:
     """All live ranks of the agent have requested the next record."""
 
     report: Report
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class EndGeneration:
-    """Also from the coordinator to the other agents."""
+    """Also from the coordinator to the other agents. `is_effect`: a rank has only noticed that the generation is over;
+    the cause is another one (CHANGE-3)."""
 
     generation: int
     reason: str = ""
+    is_effect: bool = False
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class JoinRequest:
     """A rank waits to join `generation`, which goes on until its members reach a step boundary."""
 
     generation: int
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Accepted:
     generation: int
     digest: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Finished:
     """A rank has done all steps. Also from the coordinator to the other agents."""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Goodbye:
     """All ranks of the agent have ended, and it does not come back under this id."""
 
     reason: str = ""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Heartbeat:
     number: int
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class PeerMessage:
     """The coordinator forwards it to all other agents: successors, hang edges, failures of scripts. It decides nothing.
     `agent`: the sender, set by the coordinator."""
@@ -199,7 +202,7 @@ AgentMessage = (
 # -- the coordinator to an agent
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Welcome:
     """A snapshot: first in each session, and again when the term or the office changes. Notices that were lost with a
     former session are in it. `everywhere`: the coordinator listens on all addresses of its machine."""
@@ -212,7 +215,7 @@ class Welcome:
     everywhere: bool = False
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Push:
     """A decision, and the notices of its generation that the agent may have missed."""
 
@@ -221,14 +224,14 @@ class Push:
     joining: int = 0
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class RequestDecision:
     """The agent knows a newer decision than its coordinator, which asks for it."""
 
     digest: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class HeartbeatAnswer:
     """Only one from a coordinator in office renews the lease."""
 
@@ -236,36 +239,37 @@ class HeartbeatAnswer:
     in_office: bool
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class JoinNotice:
     generation: int
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Evicted:
     """The agent kills its ranks. It may come back under another id."""
 
     reason: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Refused:
     """The agent does not fit the job."""
 
     reason: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Notice:
-    """Agents show it to users. `topic`: "lost" or "refused", about `agents`; "undecided", about the job. An agent that
-    waits for nothing but the fate of the last step fails on the latter (AGENT-5)."""
+    """Agents show it to users. `topic`: "lost", "left" (they have said `Goodbye`) or "refused", about `agents`;
+    "undecided", about the job. An agent that waits for nothing but the fate of the last step fails on the latter
+    (AGENT-5)."""
 
     topic: str
     reason: str
     agents: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class JobUnrecoverable:
     """The committed state is lost, and the job with it."""
 
@@ -275,12 +279,12 @@ class JobUnrecoverable:
 # -- an operator to a coordinator, and back
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class GrantOffice:
     """The operator's word for the job of the session (OFFICE). `Granted` or `Refused` answers it."""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Granted:
     """`reason`: from what the job goes on, and without whom."""
 
@@ -306,37 +310,37 @@ CoordinatorMessage = (
 # -- events of the coordinator's state machine
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Received:
     session: int
     message: AgentMessage
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class SessionClosed:
     session: int
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Persisted:
     """The `Persist` of the decision with this digest is on the disk."""
 
     digest: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class AgentExited:
     """The agent's process is known to be gone, with all that it had started."""
 
     agent: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class OfficeGranted:
     """The operator's word: no other coordinator leads this job, and whoever is absent is gone; or the job is new."""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Ticked:
     """Time has passed. At least once in `standstill_s`."""
 
@@ -347,13 +351,13 @@ CoordinatorEvent = Received | SessionClosed | Persisted | AgentExited | OfficeGr
 # -- instructions of the coordinator's state machine
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Send:
     session: int
     message: CoordinatorMessage
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Persist:
     """Write to the state directory and fsync; then bring `Persisted`, if there is a decision. `finished`: the job has
     finished. `addresses`: of the coordinators that have used the directory since the decision (MOVED)."""
@@ -364,7 +368,7 @@ class Persist:
     addresses: frozenset[str]
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class CloseSession:
     session: int
     reason: str
@@ -376,18 +380,18 @@ CoordinatorInstruction = Send | Persist | CloseSession
 # -- events and instructions of the agent's session
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Connected:
     """`address`: of the coordinator."""
 
     address: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Disconnected: ...
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class ConnectionRefused:
     """Nothing listens at `address`. `began_s`: when the attempt began."""
 
@@ -395,24 +399,24 @@ class ConnectionRefused:
     began_s: float
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Answer:
     """A message of the coordinator."""
 
     message: CoordinatorMessage
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class ReportRequested:
     """The agent's ranks may be ready: `CollectReport` follows once the coordinator can be told."""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class ReportCollected:
     report: Report
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Notify:
     """Tell the coordinator, and tell it again in the next session where that is needed."""
 
@@ -424,38 +428,38 @@ SessionEvent = (
 )
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class SendToCoordinator:
     message: AgentMessage
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class HangUp:
     """Close the session, and open another."""
 
     reason: str
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class SetLease:
     """No rank may act beyond `until_s`."""
 
     until_s: float
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class CollectReport:
     """Bring `ReportCollected`, if every live rank still waits for the next record."""
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Inform:
     """Bring `event` (of `agent_events.py`) to the agent's state machine; a `PeerMessage` or `Notice` to the agent."""
 
     event: Any
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class KillRanks:
     """The agent takes part no more under this id: its ranks must not act again."""
 

@@ -99,8 +99,10 @@ class Silences:
 
     def expect(self, agents: Iterable[str]) -> None:
         """Silence counts from now on, unless it counts already."""
+        now_s, heard_s = self._now_s or 0.0, self._heard_s
         for agent in agents:
-            self._heard_s.setdefault(agent, self._now_s or 0.0)
+            if agent not in heard_s:
+                heard_s[agent] = now_s
 
     def hear(self, agent: str) -> None:
         self._heard_s[agent] = self._now_s or 0.0
@@ -108,8 +110,10 @@ class Silences:
     def forget(self, agent: str) -> None:
         self._heard_s.pop(agent, None)
 
-    def of(self, agent: str) -> float:
-        return (self._now_s or 0.0) - self._heard_s.get(agent, self._now_s or 0.0)
+    def beyond(self, limit_s: float, agents: Iterable[str]) -> list[str]:
+        """Those of `agents` that were silent for longer than `limit_s`."""
+        now_s, heard_s = self._now_s or 0.0, self._heard_s
+        return [agent for agent in agents if now_s - heard_s.get(agent, now_s) > limit_s]
 
 
 @dataclass
@@ -275,9 +279,9 @@ class CoordinatorState:
                 return [CloseSession(number, "it sends a decision that it was not asked for")]
             case Ready(report):
                 return self._ready(number, report)
-            case EndGeneration(generation, reason):
+            case EndGeneration():
                 is_member = self.record is not None and self.record.has_agent(session.agent)
-                return self._end(generation, reason, number) if is_member else []
+                return self._end(message, number) if is_member else []
             case JoinRequest(generation):
                 return self._join(generation)
             case Accepted(generation, digest):
@@ -285,7 +289,7 @@ class CoordinatorState:
             case Finished():
                 return self._finish(number)
             case Goodbye(reason):
-                return self._exit(session.agent, f"agent {session.agent} ends: {reason}")
+                return self._exit(session.agent, f"agent {session.agent} ends: {reason}", has_left=True)
             case PeerMessage(topic, data):
                 return self._broadcast(PeerMessage(topic, data, session.agent), number)
 
@@ -299,13 +303,12 @@ class CoordinatorState:
         out: Instructions = []
         members = () if record is None else record.agents
         joiners = [s.agent for s in self.sessions.values() if record is None or not record.has_agent(s.agent)]
-        for agent in joiners:
-            if self._silences.of(agent) > limit_s:
-                out += self._close(agent, f"agent {agent} was silent for {limit_s:g} s")
+        for agent in self._silences.beyond(limit_s, joiners) if joiners else ():
+            out += self._close(agent, f"agent {agent} was silent for {limit_s:g} s")
         if not self.in_office:
             return out
         self._silences.expect(members)
-        silent = [a for a in members if a not in self.lost and self._silences.of(a) > limit_s]
+        silent = [agent for agent in self._silences.beyond(limit_s, members) if agent not in self.lost]
         gone = [a for a in silent if not self._may_be_led_elsewhere(a)]
         out += self._declare_lost(gone) if gone else []
         if len(gone) < len(silent):
@@ -338,12 +341,13 @@ class CoordinatorState:
         first_s = self._first_report_s
         return first_s is not None and self._now_s - first_s >= self.timeouts.founding_s
 
-    def _exit(self, agent: str, reason: str) -> Instructions:
+    def _exit(self, agent: str, reason: str, *, has_left: bool = False) -> Instructions:
         self._exited.add(agent)
-        return self._close(agent, reason) + self._declare_lost([agent])
+        return self._close(agent, reason) + self._declare_lost([agent], has_left=has_left)
 
-    def _declare_lost(self, agents: Iterable[str]) -> Instructions:
-        """LOST. No record says so before the next one: an agent that is back by then is not lost."""
+    def _declare_lost(self, agents: Iterable[str], *, has_left: bool = False) -> Instructions:
+        """LOST. No record says so before the next one: an agent that is back by then is not lost. `has_left`: they have
+        said so themselves; only the notices differ."""
         record = self.record
         agents = [agent for agent in agents if record is not None and record.has_agent(agent)]
         if record is None or not agents:
@@ -355,12 +359,13 @@ class CoordinatorState:
             out += self._close(agent, f"agent {agent} is declared lost")
         new = tuple([agent for agent in agents if agent not in self.lost])
         if new and not is_harmless:
-            out += self._broadcast(Notice("lost", "", new))
+            out += self._broadcast(Notice("left" if has_left else "lost", "", new))
         self.lost.update(agents)
         if self._parents_are_gone():
             out += self._lift()
         if not is_harmless and any(record.seats_of(agent) for agent in agents):
-            out += self._end(record.generation, f"agent {', '.join(agents)} is lost")
+            how = "has left" if has_left else "is lost"
+            out += self._end(EndGeneration(record.generation, f"agent {', '.join(agents)} {how}"))
         return out + self._decide()
 
     # -- sessions
@@ -395,7 +400,7 @@ class CoordinatorState:
             out += self._finish(number)
         out += self._learn_term(hello.term)
         if hello.over and self.record is not None and self.record.has_agent(hello.agent):
-            out += self._end(hello.over, "it was over when an agent came back", number)
+            out += self._end(EndGeneration(hello.over, "it was over when an agent came back"), number)
         if self.in_office and self._is_evicted(number):
             return [*out, self._evict(number)]
         out.append(Send(number, self._welcome()))
@@ -587,12 +592,12 @@ class CoordinatorState:
                 return f"agent {agent} reports member {member.id} of agent {seat.agent}"
         return None
 
-    def _end(self, generation: int, reason: str, source: int | None = None) -> Instructions:
+    def _end(self, end: EndGeneration, source: int | None = None) -> Instructions:
         record = self.record
-        if record is None or generation != record.generation or generation <= self.over:
+        if record is None or end.generation != record.generation or end.generation <= self.over:
             return []
-        self.over = generation
-        return self._broadcast(EndGeneration(generation, reason), source)
+        self.over = end.generation
+        return self._broadcast(end, source)
 
     def _join(self, generation: int) -> Instructions:
         if self.record is None or generation != self.record.generation or generation <= self.joining:
@@ -674,7 +679,7 @@ class CoordinatorState:
         if not self._has_moved:  # without a look at each agent, for each report
             return ""
         limit_s = self.timeouts.lost_after_s
-        away = [a for a in record.agents if self._may_be_led_elsewhere(a) and self._silences.of(a) > limit_s]
+        away = [a for a in self._silences.beyond(limit_s, record.agents) if self._may_be_led_elsewhere(a)]
         if not away:
             return ""
         others = ", ".join(sorted(self.addresses - {self.address}))

@@ -6,13 +6,13 @@ The driver carries out one instruction at a time and sends back its outcome: Non
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from elasticgang.errors import GangError
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import CheckpointRef, FormerState, Holder, MemberReport, Record, Seat
+from elasticgang.protocol.values import value
 
 
 class Observed(NamedTuple):
@@ -28,7 +28,7 @@ class Observed(NamedTuple):
     num_successors: int = 0
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class AbortNotice:
     """The agent's word that `generation` is over. It may come before this rank has entered it."""
 
@@ -63,7 +63,7 @@ class Do(Instruction, enum.Enum):
     CLOSE = "end the comm processes and stop serving state"
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class BuildSeat(Instruction):
     """Build the training state of these model coordinates, unless it is there. `layout`: the number of the layout that
     they are of."""
@@ -72,7 +72,7 @@ class BuildSeat(Instruction):
     layout: int = 0
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class KeepFormer(Instruction):
     """Keep the training state aside and serve it, before other state is built; None: drop what is kept. `is_dropped`:
     forward has changed it since, in a step that is not committed."""
@@ -81,7 +81,7 @@ class KeepFormer(Instruction):
     is_dropped: bool = False
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class ServeState(Instruction):
     """The step `index` begins on the state of `tip`: keep aside what forward changes, and serve healers."""
 
@@ -89,7 +89,7 @@ class ServeState(Instruction):
     tip: Attempt | None
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Heal(Instruction):
     """Load the state of `attempt` from the members of `sources`. The outcome: whether it is loaded, and how much of it
     has arrived if not."""
@@ -98,7 +98,7 @@ class Heal(Instruction):
     attempt: Attempt
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class LoadCheckpoint(Instruction):
     """Load the durable checkpoint `ref`. The outcome: whether it is loaded. Raises StateLostError: this rank has no
     directory of checkpoints. Raises CheckpointError: another checkpoint of this attempt is in its directory."""
@@ -106,7 +106,7 @@ class LoadCheckpoint(Instruction):
     ref: CheckpointRef
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Move(Instruction):
     """Load this rank's part of the state of `attempt` from the members of `holders`, which keep the parts of `layout`.
     The outcome: whether it is loaded."""
@@ -116,7 +116,7 @@ class Move(Instruction):
     attempt: Attempt
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class FetchForward(Instruction):
     """Get what forward has changed in the step on `attempt` from one of `sources`. The outcome: whether it is here."""
 
@@ -124,7 +124,7 @@ class FetchForward(Instruction):
     attempt: Attempt
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class StartSum(Instruction):
     """Start to sum `values` over `gang`: "root" for totals, "control" for a vote. `measures`: and what the
     optimizer measures of the reduced gradients."""
@@ -134,7 +134,7 @@ class StartSum(Instruction):
     measures: bool = False
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class MakeReady(Instruction):
     """Make the prepared gradients ready to be applied with the sum of the weights and of what was measured."""
 
@@ -142,7 +142,7 @@ class MakeReady(Instruction):
     measured: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class ReportCommitted(Instruction):
     """Stamp `attempt` as committed; `announces`: and send it to the agent."""
 
@@ -150,7 +150,7 @@ class ReportCommitted(Instruction):
     announces: bool
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class EndStep(Instruction):
     """`is_dropped`: forget the gradients. `rebuilds`: an exception has left them in an unknown state. `restores`: put
     back what forward has changed. `is_computed`: this rank has computed its share."""
@@ -161,14 +161,14 @@ class EndStep(Instruction):
     is_computed: bool
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Poison(Instruction):
     """End the present generation."""
 
     error: GangError
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class SendRequest(Instruction):
     """Request the next generation's record. `error`: what ended the one before. `checkpoint`: the newest that this rank
     can load."""
@@ -178,7 +178,7 @@ class SendRequest(Instruction):
     checkpoint: CheckpointRef | None = None
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class Configure(Instruction):
     """Configure the groups of `record` for `seat`. Raises GangError if the generation ends before it has begun."""
 
@@ -186,12 +186,12 @@ class Configure(Instruction):
     seat: Seat
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class ReportSpare(Instruction):
     record: Record
 
 
-@dataclass(frozen=True)
+@value(frozen=True)
 class SendLeft(Instruction):
     """Tell the agent that this rank takes part no more. `in_order`: at a boundary that the others come to as well;
     `by_script`: its script asked for it; `num_steps`: that it was to take."""

@@ -29,6 +29,8 @@ MANAGER-13  A fault of this rank's device (CUDA-1) is dropped neither with a los
     be entered: the process can use the device no more.
 MANAGER-14  When the record names holders of another layout, they keep their state aside before they build another one.
     A rank that nobody can heal fetches its part from them before its first step. If it cannot, it ends the generation.
+MANAGER-15  The script's numbers are summed with the totals, so that a rank has the sums before it prepares. All ranks
+    that hold the committed step have the same ones, also if a record has resolved it. A rank without state adds zeros.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class _Step:
     has_failed: bool = False
     has_voted: bool = False
     is_committed: bool = False  # and this rank's state holds it
+    sums: tuple[float, ...] = ()  # over all ranks, of the script's numbers
     heals_on: bool = False
 
 
@@ -242,9 +245,10 @@ class MemberLifecycle:
         if self._step is not None:
             self._step.has_failed = True
 
-    def commit(self, weight: float, *, measures: bool) -> Routine[bool]:
+    def commit(self, weight: float, numbers: Sequence[float] = (), *, measures: bool) -> Routine[bool]:
         """Vote on the step under way, and apply it when it is committed. Returns, once its fate is known, whether this
-        rank's state holds it. `measures`: the optimizer measures the reduced gradients.
+        rank's state holds it; `sums` then has the sums of `numbers` over all ranks. `measures`: the optimizer measures
+        the reduced gradients.
 
         Raises:
             InvalidOperationError: the step was voted on before, or the weights of all ranks sum to 0.
@@ -258,10 +262,11 @@ class MemberLifecycle:
         if step.has_voted:
             raise InvalidOperationError(f"step {index} was voted on before; there is one `optim.step` in a step")
         step.has_voted = True
-        totals = yield from self._reduce(step, weight, measures)
+        totals = yield from self._reduce(step, weight, numbers, measures)
         if totals is None or totals[1] > 0:  # MANAGER-6
             return False
-        total, _, *measured = totals
+        total, _, *rest = totals
+        step.sums, measured = tuple(rest[: len(numbers)]), rest[len(numbers) :]
         if total <= 0:  # the same on every rank, so that all raise and none has voted
             raise InvalidOperationError(f"the weights of step {index} sum to {total:g} over all ranks")
         try:
@@ -274,6 +279,11 @@ class MemberLifecycle:
                 yield from self._committed(step.attempt)
         step.is_committed = state.has(step.attempt)
         return step.is_committed
+
+    @property
+    def sums(self) -> tuple[float, ...]:
+        """Over all ranks, of the numbers of the step under way (MANAGER-15). Read them once it is committed."""
+        return () if self._step is None else self._step.sums
 
     def end(self, error: BaseException | None) -> Routine[bool]:
         """The step is over; `error` has left it. Returns whether the error belongs to a lost step, and is dropped with
@@ -308,15 +318,18 @@ class MemberLifecycle:
         self._num_lost = 0 if is_passed else self._num_lost + (not heals_on)
         return drops_error
 
-    def _reduce(self, step: _Step, weight: float, measures: bool) -> Routine[list[float] | None]:
-        """Reduce the gradients. Returns the sum of the weights, the number of ranks that failed, and the sums of what
-        was measured; None if the step is lost, or nobody has slots (MEMBER-5)."""
+    def _reduce(
+        self, step: _Step, weight: float, numbers: Sequence[float], measures: bool
+    ) -> Routine[list[float] | None]:
+        """Reduce the gradients. Returns the sum of the weights, the number of ranks that failed, and the sums of
+        `numbers` and of what was measured; None if the step is lost, or nobody has slots (MEMBER-5)."""
         state = self.state
         yield Do.CONTRIBUTE
         if state.tip is None and not self._is_over:  # MANAGER-7
             yield from self._heal(step)
         fails = state.fails or (state.is_active and step.has_failed)
-        start = do.StartSum("root", (weight if state.is_active else 0.0, float(fails)), measures)
+        own = (weight, *numbers) if state.is_active else (0.0,) * (1 + len(numbers))  # MANAGER-15
+        start = do.StartSum("root", (own[0], float(fails), *own[1:]), measures)
         # What measures the reduced gradients waits for them. Without, the totals cross beside the gradients.
         if not (measures or state.only_heals or self._is_over):
             with contextlib.suppress(GangError):
@@ -336,7 +349,7 @@ class MemberLifecycle:
                 return None
             if measures:
                 yield start
-            total, num_failed, *measured = yield Do.AWAIT_SUMS
+            total, num_failed, *rest = yield Do.AWAIT_SUMS
         except GangError:
             return None
         if self._is_over:  # the gradients may be this rank's own
@@ -345,11 +358,12 @@ class MemberLifecycle:
         if not num_failed and total > 0 and state.tip is not None and has_forward:
             state.prepare(step.attempt)
         layout = state.record.layout
-        return [total / (layout.tp * layout.pp), num_failed, *measured]
+        return [total / (layout.tp * layout.pp), num_failed, *rest]
 
     def _heal(self, step: _Step) -> Routine[None]:
         """On failure this rank stays a learner, and tries again in the next step."""
         state, had_received = self.state, self._num_received
+        state.begin_heal()
         healed, self._num_received = yield do.Heal(state.sources(), state.committed)
         step.heals_on = self._num_received > had_received
         if healed:
@@ -440,7 +454,7 @@ class MemberLifecycle:
             yield do.ReportSpare(record)
 
     def _resolve_in_step(self) -> Routine[None]:
-        """As `_next_generation`, until one is entered: the script goes on with the step, and may use its gangs."""
+        """As `_next_generation`, until one is entered: the script goes on with the step."""
         while True:
             yield from self._next_generation()
             if self._is_leaving:

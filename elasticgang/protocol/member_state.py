@@ -126,6 +126,11 @@ class MemberState:
         """MEMBER-3: whether this rank computed its gradients on a torn state, so that they must not be used."""
         return self.is_active and not self.was_whole
 
+    def begin_heal(self) -> None:
+        """A peer's state is about to be written over this rank's, which no job can begin with then. Before the first
+        committed step a heal writes to memory of its own (HEALER-4)."""
+        self.torn = self.torn or self.committed.step > 0
+
     def healed(self) -> None:
         """This rank has loaded the committed state from a peer."""
         self.tip, self.torn = self.committed, False
@@ -246,8 +251,10 @@ class MemberState:
         """This rank's slots. The replica groups whose seats are all active divide them; in a group, its `sdp` ranks
         do."""
         assert self.record is not None
-        mine = self.record.plan.coordinates(self.member)
-        return self.shares(layout)[mine["rdp"] * layout.sdp + mine["sdp"]]
+        mine, whole = self.record.plan.coordinates(self.member), self._whole_groups()
+        if mine["rdp"] not in whole:
+            return None
+        return Share(whole.index(mine["rdp"]) * layout.sdp + mine["sdp"], len(whole) * layout.sdp, layout.sdp)
 
     def shares(self, layout: ParallelLayout) -> list[Share | None]:
         """The slots of each rank of the dp gang, in order."""
@@ -293,7 +300,7 @@ class MemberState:
             # RECOVERY-3: before the first committed step, an active seat is where the state is taken from.
             fresh = seat.status == ACTIVE and record.committed.step == 0
             if fresh and self.torn:
-                raise StateLostError("the only state left was torn while the first step was applied")
+                raise StateLostError("the only state left was torn while the first step was applied, or by a heal")
             self.tip = record.committed if fresh else None
         self.committed = record.committed
         self.entered, self.record = record.generation, record

@@ -12,6 +12,7 @@ NEXT-4  The layout in force is the first of the job's layouts that the members f
 NEXT-5  While ranks are being started that will fill the layout in force again, no later one is taken.
 NEXT-6  If nobody holds some part of the committed state in the layout in force, the record names those that hold the
     parts of another layout, and all keep them for their peers.
+NEXT-7  When the layout changes, members sit where as much as possible of the parts that they keep is in place (PLAN-8).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from elasticgang.errors import LayoutError
 from elasticgang.layout import Member, ModelCoordinates, ParallelLayout, Plan, is_filled, plan
+from elasticgang.layout.overlap import Part
 from elasticgang.protocol.record import (
     ACTIVE,
     PROTOCOL,
@@ -32,7 +34,6 @@ from elasticgang.protocol.record import (
     Seat,
     Undecided,
     Unrecoverable,
-    model_coordinates,
 )
 from elasticgang.protocol.recovery import CommittedState, recover, without_witness
 
@@ -70,6 +71,7 @@ def next_record(
             record.plan if record is not None else None,
             max_replicas=_max_replicas(record, reports, layout),
             holds={member.id: holds[member.id] for member in seatable if member.id in holds},
+            kept=_parts_kept(holders, holds, layouts, number) if len(layouts) > 1 else None,
         )
     except LayoutError as error:
         return Undecided(str(error))
@@ -111,12 +113,23 @@ def next_record(
     )
 
 
+def _parts_kept(
+    holders: Mapping[str, Holder],
+    holds: Mapping[str, ModelCoordinates],
+    layouts: Sequence[ParallelLayout],
+    in_force: int,
+) -> dict[str, Part]:
+    """NEXT-7. What a member holds of the layout in force counts, not what it keeps aside."""
+    kept = {member: Part.of(layouts[holder.layout], holder.model) for member, holder in holders.items()}
+    return kept | {member: Part.of(layouts[in_force], model) for member, model in holds.items()}
+
+
 def _kept(
     holders: Mapping[str, Holder], planned: Plan, statuses: Mapping[str, str], in_force: int
 ) -> tuple[Holder, ...]:
     """NEXT-6. An active member serves its part of the layout in force, and keeps nothing of that layout aside."""
     active = {member for member, status in statuses.items() if status == ACTIVE}
-    if len({model_coordinates(planned, member) for member in active}) == planned.size // planned.shape[1]:
+    if len({planned.part_of(member) for member in active}) == planned.size // planned.shape[1]:
         return ()
     return tuple(holder for holder in holders.values() if holder.layout != in_force or holder.member not in active)
 

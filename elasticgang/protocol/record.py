@@ -9,19 +9,20 @@ RECORD-2  An agent parses only the part of a record that it needs: among the sea
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record_form import RecordForm, canonical_json, parse_lines, spans_of, spans_of_agent
 
-PROTOCOL = 14
+PROTOCOL = 18
 
 ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
@@ -216,7 +217,15 @@ class Record:
         line = self.form.lines.get(agent)
         if line is None:
             return ()
-        return _seats(agent, json.loads(line), parse_lines(spans_of_agent(agent, self.form.order)))
+        if agent not in self._parsed_seats:
+            spans = parse_lines(spans_of_agent(agent, self.form.order_text))
+            self._parsed_seats[agent] = _seats(agent, json.loads(line), spans)
+        return self._parsed_seats[agent]
+
+    @cached_property
+    def _parsed_seats(self) -> dict[str, tuple[Seat, ...]]:
+        """By agent, of those that were asked for (RECORD-2)."""
+        return {}
 
     @property
     def ref(self) -> RecordRef:
@@ -245,7 +254,7 @@ class Record:
         return len({self.plan.coordinates(member)["rdp"] for member in members if member in self.plan.ranks})
 
     def model_coordinates(self, member: str) -> Model:
-        return model_coordinates(self.plan, member)
+        return self.plan.part_of(member)
 
     def part_of(self, seat: Seat) -> Model | None:
         """The part of the model in `seat`; None for a spare."""
@@ -267,7 +276,7 @@ class Record:
     @cached_property
     def declared(self) -> ParallelLayout:
         """The layout as the job declares it, with its fallback."""
-        return replace(self.layouts[0], fallback=self.layouts[1:])
+        return _declared(self.layouts)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -341,6 +350,12 @@ class Record:
         return record
 
 
+@functools.lru_cache(64)
+def _declared(layouts: tuple[ParallelLayout, ...]) -> ParallelLayout:
+    """Remembered: most records of a job have the same."""
+    return replace(layouts[0], fallback=layouts[1:])
+
+
 def _seats_and_plan(record: Record) -> dict[str, Any]:
     """Raises KeyError, TypeError or ValueError: they are invalid."""
     form = record.form
@@ -394,13 +409,6 @@ class Unrecoverable:
     reason: str
 
 
-def model_coordinates(planned: Plan, member: str) -> Model:
-    """The part of the model in `member`'s seat: its (pp, sdp, tp)."""
-    rank = planned.ranks[member]
-    _, rdp, sdp, tp = planned.shape
-    return rank // (rdp * sdp * tp), rank // tp % sdp, rank % tp
-
-
 def layout_to_json(layout: ParallelLayout) -> dict[str, Any]:
     data = {**vars(layout), "within_host": list(layout.within_host)}
     del data["views"], data["fallback"]
@@ -413,8 +421,18 @@ def layout_to_json(layout: ParallelLayout) -> dict[str, Any]:
 
 def layout_from_json(data: dict[str, Any]) -> ParallelLayout:
     """Raises KeyError, TypeError or ValueError when `data` is not a layout."""
+    return _layout_of(canonical_json(data))
+
+
+@lru_cache(maxsize=64)
+def _layout_of(text: str) -> ParallelLayout:
+    """The reports and records of a job name the same few layouts: each is checked once."""
+    return _checked_layout(json.loads(text))
+
+
+def _checked_layout(data: dict[str, Any]) -> ParallelLayout:
     views = tuple(map(Axes.from_json, data.get("views", ())))
-    fallback = tuple(map(layout_from_json, data.get("fallback", ())))
+    fallback = tuple(map(_checked_layout, data.get("fallback", ())))
     within_host = tuple(data["within_host"])
     return ParallelLayout(**{**data, "within_host": within_host, "views": views, "fallback": fallback})
 

@@ -5,8 +5,8 @@ the places in their order, as spans `[agent, first, count, status]` of an agent'
 a lost rank changes the line of its agent and one span, and the other lines of a large job stay as they are. When all
 learners become active, no line of an agent changes.
 
-FORM-DIGEST  The digest covers each line, those of the agents by their own digests. A record that shares lines with the
-             one before shares their digests, too.
+FORM-DIGEST  The digest covers each line by a digest of its own; the places together have one. A record that shares
+             lines with the one before shares their digests, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True)
@@ -38,6 +38,10 @@ class RecordForm:
     def line_digests(self) -> Mapping[str, bytes]:
         return {agent: digest_of_line(line) for agent, line in self.lines.items()}
 
+    @cached_property
+    def order_text(self) -> str:
+        return "\n".join(self.order)
+
     @property
     def text(self) -> str:
         return "\n".join((*self.tops, *self.lines.values(), *self.order))
@@ -45,13 +49,20 @@ class RecordForm:
     @property
     def digest(self) -> str:
         """FORM-DIGEST"""
-        hashed = hashlib.sha256(hashlib.sha256(b"".join(self.line_digests.values())).digest())
-        hashed.update("\n".join((*self.tops, *self.order)).encode())
-        return hashed.hexdigest()[:16]
+        head, agents, addresses = self.tops
+        of_agents = hashlib.sha256(b"".join(self.line_digests.values())).digest()
+        parts = (of_agents, *map(_digest_of_shared, (agents, addresses)), *map(digest_of_line, (head, self.order_text)))
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def digest_of_line(line: str) -> bytes:
     return hashlib.sha256(line.encode()).digest()
+
+
+@lru_cache(maxsize=4)
+def _digest_of_shared(line: str) -> bytes:
+    """Of a line that a record usually shares with the one before."""
+    return digest_of_line(line)
 
 
 def canonical_json(data: Any) -> str:
@@ -70,10 +81,11 @@ def spans_of(places: Iterable[tuple[str, int, int]]) -> list[str]:
     return list(map(canonical_json, spans))
 
 
-def spans_of_agent(agent: str, spans: Iterable[str]) -> list[str]:
-    """Those of one agent, found without parsing the others."""
+def spans_of_agent(agent: str, order_text: str) -> list[str]:
+    """Those of one agent, found without a look at each of the others."""
     start = f"[{canonical_json(agent)},"
-    return [span for span in spans if span.startswith(start)]
+    _, *found = f"\n{order_text}".split(f"\n{start}")
+    return [start + rest.partition("\n")[0] for rest in found]
 
 
 def parse_lines(lines: Collection[str]) -> list[Any]:

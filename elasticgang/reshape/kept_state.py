@@ -1,6 +1,7 @@
 """The training state that a rank keeps aside for its peers while the job takes another layout.
 
-KEPT-1  Kept state is in pieces of at most about `PIECE_BYTES`, whole rows of a tensor, each with a digest. What several
+KEPT-1  Kept state is in pieces of at most about `PIECE_BYTES`, whole rows of a tensor, each with a digest. A tensor of
+    some size is in several pieces, because a peer fetches a piece whole even if it needs a few rows of it. What several
     parts of the model hold alike is kept by one of them.
 KEPT-2  Kept tensors do not change: they belong to objects of the former seat, which nothing trains any more, and what
     forward changes is copied. A description is sent only if the state was still kept after its digests were made.
@@ -15,15 +16,16 @@ from typing import Any
 
 from torch import Tensor
 
-from elasticgang.checkpoint.capture import LARGE, SMALL
 from elasticgang.checkpoint.manifest import SUFFIX, Piece, TensorEntry, tensor_to_json
-from elasticgang.checkpoint.placed import Placed, Seated, name_tensors, place, replace_names
+from elasticgang.checkpoint.placed import Placed, Seated, place_state
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.record import FormerState
 from elasticgang.state import transport
 from elasticgang.state.serialization import as_bytes
 
 PIECE_BYTES = 4 << 20
+_NUM_PIECES = 8  # of a tensor with so many rows, at least
+_LEAST_BYTES = 64 << 10  # of such a piece
 
 
 class KeptState:
@@ -38,16 +40,8 @@ class KeptState:
         self.former = former
         seated = Seated(layout, former.model)
         self.place = seated.place
-        named = {kind: name_tensors(state[kind]) for kind in (*LARGE, *SMALL)}
-        placed = {
-            kind: {name: place(name, tensor, seated) for name, tensor in tensors.items()}
-            for kind, (_, tensors) in named.items()
-        }
-        self.objects = {
-            kind: replace_names(spec, {name: each.name for name, each in placed[kind].items()})
-            for kind, (spec, _) in named.items()
-        }
-        self._tensors = [each for kind in placed for each in placed[kind].values() if each.is_owner]
+        self.objects, placed = place_state(state, seated)
+        self._tensors = [each for of_kind in placed.values() for each in of_kind if each.is_owner]
         self._blocks: dict[int, Tensor] = {}  # by the offset that stands for the piece
         self._entries: list[TensorEntry] = []
         self._lock = threading.Lock()
@@ -84,6 +78,7 @@ def _rows(placed: Placed) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         yield start, tensor
         return
     row_bytes = max(1, math.prod(tensor.shape[1:]) * tensor.element_size())
-    step = max(1, PIECE_BYTES // row_bytes)
+    few = max(tensor.shape[0] // _NUM_PIECES, _LEAST_BYTES // row_bytes)
+    step = max(1, min(PIECE_BYTES // row_bytes, few))
     for first in range(0, tensor.shape[0], step):
         yield (start[0] + first, *start[1:]), tensor[first : first + step]

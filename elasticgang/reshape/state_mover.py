@@ -2,29 +2,38 @@
 
 MOVE-1  A rank changes its state only after all of its part has arrived and every digest is right.
 MOVE-2  A rank fetches the pieces that its part overlaps, from one holder of each part of the former layout. If the
-    holder dies, another one of the same part sends the rest.
+    holder dies, another one of the same part sends the rest. It requests many pieces at once, of all parts, so that
+    their holders send beside each other.
 MOVE-3  Kept state is served to authenticated ranks only, by the attempt, layout and part that they name.
 MOVE-4  Received data is never unpickled, and every size is checked before memory is allocated for it.
+MOVE-5  Between layouts of other pipeline stages, a rank takes the tensors that its own stage has, by their names in the
+    whole model, from whichever stages of the former layout have them (PLACED-1).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from elasticgang.checkpoint.loader import BlockReader, ModelMismatch, differing_axes, state_of
+from elasticgang.checkpoint.block_reader import BlockReader, overlapping
+from elasticgang.checkpoint.loader import differing_axes, state_of
 from elasticgang.checkpoint.manifest import Manifest, Piece, TensorEntry, check_pieces, merge_tensors, tensor_from_json
 from elasticgang.checkpoint.placed import Seated, place_name
+from elasticgang.checkpoint.saved_objects import ModelMismatch
 from elasticgang.errors import CheckpointError, WireError
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.coverage import Coverage
 from elasticgang.protocol.record import FormerState, Holder, Model, Seat, layout_to_json
 from elasticgang.reshape.kept_state import KeptState
 from elasticgang.state import transport
@@ -37,6 +46,7 @@ from elasticgang.testing import reached
 log = logging.getLogger("elasticgang")
 
 MOVE_TIMEOUT_S = 60.0
+NUM_REQUESTED = 64  # pieces of one part at a time
 KIND = "former"
 _RETRY_S = 0.1
 _MAX_REQUEST_BYTES = 1 << 16
@@ -44,10 +54,16 @@ _FAILURES = (OSError, WireError, CheckpointError, ValueError, KeyError, TypeErro
 
 
 class StateMover:
-    """One rank's end. `move` runs on the training thread, the serving of kept state on threads of the server."""
+    """One rank's end. `move` runs on the training thread, the serving of kept state on threads of the server.
+    `coverage`: of what was moved last, if it is of other stages."""
 
-    def __init__(self, server: SnapshotServer) -> None:
-        self._server = server
+    def __init__(
+        self, server: SnapshotServer, on_progress: Callable[[int, int], None] = lambda received, total: None
+    ) -> None:
+        """`on_progress`: gets the bytes received from others, and how many there are at most; at the end as many, and
+        0 of 0 if the state has not moved."""
+        self._server, self._on_progress = server, on_progress
+        self.coverage: Coverage | None = None
         self._changed = threading.Condition()
         self._kept: KeptState | None = None
         server.serve_kind(KIND, self._serve)
@@ -89,13 +105,24 @@ class StateMover:
         registered.keep_snapshot()  # what was built for this seat is not in it yet
         deadline = time.monotonic() + MOVE_TIMEOUT_S
         seated, turn, told = Seated(*seat), rank, ""
+        most, num_received = registered.num_bytes, 0
+
+        def received(num_bytes: int) -> None:
+            nonlocal num_received
+            num_received += num_bytes
+            self._on_progress(num_received, max(num_received, most))
+
         reached("moving")
         while not cancelled():
             try:
-                with _Fetch(self._server.authenticator, holders, attempt, self._kept, cancelled, turn) as fetch:
-                    state = fetch.read(former, registered.tree(), seated)
+                with _Fetch(
+                    self._server.authenticator, holders, attempt, self._kept, cancelled, turn, received
+                ) as fetch:
+                    state, coverage = fetch.read(former, registered.tree(), seated)
                 with self._server.exclusive():
                     registered.load(state)
+                self.coverage = coverage
+                self._on_progress(num_received, num_received)
                 return True
             except ModelMismatch:
                 raise
@@ -104,9 +131,10 @@ class StateMover:
                     log.warning("could not move the state of step %d: %s", attempt.step, exc)
                 told = str(exc)
             if time.monotonic() > deadline:
-                return False
+                break
             turn += 1
             time.sleep(_RETRY_S)
+        self._on_progress(0, 0)
         return False
 
     def _serve(self, channel: Channel, request: dict[str, Any]) -> None:
@@ -136,7 +164,8 @@ def _former_from_json(data: Any) -> FormerState:
 
 
 class _Fetch:
-    """One try to fetch a part. `turn`: which holder of each part to begin with."""
+    """One try to fetch a part. `turn`: which holder of each part to begin with. `received`: called with the bytes of
+    each piece that arrives."""
 
     def __init__(
         self,
@@ -146,6 +175,7 @@ class _Fetch:
         kept: KeptState | None,
         cancelled: Callable[[], bool],
         turn: int,
+        received: Callable[[int], None],
     ) -> None:
         self._parts: dict[str, _Part] = {}
         for _, (_, number, model) in holders:
@@ -155,7 +185,7 @@ class _Fetch:
                 first = turn % len(addresses)
                 own = kept if kept is not None and kept.former == former else None
                 self._parts[place_name(model)] = _Part(
-                    authenticator, addresses[first:] + addresses[:first], former, own, cancelled
+                    authenticator, addresses[first:] + addresses[:first], former, own, cancelled, received
                 )
 
     def __enter__(self) -> _Fetch:
@@ -167,16 +197,24 @@ class _Fetch:
         for part in self._parts.values():
             part.close()
 
-    def read(self, former: ParallelLayout, state: dict[str, Any], seated: Seated) -> dict[str, Any]:
-        """The state of a seat, as `RegisteredState.load` takes it. Raises `_FAILURES` or ModelMismatch."""
-        found = {name: part.describe() for name, part in self._parts.items() if part.is_of_stage(seated.model[0])}
+    def read(
+        self, former: ParallelLayout, state: dict[str, Any], seated: Seated
+    ) -> tuple[dict[str, Any], Coverage | None]:
+        """As `loader.read_state`. Raises `_FAILURES` or ModelMismatch."""
+        stages = {seated.model[0]} if former.pp == seated.layout.pp else set(range(former.pp))  # MOVE-5
+        found = {name: part.describe() for name, part in self._parts.items() if part.former.model[0] in stages}
         tensors = merge_tensors(entries for entries, _ in found.values())
         for tensor in tensors:
             check_pieces(tensor)  # MOVE-4
         objects = {name: objects_of_part for name, (_, objects_of_part) in found.items()}
         attempt = next(iter(self._parts.values())).former.attempt
         manifest = Manifest("", attempt, "", layout_to_json(former), (), tensors, objects)
-        return state_of(_PieceReader(manifest, differing_axes(manifest, seated), self._parts), state, seated)
+        other_axes = differing_axes(manifest, seated)
+        lister = _PieceLister(manifest, other_axes)
+        state_of(lister, state, seated)
+        for name, part in self._parts.items():
+            part.begin([piece for piece in lister.pieces if _place_of(piece) == name])
+        return state_of(_PieceReader(manifest, other_axes, self._parts), state, seated)
 
 
 def _tensors(place: str, data: list[Any]) -> list[TensorEntry]:
@@ -189,6 +227,19 @@ def _tensors(place: str, data: list[Any]) -> list[TensorEntry]:
 
 def _place_of(piece: Piece) -> str:
     return piece.file.removeprefix("kept-").partition(".")[0]
+
+
+class _PieceLister(BlockReader):
+    """Lists the pieces that will be read, in their order, and reads none."""
+
+    def __init__(self, manifest: Manifest, other_axes: Sequence[str]) -> None:
+        super().__init__(manifest, other_axes)
+        self.pieces: list[Piece] = []
+
+    def read(self, entry: TensorEntry, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        self.pieces += [piece for piece, _, _ in overlapping(entry, start, shape)]
+        dtype = getattr(torch, entry.dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")  # of which no page is written
 
 
 class _PieceReader(BlockReader):
@@ -212,20 +263,21 @@ class _Part:
         former: FormerState,
         kept: KeptState | None,
         cancelled: Callable[[], bool],
+        received: Callable[[int], None],
     ) -> None:
         """`kept`: what this rank keeps itself, if it is this part."""
         self.former = former
         self._authenticator, self._kept, self._cancelled = authenticator, kept, cancelled
+        self._received = received
         self._left = list(addresses)
+        self._due: deque[Piece] = deque()  # pieces that are not here yet, in the order in which they are read
+        self._num_requested = 0  # of these, from the present holder
         self._channel: Channel | None = None
-
-    def is_of_stage(self, pp: int) -> bool:
-        return self.former.model[0] == pp
 
     def close(self) -> None:
         if self._channel is not None:
             self._channel.sock.close()
-            self._channel = None
+            self._channel, self._num_requested = None, 0
 
     def describe(self) -> tuple[list[TensorEntry], Any]:
         """Its tensors and its objects. Raises WireError: no holder describes it."""
@@ -237,6 +289,13 @@ class _Part:
                 return _tensors(place_name(self.former.model), description["tensors"]), description["objects"]
             except (OSError, WireError, ValueError, KeyError, TypeError) as exc:
                 self._next_after(exc)
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """`read` will be called for each of `pieces`, in this order. Request the first ones."""
+        self._due = deque(pieces)
+        if self._kept is None and self._channel is not None:
+            with contextlib.suppress(OSError, WireError):  # `read` finds it, and takes another holder
+                self._request(self._channel)
 
     def read(self, entry: TensorEntry, piece: Piece, data: memoryview) -> None:
         """MOVE-2. Raises WireError: no holder sends the piece with its digest."""
@@ -254,10 +313,19 @@ class _Part:
 
     def _receive(self, entry: TensorEntry, piece: Piece, data: memoryview) -> None:
         assert self._channel is not None
-        self._channel.send([piece.offset])
+        if not self._num_requested:
+            self._request(self._channel)
         transport.receive_into(self._channel.sock, data)
         if transport.digest(data).hex() != piece.digest:
             raise WireError(f"the digest of a piece of {entry.name} is wrong")
+        self._num_requested -= 1
+        self._due.popleft()
+        self._received(len(data))
+
+    def _request(self, channel: Channel) -> None:
+        wanted = [piece.offset for piece in itertools.islice(self._due, NUM_REQUESTED)]
+        channel.send(wanted)
+        self._num_requested = len(wanted)
 
     def _next_after(self, error: Exception) -> None:
         """Give the present holder up. Raises WireError: it was the last one, or the generation is over."""

@@ -6,10 +6,13 @@ ADDRESS-ALL  Each address is tried in the resolver's order. The error names ever
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterable
 from typing import Any
+
+from elasticgang.errors import reason_of
 
 
 def probe(host: str, port: int, timeout_s: float) -> None:
@@ -41,5 +44,10 @@ def failure_of(errors: dict[str, OSError]) -> OSError:
 
 
 def _reason(error: OSError) -> str:
-    text = error.strerror or str(error)
-    return "Connection refused" if isinstance(error, ConnectionRefusedError) else text
+    return "Connection refused" if isinstance(error, ConnectionRefusedError) else reason_of(error)
+
+
+def listen_failure(host: str, port: int, error: OSError) -> str:
+    """What to say if nothing can listen there. The functions that listen put the address into `strerror`."""
+    reason = os.strerror(error.errno) if error.errno and error.errno > 0 else reason_of(error)
+    return f"cannot listen on {host}:{port}: {reason}"

@@ -2,9 +2,9 @@
 
 CLIENT-LEASE   The client sets the lease before the agent's state machine gets the event that the lease permits.
 CLIENT-RETRY   An attempt to connect ends after `CONNECT_S`, and the next one begins `RETRY_S` later. While something
-               listens at the address and does not welcome the agent, the pause is a random one of up to `MAX_RETRY_S`:
-               agents that failed together do not come back together. The client never gives up: its owner decides how
-               long to wait for the coordinator.
+               listens at the address and does not welcome the agent, the pause is a random one from 0 to a limit that
+               doubles up to `MAX_RETRY_S`: agents that failed together do not come back together. The client never
+               gives up: its owner decides how long to wait for the coordinator.
 CLIENT-REFUSED Only a refused connection counts as refused. A connection that times out does not.
 """
 
@@ -49,6 +49,12 @@ MAX_RETRY_S = 3.2
 _MAX_DOUBLINGS = 8  # a float has no 2**1024
 _TICK_S = 0.2
 _CLOSE_S = 0.5
+
+
+def pause_s(num_failed: int, draw: float) -> float:
+    """CLIENT-RETRY. `num_failed`: attempts since the last welcome, or since nothing listened at the address. `draw`: a
+    random number from 0 to 1."""
+    return draw * min(2 * RETRY_S * 2**num_failed, MAX_RETRY_S) if num_failed else RETRY_S
 
 
 class SessionOwner(Protocol):
@@ -179,13 +185,13 @@ class AgentClient:
                 self._connection = None
                 self._count_failure()
                 self._owner.disconnected(f"the coordinator at {self._address} cannot be reached: {error!r}")
-            await asyncio.sleep(random.uniform(RETRY_S, min(RETRY_S * 2**self._num_failed, MAX_RETRY_S)))
+            await asyncio.sleep(pause_s(self._num_failed, random.random()))
 
     def _count_failure(self) -> None:
         self._num_failed = min(self._num_failed + 1, _MAX_DOUBLINGS)
 
     def _connect(self) -> ClientConnection:
-        self._connection = client_of(self, self._identity, self._credentials, self._host, self._num_failed)
+        self._connection = client_of(self, self._identity, self._credentials, self._host)
         return self._connection
 
     def _tick(self) -> None:

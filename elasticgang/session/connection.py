@@ -1,9 +1,11 @@
 """One end of a session over asyncio: the handshake, frames, and limits on the memory that a peer can make it use.
 
-CONN-DEADLINE  A client closes a connection whose handshake is not complete after `HANDSHAKE_S`. While it does not get
-               in, it waits twice as long in each further attempt, `MAX_HANDSHAKE_S` at most: if a coordinator is slow
-               because many come at once, one that gives up loses its place, and makes the coordinator slower. A server
-               waits `MAX_HANDSHAKE_S`.
+CONN-DEADLINE  Both ends close a connection whose handshake is not complete after `HANDSHAKE_S`. That is long: if a
+               coordinator is slow because many come at once, one that gives up loses its place, and makes the
+               coordinator slower.
+CONN-ALIVE     A client whose peer's kernel has not answered for `ALIVE_S` closes the connection: its host is down, or
+               cut off. A process that answers late is not mistaken for that, but one that reads nothing for so long
+               while much is sent to it is: the kernel counts a full window as no answer.
 CONN-UNREAD    A connection whose peer leaves more than `MAX_UNSENT_BYTES` unread is closed.
 CONN-BOUND     A frame has at most `MAX_HANDSHAKE_BYTES` during the handshake, and at most `max_bytes` after it.
 CONN-LINGER    Who closes a connection goes on reading, and drops what it reads, until the peer has closed its end too,
@@ -24,7 +26,7 @@ from typing import Protocol
 from elasticgang.errors import WireError
 from elasticgang.session.addresses import distinct, failure_of
 from elasticgang.session.credentials import Credentials
-from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, body_frame
+from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, Payload, body_frame
 from elasticgang.session.handshake import (
     MAX_HANDSHAKE_BYTES,
     NONCE_BYTES,
@@ -35,10 +37,19 @@ from elasticgang.session.handshake import (
 )
 from elasticgang.session.tls import TlsStream, explain, looks_like_tls, name_to_check
 
-HANDSHAKE_S = 5.0
-MAX_HANDSHAKE_S = 40.0
+HANDSHAKE_S = 40.0
+ALIVE_S = 5
 LINGER_S = 1.0
 MAX_UNSENT_BYTES = 32 << 20
+
+_PROBES = 3
+_ALIVE = (  # CONN-ALIVE: probes while nothing is under way, and a deadline for what is sent and not acknowledged
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ALIVE_S - _PROBES),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * ALIVE_S),
+)
 
 
 class SessionUser(Protocol):
@@ -59,10 +70,8 @@ class Connection(asyncio.Protocol):
 
     _PEER: str  # the peer's name in messages
 
-    def __init__(
-        self, user: SessionUser, max_bytes: int, tls: TlsStream | None, certificate: str, handshake_s: float
-    ) -> None:
-        self._user, self._max_bytes, self._handshake_s = user, max_bytes, handshake_s
+    def __init__(self, user: SessionUser, max_bytes: int, tls: TlsStream | None, certificate: str) -> None:
+        self._user, self._max_bytes = user, max_bytes
         self._tls, self._certificate = tls, certificate
         self._is_begun = False
         self._buffer = FrameBuffer(MAX_HANDSHAKE_BYTES)
@@ -82,6 +91,11 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._writer is not None and not self._is_over()
 
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """None before the connection is made."""
+        return self._transport
+
     def _is_over(self) -> bool:
         """Nothing that comes is taken any more."""
         return self._is_closing or self._is_closed
@@ -91,7 +105,7 @@ class Connection(asyncio.Protocol):
         """Received bytes of an incomplete frame."""
         return self._buffer.num_bytes
 
-    def send(self, payload: bytes) -> None:
+    def send(self, payload: bytes | Payload) -> None:
         """Queue a message. It is dropped if the session is not open."""
         if self._writer is None or self._transport is None or not self.is_open:
             return
@@ -138,7 +152,7 @@ class Connection(asyncio.Protocol):
         self.host = str(own[0]) if isinstance(own, tuple) else ""
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(
-            self._handshake_s, lambda: self.abort(f"its handshake was not complete after {self._handshake_s:g} s")
+            HANDSHAKE_S, lambda: self.abort(f"its handshake was not complete after {HANDSHAKE_S:g} s")
         )
         try:
             self._take(b"")
@@ -257,7 +271,7 @@ class ServerConnection(Connection):
         tls: TlsStream | None = None,
         certificate: str = "",
     ) -> None:
-        super().__init__(user, max_bytes, tls, certificate, MAX_HANDSHAKE_S)
+        super().__init__(user, max_bytes, tls, certificate)
         self._handshake = ServerHandshake(secret_of, secrets.token_bytes(NONCE_BYTES), decoy, roles)
         self._is_challenged = False
 
@@ -273,8 +287,7 @@ class ServerConnection(Connection):
 
 
 class ClientConnection(Connection):
-    """The end that connects, as `identity`. `secret`: the job's, b"" without one. `attempt`: how many attempts have
-    failed (CONN-DEADLINE)."""
+    """The end that connects, as `identity`. `secret`: the job's, b"" without one."""
 
     _PEER = "the coordinator"
 
@@ -285,17 +298,25 @@ class ClientConnection(Connection):
         secret: bytes,
         tls: TlsStream | None = None,
         certificate: str = "",
-        attempt: int = 0,
     ) -> None:
-        handshake_s = min(HANDSHAKE_S * 2**attempt, MAX_HANDSHAKE_S)
-        super().__init__(user, MAX_PAYLOAD_BYTES, tls, certificate, handshake_s)
+        super().__init__(user, MAX_PAYLOAD_BYTES, tls, certificate)
         self.identity = identity
         self._handshake = ClientHandshake(identity, secret, secrets.token_bytes(NONCE_BYTES))
         self._is_proved = False
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            for level, option, value in _ALIVE:
+                sock.setsockopt(level, option, value)
+        super().connection_made(transport)
+
     def _lost_early(self) -> str:
         if self._tls is None and not self._has_data:
-            return "it closed the connection at the first bytes: it may require TLS (`--tls-cert`)"
+            return (
+                "it closed the connection at the first bytes: it may require TLS (`--tls-cert`), or run another "
+                "version of elasticgang"
+            )
         return super()._lost_early()
 
     def _begin(self) -> None:
@@ -310,16 +331,14 @@ class ClientConnection(Connection):
         self._open(keys.to_client, keys.to_server)
 
 
-def client_of(
-    user: SessionUser, identity: Identity, credentials: Credentials, host: str, attempt: int = 0
-) -> ClientConnection:
+def client_of(user: SessionUser, identity: Identity, credentials: Credentials, host: str) -> ClientConnection:
     """A connection for the coordinator at `host` (TLS-NAME)."""
     tls = credentials.tls
     if tls is None:
-        return ClientConnection(user, identity, credentials.key, attempt=attempt)
+        return ClientConnection(user, identity, credentials.key)
     name = name_to_check(host)
     stream = TlsStream(tls.client_context(checks_name=name is not None), is_server=False, name=name)
-    return ClientConnection(user, identity, credentials.key, stream, tls.path, attempt)
+    return ClientConnection(user, identity, credentials.key, stream, tls.path)
 
 
 async def connect(make: Callable[[], ClientConnection], host: str, port: int) -> None:

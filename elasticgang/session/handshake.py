@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from elasticgang.errors import WireError
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 NONCE_BYTES = 32
 MAX_HANDSHAKE_BYTES = 1024
 _MAX_JOB_BYTES = 256

@@ -30,7 +30,7 @@ _INVALID = (
 
 
 def encode(message: Message) -> bytes:
-    return json.dumps([type(message).__name__, *_ENCODERS[type(message)](message)], separators=(",", ":")).encode()
+    return _JSON_ENCODER.encode([type(message).__name__, *_ENCODERS[type(message)](message)]).encode()
 
 
 def decode_from_agent(payload: bytes) -> m.AgentMessage | RendezvousKeys:
@@ -71,7 +71,7 @@ def decode_from_coordinator(payload: bytes, known: Record | None = None) -> m.Co
 
 def _decode(payload: bytes, decoders: dict[str, Callable[..., Any]]) -> Any:
     try:
-        kind, *fields = json.loads(payload, parse_constant=_refuse)
+        kind, *fields = _JSON_DECODER.decode(payload.decode())
         return decoders[kind](*fields)
     except _INVALID as exc:
         raise WireError(f"invalid message: {type(exc).__name__}") from exc
@@ -79,6 +79,10 @@ def _decode(payload: bytes, decoders: dict[str, Callable[..., Any]]) -> Any:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a number")
+
+
+_JSON_ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` and `json.loads` would make one for each message
+_JSON_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 # -- fields
@@ -162,7 +166,7 @@ def encode_delta(parent: Record, push: m.Push) -> bytes | None:
     if delta is None:
         return None
     fields = ["PushDelta", parent.digest, decision.term, delta, decision.durable, push.over, push.joining]
-    return json.dumps(fields, separators=(",", ":")).encode()
+    return _JSON_ENCODER.encode(fields).encode()
 
 
 # -- messages
@@ -172,7 +176,7 @@ _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
     m.Promise: lambda x: [x.term],
     m.KnownDecision: lambda x: [decision_to_json(x.decision)],
     m.Ready: lambda x: [report_to_json(x.report)],
-    m.EndGeneration: lambda x: [x.generation, x.reason],
+    m.EndGeneration: lambda x: [x.generation, x.reason, x.is_effect],
     m.JoinRequest: lambda x: [x.generation],
     m.Accepted: lambda x: [x.generation, x.digest],
     m.Finished: lambda x: [],
@@ -207,8 +211,8 @@ def _rendezvous_keys(prefix: Any, groups: Any, keys: Any) -> RendezvousKeys:
     return RendezvousKeys(_name(prefix), tuple(_name(group) for group in groups), tuple(found))
 
 
-def _end_generation(generation: Any, reason: Any) -> m.EndGeneration:
-    return m.EndGeneration(_number(generation), _text(reason))
+def _end_generation(generation: Any, reason: Any, is_effect: Any) -> m.EndGeneration:
+    return m.EndGeneration(_number(generation), _text(reason), _flag(is_effect))
 
 
 _FROM_AGENT: dict[str, Callable[..., Any]] = {

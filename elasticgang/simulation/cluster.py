@@ -10,6 +10,7 @@ under way; otherwise a message may take any time.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -45,6 +46,7 @@ Actor: TypeAlias = "Rank | Host | CoordinatorProcess"
 class Setting:
     """The job at its start. `hosts`: the number of ranks of each; of these, on each host, `num_spares` are asked for as
     spares. `has_directory`: the first coordinator has a state directory.
+    `keeps`: the ranks keep the gradients of slots.
     `saves_last`: the job has durable checkpoints, of which only the last save is simulated."""
 
     layout: ParallelLayout
@@ -55,6 +57,7 @@ class Setting:
     max_hosts: int = 0
     has_directory: bool = False
     saves_last: bool = False
+    keeps: bool = False
 
 
 def _name_of(number: int) -> str:
@@ -134,6 +137,7 @@ class Cluster:
         return [host for host in self.hosts.values() if host.id == agent]
 
     @staticmethod
+    @functools.lru_cache(4096)
     def is_rare(verb: str) -> bool:
         return verb in RARE_MOVES or (verb.startswith(_RARE_WORDS) and verb != "misses all")
 
@@ -172,13 +176,13 @@ class Cluster:
 
     def moves_of(self, actor: Actor) -> list[str]:
         """Nothing of a rank whose host or agent cannot do its part."""
-        if isinstance(actor, Rank):
+        moves: list[str] = actor.moves(self)
+        if moves and isinstance(actor, Rank):
             host = self.hosts[actor.host]
             if host.is_frozen:
                 return []
             if host.is_stopped:
-                return [verb for verb in actor.moves(self) if verb not in ("is received", "is noticed", "is reaped")]
-        moves: list[str] = actor.moves(self)
+                return [verb for verb in moves if verb not in ("is received", "is noticed", "is reaped")]
         return moves
 
     def perform(self, move: Move) -> None:
@@ -259,7 +263,7 @@ class Cluster:
             case "is slow" | "is quick":
                 host.is_slow = verb == "is slow"
                 self.seen.add("slow session")
-            case _ if verb in host.faults():
+            case _ if verb in host_moves.FAULTS:
                 host.inject(self, verb)
             case _:
                 host.perform(self, verb)
@@ -322,7 +326,8 @@ class Cluster:
 
     def num_successors(self, at: str) -> int:
         """The number of successors that the host `at` knows."""
-        return sum(host.num_successors for host in self.hosts.values() if host.alive and self.reaches(at, host.name))
+        zone = self.hosts[at].zone if self.hosts[at].alive else None
+        return sum([h.num_successors for h in self.hosts.values() if h.alive and (h.zone == zone or h.name == at)])
 
     def holdings(self) -> str:
         """The state of each live rank, for the log."""

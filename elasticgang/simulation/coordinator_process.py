@@ -201,8 +201,11 @@ class CoordinatorProcess:
             self._note_all(cluster, instructions, number)  # decided before it took another term, at the same event
             self.promises.clear()
             self.is_granted = self.is_granted and self.disk is not None
-        if state.lost and not isinstance(event, AgentExited):
-            promises.check_lost(cluster, self, state.lost - lost, silent=isinstance(event, Ticked))
+        declared = state.lost
+        if state.decision is not known and state.decision is not None and state.decision.term == state.term:
+            declared = declared.union(state.decision.record.dead_agents)  # it has decided without them at once
+        if declared and not isinstance(event, AgentExited):
+            promises.check_lost(cluster, self, declared - lost, silent=isinstance(event, Ticked))
         if instructions:
             self._note_all(cluster, instructions, state.number)
             for instruction in instructions:

@@ -51,12 +51,13 @@ def _exchange(cluster: Cluster) -> None:
 def _serve(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
     """Returns whether there was something to do."""
     has_moved = False
-    while coordinator.may_write:
+    while coordinator.writing and coordinator.may_write:
         coordinator.perform(cluster, "writes")
         has_moved = True
     for number, session in list(coordinator.sessions.items()):
-        is_waiting = bool(session.to_coordinator) or not session.is_agent_open
-        if not is_waiting or number not in coordinator.sessions or not _is_prompt(session.host):
+        if session.is_agent_open and not session.to_coordinator:
+            continue  # idle
+        if number not in coordinator.sessions or not _is_prompt(session.host):
             continue
         while session.to_coordinator and coordinator.reaches(session):
             coordinator.receive(cluster, session)
@@ -64,11 +65,11 @@ def _serve(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
         if not session.is_agent_open and number in coordinator.sessions:
             coordinator.lose(cluster, number)
             has_moved = True
-    while coordinator.may_write:
+    while coordinator.writing and coordinator.may_write:
         coordinator.perform(cluster, "writes")
     has_moved |= bool(coordinator.outbox)
     while coordinator.outbox:
-        coordinator.perform(cluster, "sends")
+        coordinator.send(cluster, coordinator.outbox.popleft())
     return has_moved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -95,13 +96,14 @@ class Faults:
     ) -> None:
         self._cluster, self._chance = cluster, chance
         self._do, self._pick = do, pick
-        self._likings, self._has_seconds = likings, has_seconds
+        self._cumulated = list(itertools.accumulate(liking + 0.01 for liking in likings))
+        self._has_seconds = has_seconds
         self.slow = self.aim = ""
 
     def inject_one(self) -> None:
         cluster, chance = self._cluster, self._chance
         hosts = [host for host in cluster.hosts.values() if host.alive]
-        (kind,) = chance.choices(FAULTS, [liking + 0.01 for liking in self._likings])
+        (kind,) = chance.choices(FAULTS, cum_weights=self._cumulated)
         living = cluster.living()
         match kind:
             case "coordinator crashes":
@@ -224,12 +226,13 @@ class Faults:
 
     def _may_inject(self, victims: Iterable[Rank], ruthless_rate: float = _RUTHLESS_RATE) -> bool:
         """Whether the state survives without `victims`; rarely True although it does not, since that ends the job."""
-        rest = (rank for rank in self._cluster.ranks.values() if rank.alive and rank not in victims)
         held: set[tuple[int, Model]] = set()
-        for rank in rest:
-            if not self._cluster.hosts[rank.host].is_cut:
-                held |= {(rank.layout, rank.model)} if rank.state and rank.model else set()
-                held |= {rank.former[1][1:]} if rank.former else set()
+        for rank in self._cluster.ranks.values():
+            if rank.alive and rank not in victims and not self._cluster.hosts[rank.host].is_cut:
+                if rank.state and rank.model:
+                    held.add((rank.layout, rank.model))
+                if rank.former:
+                    held.add(rank.former[1][1:])
         return self._cluster.chain.invariants.is_whole(held) or self._chance.random() < ruthless_rate
 
     def may_pass_leases(self) -> bool:

@@ -35,6 +35,7 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.simulation import host_session, promises
 from elasticgang.simulation.coordinator_process import TIMEOUTS, CoordinatorProcess, SimulatedSession, clock_rate
+from elasticgang.simulation.held_runs import HeldRuns
 from elasticgang.simulation.host_moves import SIGNALS, TIMER, faults, moves
 from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.rank import KILLED, Rank
@@ -137,11 +138,7 @@ class Host:
 
     # -- what it can do
 
-    def moves(self, cluster: Cluster) -> list[str]:
-        return moves(self, cluster)
-
-    def faults(self) -> list[str]:
-        return faults(self)
+    moves, faults = moves, faults
 
     def hang_up(self) -> None:
         assert self.connection is not None
@@ -275,9 +272,9 @@ class Host:
 
     def _follow(self, cluster: Cluster, instruction: events.AgentInstruction) -> None:
         match instruction:
-            case events.Abort(members, generation, reason):
+            case events.Abort(members, generation, reason, is_effect):
                 self.send_to_ranks(members, "abort", generation)
-                self._broadcast_over(cluster, generation, reason)
+                self._broadcast_over(cluster, EndGeneration(generation, reason, is_effect))
             case events.AnnounceJoin(members, generation):
                 self.send_to_ranks(members, "join", generation)
                 if generation > self.newest_join:
@@ -288,7 +285,7 @@ class Host:
             case events.RequestRecord():
                 host_session.do(self, cluster, ReportRequested())
             case events.NotifyOver(generation, reason):
-                self._broadcast_over(cluster, generation, reason)
+                self._broadcast_over(cluster, EndGeneration(generation, reason))
             case events.NotifyFinished():
                 host_session.do(self, cluster, Notify(Finished()))
             case events.BroadcastFailure(member, local_rank, step):
@@ -304,10 +301,10 @@ class Host:
             case _:
                 self._follow_processes(cluster, instruction)
 
-    def _broadcast_over(self, cluster: Cluster, generation: int, reason: str) -> None:
-        if generation > self.newest_over:
-            self.newest_over = generation
-            host_session.do(self, cluster, Notify(EndGeneration(generation, reason)))
+    def _broadcast_over(self, cluster: Cluster, end: EndGeneration) -> None:
+        if end.generation > self.newest_over:
+            self.newest_over = end.generation
+            host_session.do(self, cluster, Notify(end))
 
     def _follow_processes(self, cluster: Cluster, instruction: events.AgentInstruction) -> None:
         match instruction:
@@ -368,6 +365,8 @@ class Host:
         name = f"{self.name}{local_rank}" + (f".{number}" if number > 1 else "")
         rank = Rank(name, self.name, local_rank, agent)
         rank.lifecycle.saves_last = cluster.setting.saves_last
+        if cluster.setting.keeps:
+            rank.held = HeldRuns()
         self.ranks.append(rank)
         cluster.ranks[name] = rank
         cluster.actors.append(rank)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 RARE_MOVES = frozenset({"hangs up", "fails to start a rank"})
 TIMER = "times out: "
+_RESTART = "restart "  # as the names of the agent's timers begin
+FAULTS = frozenset({"recovers", "is exhausted", "forks late", "gets SIGTERM", "gets SIGINT"})
 SIGNALS = {"gets SIGTERM": signal.SIGTERM, "gets SIGINT": signal.SIGINT}
 
 
@@ -18,7 +20,7 @@ def moves(host: Host, cluster: Cluster) -> list[str]:
     if host.is_frozen or host.is_stopped:
         return []
     timers = host.agent.timers()
-    moves = [f"restarts {what}" for kind, _, what in map(_split, timers) if kind == "restart"] if timers else []
+    moves = [f"restarts {name.removeprefix(_RESTART)}" for name in timers if name.startswith(_RESTART)]
     if host.forking is not None:
         moves += ["cannot start a rank"] if host.is_exhausted else ["starts a rank", "fails to start a rank"]
     if host.former:
@@ -34,7 +36,7 @@ def moves(host: Host, cluster: Cluster) -> list[str]:
         elif not connection.is_coordinator_open or connection.coordinator.zone != host.zone:
             moves.append("loses its session")
         moves.append("hangs up")
-    return moves + [TIMER + name for name in timers if not name.startswith("restart ")] if timers else moves
+    return moves + [TIMER + name for name in timers if not name.startswith(_RESTART)] if timers else moves
 
 
 def faults(host: Host) -> list[str]:
@@ -43,7 +45,3 @@ def faults(host: Host) -> list[str]:
         "recovers" if host.is_exhausted else "is exhausted",
         *([] if host.forks_late else ["forks late"]),
     ]
-
-
-def _split(timer: str) -> tuple[str, str, str]:
-    return timer.partition(" ")

@@ -68,6 +68,7 @@ def rejoin(host: Host, cluster: Cluster) -> None:
     host.has_begun = False
     host.newest_over = host.newest_join = 0
     host.early.clear()
+    host.lease_until_s = None  # UNBOUND
     host.session = AgentSession(host.id, incarnation=host.name, timeouts=TIMEOUTS, former=former)
 
 

@@ -17,6 +17,7 @@ COMMIT-1: a committed attempt with a whole copy stays committed; a record that d
 COMMIT-4: an attempt that was rolled back is never committed again
 RECOVERY-2: every active member holds the state, and each part of the model has one, or the record names those that keep
      all parts of another layout
+MANAGER-15: all ranks that apply a step have the same sums of the script's numbers, of all ranks
 SIMHOST-1: an agent exits once, with the code that its members' exits imply
 SIMHOST-2: an agent whose ranks cannot be started fails
 PLAN-2: spares wait only while there are as many replica groups as seats are requested
@@ -99,13 +100,16 @@ class Invariants:
         ]
         self._applied: dict[int, dict[State, dict[Rank, None]]] = {}
         self._newest: dict[State, None] = {}  # committed states without a committed successor
+        self._sums: dict[State, tuple[float, ...]] = {}  # of the script's numbers, in the last step of the state
 
     def reduce(self, record: Record, base: State, attempt: Attempt, number: int) -> None:
         """The reduction of `attempt` is complete. A dropped step is tried again under the same name."""
         self.reduced.setdefault(record.digest, {})[attempt] = base.after(attempt, (record.digest, number))
 
-    def apply(self, rank: Rank, state: State) -> None:
-        """`rank` has applied the last step of `state`: RULE-4."""
+    def apply(self, rank: Rank, state: State, sums: tuple[float, ...]) -> None:
+        """`rank` has applied the last step of `state`, with these sums: RULE-4, MANAGER-15."""
+        if not sums or self._sums.setdefault(state, sums) != sums:
+            raise Violation(f"MANAGER-15: {rank.name} applies {state} with {sums}, not {self._sums.get(state)}")
         same_step = self._applied.setdefault(state.depth, {})
         for other, ranks in same_step.items():
             if other is not state and other not in self.given_up:

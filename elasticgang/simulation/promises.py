@@ -10,8 +10,8 @@ REPORT-1 Every agent of a record has a session with the coordinator that decides
 ACCEPT-1 A joiner is sent a record without a directory only after an agent of the record before has accepted it, or when
          the ranks of all of these are dead.
 FOUNDER  The operator founds a job without a directory anew only when no living host knows a record of it.
-WORD     The operator grants an office only when no other coordinator lives, whoever is absent is dead or fenced, and
-         no living agent, and no state directory, knows a newer record.
+WORD     The operator grants an office only when no other coordinator lives, this one runs, whoever is absent is dead or
+         fenced, and no living agent, and no state directory, knows a newer record.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from elasticgang.layout import is_filled
+from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_messages import Decision, Push
 from elasticgang.protocol.record import Record, Report
 from elasticgang.simulation.generation import Part, SimulatedGeneration
-from elasticgang.simulation.invariants import Violation
+from elasticgang.simulation.held_runs import NUM_RUNS
+from elasticgang.simulation.invariants import Model, Violation
 
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
@@ -48,6 +50,8 @@ def may_grant(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
     """WORD"""
     state = coordinator.state
     if (state.in_office and not state.awaits_word) or state.decision is None or len(cluster.living()) > 1:
+        return False
+    if coordinator.is_stopped:  # it reads the word only once it goes on
         return False
     kept = None if cluster.disk is None else cluster.disk.decision
     if kept is not None and kept.ref.order > state.decision.ref.order:
@@ -183,13 +187,30 @@ def check_step(cluster: Cluster, generation: SimulatedGeneration, parts: Sequenc
     count = max((part.share[1] for part in parts if part.share is not None), default=0)
     if not count:
         raise Violation(f"RULE-5: nobody has a share of {first.attempt}")
+    _check_runs(first.attempt, parts)
     layout = generation.record.layout
     if covered != Counter(dict.fromkeys(range(count), layout.pp * layout.tp)):
         raise Violation(f"RULE-5: the shares of {first.attempt} are {dict(covered)} of {count}")
 
 
+def _check_runs(attempt: Attempt, parts: Sequence[Part]) -> None:
+    """RULE-5 by slots: in each part of the model, every run is reduced once, computed on the state of the step."""
+    of_model: dict[Model, Counter[int]] = {}
+    for part in parts:
+        for run, (state, model) in (part.runs or {}).items():
+            of_model.setdefault(part.model, Counter())[run] += 1
+            if state is not part.state or model != part.model:
+                raise Violation(f"DIVISION-5: run {run} of {attempt} is of {state} at {model}, not {part.state}")
+    for model, counted in of_model.items():
+        if counted != Counter(range(NUM_RUNS)):
+            raise Violation(f"RULE-5: the runs of {attempt} at {model} are {dict(counted)}")
+
+
 def check_ended(host: Host, record: Record) -> None:
-    """SIMHOST-4: after the agent was told that the exit of a rank has begun, which had a seat in `record`."""
+    """SIMHOST-4: after the agent was told that the exit of a rank has begun, which had a seat in `record`. Once the job
+    has finished, an agent that ends on a signal ends its ranks alone: the others know by their connections."""
+    if host.signal and host.agent_state.finished:
+        return
     generation = record.generation
     for rank in host.ranks:
         runs = rank.alive and rank.generation is not None and rank.generation.record is record and not rank.poisoned

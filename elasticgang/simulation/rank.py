@@ -15,14 +15,17 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
 from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
 from elasticgang.protocol.record import FormerState, Record
+from elasticgang.protocol.slot_division import Basis, divide, holding, max_ahead
 from elasticgang.simulation import promises
 from elasticgang.simulation.generation import Part, SimulatedGeneration
+from elasticgang.simulation.held_runs import NUM_RUNS, HeldRuns
 from elasticgang.simulation.invariants import Model, State, Violation
 from elasticgang.simulation.rank_checks import check_entered, check_healed, check_order, check_words
 from elasticgang.simulation.rank_moves import faults, moves
 from elasticgang.simulation.rank_script import (
     BETWEEN,
     CONFIGURING,
+    DIVIDE,
     MOVING,
     REDUCING,
     STARTING,
@@ -91,15 +94,13 @@ class Rank:
         self.layout = 0  # the number of the layout that `model` is of
         self.former: tuple[State, FormerState] | None = None  # what it has besides
         self.kept: FormerState | None = None  # and serves
+        self.held: HeldRuns | None = None  # in a job that keeps gradients
+        self._held_in: SimulatedGeneration | None = None  # in which the try has begun that they are of
 
     def __repr__(self) -> str:
         return self.name
 
-    def moves(self, cluster: Cluster) -> list[str]:
-        return moves(self, cluster)
-
-    def faults(self) -> list[str]:
-        return faults(self)
+    moves, faults = moves, faults
 
     # -- doing it
 
@@ -134,10 +135,18 @@ class Rank:
                 # The generation may be over, and this rank not have seen it: then its vote cannot begin.
                 self.has_forward = verb == "prepares"
                 self._go_on(cluster, is_blind=True)
+            case "divides":
+                assert self.generation is not None
+                self._go_on(cluster, self.generation.division(self.round).read(self.name))
+                if self.held is not None and self.held.firm:
+                    cluster.seen.add("kept runs")
+            case "computes":
+                self._compute()
+                self._go_on(cluster)
             case "counts":
                 assert self.generation is not None
                 cluster.num_only_healed += self.member_state.only_heals
-                self._go_on(cluster, self.generation.vote(self.round).sums())
+                self._go_on(cluster, self.generation.vote(self.round).read(self.name))
             case "applies":
                 if self.prepared is not None and self.reported != self.prepared.attempt:
                     raise Violation(f"MANAGER-8: {self.name} applies {self.prepared}, but has reported {self.reported}")
@@ -157,7 +166,7 @@ class Rank:
                 self.end(DONE)
             case "knows of all saves":
                 assert self.generation is not None
-                self._go_on(cluster, self.generation.last_save(self.round).sums())
+                self._go_on(cluster, self.generation.last_save(self.round).read(self.name))
             case "saves" | "finishes" | "drains" | "ends" | "stops trying":
                 if self.phase is STARTING:  # the signal's handler ends it
                     self.end(DONE)
@@ -236,6 +245,8 @@ class Rank:
                     self.phase = phase
                     if isinstance(self.paused, do.Configure):
                         self._arrive(cluster, self.paused.record)
+                    elif self.paused is DIVIDE and not self.poisoned:
+                        self._say_what_it_holds()
                     return
                 try:
                     outcome = self._carry_out(cluster, self.paused)
@@ -251,14 +262,9 @@ class Rank:
             raise Violation(f"RULE-4: {broken}") from broken
 
     def observe(self, num_successors: int = 0, is_blind: bool = False) -> Observed:
-        return Observed(
-            error=_LOST if self.poisoned and not is_blind else None,
-            joining=self.joining,
-            draining=self.draining,
-            by_signal=self.draining and not self.by_script,
-            is_job_over=self.is_retired,
-            num_successors=num_successors,
-        )
+        error = _LOST if self.poisoned and not is_blind else None
+        by_signal = self.draining and not self.by_script
+        return Observed(error, self.joining, self.draining, by_signal, self.is_retired, num_successors)
 
     def _carry_out(self, cluster: Cluster, instruction: Instruction) -> object:
         match instruction:
@@ -284,7 +290,7 @@ class Rank:
                 return cluster.has_saved_last
             case Do.AWAIT_SUMS:  # of the totals
                 assert self.generation is not None
-                return self.generation.totals(self.round).sums()
+                return self.generation.totals(self.round).read(self.name)
             case do.MakeReady():
                 self._make_ready(cluster)
             case do.ReportCommitted(attempt):
@@ -293,6 +299,8 @@ class Rank:
             case Do.APPLY:
                 self._apply(cluster)
             case do.EndStep(is_dropped, _, restores):
+                if is_dropped and self.held is not None and not self.poisoned and self.generation is self._held_in:
+                    self.held.drop()  # KEEP-1
                 if restores and not is_dropped:
                     raise Violation(f"MANAGER-4: {self.name} restores what {self.forward} has changed and committed")
                 if restores or not is_dropped:
@@ -367,7 +375,61 @@ class Rank:
             self.state if member_state.tip is not None else None,
             frozenset(member_state.active),
             None if share is None else (share.index, share.count),
+            generation.record.model_coordinates(self.name),
+            None if self.held is None else self.held.sources if share is not None else {},
         )
+
+    # -- the runs of a step
+
+    @property
+    def _groups(self) -> tuple[int, list[bool]]:
+        """The number of its replica group, and which groups have runs."""
+        assert self.generation is not None
+        record = self.generation.record
+        shares = self.member_state.shares(record.layout)[:: record.layout.sdp]
+        return record.plan.coordinates(self.name)["rdp"], [share is not None for share in shares]
+
+    def begin_runs(self) -> bool:
+        """A try of a step begins. Returns whether it is the first one of its generation."""
+        assert self.held is not None
+        assert self.generation is not None
+        record, member_state = self.generation.record, self.member_state
+        step, is_first = member_state.committed.step, self.round == 1
+        self._held_in = self.generation
+        self.held.num_loose = max_ahead(record.layout)
+        self.held.begin(Basis.of(step, member_state.tip, record, NUM_RUNS, self.name), is_first=is_first)
+        return is_first
+
+    def _say_what_it_holds(self) -> None:
+        assert self.held is not None
+        assert self.generation is not None
+        group, is_active = self._groups
+        self.generation.division(self.round).parts[self.name] = tuple(
+            self.held.message(group, is_active=is_active[group])
+        )
+
+    def divide(self, sums: list[float] | None) -> None:
+        """`sums`: None if no rank says what it holds."""
+        assert self.held is not None
+        assert self.generation is not None
+        group, is_active = self._groups
+        unit = self.generation.record.layout.unit
+        self.held.take(divide(holding(NUM_RUNS, 0) if sums is None else sums, unit, is_active)[group])
+
+    def may_compute(self) -> bool:
+        """KEEP-4: the ranks of a group need each other in each run."""
+        assert self.held is not None
+        assert self.generation is not None
+        plan, num_done = self.generation.record.plan, self.generation.num_done
+        group = plan.coordinates(self.name)["rdp"]
+        peers = [name for name in plan.ranks if name != self.name and plan.coordinates(name)["rdp"] == group]
+        return all(num_done.get((self.round, peer), 0) + self.held.num_loose > self.held.num_done for peer in peers)
+
+    def _compute(self) -> None:
+        assert self.held is not None
+        assert self.generation is not None
+        self.held.compute((self.state, self.generation.record.model_coordinates(self.name)))
+        self.generation.num_done[self.round, self.name] = self.held.num_done
 
     def _start_sum(self, gang: str, values: tuple[float, ...]) -> None:
         if self.poisoned:
@@ -439,4 +501,4 @@ class Rank:
         if self.prepared is None:
             raise Violation(f"MANAGER-5: {self.name} applies what was not made ready")
         self.state, self.prepared, self.serving = self.prepared, None, None
-        cluster.chain.invariants.apply(self, self.state)
+        cluster.chain.invariants.apply(self, self.state, self.lifecycle.sums)

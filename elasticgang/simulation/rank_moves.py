@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.member_instructions import Do
 from elasticgang.protocol.member_lifecycle import Next
-from elasticgang.simulation.rank_script import APPLYING, BETWEEN, CONFIGURING, REDUCING, REQUESTING, SAVING, STARTING
+from elasticgang.simulation.rank_script import (
+    APPLYING,
+    BETWEEN,
+    COMPUTING,
+    CONFIGURING,
+    DIVIDING,
+    REDUCING,
+    REQUESTING,
+    SAVING,
+    STARTING,
+)
 
 if TYPE_CHECKING:
     from elasticgang.simulation.cluster import Cluster
@@ -84,17 +94,23 @@ def _waiting(rank: Rank, cluster: Cluster) -> Iterator[str]:
                 yield "heals"
             # One that has a source to wait for gives it up only after a while.
             yield "misses" if sources else "misses all"
+    elif rank.phase is DIVIDING:
+        if generation.division(rank.round).has_outcome(rank.name) and not rank.poisoned:
+            yield "divides"
+    elif rank.phase is COMPUTING:
+        if not rank.poisoned and rank.may_compute():
+            yield "computes"
     elif rank.phase is REDUCING:
         if generation.reduction(rank.round).is_complete and (
-            rank.member_state.only_heals or generation.totals(rank.round).is_complete
+            rank.member_state.only_heals or generation.totals(rank.round).has_outcome(rank.name)
         ):
             yield "prepares"
             if rank.member_state.tip is not None and not rank.member_state.is_active:
                 yield "prepares not"
     elif rank.phase is SAVING:
-        if generation.last_save(rank.round).is_complete:
+        if generation.last_save(rank.round).has_outcome(rank.name):
             yield "knows of all saves"
-    elif generation.vote(rank.round).is_complete:
+    elif generation.vote(rank.round).has_outcome(rank.name):
         yield "counts"
 
 

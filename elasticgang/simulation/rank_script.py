@@ -12,11 +12,13 @@ from elasticgang.protocol.member_lifecycle import Next, Routine
 if TYPE_CHECKING:
     from elasticgang.simulation.rank import Rank
 
-STARTING, REQUESTING, CONFIGURING, BETWEEN, REDUCING, VOTING, APPLYING, SAVING, MOVING = (
+STARTING, REQUESTING, CONFIGURING, BETWEEN, DIVIDING, COMPUTING, REDUCING, VOTING, APPLYING, SAVING, MOVING = (
     "starting",
     "asking",
     "configuring",
     "between steps",
+    "dividing",
+    "computing",
     "reducing",
     "voting",
     "applying",
@@ -29,7 +31,24 @@ class _Boundary(Instruction):
     """A pause between two steps, of the script's own."""
 
 
-BOUNDARY = _Boundary()
+class _Divide(Instruction):
+    """The ranks sum who holds which runs of the step."""
+
+
+class _Compute(Instruction):
+    """A run of the step is to be computed."""
+
+
+BOUNDARY, DIVIDE, COMPUTE = _Boundary(), _Divide(), _Compute()
+
+_PHASE_AT: dict[type[Instruction], str] = {
+    do.Configure: CONFIGURING,
+    do.Move: MOVING,
+    do.Heal: REDUCING,
+    _Divide: DIVIDING,
+    _Compute: COMPUTING,
+    _Boundary: BETWEEN,
+}
 
 
 class Torn(Exception):
@@ -39,20 +58,17 @@ class Torn(Exception):
 def phase_at(instruction: Instruction, votes: bool, saves: bool) -> str:
     """Where a rank is while it has paused at `instruction`. Empty: it does not. `votes`: its last sum is of a vote.
     `saves`: it is of the save of the final state."""
-    match instruction:
-        case do.Configure():
-            return CONFIGURING
-        case do.Move():
-            return MOVING
-        case do.Heal() | Do.FINISH_REDUCTION:
-            return REDUCING
-        case Do.AWAIT_SUMS:
-            return SAVING if saves else VOTING if votes else ""
-        case Do.AWAIT_RECORD:
-            return REQUESTING
-        case Do.APPLY:
-            return APPLYING
-    return BETWEEN if instruction in (BOUNDARY, Do.LEAVE_GENERATION) else ""
+    if instruction is Do.AWAIT_SUMS:
+        return SAVING if saves else VOTING if votes else ""
+    if instruction is Do.FINISH_REDUCTION:
+        return REDUCING
+    if instruction is Do.AWAIT_RECORD:
+        return REQUESTING
+    if instruction is Do.APPLY:
+        return APPLYING
+    if instruction is Do.LEAVE_GENERATION:
+        return BETWEEN
+    return _PHASE_AT.get(type(instruction), "")
 
 
 def train(rank: Rank, num_steps: int) -> Routine[None]:
@@ -71,7 +87,8 @@ def train(rank: Rank, num_steps: int) -> Routine[None]:
                 lifecycle.report_error()
             error = None
             try:
-                yield from lifecycle.commit(1.0, measures=False)
+                yield from compute(rank)
+                yield from lifecycle.commit(1.0, (number_of(rank.name),), measures=False)
             except Torn:  # the script has caught it
                 pass
             except GangError as aborted:
@@ -80,6 +97,20 @@ def train(rank: Rank, num_steps: int) -> Routine[None]:
     except (StateLostError, OperationalError):
         yield from fail(rank, num_steps)
     yield from lifecycle.leave(num_steps, returned=True)
+
+
+def number_of(name: str) -> float:
+    """What a rank of this name sums in each step: no two ranks of a job the same."""
+    return float(int.from_bytes(name.encode()[-6:], "big"))
+
+
+def compute(rank: Rank) -> Routine[None]:
+    """The slots of a step, in a job that keeps their gradients."""
+    if rank.held is None:
+        return
+    rank.divide((yield DIVIDE) if rank.begin_runs() else None)
+    while rank.held.due:
+        yield COMPUTE
 
 
 def fail(rank: Rank, num_steps: int) -> Routine[None]:

@@ -5,6 +5,7 @@
     sdp=2 | pp=1                            # a layout, and one to fall back to
     spares 1 ; at-least 2 ; at-most 3       # of each host's ranks, one more than seats are asked for; how many hosts
     directory                               # the first coordinator has a state directory
+    keeps ; checkpoints                     # ranks keep the gradients of slots; the final state is saved
     step 2                                  # two steps, by all who are in a generation
     a0 dies ; run-until-idle                # a move; then all that happens by itself, up to the beginning of a step
     run-until-idle but b coordinator1 a1    # the same, of all but these, and the ranks of a host
@@ -34,7 +35,7 @@ from elasticgang.simulation.schedule import Failure
 _MAX_ROUNDS = 500
 _MAX_TRIES = 3000  # to make a failure shorter
 RECOVER: Move = ("recover", "")
-_FLAGS = {"directory": "has_directory"}
+_FLAGS = {"directory": "has_directory", "keeps": "keeps", "checkpoints": "saves_last"}
 _NUMBERS = {"steps": "num_steps", "spares": "num_spares", "at-least": "min_hosts", "at-most": "max_hosts"}
 
 

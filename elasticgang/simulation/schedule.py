@@ -51,7 +51,7 @@ RESHAPING = (
     Setting(ParallelLayout(sdp=2, min_replicas=2, fallback=(FLAT,)), (2, 1, 1)),
     Setting(ParallelLayout(sdp=3, fallback=(SDP, FLAT)), (2, 1, 1)),
     Setting(ParallelLayout(tp=2, fallback=(FLAT,)), (2, 2)),
-    Setting(ParallelLayout(sdp=2, fallback=(FLAT,)), (2, 2), num_spares=1),
+    Setting(ParallelLayout(pp=2, fallback=(FLAT,)), (2, 2), num_spares=1),
 )
 _RESHAPING_EVERY = 8
 
@@ -107,6 +107,7 @@ class Schedule:
             self.setting,
             has_directory=drawn if has_directory is None else has_directory,
             saves_last=seed % 2 == 1,
+            keeps=seed % 6 == 1,
         )
         self.has_seconds = has_seconds
         self._likings = [chance.choice(_MOVE_WEIGHTS) * RARE.get(fault, 1.0) for fault in FAULTS]
@@ -143,34 +144,34 @@ class Schedule:
     # -- faults
 
     def _fault_phase(self) -> None:
-        chance, cluster = self._chance.random, self.cluster
-        rate = self._chance.choice(_FAULT_RATES)
+        chance, cluster, faults, actors = self._chance.random, self.cluster, self._faults, self.cluster.actors
+        rate, pass_rate, repair_rate = self._chance.choice(_FAULT_RATES), self._pass_rate, self._repair_rate
         has_slow = chance() < 0.5
         quiet = _FIRST_QUIET_MOVES if chance() < 0.7 else 0
         burst = 0
         for number in range(self._chance.randint(*_FAULT_PHASE_MOVES)):
             if cluster.given_up:
                 return
-            if self._faults.aim or number == self._restart_at:
+            if faults.aim or number == self._restart_at:
                 self._crash_where_aimed(number)
-            if not cluster.actors:
-                self._do(("operator", self._faults.restart()))
-            if chance() < self._repair_rate:
-                self._faults.repair_one()
+            if not actors:
+                self._do(("operator", faults.restart()))
+            if chance() < repair_rate:
+                faults.repair_one()
                 continue
-            if chance() < self._pass_rate:
+            if chance() < pass_rate:
                 num_steps = self._chance.choice(_PASSES)
-                if num_steps < _LONG_PASS or self._faults.may_pass_leases():
+                if num_steps < _LONG_PASS or faults.may_pass_leases():
                     self._do(("clock", f"passes {num_steps}"))
                 continue
             if number >= quiet and chance() < (_BURST_RATE if number < burst else rate):
                 burst = number + _BURST_MOVES if chance() < 0.3 else burst
-                self._faults.inject_one()
+                faults.inject_one()
                 continue
             if has_slow and number % _SLOW_MOVES == 0:
-                self._faults.slow = self._chance.choice(["", *cluster.hosts, *(c.name for c in cluster.living())])
-            actor = cluster.actors[int(chance() * len(cluster.actors))]
-            if actor.home == self._faults.slow and self._faults.slow and chance() < _SLOWNESS:
+                faults.slow = self._chance.choice(["", *cluster.hosts, *(c.name for c in cluster.living())])
+            actor = actors[int(chance() * len(actors))]
+            if faults.slow and actor.home == faults.slow and chance() < _SLOWNESS:
                 continue
             options = cluster.moves_of(actor)
             if options:
@@ -193,6 +194,8 @@ class Schedule:
     def _is_at(c: CoordinatorProcess, aim: str) -> bool:
         if aim == "deciding":
             return c.state.is_deciding
+        if not c.outbox:
+            return False
         num_pushes = sum(isinstance(getattr(one, "message", None), Push) for one in c.outbox)
         if aim == "pushed to one":
             return c.state.record is not None and 0 < num_pushes < len(c.state.record.agents)

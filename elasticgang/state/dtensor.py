@@ -27,6 +27,13 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
     return local(gradient)
 
 
+def lay_out_gradient(parameter: Tensor) -> None:
+    """Lay out the gradient of a DTensor as the parameter is, so that `local_gradient` needs no collectives."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
 def locally(tree: Any) -> Any:
     """`tree` with each DTensor replaced by its local part."""
     if isinstance(tree, DTensor):

@@ -1,62 +1,84 @@
 """Healing: fetches the state of one attempt from peers, and loads it.
 
-HEALER-1  A healer changes its own state only after all of it has arrived and every chunk's digest is right.
+HEALER-1  A rank takes the large state into the memory of its own tensors, chunk by chunk. Until all of it is there, and
+    every chunk's digest is right, its state is of no attempt, and the small state is as it was. What cannot be this
+    rank's state is refused before any of it is written.
 HEALER-2  Received data is never unpickled.
 HEALER-3  A fault of this rank's device (CUDA-1) is not taken for a source that fails.
+HEALER-4  Before the first committed step a heal writes to memory of its own until all has arrived: this rank's initial
+    state may yet become the job's (RECOVERY-3). There are no gradients and no state of optimizers then.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
 
-from elasticgang.errors import WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.device_errors import device_fault
-from elasticgang.state import striped_fetch, transport
+from elasticgang.state import striped_fetch
 from elasticgang.state.authentication import Authenticator
+from elasticgang.state.digests import digest_for
+from elasticgang.state.received_chunks import ReceivedChunks
 from elasticgang.state.registered_state import RegisteredState
-from elasticgang.state.serialization import unflatten
-from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
 
-BY_RANGE_FROM_BYTES = 16 << 20  # a smaller state comes faster from one source than from several
-
-_T = TypeVar("_T")
+_FAILURES = (ValueError, KeyError, TypeError, IndexError, RuntimeError)
 
 
 class Healer:
     def __init__(
         self, state: RegisteredState, authenticator: Authenticator, on_progress: Callable[[int, int], None]
     ) -> None:
-        """`on_progress`: gets the bytes received, and how many there are; the caller of `heal` or a thread of its
-        own."""
+        """`on_progress`: gets the bytes received, and how many there are, in the caller of `heal` or a thread of its
+        own; 0 of 0 once a heal has failed."""
         self._state, self._authenticator, self._on_progress = state, authenticator, on_progress
-        self._received: striped_fetch.ReceivedChunks | None = None  # of an unfinished heal
+        self._digest = digest_for(authenticator.credentials)
+        self._received: ReceivedChunks | None = None  # of an unfinished heal
+        self._in_place = False  # that one
 
     def heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool]) -> bool:
-        if self._state.num_bytes < BY_RANGE_FROM_BYTES:
-            return self._from_first(sources, attempt, False, cancelled, self._load) is True
+        is_healed = False
+        try:
+            is_healed = self._heal(sources, attempt, cancelled)
+        finally:
+            if not is_healed:
+                self._end_progress()
+        return is_healed
+
+    def _end_progress(self) -> None:
         if self._received is None:
-            self._received = striped_fetch.ReceivedChunks(self._on_progress)
-        fetch = striped_fetch.StripedFetch(self._authenticator, sources, attempt, cancelled, self._received)
+            self._on_progress(0, 0)
+        else:
+            self._received.pause()
+
+    def _heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool]) -> bool:
+        in_place = attempt.step > 0  # HEALER-4
+        if self._received is None or in_place != self._in_place:
+            targets = functools.partial(self._state.targets, in_place)
+            self._received, self._in_place = ReceivedChunks(targets, self._digest, self._on_progress), in_place
+        fetch = striped_fetch.StripedFetch(
+            self._authenticator,
+            sources,
+            attempt,
+            cancelled,
+            self._received,
+            self._state.num_bytes,
+            self._state.check_small,
+        )
         state = fetch.run()
         if state is None:
             return False
         self._received = None
         try:
-            return self._load(state)
-        except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as exc:
+            self._state.load(state)
+        except _FAILURES as exc:
             if device_fault(exc) is not None:  # HEALER-3
                 raise
             log.warning("could not load the state: %s", exc)
             return False
-
-    def _load(self, state: dict[str, Any]) -> bool:
-        """HEALER-1: called with the complete state."""
-        self._state.load(state)
         return True
 
     @property
@@ -66,55 +88,14 @@ class Healer:
 
     def forget(self) -> None:
         """Drop what an unfinished heal has received."""
-        if self._received is not None:
-            self._received.close()
-            self._received = None
+        self._received = None
 
     def fetch_after(
         self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool]
     ) -> Callable[[], None] | None:
-        def later(state: dict[str, Any]) -> Callable[[], None]:
-            small = state["small"]
-            return lambda: self._state.load_small(small)
-
-        return self._from_first(sources, attempt, True, cancelled, later)
-
-    def _from_first(
-        self,
-        sources: Sequence[str],
-        attempt: Attempt,
-        after: bool,
-        cancelled: Callable[[], bool],
-        use: Callable[[dict[str, Any]], _T],
-    ) -> _T | None:
-        for source in sources:
-            if cancelled():
-                return None
-            try:
-                return use(self._fetch(source, attempt, after, cancelled))
-            except (OSError, WireError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as exc:
-                if device_fault(exc) is not None:  # HEALER-3
-                    raise
-                log.warning("could not heal from %s: %s", source, exc)
-        return None
-
-    def _fetch(self, source: str, attempt: Attempt, after: bool, cancelled: Callable[[], bool]) -> dict[str, Any]:
-        with self._authenticator.connect(source) as channel:
-            channel.send({"attempt": list(attempt), "after": after})
-            limit_s = transport.HEAL_TIMEOUT_S + after * transport.FORWARD_TIMEOUT_S
-            transport.await_answer(channel.sock, cancelled, limit_s)
-            manifest = channel.receive(transport.MAX_MANIFEST_BYTES)
-            if "refused" in manifest:
-                raise WireError(manifest["refused"])
-            tensors = [transport.empty(shape, dtype) for shape, dtype in manifest["tensors"]]
-            parts = [transport.chunks(tensor) for tensor in tensors]
-            received, num_bytes = 0, sum(len(chunk) for part in parts for chunk in part)
-            for part in parts:
-                for chunk in part:
-                    channel.receive_chunk(chunk)
-                    received += len(chunk)
-                    if not after:
-                        self._on_progress(received, num_bytes)
-                reached("tensor_received")
-        state: dict[str, Any] = unflatten(manifest["spec"], tensors)  # HEALER-2
-        return state
+        """The small state after the step's forward: returns what loads it. None: these sources cannot deliver it."""
+        fetch = striped_fetch.StripedFetch(
+            self._authenticator, sources, attempt, cancelled, None, check_small=self._state.check_small
+        )
+        state = fetch.run()
+        return None if state is None else functools.partial(self._state.load_small, state["small"])

@@ -1,20 +1,35 @@
 """The objects that a rank's script has registered, and the copy of their small state.
 
 "Small" state is what forward changes (buffers and registered objects); "large" state is parameters and optimizer state.
+
+REGISTERED-1  Parameters and buffers are known by the names that they have in the whole model, in every rank and layout:
+    those of the registered module, or what a function makes of these where a stage of a pipeline has others.
+REGISTERED-2  A module's state dict may have several keys for one tensor, and none for a buffer. Which tensor each key
+    is, in the names of REGISTERED-1, is found out when the module is registered, because a state dict may run hooks.
+REGISTERED-3  A state that is received in place is in memory that no two of its tensors share.
 """
 
 from __future__ import annotations
 
+import bisect
 import copy
-from collections.abc import Sequence
-from typing import Any, Protocol
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from elasticgang.errors import WireError
+from elasticgang.state import staging, transport
 from elasticgang.state.dtensor import like, local, locally
-from elasticgang.state.serialization import flatten
+from elasticgang.state.serialization import flatten, unflatten
+
+log = logging.getLogger("elasticgang")
+
+_T = TypeVar("_T")
 
 
 class Stateful(Protocol):
@@ -24,24 +39,37 @@ class Stateful(Protocol):
 
 
 class RegisteredState:
-    """`snapshot`: the small state from the beginning of the step."""
+    """`snapshot`: the small state from the beginning of the step. `written`: a mark behind all changes of the state
+    until then, after which a stream of its own may read it (PINNED-2)."""
 
     def __init__(self) -> None:
         self._modules: dict[str, nn.Module] = {}
+        self._name_of: dict[str, Callable[[str], str]] = {}  # of the modules whose names may not be the model's
         self._parameters: dict[str, dict[str, nn.Parameter]] = {}
+        self._keys: dict[str, dict[str, str]] = {}  # REGISTERED-2
         self._optimizers: dict[str, Stateful] = {}
         self._others: dict[str, Stateful] = {}
         self.snapshot: dict[str, Any] = {}
+        self.written: Any = None
 
-    def register(self, **objects: object) -> None:
+    def register(self, name_of: Callable[[str], str] | None = None, /, **objects: object) -> None:
+        """`name_of`: returns the whole model's name of a parameter or buffer from the one in its module.
+
+        Raises:
+            ValueError: two of a module get the same name, or an object of this name is registered already.
+            TypeError: an object cannot be saved.
+        """
         for name, item in objects.items():
             if name in self._modules or name in self._optimizers or name in self._others:
                 raise ValueError(f"a state named {name!r} is registered already")
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise TypeError(f"{name} ({type(item).__name__}) must have state_dict() and load_state_dict()")
             if isinstance(item, nn.Module):
+                if name_of is not None:
+                    self._name_of[name] = functools.cache(name_of)  # it may read the layout, which changes before this
+                self._parameters[name] = self._named(name, item.named_parameters())
+                self._keys[name] = self._keys_of(name, item)
                 self._modules[name] = item
-                self._parameters[name] = dict(item.named_parameters())
             elif hasattr(item, "param_groups"):
                 self._optimizers[name] = item
             else:
@@ -51,9 +79,35 @@ class RegisteredState:
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names."""
         for name in names:
-            for objects in (self._modules, self._parameters, self._optimizers, self._others):
+            kinds = (self._modules, self._name_of, self._parameters, self._keys, self._optimizers, self._others)
+            for objects in kinds:
                 objects.pop(name, None)
         self.keep_snapshot()
+
+    def _named(self, module: str, found: Iterable[tuple[str, _T]]) -> dict[str, _T]:
+        """REGISTERED-1."""
+        name_of = self._name_of.get(module)
+        named: dict[str, _T] = {}
+        for own, item in found:
+            name = own if name_of is None else name_of(own)
+            if name in named:
+                raise ValueError(
+                    f"`names` must give each tensor of {module!r} a name of its own, but two have {name!r}"
+                )
+            named[name] = item
+        return named
+
+    def _keys_of(self, name: str, module: nn.Module) -> dict[str, str]:
+        """REGISTERED-2. What is neither a parameter nor a buffer, such as `get_extra_state` returns, has no name."""
+        named: dict[str, torch.Tensor] = {**self._parameters[name], **self._named(name, module.named_buffers())}
+        names = {id(tensor): key for key, tensor in named.items()}
+        name_of = self._name_of.get(name, str)
+        try:
+            keys = {key: names.get(id(tensor)) for key, tensor in module.state_dict(keep_vars=True).items()}
+        except Exception as exc:  # of a hook, for example one that communicates
+            log.warning("an export of %r will have the names of its tensors: no state dict (%s)", name, exc)
+            return {key: key for key in named}
+        return {name_of(key): known for key, known in keys.items() if known is not None}
 
     def is_registered(self, item: object) -> bool:
         kinds = (self._modules, self._optimizers, self._others)
@@ -63,19 +117,93 @@ class RegisteredState:
         self.keep_snapshot()  # also without state: this rank's may be designated (RECOVERY-3)
         for name, module in self._modules.items():
             if not any(isinstance(parameter, DTensor) for parameter in self._parameters[name].values()):
-                self._parameters[name] = dict(module.named_parameters())  # FSDP replaces them while it is gathered
+                self._parameters[name] = self._named(
+                    name, module.named_parameters()
+                )  # FSDP replaces them while it is gathered
 
     def keep_snapshot(self) -> None:
         self.snapshot = self.small(cloned=True)
+        self.written = staging.device.mark()
 
     def restore(self) -> None:
         self.load_small(self.snapshot)
 
     def load(self, state: dict[str, Any]) -> None:
         """All of it: the step in which this rank heals may be dropped, so the snapshot is of it too."""
-        self.load_small(state["small"])
         self._load_large(state["large"])
+        self.load_small(state["small"])
         self.keep_snapshot()
+
+    def check_small(self, small: dict[str, Any]) -> None:
+        """Raises KeyError, TypeError, AttributeError or WireError: it is no small state of these objects."""
+        for name, buffers in small["buffers"].items():
+            present = self._named(name, self._modules[name].named_buffers())
+            for key, value in buffers.items():
+                _check_alike(f"buffer {key!r} of {name!r}", value, present[key])
+        for name in small["others"]:
+            self._others[name]
+
+    def targets(
+        self, in_place: bool, spec: Any, shapes: list[Any], num_chunks: int, former: list[Tensor]
+    ) -> list[Tensor]:
+        """Where a peer's large state is received: for each tensor of its `spec` and `shapes`, this rank's tensor of the
+        same name. What this rank has not, as an optimizer before its first step, is received in new tensors, which
+        become its own (REGISTERED-3). `in_place`: otherwise in new tensors all. `former`: those of an earlier call with
+        these shapes, to use again.
+
+        Raises:
+            WireError: this is no state of the registered objects: names the first difference.
+        """
+        kinds = transport.check_shapes(shapes, num_chunks)
+        slots = [_Slot(number) for number in range(len(kinds))]
+        offered: dict[str, Any] = unflatten(spec, slots)  # type: ignore[arg-type]
+        own = self.large()
+        for name, parameters in own["parameters"].items():
+            _check_names(name, parameters, offered["parameters"][name])
+        found: dict[int, Tensor] = {}
+        _pair(offered, own, found)
+        for name, parameters in offered["parameters"].items():
+            for key, slot in parameters.items():
+                shape, dtype = kinds[slot.number]
+                if slot.number not in found:
+                    raise WireError(f"this rank has no parameter {key!r} of {name!r}")
+                offer = torch.empty(shape, dtype=dtype, device="meta")
+                _check_alike(f"parameter {key!r} of {name!r}", offer, found[slot.number])
+        if set(offered["optimizers"]) != set(own["optimizers"]):
+            raise WireError(f"its optimizers are {sorted(offered['optimizers'])}, not {sorted(own['optimizers'])}")
+        devices = self._devices_of(offered["optimizers"], kinds) if in_place else {}
+        taken = _Intervals()
+        targets = []
+        for number, (shape, dtype) in enumerate(kinds):
+            mine = found.get(number)
+            fits = mine is not None and (list(mine.shape), mine.dtype) == (shape, dtype)
+            if in_place and fits and mine is not None and taken.add(mine):
+                targets.append(mine)
+            elif former:
+                targets.append(former[number])
+            elif number in devices:
+                targets.append(torch.empty(tuple(shape), dtype=dtype, device=devices[number]))
+            else:
+                targets.append(transport.empty(shape, dtype))
+        return targets
+
+    def _devices_of(self, offered: dict[str, Any], kinds: list[tuple[list[int], torch.dtype]]) -> dict[int, Any]:
+        """The devices of large state in the shape of its parameter, which optimizers keep on the parameter's device, by
+        the numbers of its tensors."""
+        found: dict[int, Any] = {}
+        for name, state in offered.items():
+            parameters = _parameters_of(self._optimizers[name])
+            for index, of_parameter in state["state"].items():
+                if not isinstance(index, int):
+                    continue
+                part = local(parameters[index])
+                for value in of_parameter.values():
+                    if isinstance(value, _Slot):
+                        shape, dtype = kinds[value.number]
+                        is_large = part.numel() * dtype.itemsize > staging.CHUNK_BYTES
+                        if is_large and shape == list(part.shape) and staging.device.holds(part):
+                            found[value.number] = part.device
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +213,10 @@ class RegisteredState:
     def small(self, *, cloned: bool) -> dict[str, Any]:
         """The small state: buffers and registered objects, which forward and the code around it change."""
         buffers = {
-            name: {key: buffer.detach().clone() if cloned else buffer for key, buffer in module.named_buffers()}
+            name: {
+                key: buffer.detach().clone() if cloned else buffer
+                for key, buffer in self._named(name, module.named_buffers()).items()
+            }
             for name, module in self._modules.items()
         }
         others = {name: item.state_dict() for name, item in self._others.items()}
@@ -94,7 +225,7 @@ class RegisteredState:
     def load_small(self, small: dict[str, Any]) -> None:
         with torch.no_grad():
             for name, buffers in small["buffers"].items():
-                present = dict(self._modules[name].named_buffers())
+                present = self._named(name, self._modules[name].named_buffers())
                 for key, value in buffers.items():
                     present[key].copy_(value)
         for name, state in small["others"].items():
@@ -111,7 +242,7 @@ class RegisteredState:
 
     def tree(self) -> dict[str, Any]:
         """All state, with DTensors: the large state, and the snapshot of the small state. "owned": the parameters of
-        each optimizer, in the order of its state dict."""
+        each optimizer, in the order of its state dict. "keys": as REGISTERED-2 has them."""
         owned = {
             name: [parameter for group in optimizer.param_groups for parameter in group["params"]]  # type: ignore[attr-defined]
             for name, optimizer in self._optimizers.items()
@@ -121,25 +252,108 @@ class RegisteredState:
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()},
             **(self.snapshot or self.small(cloned=True)),
             "owned": owned,
+            "keys": self._keys,
         }
 
     def _load_large(self, large: dict[str, Any]) -> None:
+        writer = staging.Writer()
         with torch.no_grad():
             for name, parameters in large["parameters"].items():
                 present = self._parameters[name]
                 for key, value in parameters.items():
-                    local(present[key]).copy_(value)
+                    if not is_same_memory(value, local(present[key])):  # received in place
+                        writer.copy(local(present[key]), value)
         for name, state in large["optimizers"].items():
             optimizer = self._optimizers[name]
-            optimizer.load_state_dict(_placed(state, optimizer))
+            optimizer.load_state_dict(_placed(state, optimizer, writer))
+        writer.finish()
 
 
-def _placed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state, with DTensors for parameters that are DTensors."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _placed(state: dict[str, Any], optimizer: Any, writer: staging.Writer) -> dict[str, Any]:
+    """An optimizer's state, with DTensors for parameters that are DTensors, and on the devices of the parameters."""
+    parameters = _parameters_of(optimizer)
+    former = locally(optimizer.state_dict()["state"])
     placed = {
-        index: {key: like(value, parameters[index]) for key, value in of_parameter.items()}
+        index: {
+            key: like(_on_device(value, parameters[index], former.get(index, {}).get(key), writer), parameters[index])
+            for key, value in of_parameter.items()
+        }
         for index, of_parameter in state["state"].items()
         if isinstance(index, int)
     }
     return {**state, "state": {**state["state"], **placed}}
+
+
+def _on_device(value: Any, parameter: torch.Tensor, former: Any, writer: staging.Writer) -> Any:
+    """Large state in the shape of its parameter, which optimizers keep on the parameter's device: in the memory of
+    `former`, if it fits, so that the device holds it once. Other values as they are: `load_state_dict` copies what is
+    not on its device yet."""
+    part = local(parameter)
+    if not isinstance(value, torch.Tensor) or value.shape != part.shape or not staging.device.holds(part):
+        return value
+    if value.nbytes <= staging.CHUNK_BYTES or staging.device.holds(value):
+        return value
+    fits = isinstance(former, torch.Tensor) and (former.shape, former.dtype) == (value.shape, value.dtype)
+    target = former if fits and staging.device.holds(former) else torch.empty_like(value, device=part.device)
+    writer.copy(target, value)
+    return target
+
+
+class _Slot(NamedTuple):
+    """Stands for a tensor that a peer has, by its number."""
+
+    number: int
+
+
+def _pair(offered: Any, own: Any, found: dict[int, Tensor]) -> None:
+    """Add to `found` this rank's tensor for each slot of `offered`, by the place that both have in their trees."""
+    if isinstance(offered, _Slot):
+        if isinstance(own, Tensor):
+            found[offered.number] = own
+    elif isinstance(offered, dict) and isinstance(own, dict):
+        for key, value in offered.items():
+            _pair(value, own.get(key), found)
+    elif isinstance(offered, list | tuple) and isinstance(own, list | tuple):
+        for value, mine in zip(offered, own, strict=False):
+            _pair(value, mine, found)
+
+
+def _check_names(module: str, own: dict[str, Any], offered: dict[str, Any]) -> None:
+    for key in own.keys() ^ offered.keys():
+        whose = "this rank's" if key in own else "the source's"
+        raise WireError(f"only {whose} {module!r} has the parameter {key!r}")
+
+
+def _check_alike(what: str, offered: Tensor, own: Tensor) -> None:
+    if (offered.shape, offered.dtype) != (own.shape, own.dtype):
+        theirs, mine = (f"{list(each.shape)} of {str(each.dtype)[6:]}" for each in (offered, own))
+        raise WireError(f"the {what} is {theirs} at the source, and {mine} here")
+
+
+def _parameters_of(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
+
+
+class _Intervals:
+    """Memory that is taken, so that no two tensors are received in the same."""
+
+    def __init__(self) -> None:
+        self._ends: dict[torch.device, list[tuple[int, int]]] = {}  # sorted
+
+    def add(self, tensor: Tensor) -> bool:
+        """False: some of its memory is taken."""
+        if not tensor.numel():
+            return True
+        start = tensor.data_ptr()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = start + span * tensor.itemsize
+        taken = self._ends.setdefault(tensor.device, [])
+        place = bisect.bisect(taken, (start, end))
+        is_free = (place == 0 or taken[place - 1][1] <= start) and (place == len(taken) or end <= taken[place][0])
+        if is_free:
+            taken.insert(place, (start, end))
+        return is_free

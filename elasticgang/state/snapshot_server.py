@@ -19,11 +19,11 @@ from typing import Any, Protocol
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.session.credentials import Credentials
-from elasticgang.state import striped_fetch, transport
+from elasticgang.state import staging, striped_fetch, transport
 from elasticgang.state.authentication import Authenticator
+from elasticgang.state.digests import digest_for
 from elasticgang.state.healer import Healer
 from elasticgang.state.registered_state import RegisteredState
-from elasticgang.state.serialization import flatten
 from elasticgang.state.state_listener import StateListener
 from elasticgang.state.transport import Channel
 from elasticgang.testing import reached
@@ -53,7 +53,8 @@ class SnapshotServer:
         on_heal_progress: Callable[[int, int], None] = lambda received, total: None,
     ) -> None:
         """`host`: the address to serve on; None serves nobody. `credentials`: what peers of the job need.
-        `on_heal_progress`: gets the bytes received, and how many there are, on any one thread at a time.
+        `on_heal_progress`: gets the bytes received, and how many there are, on any one thread at a time; 0 of 0 once a
+        heal has failed.
 
         Raises:
             OperationalError: without credentials, other hosts could connect to `host`.
@@ -65,19 +66,22 @@ class SnapshotServer:
         self._changed = threading.Condition()
         self._serving: Attempt | None = None
         self._forward_done = False
+        self._forward_mark: Any = None  # behind what forward has changed (PINNED-2)
         self._readers: set[Reader] = set()
-        self._digests = striped_fetch.Digests()
+        self._digests = striped_fetch.Digests(digest_for(authenticator.credentials))
         self._listener = None if host is None else StateListener(host, authenticator, self._serve)
         self.address = "" if self._listener is None else self._listener.address
 
-    def register(self, **objects: object) -> None:
-        self._state.register(**objects)
+    def register(self, name_of: Callable[[str], str] | None = None, /, **objects: object) -> None:
+        self._state.register(name_of, **objects)
 
     def is_registered(self, item: object) -> bool:
         return self._state.is_registered(item)
 
     def unregister(self, names: Sequence[str]) -> None:
-        """Forget the objects of these names. Call it inside `exclusive`."""
+        """Forget the objects of these names, and what an unfinished heal has received for them. Call it inside
+        `exclusive`."""
+        self._healer.forget()
         self._state.unregister(names)
 
     def serve_kind(self, kind: str, serve: Callable[[Channel, dict[str, Any]], None]) -> None:
@@ -100,7 +104,7 @@ class SnapshotServer:
 
     def forward_done(self) -> None:
         with self._changed:
-            self._forward_done = True
+            self._forward_done, self._forward_mark = True, staging.device.mark()
             self._changed.notify_all()
 
     @contextlib.contextmanager
@@ -160,10 +164,11 @@ class SnapshotServer:
                 channel.send({"refused": refusal})
                 return
             reached("serving")
-            if request.get("by_range"):
-                striped_fetch.serve(channel, attempt, self._state.snapshot, self._state.large(), self._digests)
+            state, digests = self._state, self._digests
+            if request["after"]:
+                striped_fetch.serve(channel, attempt, state.small(cloned=False), None, digests, self._forward_mark)
             else:
-                self._send_state(channel, request["after"])
+                striped_fetch.serve(channel, attempt, state.snapshot, state.large(), digests, state.written)
         except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
             log.debug("dropped a healer: %r", exc)
         finally:
@@ -188,22 +193,16 @@ class SnapshotServer:
             self._readers.add(channel)
             return None
 
-    def _send_state(self, channel: Channel, after: bool) -> None:
-        state = self._state
-        served = {"small": state.small(cloned=False)} if after else {"small": state.snapshot, "large": state.large()}
-        spec, tensors = flatten(served)
-        channel.send({"spec": spec, "tensors": transport.shapes_of(tensors)})
-        for tensor in tensors:
-            for chunk in transport.chunks(tensor):
-                channel.send_chunk(chunk)
-
     # -- healing
 
     def heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        try:
+        """Take the state of `attempt` from peers. On failure this rank's state is of no attempt (HEALER-1).
+
+        Raises:
+            OperationalError: somebody still reads the former state, as of `exclusive`; or a thread still receives.
+        """
+        with self.exclusive():
             return self._healer.heal(sources, attempt, cancelled)
-        finally:
-            self._digests.forget()
 
     @property
     def num_received(self) -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
+import math
+import os
 import select
 import socket
 import struct
@@ -19,14 +22,16 @@ from torch import Tensor
 from elasticgang.errors import WireError
 from elasticgang.session.frames import FrameReader, FrameWriter
 from elasticgang.session.handshake import SessionKeys
+from elasticgang.state import staging
 from elasticgang.state.serialization import as_bytes
 
 HEAL_TIMEOUT_S = 30.0
 FORWARD_TIMEOUT_S = 600.0  # only a guard: the hang detector or a collective's timeout ends a forward that hangs
-CHUNK_BYTES = 4 << 20
 DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 64 << 20
 _CANCEL_POLL_MS = 5
+_MAX_DIMS = 64
+_MAX_SIZE = (1 << 63) - 1
 _LENGTH = struct.Struct("!I")
 
 
@@ -40,6 +45,7 @@ class Channel:
     CHANNEL-1  A message is a frame of the session room: bounded, in order, and under a MAC.
     CHANNEL-2  A chunk that `send_chunk` sends has a digest under the key of its direction, with its place in the
         stream. A chunk without one counts only if its digest stands in a message.
+    CHANNEL-3  Shapes that a peer sends are checked before memory of their size is allocated.
     """
 
     def __init__(self, sock: socket.socket, keys: SessionKeys, *, is_server: bool) -> None:
@@ -141,14 +147,46 @@ def shapes_of(tensors: Sequence[Tensor]) -> list[Any]:
     return [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
 
 
-def empty(shape: list[int], dtype: str) -> Tensor:
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise WireError(f"there is no dtype {dtype!r}")
-    return torch.empty(shape, dtype=kind)
+def allocate(shapes: list[Any]) -> list[Tensor]:
+    """CHANNEL-3. Tensors of the `shapes` that a peer has sent (`shapes_of`). Raises WireError, as `check_shapes`."""
+    return list(itertools.starmap(empty, check_shapes(shapes)))
+
+
+def check_shapes(shapes: list[Any], num_chunks: int | None = None) -> list[tuple[list[int], torch.dtype]]:
+    """CHANNEL-3. The `shapes` that a peer has sent (`shapes_of`). `num_chunks`: how many it says there are.
+
+    Raises:
+        WireError: they are not shapes and dtypes, take more bytes than the host has, or more or fewer chunks.
+    """
+    kinds: list[torch.dtype] = []
+    sizes: list[int] = []
+    for shape, dtype in shapes:
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise WireError(f"there is no dtype {dtype!r}")
+        if len(shape) > _MAX_DIMS or any(type(size) is not int or not 0 <= size <= _MAX_SIZE for size in shape):
+            raise WireError(f"{shape!r:.200} is no shape")
+        kinds.append(kind)
+        sizes.append(math.prod(shape) * kind.itemsize)
+    if sum(sizes) > (limit := _memory_bytes()):
+        raise WireError(f"a state of {sum(sizes)} bytes does not fit into the {limit} bytes of this host's memory")
+    needed = sum(-(-size // staging.CHUNK_BYTES) for size in sizes)
+    if num_chunks is not None and num_chunks != needed:
+        raise WireError(f"{num_chunks} digests do not match {needed} chunks")
+    return [(shape, kind) for (shape, _), kind in zip(shapes, kinds, strict=True)]
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """On the CPU whatever the default device is: the bytes are received in it."""
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def chunks(tensor: Tensor) -> list[memoryview]:
     """The bytes of a tensor on the CPU, in order."""
     data = as_bytes(tensor)
-    return [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+    size = staging.CHUNK_BYTES
+    return [data[start : start + size] for start in range(0, len(data), size)]

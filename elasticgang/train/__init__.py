@@ -7,7 +7,8 @@ from elasticgang.train.join import join
 from elasticgang.train.optimizer import Optimizer
 from elasticgang.train.pipeline import PipelineParallel
 from elasticgang.train.sharded import ShardedDataParallel
-from elasticgang.train.stream_loader import Split, StreamLoader
+from elasticgang.train.stream_loader import StreamLoader
+from elasticgang.train.stream_reader import Split
 
 __all__ = [
     "DataLoader",

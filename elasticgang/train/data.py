@@ -42,7 +42,8 @@ class Slots(Sequence[Slot]):
     When the step is lost, it raises StepAborted before the next slot.
 
     `kept`: the slots of this share whose gradients this rank has kept from an earlier try of the step
-    (`DistributedDataParallel(keep=True)`). The sequence leaves them out; this process has computed them.
+    (`keep=True` of `DistributedDataParallel` and its like). The sequence leaves them out; this process has computed
+    them.
     """
 
     def __init__(self, slots: Sequence[Slot], step: Step | None = None, kept: Sequence[Slot] = ()) -> None:
@@ -182,7 +183,7 @@ class GlobalBatch:
 
     def _called(self, step_index: int) -> Tensor:
         assert self._sampler is not None
-        samples = torch.as_tensor(self._sampler(self.seed, step_index))
+        samples = torch.as_tensor(self._sampler(self.seed, step_index), device="cpu")
         if samples.shape != (self.size,) or samples.dtype not in _INTEGERS:
             raise ValueError(
                 f"`sampler` must return the {self.size} indices of a global batch, but has returned "
@@ -198,7 +199,7 @@ class GlobalBatch:
 
     def _order_of(self, pass_index: int) -> Tensor:
         generator = torch.Generator().manual_seed(mixed(self.seed, pass_index))
-        return torch.randperm(self.num_samples, generator=generator)
+        return torch.randperm(self.num_samples, generator=generator, device="cpu")
 
 
 def check_sizes(*, size: int, slot: int, **others: int) -> None:

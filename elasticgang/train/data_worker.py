@@ -9,20 +9,26 @@ DATAWORKER-2  A worker is started only while the thread that wants its batches w
     other threads hold, and that thread could be anywhere in torch.
 DATAWORKER-3  The feeding thread owns its torch `DataLoader`. Therefore torch installs no handler of SIGCHLD, which
     would raise a RuntimeError wherever the main thread is when a worker dies.
+DATAWORKER-4  A feeding thread that reads the rest of a batch looks at no clock. The thread that waits for the batch
+    kills a worker that is late by `_LATE_S`, and the end of its connections ends the reading.
+DATAWORKER-5  This process takes no lock that a worker may hold when it is killed.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
+import multiprocessing.queues
 import pickle
 import random
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +36,12 @@ import torch
 import torch.utils.data
 from torch.utils.data import default_collate
 
+from elasticgang.torch_private import close_result_writer, pinned, replace_done_event, shut_down_loader
+from elasticgang.train.prefetch import Key
+
 _POLL_S = 0.25
+_EXIT_S = 5.0
+_LATE_S = 1.0  # beyond the timeout of a slot
 _NUM_IN_FLIGHT = 1  # of two, nobody could say at which the worker died
 _TIMED_OUT = "DataLoader timed out"  # how torch's error begins
 
@@ -38,29 +49,35 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Request(NamedTuple):
-    """`samples`: the indices of a slot's samples."""
+    """A slot to fetch. `samples`: which ones, as its fetcher takes them.
 
-    key: tuple[int, int]
-    samples: tuple[int, ...]
+    The rest is of streams. `start`: the state to read from. `follows`: the request whose end is that state, once it is
+    known. `worker`: the number of the worker that has to fetch it; None: any.
+    """
+
+    key: Key
+    samples: Any
     seed: int
+    start: str | None = None
+    follows: Key | None = None
+    worker: int | None = None
 
 
 class Fetched(NamedTuple):
-    """`error`: the traceback of the dataset's or the collate function's exception, which is `cause` if that pickles."""
+    """`error`: the traceback of the user's exception, which is `cause` if that pickles. `start`, `end`: the states of
+    the stream before and after."""
 
-    key: tuple[int, int] | None
+    key: Key | None
     batch: Any = None
     error: str = ""
     cause: BaseException | None = None
+    start: str | None = None
+    end: str | None = None
 
 
-@dataclass(frozen=True)
-class Fetcher:
-    """Fetches the samples of a slot. In a worker it is the dataset of torch's `DataLoader`, whose "samples" are
+class Fetcher(ABC):
+    """Fetches the samples of slots. In a worker it is the dataset of torch's `DataLoader`, whose "samples" are
     requests."""
-
-    dataset: Any
-    collate: Collate | None
 
     def __getitems__(self, requests: Sequence[Request | None]) -> list[Fetched]:
         return [Fetched(None) if request is None else self.fetch(request) for request in requests]
@@ -68,12 +85,32 @@ class Fetcher:
     def fetch(self, request: Request) -> Fetched:
         try:
             seed_all(request.seed)
-            index = list(request.samples)
-            many = getattr(self.dataset, "__getitems__", None)
-            samples = many(index) if callable(many) else [self.dataset[each] for each in index]
-            return Fetched(request.key, (self.collate or default_collate)(samples))
+            batch, end = self.read(request)
+            return Fetched(request.key, batch, start=request.start, end=end)
         except Exception as exc:
-            return Fetched(request.key, error=traceback.format_exc().rstrip(), cause=_pickled(exc))
+            error = traceback.format_exc().rstrip()
+            return Fetched(request.key, error=error, cause=_pickled(exc), start=request.start)
+
+    @abstractmethod
+    def read(self, request: Request) -> tuple[Any, str | None]:
+        """The batch, and the state of the stream after it. May raise anything."""
+
+
+class DatasetFetcher(Fetcher):
+    """The samples of a request are indices into `dataset`."""
+
+    def __init__(self, dataset: Any, collate: Collate | None) -> None:
+        self.dataset, self._collate = dataset, collate or default_collate
+
+    def read(self, request: Request) -> tuple[Any, None]:
+        index = list(request.samples)
+        many = getattr(self.dataset, "__getitems__", None)
+        samples = many(index) if callable(many) else [self.dataset[each] for each in index]
+        if len(samples) != len(index):
+            raise ValueError(
+                f"`__getitems__` of the dataset has returned {len(samples)} samples for {len(index)} indices"
+            )
+        return self._collate(samples), None
 
 
 def fetch_here(fetcher: Fetcher, request: Request) -> Fetched:
@@ -119,14 +156,14 @@ def _pickled(exc: Exception) -> Exception | None:
 class WorkerLost(Exception):
     """The worker has died, hangs, or delivers nothing. `why` says so. `blamed`: what it was fetching."""
 
-    def __init__(self, why: str, blamed: tuple[int, int] | None) -> None:
+    def __init__(self, why: str, blamed: Key | None) -> None:
         super().__init__(why)
         self.why, self.blamed = why, blamed
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """As of torch's `DataLoader`. `timeout`: seconds for one slot."""
+    """As of torch's `DataLoader`. `timeout`: seconds for one slot. `context`: as `context_of` returns it."""
 
     pin_memory: bool
     timeout: float
@@ -144,10 +181,12 @@ class Worker:
         self.in_flight: deque[Request | None] = deque()
         self._context = _recording(options.context)
         self._batches: Iterator[Fetched] | None = None
+        self._done_event: Any = None  # while the worker may open it
+        self._is_late_at, self._was_late = math.inf, False
 
     def start(self, fetcher: Fetcher) -> None:
         """Raises WorkerLost: no process can be started."""
-        options, init = self._options, self._options.worker_init_fn
+        init = self._options.worker_init_fn
         try:
             self._batches = iter(
                 torch.utils.data.DataLoader(
@@ -156,13 +195,14 @@ class Worker:
                     collate_fn=_single,
                     num_workers=1,
                     prefetch_factor=_NUM_IN_FLIGHT,
-                    pin_memory=options.pin_memory,
                     timeout=_POLL_S,
                     worker_init_fn=None if init is None else functools.partial(_init_worker, init, self._number),
                     multiprocessing_context=self._context,
                     generator=torch.Generator(),  # the seed of its workers is no draw from the script's generator
                 )
             )
+            close_result_writer(self._batches)
+            self._done_event = replace_done_event(self._batches)  # DATAWORKER-5
         except Exception as exc:
             raise WorkerLost(f"cannot be started ({type(exc).__name__}: {exc})", None) from exc
 
@@ -196,8 +236,15 @@ class Worker:
         Raises:
             WorkerLost: there will be none.
         """
-        assert self._batches is not None
         begun_at = time.monotonic()
+        self._is_late_at = begun_at + self._options.timeout + _LATE_S
+        try:
+            return self._receive(begun_at)
+        finally:
+            self._is_late_at = math.inf
+
+    def _receive(self, begun_at: float) -> Fetched:
+        assert self._batches is not None
         while True:
             head = self.in_flight[0]
             blamed = None if head is None else head.key
@@ -206,24 +253,43 @@ class Worker:
             try:
                 fetched = next(self._batches)
             except Exception as exc:
-                if not self._process.is_alive():
+                if isinstance(exc, EOFError | ConnectionError) or (isinstance(exc, OSError) and exc.errno is None):
+                    # It has closed its files, perhaps in the middle of a message, and exits.
+                    self._process.join(_EXIT_S)
+                if not (self._was_late or self._process.is_alive()):
                     raise WorkerLost(f"has {_describe(self._process.exitcode)}", blamed) from exc
+                if self._was_late or time.monotonic() - begun_at > self._options.timeout:
+                    raise WorkerLost(f"has not answered for {self._options.timeout:g} s", blamed) from exc
                 if not str(exc).startswith(_TIMED_OUT):
                     raise WorkerLost(f"cannot be read ({type(exc).__name__}: {exc})", blamed) from exc
-                if time.monotonic() - begun_at > self._options.timeout:
-                    raise WorkerLost(f"has not answered for {self._options.timeout:g} s", blamed) from exc
                 continue
             self.in_flight.popleft()
-            return fetched
+            # DATAWORKER-5: torch's thread that pins shares a lock with the worker.
+            return fetched._replace(batch=pinned(fetched.batch)) if self._options.pin_memory else fetched
 
     def kill(self) -> None:
         """What it has in flight is lost, and `receive` raises."""
         if self.pid is not None:
             self._process.kill()
 
+    def kill_if_late(self) -> None:
+        """DATAWORKER-4."""
+        if time.monotonic() > self._is_late_at:
+            self._was_late = True
+            self.kill()
+
     def end(self) -> None:
+        """Kill it, and free what this process has of it, at once: the objects of torch and multiprocessing refer to one
+        another, and would wait for the garbage collector."""
         self.kill()
-        self._batches = None  # torch ends its threads and queues
+        if self._batches is not None:
+            with suppress(Exception):
+                shut_down_loader(self._batches)  # its threads and queues
+        self._batches = self._done_event = None
+        if self.pid is not None:
+            self._process.join(_POLL_S)
+            with suppress(ValueError):  # it is still alive, in a system call that cannot be interrupted
+                self._process.close()
 
 
 def _init_worker(init: Callable[[int], None], number: int, _: int) -> None:
@@ -240,15 +306,35 @@ def _describe(code: int | None) -> str:
     return f"been killed by signal {-code}"
 
 
-def _recording(context: Any) -> Any:
-    """A multiprocessing context whose `started` lists the processes made with it."""
-    base: Any = multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
+class _ReportingQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]  # it takes no argument
+    """A queue of a worker's batches. One that does not pickle is answered with the error: multiprocessing would print
+    it, drop the batch, and leave this process waiting."""
+
+    def _on_queue_feeder_error(self, e: Exception, obj: Any) -> None:
+        number, fetched = obj if isinstance(obj, tuple) and len(obj) == 2 else (None, None)
+        if not isinstance(fetched, Fetched) or fetched.error:
+            super()._on_queue_feeder_error(e, obj)  # type: ignore[misc]
+            return
+        error = "the batch cannot be sent by the worker:\n" + "".join(traceback.format_exception(e)).rstrip()
+        self.put((number, Fetched(fetched.key, error=error, cause=_pickled(e), start=fetched.start)))
+
+
+def context_of(context: Any) -> Any:
+    """`context`: as of torch's `DataLoader`: a context, the name of one, or None. Raises ValueError: unknown name."""
+    return multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
+
+
+def _recording(base: Any) -> Any:
+    """`base`, a multiprocessing context, as one whose `started` lists the processes made with it."""
     started: list[Any] = []
 
     class Recording(type(base)):  # type: ignore[misc]
         def Process(self, *args: Any, **kwargs: Any) -> Any:  # multiprocessing's name
             started.append(process := base.Process(*args, **kwargs))
             return process
+
+        def Queue(self, maxsize: int = 0) -> Any:  # multiprocessing's name
+            return _ReportingQueue(maxsize, ctx=base)
 
     recording = Recording.__new__(Recording)
     recording.__dict__.update(base.__dict__)

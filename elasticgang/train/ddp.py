@@ -30,8 +30,8 @@ from elasticgang.collectives.work import Work
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager
 from elasticgang.torch_private import AllocatesVectors, rebuild_buckets, zeroed_buckets
-from elasticgang.train.kept_gradients import KeptGradients
-from elasticgang.train.slot_gradients import SlotGradients, check_reduction
+from elasticgang.train.kept_gradients import slot_gradients
+from elasticgang.train.slot_gradients import check_reduction
 
 log = logging.getLogger("elasticgang")
 
@@ -79,32 +79,25 @@ class DistributedDataParallel(nn.Module):
         on every rank: the same number of threads, the same kernels, and no buffers that forward changes. So must the
         sum of `weight`, as that of whole numbers is.
 
-        `keep`, with `reduction="reproducible"`: when a rank dies in the middle of a step, the other ranks keep the
-        gradients of their finished slots, and compute only those that are missing. It costs memory for one more copy of
-        the gradients. In a step that is tried again, the loop over the slots leaves out those in `slots.kept`. What the
-        script adds up in the loop must count them too, `weight` above all: `slots.num_samples` does. If a slot changes
-        buffers of the module, nothing is kept.
+        `keep`: when a rank dies in the middle of a step, the replica groups that are whole keep the gradients of their
+        finished slots, and compute only those that are missing. Each rank keeps its own part of them. It costs memory
+        for more copies of the gradients (see docs/design.md), and the time to add each slot's. In a step that is tried
+        again, the loop over the slots leaves out those in `slots.kept`. What the script adds up in the loop must count
+        them too, `weight` above all: `slots.num_samples` does. If a slot changes buffers of the module, nothing is
+        kept.
 
         `find_unused_parameters`: in each forward, look for parameters that backward does not reach. Without it, a step
         in which the last backward leaves out parameters takes longer: torch's wrapper is rebuilt. With both this and
-        `reduction="reproducible"`, the reduction starts after the last backward, not within it.
+        `keep` or `reduction="reproducible"`, the reduction starts after the last backward, not within it.
 
         Raises:
             ValueError: `over` is neither "dp" nor "rdp", `reduction` is unknown, or a parameter is a DTensor, which
-                torch's reducer does not accept; or `keep` is set without `reduction="reproducible"`, or in a layout in
-                which ranks hold parts of the model.
+                torch's reducer does not accept.
         """
         super().__init__()
         if over not in ("dp", "rdp"):
             raise ValueError(f'`over` must be "dp" or "rdp", but is {over!r} instead.')
         check_reduction(reduction)
-        if keep and reduction != "reproducible":
-            raise ValueError(f'`keep` needs `reduction="reproducible"`, but `reduction` is {reduction!r}.')
-        if keep and manager.layout.unit > 1:
-            raise ValueError(
-                f"`keep` needs a layout in which each rank holds the whole model, but the layout is "
-                f"{manager.layout.sizes}."
-            )
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
                 raise ValueError(
@@ -121,11 +114,7 @@ class DistributedDataParallel(nn.Module):
         self._is_under_way = False  # torch's wrapper expects a backward that reaches all parameters
         self._has_warned = False
         self._build()
-        self._of_slots: SlotGradients | None = None
-        if keep:
-            self._of_slots = manager.slot_keeper = KeptGradients(manager, module, self.buckets)
-        elif reduction == "reproducible":
-            self._of_slots = SlotGradients(manager, over, self.buckets)
+        self._of_slots = slot_gradients(manager, over, module, self.buckets, reduction, keep=keep)
         manager.add_reducer(self)
 
     def _build(self) -> None:
@@ -164,7 +153,8 @@ class DistributedDataParallel(nn.Module):
         """Use it around forward and backward of one slot. `last`: the rank's last slot, whose backward reduces.
 
         Raises:
-            InvalidOperationError: with `reduction="reproducible"`, outside the loop over the slots of a `GlobalBatch`.
+            InvalidOperationError: with `reduction="reproducible"` or `keep`, outside the loop over the slots of a
+                `GlobalBatch`.
         """
         self._manager.step.check()
         if self._of_slots is not None:
@@ -245,8 +235,8 @@ class DistributedDataParallel(nn.Module):
 
     def close(self) -> None:
         self._forget()
-        if isinstance(self._of_slots, KeptGradients):
-            self._manager.slot_keeper = None
+        if self._of_slots is not None:
+            self._of_slots.close()
         self._ddp.clear()  # its hook keeps this object and the module alive
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from elasticgang.checkpoint.locations import check_lasting
 from elasticgang.checkpoint.saver import DurableCheckpoints
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.comm.availability import check_available
 from elasticgang.comm.kinds import check_process_group, default_process_group
 from elasticgang.comm.nccl_settings import apply_nccl_settings
+from elasticgang.environment import layout_text
 from elasticgang.errors import InvalidOperationError, NotSupportedError
 from elasticgang.gang import get_default_device, get_world_size
 from elasticgang.layout import ParallelLayout
@@ -40,6 +42,9 @@ def join(
     """Join the job for which `elasticgang run` started this process. In any other process, start a job of one rank,
     with fake gangs and without coordinator or subprocess. Nothing is sent before the first step.
 
+    `layout`: the same on every rank. The default is that of `elasticgang run --layout`, and without it
+    `ParallelLayout()`, in which every rank holds the whole model.
+
     `device`: where the gangs' tensors are, as `manager.device` afterwards. The default, also for "cuda" without an
     index, is `get_default_device()`: the CUDA device of this rank if CUDA is available, otherwise the CPU. A CUDA
     device becomes torch's current one.
@@ -48,6 +53,7 @@ def join(
     --process-group`, or a function that makes a torchft `ProcessGroup`. The runtime calls it once for each gang (gangs
     of the same ranks share a group), and then the group's `configure` in every generation, and its `abort`. The default
     is that option's, and without it "nccl" on CUDA and "isolated-gloo" on the CPU. Votes always use isolated Gloo.
+    "isolated-gloo" also takes tensors on CUDA, through memory of the host: for tests, and where ranks share a device.
 
     Raises:
         ValueError: `process_group` is not a valid name, or the group does not support `device`.
@@ -59,7 +65,8 @@ def join(
         LayoutError: the process is alone, and `layout` needs more than one rank.
     """
     global _joined
-    layout = layout or ParallelLayout()
+    named_layout = layout_text()
+    layout = layout or (ParallelLayout() if named_layout is None else ParallelLayout.parse(named_layout))
     device = _choose_device(device)
     context = inherited()
     named = process_group
@@ -79,19 +86,21 @@ def join(
     rendezvous: Rendezvous
     if context is None:
         rendezvous, state_server = LocalRendezvous(layout, device), SnapshotServer()
+        mover = StateMover(state_server) if layout.fallback else None
     else:
         rendezvous, state_server = (
             ElasticRendezvous(context, layout, device, groups),
             SnapshotServer(context.host, context.job, context.credentials, context.drain.page.set_healing),
         )
+        mover = StateMover(state_server, context.drain.page.set_healing) if layout.fallback else None
 
     def make_checkpoints(
         location: str, every_steps: int | None, every_seconds: float | None, keep: int
     ) -> DurableCheckpoints:
+        check_lasting(location)
         schedule = Schedule(every_steps, every_seconds, clock=time.monotonic)
         return DurableCheckpoints(location, schedule, keep, state_server)
 
-    mover = StateMover(state_server) if layout.fallback else None
     return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints, mover)
 
 
@@ -110,6 +119,8 @@ def _check_process_group(process_group: object, device: torch.device) -> None:
     check_process_group(process_group)
     name = str(process_group)
     check_available(name)
+    if name == "isolated-gloo":  # it copies through memory of the host anyway
+        return
     wanted = "cuda" if name.endswith("nccl") else "cpu"
     if device.type != wanted:
         raise ValueError(f"`process_group` {name!r} is for tensors on {wanted}, but `device` is {device} instead.")

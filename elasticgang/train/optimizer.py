@@ -57,6 +57,8 @@ class Optimizer:
         """
         _refuse_communicating(optimizer)
         self.optim = optimizer
+        self.sums: dict[str, float] = {}
+        """The sums over all ranks that the last `step` was asked for, by name; empty unless it has returned True."""
         self._manager = manager
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self._scaler is not None and any(each.dtype is torch.float16 for each in self._parameters()):
@@ -76,18 +78,31 @@ class Optimizer:
         groups: list[dict[str, Any]] = self.optim.param_groups
         return groups
 
-    def step(self, *, weight: float, max_norm: float | None = None) -> bool:
+    def step(
+        self,
+        *,
+        weight: float,
+        max_norm: float | None = None,
+        sums: Mapping[str, float | Tensor] | None = None,
+    ) -> bool:
         """Vote on the step and apply it if it is committed: divide the gradients by the sum of all ranks' `weight`,
         clip them to `max_norm` if given (the 2-norm over all parameters of the model, on all ranks), apply them, and
         set them to None.
 
         `weight`: the number of samples or tokens that this rank's losses were summed over; 0 without slots.
+        `sums`: numbers of this rank, or tensors of one element, under the same names on every rank. They are summed
+        over all ranks together with the weights, in float64. Once the step is committed, the attribute `sums` has the
+        sums: `optim.sums["loss"]`. All ranks that apply the step have the same ones, whoever has died since. A rank
+        that heals adds zeros. With `tp` or `pp`, several ranks know the same loss: give it on one of them, and 0 on the
+        others.
 
         Returns True if the step is committed and in this rank's state. Returns False if it is dropped; it is then tried
         again with the same samples. Blocks until that is decided, possibly through a generation change.
 
         Raises:
-            ValueError: `weight` is negative or not finite. Nothing was sent.
+            ValueError: `weight` is negative or not finite, or a value of `sums` has several elements. Nothing was sent.
+            LayoutError: no stage of the pipeline has a part of the state that the stages of another one had. Nothing is
+                committed.
             InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0; or
                 the scaler is not registered.
         """
@@ -99,12 +114,18 @@ class Optimizer:
                 "`register_state(scaler=scaler)`"
             )
         is_measured = max_norm is not None and self._manager.layout.unit > 1
-        return self._manager.commit(
+        names = sorted(sums or {})
+        numbers = [_number(name, (sums or {})[name]) for name in names]
+        self.sums = {}
+        is_committed = self._manager.commit(
             float(weight),
             lambda total, *measured: self._apply(overflows=_overflows(measured)),
             functools.partial(self._measure, is_measured) if is_measured or self._scaler is not None else None,
             prepare=lambda total, *measured: self._make_ready(total, max_norm, measured),
+            numbers=numbers,
         )
+        self.sums = dict(zip(names, self._manager.step.sums, strict=True)) if is_committed else {}
+        return is_committed
 
     def _measure(self, is_measured: bool) -> list[float]:
         """OPTIMIZER-1: whether a gradient of this rank overflows, if there is a scaler; and the squares, if
@@ -131,7 +152,7 @@ class Optimizer:
         if max_norm is None:
             return
         if squares := measured[1:]:
-            whole = torch.tensor(math.sqrt(math.fsum(squares)) / divisor, dtype=torch.float64)
+            whole = torch.tensor(math.sqrt(math.fsum(squares)) / divisor, dtype=torch.float64, device="cpu")
         else:
             whole = self._norm_here()
         coefficient = torch.clamp(max_norm / (whole + 1e-6), max=1.0)
@@ -206,7 +227,8 @@ class Optimizer:
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load it into the wrapped optimizer."""
+        """Load it into the wrapped optimizer. Its state until then is freed first, so that there is one copy of it."""
+        self.optim.state.clear()
         self.optim.load_state_dict(state_dict)
 
     def _parameters(self) -> list[Tensor]:
@@ -214,6 +236,12 @@ class Optimizer:
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+
+
+def _number(name: str, value: float | Tensor) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"`sums[{name!r}]` must have one element, but has the shape {tuple(value.shape)} instead.")
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _overflows(measured: Sequence[float]) -> bool:

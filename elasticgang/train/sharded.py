@@ -22,7 +22,8 @@ from elasticgang.collectives.work import Work
 from elasticgang.gang import ReduceOperation
 from elasticgang.member.manager import QuorumManager
 from elasticgang.state.dtensor import like, local, local_gradient
-from elasticgang.train.slot_gradients import SlotGradients, check_reduction
+from elasticgang.train.kept_gradients import slot_gradients
+from elasticgang.train.slot_gradients import check_reduction
 
 
 class ShardedDataParallel(nn.Module):
@@ -32,9 +33,11 @@ class ShardedDataParallel(nn.Module):
     instead of means, and `Optimizer.step(weight=)` divides them. `state_dict` is the module's.
     """
 
-    def __init__(self, manager: QuorumManager, module: nn.Module, *, reduction: str = "sum") -> None:
-        """`reduction`: as of `DistributedDataParallel`. "reproducible": the same bits for every number of replica
-        groups, if the module reduces over `sdp` in an order of its own, as FSDP2 does over Gloo.
+    def __init__(
+        self, manager: QuorumManager, module: nn.Module, *, reduction: str = "sum", keep: bool = False
+    ) -> None:
+        """`reduction`, `keep`: as of `DistributedDataParallel`. "reproducible": the same bits for every number of
+        replica groups, if the module reduces over `sdp` in an order of its own, as FSDP2 does over Gloo.
 
         Raises:
             ValueError: `reduction` is unknown.
@@ -46,10 +49,9 @@ class ShardedDataParallel(nn.Module):
         self._parameters_in_order = list(module.parameters())
         self._sums: list[tuple[Tensor, list[nn.Parameter], Work]] = []
         self._buckets: dict[torch.dtype, Tensor] = {}  # DDP-5
-        self._of_slots: SlotGradients | None = None
         self._has_contributed = False
-        if reduction == "reproducible":
-            self._of_slots = SlotGradients(manager, "rdp", list(self._by_dtype().values()))
+        groups = list(self._by_dtype().values())
+        self._of_slots = slot_gradients(manager, "rdp", module, groups, reduction, keep=keep)
         for part in self._fsdp_modules():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -65,7 +67,8 @@ class ShardedDataParallel(nn.Module):
         """Use it around forward and backward of one slot. `last`: the rank's last slot.
 
         Raises:
-            InvalidOperationError: with `reduction="reproducible"`, outside the loop over the slots of a `GlobalBatch`.
+            InvalidOperationError: with `reduction="reproducible"` or `keep`, outside the loop over the slots of a
+                `GlobalBatch`.
         """
         self._manager.step.check()
         if self._of_slots is not None:
@@ -136,6 +139,8 @@ class ShardedDataParallel(nn.Module):
                 part.reshard()
 
     def close(self) -> None:
+        if self._of_slots is not None:
+            self._of_slots.close()
         self._sums, self._parameters_in_order = [], []
         self._buckets.clear()
 

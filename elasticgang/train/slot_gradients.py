@@ -1,4 +1,4 @@
-"""The gradients of each slot of a step, for wrappers with `reduction="reproducible"`.
+"""The gradients of each slot of a step, for wrappers with `reduction="reproducible"` or `keep=True`.
 
 SLOTS-1  `Slots` says which slot is under way. When the next one begins, the gradient of the one before is taken from
     the parameters, so that backward never adds the gradients of two slots (REPRODUCIBLE-1).
@@ -7,6 +7,7 @@ SLOTS-1  `Slots` says which slot is under way. When the next one begins, the gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from elasticgang.gang import Gang
 from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.state.dtensor import like, local, local_gradient
 from elasticgang.train.partition import slots_of
+from elasticgang.train.plain_sum import PlainSum
 from elasticgang.train.reproducible import ReproducibleSum
+from elasticgang.train.slot_sum import SlotSum
 from elasticgang.train.summation_tree import leaves_of
 
 REDUCTIONS = ("sum", "reproducible")
@@ -33,13 +36,22 @@ class SlotGradients:
     `manager.gangs.rdp`."""
 
     def __init__(
-        self, manager: QuorumManager, over: str, groups: Sequence[Sequence[Tensor]], *, keeps: bool = False
+        self,
+        manager: QuorumManager,
+        over: str,
+        groups: Sequence[Sequence[Tensor]],
+        reduction: str,
+        *,
+        keeps: bool = False,
+        num_loose: int = 0,
     ) -> None:
-        """`groups`: the parameters whose gradients are reduced together, each of one dtype. `keeps`: as of
-        `ReproducibleSum`."""
+        """`groups`: the parameters whose gradients are reduced together, each of one dtype. `keeps`, `num_loose`: as of
+        `SlotSum`."""
         self._manager, self._over, self._groups = manager, over, groups
-        self._sums = [
-            ReproducibleSum([local(each) for each in group], self._empty(group[0]), keeps=keeps) for group in groups
+        kind = ReproducibleSum if reduction == "reproducible" else PlainSum
+        self._sums: list[SlotSum[Any]] = [
+            kind([local(each) for each in group], self._empty(group[0]), keeps=keeps, num_loose=num_loose)
+            for group in groups
         ]
         self._step: Step | None = None  # the step whose slots the sums have
         self._numbers: Sequence[int] = ()  # the slots that this rank computes
@@ -58,6 +70,10 @@ class SlotGradients:
     def _gang(self) -> Gang:
         return self._manager.reduction(self._over)
 
+    def begin(self) -> None:
+        """The slots of the step under way begin now, and not with `enter_slot`: forward of several comes first."""
+        self._begin(self._manager.step)
+
     def enter_slot(self) -> None:
         """Forward and backward of the slot under way begin (SLOTS-1).
 
@@ -67,8 +83,8 @@ class SlotGradients:
         step = self._manager.step
         if step.slot is None:
             raise InvalidOperationError(
-                '`reduction="reproducible"` must know the slot of each backward: use `accumulate` in a loop over '
-                "`batches.slots(step)`, where `batches` is a `GlobalBatch` or a `DataLoader`."
+                '`reduction="reproducible"` and `keep=True` must know the slot of each backward: use `accumulate` in a '
+                "loop over `batches.slots(step)`, where `batches` is a `GlobalBatch` or a `DataLoader`."
             )
         self._begin(step)
         if step.num_slots != self._num_slots:
@@ -88,7 +104,8 @@ class SlotGradients:
         """Raises InvalidOperationError: a backward of the forward that begins would be of no slot."""
         if torch.is_grad_enabled() and (self._step is None or self._slot is None):
             raise InvalidOperationError(
-                'with `reduction="reproducible"`, call the model inside `accumulate`, or inside `torch.no_grad()`.'
+                'with `reduction="reproducible"` or `keep=True`, call the model inside `accumulate`, or inside '
+                "`torch.no_grad()`."
             )
 
     def _begin(self, step: Step) -> None:
@@ -145,6 +162,9 @@ class SlotGradients:
                 for parameter, gradient in zip(group, gradients, strict=True):
                     parameter.grad = like(gradient, parameter)
         self._step = None
+
+    def close(self) -> None:
+        """The wrapper is used no more."""
 
     def drop(self) -> None:
         """Drop the gradients of the step."""

@@ -8,50 +8,37 @@ STREAM-1  Every rank has the state of every split at the committed step. It is r
 STREAM-2  No two slots of a step read from the same split, so that no rank waits for what another rank reads.
 STREAM-3  A rank votes on a step only with the states of all splits that the step has read: a rank that dies takes no
     state along.
-STREAM-4  A split is read from the state at the committed step. An open stream in any other state is dropped, and the
-    split is opened anew.
+STREAM-4  A split is read from its state at the committed step, or, for a later step, from where the reading before it
+    ends. What was read from another state is read again.
 """
 
 from __future__ import annotations
 
-import base64
-import itertools
 import json
-import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import default_collate
 
-from elasticgang.errors import InvalidOperationError, NotSupportedError, OperationalError, StepAborted
+from elasticgang.errors import InvalidOperationError, OperationalError, StepAborted
 from elasticgang.gang import Gang
 from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.protocol.member_state import Share
-from elasticgang.state.serialization import as_bytes, flatten, unflatten
-from elasticgang.state.transport import empty, shapes_of
 from elasticgang.train.data import Slot, Slots, check_sizes, mixed, numbers_of
-from elasticgang.train.data_loader import LoadedSlots
-from elasticgang.train.data_worker import kept_generators, seed_all
+from elasticgang.train.data_loader import LoadedSlots, check_options
+from elasticgang.train.data_worker import Fetched, Request, WorkerOptions, context_of, fetch_here
+from elasticgang.train.fetch_pool import FetchPool
+from elasticgang.train.prefetch import Key, divided
+from elasticgang.train.stream_reader import Reading, Split, StreamFetcher
 
-
-class Split(Protocol):
-    """A stream of samples, such as torchdata's `StatefulDataLoader`. `state_dict` is of the samples that its iterator
-    has yielded. After `load_state_dict`, iterating yields the samples that follow; after the last one, iterating again
-    yields the samples of the next pass."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+_LENGTH_BYTES, _ROW_BYTES = 8, 2048  # what a rank sends in the first collective of an exchange
 
 
 class StreamLoader:
-    """Reads this rank's share of each step from streams.
+    """Reads this rank's share of each step from streams, in worker processes ahead of the step that needs it.
 
-        loader = eg.StreamLoader(manager, open_split, num_splits=64, size=64, slot=8)
+        loader = eg.StreamLoader(manager, open_split, num_splits=64, size=64, slot=8, num_workers=2)
         manager.register_state(model=model, optim=optim, stream=loader)
         for step in manager.steps(1000):
             with step:
@@ -59,7 +46,7 @@ class StreamLoader:
                     ...
 
     Each pass over a split takes every sample of it once, whichever ranks read it. The samples of a slot depend on the
-    streams alone: not on the rank, or the number of ranks.
+    streams alone: not on the rank, the worker, or the number of either.
     """
 
     def __init__(
@@ -71,31 +58,45 @@ class StreamLoader:
         size: int,
         slot: int,
         seed: int = 0,
+        num_workers: int = 0,
+        prefetch: int = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        timeout: float = 300.0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
     ) -> None:
         """`open_split`: opens the split of a number below `num_splits`, at its beginning. `size`: samples in a global
         batch. `slot`: samples in a slot. `num_splits`: a multiple of `size // slot`, the same in every job that
-        continues this one. `seed`: of torch's, Python's and numpy's generators while samples are read. `collate_fn`: as
-        of torch's `DataLoader`.
+        continues this one. `seed`: of torch's, Python's and numpy's generators while samples are read.
+
+        `num_workers`: processes of this rank, each of which reads splits of its own; 0: the step itself reads. A worker
+        cannot start processes: a split reads within its own. `prefetch`: steps ahead of the present one for which this
+        rank's slots are read. `timeout`: seconds that a worker may need for one slot, with the opening of its split.
+        The rest is as of torch's `DataLoader`.
 
         Raises:
-            ValueError: a number is below 1, `size` is not a multiple of `slot`, or `num_splits` is not one of
-                `size // slot`.
-            NotSupportedError: the layout has `pp`.
+            ValueError: a number is too small, `size` is not a multiple of `slot`, or `num_splits` is not one of
+                `size // slot`; or there is no such multiprocessing context.
         """
         check_sizes(num_splits=num_splits, size=size, slot=slot)
+        check_options(num_workers, prefetch, timeout)
         if num_splits % (size // slot):  # STREAM-2
             raise ValueError(
                 f"`num_splits` must be a multiple of `size // slot` ({size // slot}), so that each slot of a step has "
                 f"a split of its own, but is {num_splits} instead."
             )
-        if manager.layout.pp > 1:
-            raise NotSupportedError("`StreamLoader` does not support a layout with `pp`.")
         self.size, self.slot, self.seed, self.num_splits = size, slot, seed, num_splits
-        self._manager, self._open_split, self._collate = manager, open_split, collate_fn or default_collate
+        self._manager, self._prefetch = manager, prefetch
+        self._fetcher = StreamFetcher(open_split, collate_fn)
+        options = WorkerOptions(pin_memory, timeout, worker_init_fn, context_of(multiprocessing_context))
+        self._pool = FetchPool(self._fetcher, options, num_workers) if num_workers else None
+        if self._pool is not None:
+            weakref.finalize(self, self._pool.close)
         self._states: dict[int, str] = {}  # STREAM-1; of the splits that were ever read
         self._read: dict[int, str] = {}  # by this rank in the step under way
-        self._opened: dict[int, _OpenSplit] = {}
+        self._numbers: Sequence[int] = ()  # of this rank's slots
+        self._workers: dict[int, int] = {}  # by split
         self._is_registered = False
         self._unfinished: int | None = None  # the step whose slots are not all read
 
@@ -106,8 +107,8 @@ class StreamLoader:
 
     def slots(self, step: Step) -> LoadedSlots:
         """This rank's share of `step`. Iterating over it yields `(slot, batch)`; `slot.index` counts the samples of the
-        job. Iterate to the end on every rank, also on one without slots: the ranks exchange the states of the splits
-        there (STREAM-3).
+        job. Iterate to the end (or call `load`) on every rank, also on one without slots: the ranks exchange the states
+        of the splits there (STREAM-3). With `pp`, each stage reads the samples of its replica group.
 
         Raises:
             InvalidOperationError: the loader is not registered; or the loop over the slots of the step before was left
@@ -126,11 +127,23 @@ class StreamLoader:
             )
         step.num_slots = self.num_slots
         numbers = range(0) if step.share is None else numbers_of(self.num_slots, self.slot, step.share)
-        kept = {number for slot in numbers for number in range(slot, self.num_splits, self.num_slots)}
-        self._opened = {number: split for number, split in self._opened.items() if number in kept}
         self._unfinished, self._read = step.index, {}
+        requests = self._requests(step.index, numbers)
+        if self._pool is not None:
+            self._pool.want(requests)
+        by_key = {request.key: request for request in requests}
         slots = [self._slot(step.index, number, number == numbers[-1]) for number in numbers]
-        return _StreamedSlots(Slots(slots, step), lambda slot: self._batch(step, slot), lambda: self._exchange(step))
+        return _StreamedSlots(
+            Slots(slots, step),
+            lambda slot: self._batch(step, slot, by_key[step.index, slot.number]),
+            lambda: self._exchange(step),
+        )
+
+    def close(self) -> None:
+        """End the workers. They also end with this object and with the process."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool.join()
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all splits at the committed step."""
@@ -148,29 +161,54 @@ class StreamLoader:
 
     def _slot(self, step_index: int, number: int, last: bool) -> Slot:
         first = step_index * self.size + number * self.slot
-        return Slot(number, torch.arange(first, first + self.slot), mixed(self.seed, step_index, number), last)
+        return Slot(
+            number, torch.arange(first, first + self.slot, device="cpu"), mixed(self.seed, step_index, number), last
+        )
 
     def _split_of(self, step_index: int, slot: int) -> int:
         return slot + self.num_slots * (step_index % (self.num_splits // self.num_slots))
 
-    def _batch(self, step: Step, slot: Slot) -> Any:
-        number = self._split_of(step.index, slot.number)
-        try:
-            with kept_generators():
-                seed_all(slot.seed)
-                split = self._opened.pop(number, None)  # one that raises is not used again
-                state = self._states.get(number)
-                if split is None or split.state != state:  # STREAM-4
-                    split = _OpenSplit(self._open_split(number), state)
-                batch = self._collate(split.read(self.slot))
-        except Exception as exc:
+    def _requests(self, step_index: int, numbers: Sequence[int]) -> list[Request]:
+        """What to read for the slots `numbers` of this step, and with workers of the next ones (STREAM-4)."""
+        cycle = self.num_splits // self.num_slots
+        if self._pool is not None and numbers != self._numbers:
+            splits = [self._split_of(index, number) for index in range(cycle) for number in numbers]
+            self._numbers, self._workers = numbers, divided(splits, self._workers, self._pool.num_workers)
+        ahead = 0 if self._pool is None else self._prefetch
+        latest: dict[int, Key] = {}
+        requests = []
+        for index in range(step_index, step_index + 1 + ahead):
+            for number in numbers:
+                split, key = self._split_of(index, number), (index, number)
+                follows = latest.get(split)
+                requests.append(
+                    Request(
+                        key,
+                        Reading(split, self.slot, len(numbers) * cycle),
+                        mixed(self.seed, *key),
+                        start=self._states.get(split) if follows is None else None,
+                        follows=follows,
+                        worker=self._workers.get(split),
+                    )
+                )
+                latest[split] = key
+        return requests
+
+    def _batch(self, step: Step, slot: Slot, request: Request) -> Any:
+        fetched: Fetched
+        if self._pool is None:
+            step.check()
+            fetched = fetch_here(self._fetcher, request)
+        else:
+            fetched = self._pool.take(step, slot)
+        number = request.samples.number
+        if fetched.error:
             raise OperationalError(
-                f"slot {slot.number} of step {step.index} cannot be read from split {number}:\n"
-                f"{traceback.format_exc().rstrip()}"
-            ) from exc
-        assert split.state is not None
-        self._opened[number], self._read[number] = split, split.state
-        return batch
+                f"slot {slot.number} of step {step.index} cannot be read from split {number}:\n{fetched.error}"
+            ) from fetched.cause
+        assert fetched.end is not None
+        self._read[number] = fetched.end
+        return fetched.batch
 
     def _exchange(self, step: Step) -> None:
         """STREAM-3."""
@@ -199,26 +237,10 @@ class _StreamedSlots(LoadedSlots):
         yield from super().__iter__()
         self._finish()
 
-
-class _OpenSplit:
-    """`state`: after the last read, as text; None at the beginning."""
-
-    def __init__(self, split: Split, state: str | None) -> None:
-        self.state = state
-        if state is not None:
-            split.load_state_dict(_from_text(state))
-        self._split, self._samples = split, iter(split)
-
-    def read(self, count: int) -> list[Any]:
-        samples = list(itertools.islice(self._samples, count))
-        while len(samples) < count:
-            self._samples = iter(self._split)  # the next pass
-            further = list(itertools.islice(self._samples, count - len(samples)))
-            if not further:
-                raise ValueError("the split has no samples")
-            samples += further
-        self.state = _to_text(self._split.state_dict())
-        return samples
+    def load(self) -> list[Any]:
+        batches = super().load()
+        self._finish()
+        return batches
 
 
 def _are_shared(shares: list[Share | None]) -> bool:
@@ -226,38 +248,25 @@ def _are_shared(shares: list[Share | None]) -> bool:
 
 
 def _gather(gang: Gang, data: bytes) -> list[bytes]:
-    """`data` of every rank of `gang`, in rank order. Nothing is unpickled.
+    """`data` of every rank of `gang`, in rank order. Nothing is unpickled. One collective if all of it is short.
 
     Raises:
         StepAborted: the generation has ended.
     """
-    device = gang.device
-    sizes = torch.zeros(gang.size, dtype=torch.int64, device=device)
-    gang.all_gather(sizes, torch.tensor([len(data)], device=device))
-    if not gang.is_poisoned:
-        most = int(sizes.max())
-        padded = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8).to(device)
-        gathered = torch.zeros(gang.size * most, dtype=torch.uint8, device=device)
-        gang.all_gather(gathered, padded)
+    row = len(data).to_bytes(_LENGTH_BYTES, "big") + data[: _ROW_BYTES - _LENGTH_BYTES]
+    rows = _gather_rows(gang, row, _ROW_BYTES)
+    lengths = [int.from_bytes(each[:_LENGTH_BYTES], "big") for each in rows]
+    if max(lengths) > _ROW_BYTES - _LENGTH_BYTES:
+        rows = _gather_rows(gang, data, max(lengths))
+    else:
+        rows = [each[_LENGTH_BYTES:] for each in rows]
+    return [each[:length] for each, length in zip(rows, lengths, strict=True)]
+
+
+def _gather_rows(gang: Gang, row: bytes, size: int) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(row.ljust(size)), dtype=torch.uint8).to(gang.device)
+    gathered = torch.zeros(gang.size * size, dtype=torch.uint8, device=gang.device)
+    gang.all_gather(gathered, mine)
     if gang.is_poisoned:
         raise StepAborted("the generation ended before the ranks had exchanged the states of the splits")
-    rows = gathered.cpu().view(gang.size, most)
-    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _to_text(state: object) -> str:
-    """Raises TypeError: `state` has a value that is neither plain nor a tensor."""
-    spec, tensors = flatten(state)
-    data = [base64.b64encode(as_bytes(tensor)).decode() for tensor in tensors]
-    return json.dumps([spec, shapes_of(tensors), data])
-
-
-def _from_text(text: str) -> Any:
-    spec, shapes, data = json.loads(text)
-    tensors: list[Tensor] = []
-    for (shape, dtype), encoded in zip(shapes, data, strict=True):
-        tensor = empty(shape, dtype)
-        if tensor.numel():
-            as_bytes(tensor)[:] = base64.b64decode(encoded)
-        tensors.append(tensor)
-    return unflatten(spec, tensors)
+    return [each.numpy().tobytes() for each in gathered.cpu().view(gang.size, size)]

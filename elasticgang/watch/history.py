@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ class History:
 
     def __init__(self) -> None:
         self.points: list[tuple[float, int, float, float | None]] = []
+        self._encoded: list[str] = []  # each point once: all of them, each second, would cost more than the rest
         self._every = 1
         self._num_seen = 0
 
@@ -25,6 +27,11 @@ class History:
         loss = status["numbers"].get("loss")
         known = float(loss) if isinstance(loss, int | float) else None
         self.points.append((round(status["elapsed_s"], 1), status["step"], status["steps_per_s"], known))
+        self._encoded.append(json.dumps(self.points[-1]))
         if len(self.points) >= MAX_POINTS:
-            self.points = self.points[1::2]
+            self.points, self._encoded = self.points[1::2], self._encoded[1::2]
             self._every *= 2
+
+    @property
+    def json(self) -> str:
+        return f"[{', '.join(self._encoded)}]"

@@ -21,8 +21,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ _CLIENT_TIMEOUT_S = 5.0  # for one read or write
 CONNECTION_S = 10.0
 MAX_CLIENTS = 64
 _MAX_BODY_BYTES = 1 << 16
+_NICENESS = 10  # the ranks come first: they wait for each other, so that an interrupted one holds up all
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _PAGE = Path(__file__).with_name("page")
 _FILES = {
@@ -65,21 +67,22 @@ class StatusUnavailable(Exception):
 
 class StatusSource:
     """What was read last (SERVER-3). `refresh` reads. After `_MAX_FAILURES` reads in a row that fail there is no
-    status, nor if the first one fails."""
+    status, nor if the first one fails. What nobody asks for is not encoded, and the same status is encoded once."""
 
     def __init__(self, reader: JobReader, on_status: Callable[[dict[str, Any]], None] = lambda status: None) -> None:
         """`on_status` gets each status."""
         self._reader, self._on_status = reader, on_status
         self._history = History()
+        self._lock = threading.Lock()
         self._num_failures = _MAX_FAILURES - 1  # the first read counts
         self.refresh()
 
     def refresh(self) -> None:
         try:
             status = self._reader.read()
-            self._history.add(status)
-            self._json = json.dumps({"status": status, "history": self._history.points}).encode()
-            self._status = status
+            with self._lock:
+                self._history.add(status)
+                self._status, self._json = status, b""
             self._on_status(status)
         except Exception as exc:  # such as EIO, ESTALE and EMFILE, which may pass
             self._num_failures += 1
@@ -91,7 +94,10 @@ class StatusSource:
     def json(self) -> bytes:
         """Raises StatusUnavailable."""
         self._check()
-        return self._json
+        with self._lock:
+            if not self._json:
+                self._json = f'{{"status": {json.dumps(self._status)}, "history": {self._history.json}}}'.encode()
+            return self._json
 
     def status(self) -> dict[str, Any]:
         """Raises StatusUnavailable."""
@@ -117,10 +123,8 @@ def metrics_routes(source: StatusSource) -> dict[str, Route]:
     return {"/metrics": (metrics.CONTENT_TYPE, metrics.exposition(source.status))}
 
 
-class ReadOnlyServer(ThreadingHTTPServer):
+class ReadOnlyServer(HTTPServer):
     """Serves `routes` on `listener`. `hosts`: the names that a request may use for it; None for any (SERVER-4)."""
-
-    daemon_threads = True
 
     def __init__(self, listener: socket.socket, routes: Mapping[str, Route]) -> None:
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
@@ -131,6 +135,7 @@ class ReadOnlyServer(ThreadingHTTPServer):
         is_loopback = ipaddress.ip_address(host).is_loopback
         self.hosts = _LOOPBACK | {f"[{host}]" if ":" in host else host} if is_loopback else None
         self._deadlines: dict[Any, float] = {}  # by connection
+        self._threads = ThreadPoolExecutor(MAX_CLIENTS)  # a thread for each connection would cost three times as much
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._deadlines) >= MAX_CLIENTS:  # SERVER-3
@@ -138,16 +143,23 @@ class ReadOnlyServer(ThreadingHTTPServer):
             return
         self._deadlines[request] = time.monotonic() + CONNECTION_S
         try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread can be started
-            del self._deadlines[request]
+            self._threads.submit(self._serve, request, client_address)
+        except BaseException:  # no thread can be started; one that runs may get the connection all the same
+            self._deadlines.pop(request, None)
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def _serve(self, request: Any, client_address: Any) -> None:
         try:
-            super().process_request_thread(request, client_address)
+            self.finish_request(request, client_address)
+        except Exception:
+            self.handle_error(request, client_address)
         finally:
-            del self._deadlines[request]
+            self.shutdown_request(request)
+            self._deadlines.pop(request, None)
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def service_actions(self) -> None:
         """SERVER-3. `serve_forever` calls this after each connection, and twice a second."""
@@ -175,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, has_body: bool) -> None:
         host, _, port = (self.headers.get("Host") or "").rpartition(":")
         name = host if port.isdecimal() else f"{host}:{port}".lstrip(":")
-        if self.server.hosts is not None and name not in self.server.hosts:
+        if self.server.hosts is not None and name.lower() not in self.server.hosts:
             self.send_error(HTTPStatus.FORBIDDEN, "use the address that the agent has printed")  # SERVER-4
             return
         route = self.server.routes.get(self.path.partition("?")[0])
@@ -216,6 +228,7 @@ def main(log_dir: str, options: str) -> None:
     """`options`: JSON, see `serving.serve`; "listeners": the descriptors of listening sockets by what they serve."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # SERVER-1
+    os.nice(_NICENESS)
     given = json.loads(options)
     traces = _traces() if given["traces"] else None
     reader = JobReader(

@@ -20,6 +20,8 @@ from elasticgang.observe.pace import Commits, step_seconds, steps_per_second
 Event = Mapping[str, Any]
 
 NUM_CHANGES = 50
+_LAYOUTS = ("layout", "fallback_of")
+_KEPT = ("generation", "cause", "wall", "phases_ms", "checkpoint", "in_doubt", "layout_before", *_LAYOUTS)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Summary:
         self._lost_s: defaultdict[str, float] = defaultdict(float)
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         self._healed_bytes = 0
-        self._device_faults: dict[int, dict[str, Any]] = {}  # by device
+        self._device_faults: dict[int | str, dict[str, Any]] = {}  # by index, or by UUID
         self._exiting: Event = {}
 
     def add(self, event: Event) -> None:
@@ -96,17 +98,16 @@ class Summary:
             self._phase_s[name] += (ms or 0.0) / 1e3
         self._counted_to, self._step_s = change["t"], change.get("step_s")
         self._is_settled = self._generation is not None and change["generation"] == self._generation["generation"]
-        kept = {
-            name: change.get(name) for name in ("generation", "cause", "wall", "phases_ms", "checkpoint", "in_doubt")
-        }
+        kept = {name: change.get(name) for name in _KEPT}
         numbers = {name: len(change.get(name) or ()) for name in ("left", "joined", "moved")}
         self._changes.append({**kept, **numbers, "kind": kind, "lost_s": lost_s})
 
     def _add_device_fault(self, event: Event) -> None:
-        device = event["device"]
+        device = event["uuid"] if event.get("is_chosen") else event["device"]
         before = self._device_faults.get(device, {"num_faults": 0})
         self._device_faults[device] = {
             "device": device,
+            "uuid": event.get("uuid", ""),
             "num_faults": before["num_faults"] + 1,
             "reason": event["reason"],
             "is_quarantined": event["is_quarantined"],
@@ -140,6 +141,7 @@ class Summary:
             "wall": (self._started or {}).get("wall", 0.0) + max(0.0, now_s - (self._started or {}).get("t", now_s)),
             "generation": generation.get("generation", 0),
             "is_changing": is_alive and not self._is_settled,
+            **{name: generation.get(name) for name in _LAYOUTS},
             "seats": _seats(generation, has_learners),
             "hosts": [self._host(host, ranks, has_learners) for host in generation.get("seats", ())],
             "step": step,
@@ -153,7 +155,7 @@ class Summary:
             "phase_s": {name: round(s, 4) for name, s in self._phase_s.items()},
             "healed_bytes": self._healed_bytes,
             "healing": self._healing(ranks),
-            "device_faults": [self._device_faults[device] for device in sorted(self._device_faults)],
+            "device_faults": [self._device_faults[device] for device in sorted(self._device_faults, key=str)],
             "changes": list(self._changes),
         }
 

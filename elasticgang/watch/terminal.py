@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from elasticgang.observe.change_report import PHASES
+from elasticgang.observe.change_report import PHASES, name_layout
 from elasticgang.progress import bar, share
 
 _MAX_HOSTS = 16
+_LATE_STEPS = 10  # in the time of so many steps none was committed
 _MARKS = {"active": "", "learner": "L", "spare": "spare"}
 
 
@@ -28,17 +29,23 @@ def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
     yield f"  agent {status['agent']}, for {_span(status['elapsed_s'])}"
     changing = ", which has not committed a step yet" if status["is_changing"] else ""
     yield f"  generation {status['generation']}{changing}: {_counts(status['seats']) or 'no seats'}"
+    if status["layout"] is not None:
+        yield f"  layout {name_layout(status)}"
     rates = [f"step {status['step']}", f"{status['steps_per_s']:.2f} steps/s"]
-    if status["tokens_per_s"] is not None:
-        rates.append(f"{status['tokens_per_s']:,.0f} tokens/s on this host")
-    rates += [f"{name} {_number(value)}" for name, value in status["numbers"].items() if name != "tokens"]
     if status["last_commit_age_s"] is not None:
-        rates.append(f"last commit {status['last_commit_age_s']:.1f} s ago")
+        stands_still = status["last_commit_age_s"] * status["steps_per_s"] > _LATE_STEPS
+        rates.append(f"last commit {status['last_commit_age_s']:.1f} s ago{' (stands still)' * stands_still}")
     yield "  " + ", ".join(rates)
+    reported = [f"{name} {_number(value)}" for name, value in status["numbers"].items() if name != "tokens"]
+    if status["tokens_per_s"] is not None:
+        reported.insert(0, f"{status['tokens_per_s']:,.0f} tokens/s")
+    if reported:
+        yield f"  reported by this agent's ranks: {', '.join(reported)}"
     if status["goodput"] is not None:
         yield f"  goodput {100 * status['goodput']:.1f} %{_lost(status)}"
     for host in status["hosts"][:_MAX_HOSTS]:
-        yield f"  {host['host']} ({host['agent']}): {_seats(host['seats'])}"
+        here = ", this agent" if host["is_here"] and len(status["hosts"]) > 1 else ""
+        yield f"  {host['host']} ({host['agent']}{here}): {_seats(host['seats'])}"
     if len(status["hosts"]) > _MAX_HOSTS:
         yield f"  and {len(status['hosts']) - _MAX_HOSTS} more hosts"
     for heal in status["healing"]:
@@ -61,15 +68,19 @@ def _lost(status: Mapping[str, Any]) -> str:
 def _device(fault: Mapping[str, Any]) -> str:
     number = fault["num_faults"]
     quarantined = ", and is quarantined" if fault["is_quarantined"] else ""
-    return f"device {fault['device']} has failed {number} time{'s' * (number != 1)}{quarantined}: {fault['reason']}"
+    uuid = f" ({fault['uuid']})" if fault["uuid"] not in ("", fault["device"]) else ""
+    return (
+        f"device {fault['device']}{uuid} has failed {number} time{'s' * (number != 1)}{quarantined}: {fault['reason']}"
+    )
 
 
 def _change(change: Mapping[str, Any]) -> str:
     at = datetime.fromtimestamp(change["wall"] or 0.0).strftime("%H:%M:%S")
     moves = ", ".join(f"{change[what]} {what}" for what in ("left", "joined", "moved") if change[what])
+    taken = f"takes the layout {name_layout(change)}" if change["layout_before"] else ""
     phases = change["phases_ms"] or {}
     times = ", ".join(f"{name} {phases[name]:.0f}" for name in PHASES if phases.get(name))
-    parts = [part for part in (moves, f"lost {change['lost_s']:.2f} s", f"{times} ms" if times else "") if part]
+    parts = [part for part in (moves, taken, f"lost {change['lost_s']:.2f} s", f"{times} ms" if times else "") if part]
     return f"{at}  generation {change['generation']}: {change['cause']}; {'; '.join(parts)}"
 
 

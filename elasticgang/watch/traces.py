@@ -30,6 +30,10 @@ from elasticgang.observe.change_report import PHASES, is_planned
 
 FLUSH_S = 0.5
 _PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+_PACKAGES = {
+    "otlp_proto_http": "'elasticgang[otel]'",
+    "otlp_proto_grpc": "opentelemetry-exporter-otlp-proto-grpc",
+}
 _AFTER_CONFIGURE = PHASES[PHASES.index("configure") + 1 :]  # these begin together
 
 
@@ -45,7 +49,9 @@ def make_exporter(environ: Mapping[str, str]) -> SpanExporter:
         name = _PROTOCOLS.get(protocol or "http/protobuf", f"otlp over {protocol}")
     found = list(entry_points(group="opentelemetry_traces_exporter", name=name))
     if not found:
-        raise OperationalError(f"there is no exporter {name!r} of OpenTelemetry traces; is its package installed?")
+        known = _PACKAGES.get(name)
+        hint = f"pip install {known}" if known else "is its package installed?"
+        raise OperationalError(f"there is no exporter {name!r} of OpenTelemetry traces: {hint}")
     try:
         exporter: SpanExporter = found[0].load()()
     except Exception as exc:
@@ -70,10 +76,10 @@ class Traces:
 
     def close(self) -> None:
         """TRACES-2."""
-        if self._provider is not None:
-            flushing = threading.Thread(target=self._provider.force_flush, daemon=True)
-            flushing.start()
-            flushing.join(FLUSH_S)
+        if self._provider is not None:  # its thread would otherwise run on, and again in each forked child
+            ending = threading.Thread(target=self._provider.shutdown, daemon=True)  # exports what is left
+            ending.start()
+            ending.join(FLUSH_S)
 
     def _start(self, started: Mapping[str, Any]) -> None:
         self._job = {"elasticgang.job.id": started["job"], "elasticgang.agent.id": started["agent"]}

@@ -31,17 +31,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from elasticgang.coordinator.decision_server import CoordinatorServer, ServerOptions
+from elasticgang.coordinator.server import collect_rarely
 from elasticgang.coordinator.state_directory import StateDirectory
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol import agent_events
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Attempt
-from elasticgang.protocol.coordinator_messages import EndGeneration, JoinRequest, Notify, Welcome
+from elasticgang.protocol.coordinator_messages import (
+    EMBEDDED_TIMEOUTS,
+    EndGeneration,
+    JoinRequest,
+    Notify,
+    Welcome,
+)
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report, Seat
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.session.agent_client import AgentClient
@@ -55,22 +63,36 @@ _LIMIT_S = 120.0
 _PAUSE_S = 0.3
 _LAYOUT = ParallelLayout()
 _ADDRESS = "127.0.0.1:1"
+# An agent shares its process with hundreds of others, and may be slow beside them on a machine that is busy: no lease
+# ends here, and no session is given up.
+_TIMEOUTS = replace(EMBEDDED_TIMEOUTS, answer_s=_LIMIT_S)
+
+
+def received(pipe: Connection) -> Any:
+    """The next message; None, as at the end of the bench, if the bench was killed."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 def coordinator_process(directory: str, fields: dict[str, Any], pipe: Connection) -> None:
+    collect_rarely()  # as `coordinator.server.serve` does
+
     async def run() -> None:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
         state = StateDirectory(Path(directory))
-        options = ServerOptions(credentials_from_json(fields), state)
+        options = ServerOptions(credentials_from_json(fields), state, timeouts=_TIMEOUTS)
         server = CoordinatorServer(options, lambda line: print(line, file=sys.stderr), ended.set_exception)
         pipe.send(await server.start("127.0.0.1", 0))
 
         def on_request() -> None:
-            if pipe.recv() == "usage":
+            if received(pipe) == "usage":
                 used = os.times()
                 pipe.send((used.user + used.system, server.num_bytes_sent))
             else:
+                loop.remove_reader(pipe.fileno())
                 ended.set_result(None)
 
         loop.add_reader(pipe.fileno(), on_request)
@@ -123,7 +145,7 @@ class SimulatedAgent:
         self._num_started = 1
         self._fresh: set[str] = set(self._members.values())
         self._is_ready = True
-        session = AgentSession(self._name, incarnation=f"{number}")
+        session = AgentSession(self._name, incarnation=f"{number}", timeouts=_TIMEOUTS)
         self.client = AgentClient(session, self, ("127.0.0.1", port), _JOB, credentials)
 
     def start(self) -> None:
@@ -188,6 +210,7 @@ def agents_process(
     numbers: range, port: int, fields: dict[str, Any], args: argparse.Namespace, pipe: Connection
 ) -> None:
     """Sends what happens in batches: one write for many agents."""
+    collect_rarely()  # an agent alone has a small part of these objects
     batch: list[tuple[float, int, tuple[Any, ...]]] = []
 
     async def run() -> None:
@@ -209,8 +232,9 @@ def agents_process(
         agents = {n: SimulatedAgent(n, port, credentials_from_json(fields), args, teller(n)) for n in numbers}
 
         def on_order() -> None:
-            order = pipe.recv()
+            order = received(pipe)
             if order is None:
+                loop.remove_reader(pipe.fileno())
                 ended.set_result(None)
             else:
                 number, verb = order

@@ -1,11 +1,12 @@
 """How much work a kill in the middle of a long step costs, with the gradients of survivors' slots kept and without.
 
-Kills a random rank at a random moment of each --every-th step, in two jobs one after the other: with
-`DistributedDataParallel(keep=True)` and without. A slot counts as computed once its forward has begun. Prints JSON
-lines for each job:
+Kills a random rank at a random moment of each --every-th step, in two jobs one after the other: with `keep=True` and
+without. With --layout, such as tp=2, each rank holds a part of the model, and its replica group dies with it. A slot
+counts as computed once its forward has begun, on each rank for itself. Prints JSON lines for each job:
 
-  lost_slots     slots of the killed steps that were computed in vain, in all; "of_dead": those that the killed ranks
-                 had begun in these steps; "ratio": of both; "share": the ratio to the ranks' even shares of the slots
+  lost_slots     slots of the killed steps that were computed in vain, in all; "of_dead": those that the replica groups
+                 of the killed ranks had begun in these steps; "ratio": of both; "share": the ratio to the even shares
+                 of these groups
   step_ms        of the steps that were not killed
   killed_step_ms of the killed steps, from the commit before to their own
 """
@@ -18,11 +19,12 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from elasticgang.layout import ParallelLayout
+from elasticgang.train.slot_gradients import REDUCTIONS
 from scripts.benches.recovery import figure_of
 from scripts.demo_job.driver import Job, JobFailedError, JobSpec
 from scripts.demo_job.run_audit import CommittedRun, Kill
@@ -63,13 +65,22 @@ class KillsInSteps:
         return _POLL_S
 
 
-def computed(directory: Path) -> dict[str, Counter[int]]:
-    """How many slots each member has begun to compute, by step."""
+def computed(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """The slots that each member has begun to compute."""
     found = {}
     for path in (directory / "history").glob("*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        found[path.stem] = Counter(int(line["step"]) for line in lines if line["kind"] == "slot")
+        found[path.stem] = [line for line in lines if line["kind"] == "slot"]
     return found
+
+
+def lost_and_of_dead(by_member: dict[str, list[dict[str, Any]]], kill: Kill, num_needed: int) -> tuple[int, int]:
+    """Slots of the killed step that were computed in vain, and that the dead rank's group had begun. `num_needed`: how
+    many are computed in an undisturbed step."""
+    of_step = [line for lines in by_member.values() for line in lines if line["step"] == kill.step]
+    mine = [(line["generation"], line["group"]) for line in by_member[kill.member] if line["step"] <= kill.step]
+    of_group = [line for line in of_step if mine and (line["generation"], line["group"]) == mine[-1]]
+    return len(of_step) - num_needed, len(of_group)
 
 
 def measure(job: Job, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -78,9 +89,10 @@ def measure(job: Job, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     job.read()
     kills: list[Kill] = job.killer.happened(job.run_log)
     by_member = computed(job.spec.directory)
-    lost = [sum(of_member[kill.step] for of_member in by_member.values()) - args.slots for kill in kills]
-    of_dead = [by_member[kill.member][kill.step] for kill in kills]
-    even = args.slots / job.spec.ranks * len(kills)
+    num_needed = args.slots * args.layout.unit // args.layout.sdp
+    each = [lost_and_of_dead(by_member, kill, num_needed) for kill in kills]
+    lost, of_dead = [one for one, _ in each], [one for _, one in each]
+    even = num_needed * args.layout.unit / job.spec.ranks * len(kills)
     yield {
         "figure": "lost_slots",
         "kills": len(kills),
@@ -100,6 +112,19 @@ def measure(job: Job, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield figure_of(name, chosen, p50=50, max=100)
 
 
+def layout_of(text: str) -> ParallelLayout:
+    """Raises ArgumentTypeError."""
+    try:
+        sizes = {axis: int(size) for axis, size in (entry.split("=") for entry in text.split(","))}
+        if not sizes.keys() <= {"pp", "sdp", "tp"}:
+            raise ValueError(text)
+        return ParallelLayout(pp=sizes.get("pp", 1), sdp=sizes.get("sdp", 1), tp=sizes.get("tp", 1))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be like sdp=2, with the axes pp, sdp and tp, but is {text!r}"
+        ) from error
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/bench long_steps",
@@ -108,6 +133,8 @@ def parse_args() -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--layout", type=layout_of, default=ParallelLayout(), help="such as sdp=2 (default: none)")
+    parser.add_argument("--reduction", choices=REDUCTIONS, default="reproducible", help="(default: %(default)s)")
     parser.add_argument("--slots", type=int, default=32, help="in a step (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=100, help="work in a slot: linear layers (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=10, help="in each job (default: %(default)s)")
@@ -117,6 +144,10 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error(f"--ranks must be at least 2, but is {args.ranks} instead")
+    if args.ranks % args.layout.unit or args.ranks == args.layout.unit:
+        parser.error(f"--ranks must make at least two replica groups of {args.layout.unit}, but is {args.ranks}")
+    if args.layout.pp > 1 and args.reduction != "sum":
+        parser.error("--layout with pp needs --reduction sum")
     for name in ("slots", "depth", "kills", "every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, but is {getattr(args, name)} instead")
@@ -127,9 +158,17 @@ def parse_args() -> argparse.Namespace:
 def run(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
     """Raises JobFailedError."""
     for keeps in (True, False):
-        train_args = ("--slots", str(args.slots), "--depth", str(args.depth), *(["--keep"] if keeps else []))
+        train_args = [f"--{axis}={getattr(args.layout, axis)}" for axis in ("pp", "sdp", "tp")]
+        train_args += [f"--slots={args.slots}", f"--depth={args.depth}", f"--reduction={args.reduction}"]
+        train_args += ["--keep"] if keeps else []
         spec = JobSpec(
-            args.ranks, _NEVER, args.seed, directory / ("keep" if keeps else "without"), train_args, script=TRAIN
+            args.ranks,
+            _NEVER,
+            args.seed,
+            directory / ("keep" if keeps else "without"),
+            train_args,
+            script=TRAIN,
+            num_parts=args.layout.unit,
         )
         with Job(spec) as job:
             for figure in measure(job, args):
@@ -140,7 +179,13 @@ def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         figures = run(args, args.output_dir or Path(temporary))
-        return print_figures("long_steps", {"ranks": args.ranks, "slots": args.slots}, figures, (JobFailedError,))
+        asked = {
+            "ranks": args.ranks,
+            "slots": args.slots,
+            "layout": args.layout.sizes,
+            "reduction": args.reduction,
+        }
+        return print_figures("long_steps", asked, figures, (JobFailedError,))
 
 
 if __name__ == "__main__":

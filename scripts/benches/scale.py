@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import gc
 import itertools
 import statistics
 import sys
@@ -32,6 +33,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from elasticgang.collectives.exchange import DIRECT_SIZE, rounds
+from elasticgang.coordinator.server import collect_rarely
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import Record, Seat
@@ -40,6 +42,7 @@ from elasticgang.torch_private import new_gloo
 from scripts.benches.coordinator import report_of
 from scripts.figures import print_figures
 
+_DEFAULT_GC = gc.get_threshold()
 _KEY_SIZE = 24  # of the group whose rendezvous keys are measured: larger than those that connect at once
 _TIMEOUT = timedelta(seconds=60)
 
@@ -159,12 +162,13 @@ class Job:
         return used_s + decided_s, pushes[0]
 
 
-def vote(num_ranks: int) -> dict[str, Any]:
-    if num_ranks <= DIRECT_SIZE:
-        return {"sent": num_ranks - 1, "sent_by_all": num_ranks * (num_ranks - 1), "rounds": 1}
-    of_ranks = [list(rounds(rank, num_ranks)) for rank in range(num_ranks)]
-    sent = [sum(each.sends for each in found) for found in of_ranks]
-    return {"sent": max(sent), "sent_by_all": sum(sent), "rounds": max(map(len, of_ranks))}
+def vote(num_hosts: int) -> dict[str, Any]:
+    """One rank of each host sends (ROUTE-1)."""
+    if num_hosts <= DIRECT_SIZE:
+        return {"sent": num_hosts - 1, "sent_by_all": num_hosts * (num_hosts - 1), "rounds": 1}
+    of_hosts = [list(rounds(host, num_hosts)) for host in range(num_hosts)]
+    sent = [sum(each.sends for each in found) for found in of_hosts]
+    return {"sent": max(sent), "sent_by_all": sum(sent), "rounds": max(map(len, of_hosts))}
 
 
 def decisions(num_hosts: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -183,6 +187,7 @@ def decisions(num_hosts: int, args: argparse.Namespace) -> Iterator[dict[str, An
             if number == 0 or change == job.restart:
                 continue
             began_s = time.process_time()
+            gc.set_threshold(*_DEFAULT_GC)  # as in an agent and a rank
             known = decode_from_coordinator(payload, parent)
             assert isinstance(known, m.Push)
             text = known.decision.record.text
@@ -192,6 +197,7 @@ def decisions(num_hosts: int, args: argparse.Namespace) -> Iterator[dict[str, An
             assert record.digest == push.decision.record.digest
             record.plan.coordinates(record.seats[0].member)
             read.append(time.process_time() - began_s)
+            collect_rarely()
             changed.append(used_s)
             num_bytes.append(len(payload))
     yield {"figure": "change", "cpu_ms": _ms(changed), "sent_bytes": round(statistics.median(num_bytes))}
@@ -220,11 +226,12 @@ def main() -> int:
     if min(*args.hosts, 2) < 2 or args.ranks < 1 or args.changes < 1:
         parser.error("there must be two hosts, a rank and a change at least")
     of_rank = key_chars(_KEY_SIZE)
+    collect_rarely()  # as the coordinator does
     figures = itertools.chain.from_iterable(
         (
             {"hosts": num_hosts, **figure}
             for figure in itertools.chain(
-                [{"figure": "vote", **vote(num_hosts * args.ranks)}, keys(num_hosts, args.ranks, of_rank)],
+                [{"figure": "vote", **vote(num_hosts)}, keys(num_hosts, args.ranks, of_rank)],
                 decisions(num_hosts, args),
             )
         )

@@ -1,19 +1,30 @@
-"""What durable checkpoints cost: a step beside a save, how long the step is held, and a job that is started again.
+"""What the state costs: a heal beside its peers, durable checkpoints, a job started again, and the same bits.
 
-The steps of one rank, in turns: with a save of elasticgang's, without, with `torch.distributed.checkpoint.async_save`
-of the same tensors, without. Then a job of `--ranks` that is killed whole and started again, and reads its checkpoint.
-Prints one JSON line per figure:
+Prints one JSON line per figure. "ratio" is what issue 14 names, and "asked" what it is to be. Both sides of a ratio are
+measured in turns, in one run, so that the load of the machine falls on both. A figure that cannot be measured has the
+reason in its line:
 
-  step_during_save  mean of the steps from the beginning of a save to its end / median of those without
-  hold              the step in which a save begins, less the median of those without: ours / async_save's
-  resume            from the start of the second job to its first new step: the share spent outside process start (until
-                    the script is at its first step) and reading the bytes (as plain `read` does, right after)
+  heal_beside_torchft    a heal between two processes: the time of torchft's HTTPTransport, in the best of several
+                         chunk settings, with the load into the module / ours
+  heal_beside_sockets    the time of plain sockets that receive into the same memory, with a digest / ours
+  heal_extra_memory      the peak of resident and shared memory above what the source and the receiver had
+  gap_during_heal        a job of two ranks of which one is killed: the survivor's longest gap between two commits
+                         around the heal / its median step
+  step_during_save_*     mean of the steps from the beginning of a save to its end / median of those without, for
+                         elasticgang's save and for `torch.distributed.checkpoint.async_save` of the same tensors
+  hold                   the step in which a save begins, less the median of those without: ours / async_save's
+  resume                 a job that is killed whole and started again, from its start to its first new step: the share
+                         spent outside process start (until the script is at its first step) and reading the bytes (as
+                         plain `read` does, right after)
+  reproducible_reduction the demo's model: the median step with reduction="reproducible" / with "sum"; --dim sets how
+                         long a step is
+
+Lower --mib where the memory does not hold such a state four times. --only selects some of the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -23,21 +34,24 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import elasticgang as eg
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.locations import storage_at
+from scripts.benches import steady
+from scripts.benches.heals import measure as heals
+from scripts.benches.heals.measure import end_tree, wait_for
 from scripts.benches.pairs.checkpointed import make_state
+from scripts.demo_job.driver import JobFailedError
 
 JOB = Path(__file__).with_name("pairs") / "checkpointed.py"
-_LIMIT_S = 300.0
+GROUPS = ("heal", "gap", "steps", "resume", "reproducible")
 
 
 class Window:
@@ -142,7 +156,7 @@ def resume(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     with (directory / "job.log").open("wb") as log:
         first = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         wait_for(lambda: any(listing.scan(storage_at(directory / "checkpoints"))), "a checkpoint", first)
-        kill_tree(first)
+        end_tree(first)
         for path in directory.glob("*.json"):
             path.unlink()
         begun = time.time()
@@ -150,7 +164,7 @@ def resume(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         try:
             wait_for(lambda: len(list(directory.glob("*.json"))) == args.ranks, "a new step", second)
         finally:
-            kill_tree(second)
+            end_tree(second)
     times = [json.loads(path.read_text()) for path in directory.glob("*.json")]
     assert min(each["step"] for each in times) > 0
     ready, committed = (max(each[name] for each in times) for name in ("ready", "committed"))
@@ -178,22 +192,44 @@ def time_reading(path: Path) -> float:
     return time.perf_counter() - begun
 
 
-def wait_for(is_true: Callable[[], bool], what: str, job: subprocess.Popen[bytes] | None = None) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    while not is_true():
-        if time.monotonic() > deadline or (job is not None and job.poll() is not None):
-            raise SystemExit(f"scripts/bench state: no {what} within {_LIMIT_S:g} s, or the job has ended")
-        time.sleep(0.02)
+def reproducible(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    settings = argparse.Namespace(ranks=2, steps=args.demo_steps, seed=0, dim=args.dim)
+    rates: dict[str, list[float]] = {"sum": [], "reproducible": []}
+    for number in range(args.rounds):
+        for kind, found in rates.items():
+            found.append(steady.ours(settings, directory / f"{kind}-{number}", f"--reduction={kind}"))
+    pairs = zip(rates["sum"], rates["reproducible"], strict=True)
+    return {
+        "figure": "reproducible_reduction",
+        "rounds": args.rounds,
+        "plain_ms": round(1000 / statistics.median(rates["sum"]), 1),
+        "ratio": round(statistics.median(plain / exact for plain, exact in pairs), 3),
+        "asked": 1.3,
+    }
 
 
-def kill_tree(job: subprocess.Popen[bytes]) -> None:
-    family = psutil.Process(job.pid).children(recursive=True)
-    job.kill()
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    job.wait()
-    psutil.wait_procs(family, timeout=30)
+def measure(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+    for group in GROUPS:
+        if group not in args.only:
+            continue
+        (directory / group).mkdir()
+        try:
+            yield from measure_group(group, args, directory / group)
+        except (OSError, subprocess.SubprocessError, JobFailedError) as error:
+            yield {"figure": group, "not_measured": str(error)}
+
+
+def measure_group(group: str, args: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+    if group == "heal":
+        yield from heals.transfers(args.mib, args.rounds)
+    elif group == "gap":
+        yield heals.gaps(args.mib, args.rounds, args.heal_step_ms, directory)
+    elif group == "steps":
+        yield from run_steps(args, directory)
+    elif group == "resume":
+        yield resume(args, directory)
+    else:
+        yield reproducible(args, directory)
 
 
 def main() -> None:
@@ -206,16 +242,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="of the job that is resumed (default: %(default)s)")
     parser.add_argument("--directory", type=Path, help="where the checkpoints are written (default: a temporary one)")
-    parser.add_argument("--only", choices=["steps", "resume"], help="these figures alone")
+    parser.add_argument("--heal-step-ms", type=float, default=70.0, help="of the job that heals (default: %(default)s)")
+    parser.add_argument("--dim", type=int, default=336, help="of the demo's model (default: %(default)s)")
+    parser.add_argument("--demo-steps", type=int, default=120, help="of each of its runs (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="these figures alone")
     args = parser.parse_args()
+    if args.mib < 1 or args.rounds < 1 or args.demo_steps < 40:
+        parser.error("--mib and --rounds must be at least 1, --demo-steps at least 40")
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         directory = Path(name)
-        if args.only != "steps":
-            (directory / "resume").mkdir()
-            print(json.dumps(resume(args, directory / "resume")), flush=True)
-        if args.only != "resume":
-            for figure in run_steps(args, directory):
-                print(json.dumps(figure), flush=True)
+        for figure in measure(args, directory):
+            print(json.dumps({**figure, "load": round(os.getloadavg()[0], 2)}), flush=True)
 
 
 if __name__ == "__main__":

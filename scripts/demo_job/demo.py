@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import signal
@@ -13,16 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from elasticgang.launch.arguments import layout_of
 from elasticgang.layout import ParallelLayout
+from elasticgang.layout.parallel_layout import NOTATION, NOTATION_HELP
 from scripts.demo_job.driver import TRAIN, Job, JobFailedError, JobSpec
 from scripts.demo_job.kills import ScheduledKills
 from scripts.demo_job.progress import Progress, Status
 from scripts.demo_job.report import LOSS_TOLERANCE, Asked, Report, Run
 from scripts.demo_job.run_audit import CommittedRun, Recovery, recoveries
-from scripts.demo_job.run_log import Part
+from scripts.demo_job.run_log import Part, parts_of
+from scripts.demo_job.second_host import NUM_RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN_LAYOUT = Path("scripts.demo_job.train_layout")  # a module
+_HOST_LOSSES = 6  # after so large a part of the steps the second host is lost, or comes back
 _LLAMA_LAYERS, _LLAMA_KV_HEADS, _LLAMA_SLOTS = 2, 2, 4
 MAX_RANKS = 8  # the slots of train.py's batch: more ranks would have nothing to do
 
@@ -38,6 +41,10 @@ examples:
   scripts/demo --no-kill --no-reference        the job alone
   scripts/demo --layout sdp=2,tp=2             a small Llama, of which each rank holds a part: two replica groups of
                                                four ranks, and a spare
+  scripts/demo --layout sdp=2,min_replicas=2/sdp=1
+                                               four ranks on two agents, of which the second one is lost and comes back:
+                                               the others then hold the whole model each, as they cannot fill two
+                                               replica groups
 
 What it writes, in runs/<date>-seed<seed>/ or --output-dir:
   summary.json   the figures, and the kills as they were drawn and as they were carried out
@@ -51,9 +58,13 @@ rank's share is computed by others, so that the same terms are added in another 
 the reference is one rank alone, and the final parameters of all ranks must be the same as its, bit by bit. With
 --layout it is one rank that holds the whole model (measured without kills: up to 3.2e-7).
 
+With a fallback layout the job has two agents, as if on two hosts. The second one has one rank. It is killed after a
+sixth of the steps, and started again a sixth after that, as often as the steps allow: the state moves to the fallback
+layout and back, in memory.
+
 Exit code: 0 when the run passed. 1 when a sample was lost or seen twice, when the loss curve leaves the reference's,
-when the bits differ with --reproducible, when fewer kills happened than asked for, or when the job failed. 2 for a
-command line that makes no sense.
+when the bits differ with --reproducible, when fewer kills happened than asked for, when the job did not take a fallback
+layout for each loss of the second host, or when the job failed. 2 for a command line that makes no sense.
 """
 
 
@@ -78,8 +89,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--layout",
         type=_layout,
         default=ParallelLayout(),
-        metavar="AXIS=N,...",
-        help="train a Llama that is divided among ranks: sdp (FSDP2), tp (parallelize_module), pp (a 1F1B pipeline)",
+        metavar=NOTATION,
+        help="train a Llama that is divided among ranks: sdp (FSDP2), tp (parallelize_module), pp (a 1F1B pipeline). "
+        f"{NOTATION_HELP[0].upper()}{NOTATION_HELP[1:]}",
     )
     parser.add_argument(
         "--spares", type=_integer, metavar="N", help="further processes that wait (default: 0; 1 with a layout)"
@@ -113,8 +125,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     is_divided = args.layout.unit > 1
-    args.ranks = args.ranks if args.ranks is not None else 2 * args.layout.unit if is_divided else 4
-    args.spares = args.spares if args.spares is not None else int(is_divided)
+    ranks = args.layout.num_needed if args.layout.fallback else 2 * args.layout.unit
+    args.ranks = args.ranks if args.ranks is not None else ranks if is_divided else 4
+    args.spares = args.spares if args.spares is not None else int(is_divided and not args.layout.fallback)
     for message in _complaints(args):
         parser.error(message)
     return args
@@ -133,8 +146,10 @@ def _complaints(args: argparse.Namespace) -> list[str]:
     unit = args.layout.unit
     if args.ranks % unit:
         found.append(f"--ranks must be a multiple of {unit}, the ranks of a replica group, but is {args.ranks} instead")
-    elif unit > 1 and args.ranks == unit and not args.no_kill:
+    elif unit > 1 and args.ranks == unit and not args.no_kill and not args.layout.fallback:
         found.append(f"--ranks must be at least {2 * unit}, so that a part survives its rank; or add --no-kill")
+    if args.layout.fallback:
+        found += _fallback_complaints(args)
     if args.spares < 0:
         found.append(f"--spares must be at least 0, but is {args.spares} instead")
     if args.steps < 1:
@@ -149,6 +164,24 @@ def _complaints(args: argparse.Namespace) -> list[str]:
     return found
 
 
+def _fallback_complaints(args: argparse.Namespace) -> list[str]:
+    """The second host has one rank. Without it the others must hold all parts, and must not fill the first layout."""
+    layout: ParallelLayout = args.layout
+    if layout.unit == 1:
+        return ["--layout with a fallback must divide the model in its first layout"]
+    if layout.min_replicas < 2:
+        return [
+            "--layout with a fallback needs a first layout with min_replicas of at least 2: of "
+            f"{layout.options[0].text}, the host that is lost may take a part of the model with it"
+        ]
+    if args.ranks != layout.num_needed or args.spares:
+        few = "so that a lost host leaves too few for the layout"
+        return [f"--ranks must be {layout.num_needed} and --spares 0, {few}"]
+    if not any(option.num_needed <= args.ranks - NUM_RANKS for option in layout.fallback):
+        return [f"--layout needs a fallback for the {args.ranks - NUM_RANKS} ranks that are left"]
+    return []
+
+
 def _integer(text: str) -> int:
     try:
         return int(text)
@@ -157,23 +190,19 @@ def _integer(text: str) -> int:
 
 
 def _layout(text: str) -> ParallelLayout:
-    sizes = {"pp": 1, "sdp": 1, "tp": 1}
-    for entry in text.split(","):
-        axis, _, number = entry.partition("=")
-        if axis not in sizes or not number.isdecimal() or int(number) < 1:
-            raise argparse.ArgumentTypeError(f"must be like sdp=2,tp=2, with the axes pp, sdp and tp, but is {text!r}")
-        sizes[axis] = int(number)
+    layout = layout_of(text)
     limits = {
         "pp": (_LLAMA_LAYERS, "layers"),
         "tp": (_LLAMA_KV_HEADS, "heads"),
         "sdp": (_LLAMA_SLOTS, "slots of a batch"),
     }
-    for axis, (whole, what) in limits.items():
-        if whole % sizes[axis]:
-            raise argparse.ArgumentTypeError(
-                f"{axis} must divide {whole}, the number of {what}, but is {sizes[axis]} instead"
-            )
-    return ParallelLayout(pp=sizes["pp"], sdp=sizes["sdp"], tp=sizes["tp"])
+    for each in layout.options:
+        for axis, (whole, what) in limits.items():
+            if whole % getattr(each, axis):
+                raise argparse.ArgumentTypeError(
+                    f"{axis} must divide {whole}, the number of {what}, but is {getattr(each, axis)} instead"
+                )
+    return layout
 
 
 def _seconds(text: str) -> float:
@@ -192,6 +221,8 @@ def run_job(spec: JobSpec, label: str, kills: ScheduledKills | None) -> tuple[Jo
 
         def tick() -> float:
             wait_s = math.inf if kills is None else kills.tick(job.killer, job.run_log)
+            if job.second_host is not None:
+                wait_s = min(wait_s, job.second_host.tick(job.killer, job.run_log))
             if progress.is_due and job.run_log.newest is not None:
                 progress.show(status_of(job))
             return wait_s
@@ -205,22 +236,20 @@ def run_job(spec: JobSpec, label: str, kills: ScheduledKills | None) -> tuple[Jo
     return job, None
 
 
-def parts_of(layout: ParallelLayout) -> list[Part]:
-    if layout.unit == 1:
-        return [()]
-    return list(itertools.product(range(layout.pp), range(layout.sdp), range(layout.tp)))
+def layout_parts(layout: ParallelLayout) -> list[Part]:
+    return [()] if layout.unit == 1 else parts_of((layout.pp, layout.sdp, layout.tp))
 
 
 def status_of(job: Job) -> Status:
     committed_run = CommittedRun(job.run_log)
     newest = max(committed_run.committed_at)
-    found: list[Recovery] = recoveries(job.run_log, committed_run, job.killer.sent, job.spec.ranks)
+    found: list[Recovery] = recoveries(job.run_log, committed_run, job.killer.sent, job.spec.all_ranks)
     measured = [recovery.recovery_ms for recovery in found if recovery.recovery_ms is not None]
     return Status(
         steps=len(committed_run.attempts),
         loss=committed_run.loss(newest),
         seated=job.run_log.seated,
-        ranks=job.spec.ranks,
+        ranks=job.spec.all_ranks,
         kills=len(found),
         recovery_ms=measured[-1] if measured else None,
     )
@@ -248,26 +277,24 @@ def spec_of(args: argparse.Namespace, directory: Path, *, is_reference: bool = F
     if not is_divided:
         train_args = ("--reduction", "reproducible" if args.reproducible else "sum")
         return JobSpec(ranks, args.steps, args.seed, directory, train_args, spares=spares)
+    has_second_host = bool(layout.fallback) and not is_alone and not args.no_kill
     return JobSpec(
-        ranks,
+        ranks - NUM_RANKS if has_second_host else ranks,
         args.steps,
         args.seed,
         directory,
-        () if is_alone else [f"--{axis}={size}" for axis, size in axes_of(layout).items()],
+        (),
         TRAIN_LAYOUT,
         spares,
-        ["--module"],
+        ["--module"] if is_alone else ["--layout", layout.text, "--module"],
         num_parts=1 if is_alone else layout.unit,
+        host_every_steps=max(1, args.steps // _HOST_LOSSES) if has_second_host else None,
     )
-
-
-def axes_of(layout: ParallelLayout) -> dict[str, int]:
-    return {"pp": layout.pp, "sdp": layout.sdp, "tp": layout.tp}
 
 
 def run(args: argparse.Namespace, directory: Path) -> Report:
     spec = spec_of(args, directory / "main")
-    kills = None if args.no_kill else ScheduledKills(args.seed, args.ranks + args.spares, args.kill_every)
+    kills = None if args.no_kill else ScheduledKills(args.seed, spec.ranks + spec.spares, args.kill_every)
     job, failure = run_job(spec, "training", kills)
     reference = None
     if not args.no_reference and failure is None:
@@ -283,8 +310,9 @@ def run(args: argparse.Namespace, directory: Path) -> Report:
                 args.seed,
                 None if kills is None else args.kill_every,
                 args.reproducible,
-                ", ".join(f"{axis}={size}" for axis, size in axes_of(args.layout).items()),
-                parts_of(args.layout),
+                args.layout.text,
+                layout_parts(args.layout),
+                0 if job.second_host is None else job.second_host.num_answered(job.run_log),
             ),
             run_log=job.run_log,
             failure=failure,

@@ -1,18 +1,16 @@
 """Runs a job under `elasticgang run`, and reads what it writes while it writes it.
 
-However this process ends, the job ends with it: in order with `stop`, and by the kernel (PR_SET_PDEATHSIG) when it is
+However this process ends, the job ends with it: in order with `stop`, and by the kernel (`parent_death.py`) when it is
 killed itself.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,16 +20,16 @@ from typing import Any
 
 from elasticgang.observe.event_file import complete_lines
 from scripts.demo_job.kills import Killer
+from scripts.demo_job.processes import start_command
 from scripts.demo_job.run_log import RunLog
+from scripts.demo_job.second_host import NUM_RANKS, SecondHost
 
-ELASTICGANG = Path(sys.executable).with_name("elasticgang")
 TRAIN = Path(__file__).with_name("train.py")
 
 _TICK_S = 0.05
 _STOP_S = 1.5
 _START_LIMIT_S = 180.0
 _STALL_LIMIT_S = 60.0
-_PR_SET_PDEATHSIG = 1
 
 Tick = Callable[[], float | None]
 
@@ -44,7 +42,8 @@ class JobFailedError(Exception):
 class JobSpec:
     """`directory`: where everything of this job goes. `train_args`: for `script`, beside what is named here. `spares`:
     ranks beside `ranks`. `run_args`: for `elasticgang run`. `signal`: what a rank is killed by, in the end.
-    `num_parts`: of the model, that ranks hold."""
+    `num_parts`: of the model, that ranks hold. `host_every_steps`: a second agent has one more rank, is lost after so
+    many steps, and comes back after as many; None for one agent."""
 
     ranks: int
     steps: int
@@ -56,25 +55,17 @@ class JobSpec:
     run_args: Sequence[str] = ()
     signal: signal.Signals = signal.SIGKILL
     num_parts: int = 1
+    host_every_steps: int | None = None
+
+    @property
+    def all_ranks(self) -> int:
+        """With those of the second agent."""
+        return self.ranks + (0 if self.host_every_steps is None else NUM_RANKS)
 
     @property
     def train_argv(self) -> list[str]:
         given = ["--steps", str(self.steps), "--seed", str(self.seed), "--output-dir", str(self.directory)]
         return [*given, *self.train_args]
-
-
-def start_command(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start `elasticgang ARGUMENTS` with its output appended to `log`. The kernel ends it when this process dies."""
-    prctl = ctypes.CDLL(None).prctl  # before the fork
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            [str(ELASTICGANG), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C in the terminal comes to this process, which ends the job in order
-            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
 
 
 class Tail:
@@ -96,16 +87,25 @@ class Job:
         self.spec = spec
         self.run_log = RunLog()
         self.log = spec.directory / "job.log"
+        self.second_host: SecondHost | None = None
         self._events = Tail(spec.directory / "events.jsonl")
         self._histories: dict[str, Tail] = {}
         self._complete: set[str] = set()
 
     def __enter__(self) -> Job:
         self.spec.directory.mkdir(parents=True, exist_ok=True)
+        script = [*self.spec.run_args, str(self.spec.script), *self.spec.train_argv]
         command = ["run", "--nproc-per-node", str(self.spec.ranks)]
         command += ["--spares", str(self.spec.spares), "--log-dir", str(self.spec.directory)]
-        command += [*self.spec.run_args, str(self.spec.script), *self.spec.train_argv]
-        self._agent = start_command(command, self.log)
+        if self.spec.host_every_steps is not None:
+            self.second_host = SecondHost(self.spec.directory, script, self.spec.host_every_steps)
+            try:
+                command += self.second_host.options
+                self.second_host.start()
+            except BaseException:
+                self.second_host.stop()
+                raise
+        self._agent = start_command([*command, *script], self.log)
         self._agent_fd = os.pidfd_open(self._agent.pid)
         self.killer = Killer(self._agent.pid, self.spec.signal, self.spec.num_parts)
         return self
@@ -145,7 +145,8 @@ class Job:
         """Bring the run log up to date."""
         for line in self._events.read():
             self.run_log.add_event(line)
-        for member in self.run_log.spawned:
+        others = (self.spec.directory / "history").glob("*.jsonl") if self.second_host is not None else ()
+        for member in dict.fromkeys([*self.run_log.spawned, *sorted(path.stem for path in others)]):
             if member in self._complete:
                 continue
             if member not in self._histories:
@@ -157,14 +158,16 @@ class Job:
 
     def stop(self) -> None:
         """End the job at once, if it still runs. Nothing of it is left then."""
-        if self._agent.poll() is not None:
-            return
-        self._agent.send_signal(signal.SIGTERM)
         try:
-            self._agent.wait(_STOP_S)
+            if self._agent.poll() is None:
+                self._agent.send_signal(signal.SIGTERM)
+                self._agent.wait(_STOP_S)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             self._agent.kill()  # its fork server ends what it leaves behind
             self._agent.wait()
+        finally:
+            if self.second_host is not None:
+                self.second_host.stop()
 
     def _wait(self, timeout_s: float) -> bool:
         """Whether the agent has ended; waits for that, at most so long."""

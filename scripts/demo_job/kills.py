@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from scripts.demo_job.run_audit import Kill
@@ -45,23 +45,30 @@ def draw_schedule(seed: int, ranks: int, every_s: float) -> Iterator[DueKill]:
 
 def choose(run_log: RunLog, local_rank: int, is_rank: IsRank, num_parts: int = 1) -> Spawned | None:
     """The live member of `local_rank`, or of the next rank that may be killed; None when none may (KILL-2).
-    `num_parts`: into which the layout divides the model."""
+    `num_parts`: into which the layout divides the model, if the ranks do not say that."""
     live = {rank: spawned for rank, spawned in run_log.live().items() if is_rank(spawned)}
-    needed: defaultdict[Part, set[int]] = defaultdict(set)
     if run_log.num_generations == 0:
-        needed[()] = set(live)  # nobody holds anything yet, so anybody can begin
+        needed: Mapping[Part, set[int]] = {(): set(live)}  # nobody holds anything yet, so anybody can begin
     else:
-        # Empty before the first commit: who holds the state of step 0 is not written anywhere.
-        holders = run_log.holders()
-        for rank, spawned in live.items():
-            if spawned.member in holders:
-                needed[run_log.part_of[spawned.member]].add(rank)
-        if len(needed) < num_parts:
+        needed = holding(run_log, live, num_parts)
+        if not needed:
             return None
     for rank in sorted(live, key=lambda rank: (rank < local_rank, rank)):
         if all(ranks - {rank} for ranks in needed.values()):
             return live[rank]
     return None
+
+
+def holding(run_log: RunLog, live: Mapping[int, Spawned], num_parts: int) -> Mapping[Part, set[int]]:
+    """The local ranks among `live` that hold each part of the model; empty if some part may have no holder among them.
+    Before the first commit too: who holds the state of step 0 is not written anywhere."""
+    needed: defaultdict[Part, set[int]] = defaultdict(set)
+    holders = run_log.holders()
+    for rank, spawned in live.items():
+        if spawned.member in holders:
+            needed[run_log.part_of[spawned.member]].add(rank)
+    whole = num_parts if run_log.sizes is None else math.prod(run_log.sizes)
+    return needed if len(needed) >= whole else {}
 
 
 class Killer:
@@ -99,6 +106,12 @@ class Killer:
         step = 0 if run_log.newest is None else run_log.newest.step + 1
         self.sent.append(Kill(victim.member, victim.local_rank, victim.pid, t, step))
         return self.sent[-1]
+
+    def all_held(self, run_log: RunLog) -> bool:
+        """Whether the ranks of this agent that live, and were sent no signal, hold all parts of the model."""
+        sent = {kill.member for kill in self.sent}
+        live = {rank: spawned for rank, spawned in run_log.live().items() if spawned.member not in sent}
+        return bool(holding(run_log, live, self._num_parts))
 
     def happened(self, run_log: RunLog) -> list[Kill]:
         """KILL-3. Those of `sent` that count, so far."""

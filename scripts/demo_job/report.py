@@ -26,7 +26,7 @@ from scripts.demo_job.run_audit import (
     recoveries,
     rejoins,
 )
-from scripts.demo_job.run_log import Part, RunLog
+from scripts.demo_job.run_log import Part, RunLog, Sizes, parts_of
 
 # How far the loss of a step may be from that of the undisturbed run, which adds up the same terms in another order.
 #
@@ -41,7 +41,8 @@ LOSS_TOLERANCE = 1e-5
 @dataclass(frozen=True)
 class Asked:
     """What the run was to be. `kill_every_s`: None for a run without kills. `reproducible`: it must end in the bits of
-    the reference. `parts`: those of the layout, each a (pp, sdp, tp); one () without a layout."""
+    the reference. `parts`: those of the layout, each a (pp, sdp, tp); one () without a layout. `hosts`: how often the
+    second host was lost."""
 
     ranks: int
     steps: int
@@ -50,6 +51,7 @@ class Asked:
     reproducible: bool = False
     layout: str = ""
     parts: Sequence[Part] = ((),)
+    hosts: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Report:
         self.curve = self.committed_run.curve
         self.recoveries: list[Recovery] = recoveries(run.run_log, self.committed_run, run.kills, run.asked.ranks)
         self.rejoins: list[Rejoin] = rejoins(run.run_log, self.committed_run)
+        self.layouts = self.committed_run.layouts
         self.reference = None if run.reference is None else CommittedRun(run.reference).curve
         self.difference: Difference | None = None
         if self.reference is not None:
@@ -86,9 +89,10 @@ class Report:
         reached = max(self.curve, default=-1) + 1  # of a job that failed, what it committed is still audited
         expected = run.expected[:reached] if run.failure else run.expected
         self.audit: Audit = audit(self.committed_run, expected, {part[:1] + part[2:] for part in run.asked.parts})
-        digests: dict[Part, list[str]] = {part: [] for part in run.asked.parts}
+        last = next((finished.sizes for finished in run.run_log.finished if finished.sizes is not None), None)
+        digests: dict[Part, list[str]] = {part: [] for part in (run.asked.parts if last is None else parts_of(last))}
         for finished in run.run_log.finished:
-            digests[finished.part].append(finished.digest)
+            digests.setdefault(finished.part, []).append(finished.digest)
         self.faults = faults(
             Outcome(
                 failure=run.failure,
@@ -102,6 +106,8 @@ class Report:
                 kills_asked=len(run.due),
                 kills=len(run.kills),
                 reference_digest=self.reference_digest,
+                hosts_asked=run.asked.hosts,
+                fallbacks=sum(sizes != self.layouts[0] for sizes in self.layouts),
             )
         )
 
@@ -122,6 +128,8 @@ class Report:
             "steps": len(self.curve),
             "ranks": asked.ranks,
             "layout": asked.layout,
+            "layouts": [",".join(f"{axis}={size}" for axis, size in _named(sizes)) for sizes in self.layouts],
+            "hosts_lost": asked.hosts,
             "kills": len(self.run.kills),
             "rejoins": len(self.rejoins),
             "generations": self.run.run_log.num_generations,
@@ -162,6 +170,9 @@ class Report:
             f"  kills        {summary['kills']} of {summary['kills_asked']} asked for, {summary['rejoins']} ranks came "
             f"back, {summary['generations']} generations, {summary['dropped_steps']} tries dropped"
         )
+        if summary["hosts_lost"]:
+            layouts = " -> ".join(summary["layouts"])
+            yield f"  layouts      {layouts}; the second host was lost {summary['hosts_lost']} times"
         num_samples = sum(len(samples) for samples in self.run.expected)
         yield f"  samples      {num_samples} due, {self.audit.lost} lost, {self.audit.duplicate} seen twice"
         for name, unmeasured in summary["not_measured"].items():
@@ -204,6 +215,10 @@ class Report:
             "recovery_ms": None if found is None or found.recovery_ms is None else round(found.recovery_ms, 1),
             "rejoin_ms": None if found is None or found.rejoin_ms is None else round(found.rejoin_ms, 1),
         }
+
+
+def _named(sizes: Sizes) -> list[tuple[str, int]]:
+    return [(axis, size) for axis, size in zip(("pp", "sdp", "tp"), sizes, strict=True) if size > 1] or [("sdp", 1)]
 
 
 _PERCENTS = {"p50": 50.0, "p99": 99.0, "max": 100.0}

@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from scripts.demo_job.run_log import Entered, Part, Prepared, RunLog, StepAttempt
+from scripts.demo_job.run_log import Entered, Part, Prepared, RunLog, Sizes, StepAttempt, parts_of
 
 
 class CommittedRun:
@@ -54,6 +54,20 @@ class CommittedRun:
         shares = (share for attempt in self.attempts.get(step, ()) for share in self.shares[attempt].values())
         return Counter(sample for share in shares if share.of_samples == part for sample in share.samples)
 
+    def sample_parts(self, step: int) -> set[Part]:
+        """Each (pp, tp) of the layout in which `step` was committed; empty if its ranks did not say which."""
+        shares = (share for attempt in self.attempts.get(step, ()) for share in self.shares[attempt].values())
+        sizes = {share.sizes for share in shares if share.sizes is not None}
+        return {part[:1] + part[2:] for each in sizes for part in parts_of(each)}
+
+    @property
+    def layouts(self) -> list[Sizes]:
+        """The sizes of the layouts in which steps were committed, in order, without repetition."""
+        found = []
+        for _, attempts in sorted(self.attempts.items()):
+            found += [share.sizes for share in self.shares[attempts[0]].values() if share.sizes is not None][:1]
+        return [sizes for sizes, _ in itertools.groupby(found)]
+
     def loss(self, attempt: StepAttempt) -> float:
         """The mean over the tokens of `attempt`."""
         shares = self.shares[attempt].values()
@@ -83,15 +97,16 @@ class Audit:
     duplicate: int
 
 
-def audit(committed_run: CommittedRun, expected: Sequence[Iterable[int]], parts: Iterable[Part] = ((),)) -> Audit:
+def audit(committed_run: CommittedRun, expected: Sequence[Iterable[int]], parts: Collection[Part] = ((),)) -> Audit:
     """Compare with `expected`, the samples of each step in an undisturbed run. Each of `parts`, the (pp, tp) of the
-    layout, sees all of them."""
+    layout, sees all of them; or of the layout in which the step was committed, if its ranks say that."""
     lost = duplicate = 0
-    for step, part in itertools.product(sorted({*range(len(expected)), *committed_run.attempts}), parts):
-        due = Counter(expected[step]) if step < len(expected) else Counter[int]()
-        seen = committed_run.samples(step, part)
-        lost += (due - seen).total()
-        duplicate += (seen - due).total()
+    for step in sorted({*range(len(expected)), *committed_run.attempts}):
+        for part in sorted(committed_run.sample_parts(step) or parts):
+            due = Counter(expected[step]) if step < len(expected) else Counter[int]()
+            seen = committed_run.samples(step, part)
+            lost += (due - seen).total()
+            duplicate += (seen - due).total()
     return Audit(lost, duplicate)
 
 
@@ -243,7 +258,8 @@ def largest_difference(curve: Mapping[int, float], reference: Mapping[int, float
 class Outcome:
     """What decides whether a run has passed. `failure`: why the job itself failed. `digests`: of the parameters with
     which the ranks of each part of the model ended. `difference`: from the reference; None when there is none.
-    `reference_digest`: of the parameters that must be the same, bit by bit; None if they need not be."""
+    `reference_digest`: of the parameters that must be the same, bit by bit; None if they need not be. `hosts_asked`:
+    how often the second host was to be lost; `fallbacks`: how often the job took a fallback layout."""
 
     failure: str | None
     steps_asked: int
@@ -256,6 +272,8 @@ class Outcome:
     kills_asked: int
     kills: int
     reference_digest: str | None = None
+    hosts_asked: int = 0
+    fallbacks: int = 0
 
 
 def faults(outcome: Outcome) -> list[str]:
@@ -286,6 +304,10 @@ def faults(outcome: Outcome) -> list[str]:
         )
     if outcome.kills < outcome.kills_asked:
         found.append(f"{outcome.kills} kills happened, fewer than the {outcome.kills_asked} asked for")
+    if outcome.fallbacks < outcome.hosts_asked:
+        found.append(
+            f"the job took a fallback layout {outcome.fallbacks} times, fewer than the {outcome.hosts_asked} hosts lost"
+        )
     return found
 
 

@@ -6,13 +6,18 @@ processes of a host share. A member is named as its history file is, with `-` fo
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 Part: TypeAlias = tuple[int, ...]
 """The part of the model that a rank holds: its (pp, sdp, tp), or () if every rank holds all of it."""
+
+
+Sizes: TypeAlias = tuple[int, int, int]
+"""Those of pp, sdp and tp: into how many parts a layout divides the model along each axis."""
 
 
 class StepAttempt(NamedTuple):
@@ -24,7 +29,8 @@ class StepAttempt(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A member's share of an attempt, written before its vote. `active`: members whose votes the attempt needs."""
+    """A member's share of an attempt, written before its vote. `active`: members whose votes the attempt needs.
+    `sizes`: of the layout then in force, of which `part` is one; None if it is not said."""
 
     member: str
     t: float
@@ -34,6 +40,7 @@ class Prepared:
     active: int
     samples: tuple[int, ...]
     part: Part = ()
+    sizes: Sizes | None = None
 
     @property
     def of_samples(self) -> Part:
@@ -54,6 +61,7 @@ class Finished:
     t: float
     digest: str
     part: Part = ()
+    sizes: Sizes | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,8 @@ class RunLog:
     spares: int = 0
     last_committed: dict[str, StepAttempt] = field(default_factory=dict)
     part_of: dict[str, Part] = field(default_factory=dict)  # when it committed last
+    sizes: Sizes | None = None  # of the newest committed step
+    agent: str | None = None  # the one whose events these are
     _active: dict[StepAttempt, int] = field(default_factory=dict)
     _passive: set[str] = field(default_factory=set)  # members to whom the newest generation gave no active seat
     _generation_of: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -113,7 +123,7 @@ class RunLog:
         """A line of the agent's `events.jsonl`; kinds that are not needed here are passed over."""
         match line["event"]:
             case "started":
-                self.started_at = line["t"]
+                self.started_at, self.agent = line["t"], line.get("agent")
             case "spawned":
                 member = member_name(line["member"])
                 self.spawned[member] = Spawned(member, line["t"], line["local_rank"], line["pid"])
@@ -127,7 +137,8 @@ class RunLog:
                 self.generation = line["generation"]
                 self.seated, self.spares = line["active"] + line["learner"], line["spare"]
                 live = self.live()
-                statuses = {seat[0]: seat[2] for agent in line["seats"] for seat in agent["seats"]}
+                here = [agent for agent in line["seats"] if self.agent in (None, agent["agent"])]
+                statuses = {seat[0]: seat[2] for agent in here for seat in agent["seats"]}
                 self._passive = {live[rank].member for rank in live if statuses.get(rank) != "active"}
                 for local_rank in line["ranks"]:
                     if local_rank in live:
@@ -142,20 +153,21 @@ class RunLog:
 
     def add_history(self, member: str, line: Mapping[str, Any]) -> None:
         """A line that `member` wrote."""
-        part = tuple(line.get("part", ()))
+        part, sizes = tuple(line.get("part", ())), _sizes(line.get("sizes"))
         if line["kind"] == "finished":
-            self.finished.append(Finished(member, line["t"], line["digest"], part))
+            self.finished.append(Finished(member, line["t"], line["digest"], part, sizes))
             return
         attempt = StepAttempt(line["step"], line["generation"])
         self._belongs(member, attempt.generation)
         if line["kind"] == "prepared":
-            share = (line["loss_sum"], line["tokens"], line["active"], tuple(line["samples"]), part)
+            share = (line["loss_sum"], line["tokens"], line["active"], tuple(line["samples"]), part, sizes)
             self.prepared.append(Prepared(member, line["t"], attempt, *share))
             self._active[attempt] = line["active"]
         elif line["kind"] == "committed":
             self.committed.append(Committed(member, line["t"], attempt))
             self.last_committed[member], self.part_of[member] = attempt, part
-            self.newest = attempt if self.newest is None else max(self.newest, attempt)
+            if self.newest is None or attempt >= self.newest:
+                self.newest, self.sizes = attempt, sizes
 
     def live(self) -> dict[int, Spawned]:
         """The members that run, as far as the agent has told, by local rank."""
@@ -188,6 +200,18 @@ class RunLog:
 
     def _belongs(self, member: str, generation: int) -> None:
         self._generation_of[member] = max(generation, self._generation_of[member])
+
+
+def _sizes(data: Sequence[int] | None) -> Sizes | None:
+    if data is None:
+        return None
+    pp, sdp, tp = data
+    return pp, sdp, tp
+
+
+def parts_of(sizes: Sizes) -> list[Part]:
+    """The (pp, sdp, tp) of each part of a model that a layout divides."""
+    return list(itertools.product(*map(range, sizes)))
 
 
 def member_name(member: str) -> str:

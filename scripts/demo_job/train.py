@@ -83,6 +83,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=208)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--reduction", choices=["sum", "reproducible"], default="sum", help="of the gradients")
+    parser.add_argument("--keep", action="store_true", help="the gradients of slots, when a step is tried again")
     parser.add_argument("--hold-bytes", type=int, default=0, help="memory that each rank holds besides, all written")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that each rank sleeps in each step")
     return parser.parse_args(argv)
@@ -121,18 +122,19 @@ def main() -> None:
     data = load_text(args.context)
     held = torch.ones(args.hold_bytes, dtype=torch.uint8)
     transformer = ByteTransformer(dim=args.dim, num_layers=args.layers, context=args.context)
-    model = eg.DistributedDataParallel(manager, transformer, reduction=args.reduction)
+    model = eg.DistributedDataParallel(manager, transformer, reduction=args.reduction, keep=args.keep)
     adam = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     optim = eg.Optimizer(manager, adam)
     warmup = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 20))
     batches = make_batches(args, len(data))
     manager.register_state(model=model, optim=optim, warmup=warmup)
     history = History(args.output_dir, manager.member)
+    losses: dict[tuple[int, int], float] = {}  # by step and slot
 
     for step in manager.steps(args.steps):
         with step:
-            loss_sum = 0.0
             slots = batches.slots(step)
+            losses = {key: loss for key, loss in losses.items() if key[0] == step.index}
             tokens = slots.num_samples * args.context
             for slot in slots:
                 with model.accumulate(last=slot.last):
@@ -140,7 +142,9 @@ def main() -> None:
                     logits = model(samples[:, :-1])
                     loss = functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten(), reduction="sum")
                     loss.backward()  # type: ignore[no-untyped-call]
-                    loss_sum += loss.item()
+                    losses[step.index, slot.number] = loss.item()
+            mine = (*slots.kept, *slots)
+            loss_sum = sum(losses[step.index, slot.number] for slot in mine)
             time.sleep(args.pause)
             history.write(
                 "prepared",
@@ -149,7 +153,7 @@ def main() -> None:
                 loss_sum=loss_sum,
                 tokens=tokens,
                 active=manager.num_active,
-                samples=[int(sample) for slot in slots for sample in slot.index],
+                samples=[int(sample) for slot in mine for sample in slot.index],
             )
             if optim.step(weight=tokens, max_norm=1.0):
                 assert manager.tip is not None

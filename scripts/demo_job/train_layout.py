@@ -1,8 +1,10 @@
-"""Train a small Llama whose parts are divided among the ranks: `--sdp 2` by FSDP2, `--tp 2` by `parallelize_module`,
-`--pp 2` by a 1F1B pipeline, or several of these. Without them, one rank computes the same losses up to rounding.
+"""Train a small Llama whose parts are divided among the ranks, in the layout of `elasticgang run --layout`: along `sdp`
+by FSDP2, along `tp` by `parallelize_module`, along `pp` by a 1F1B pipeline, or along several of these. Without one, a
+single rank computes the same losses up to rounding.
 
-It writes what `train.py` writes, with each rank's part of the model beside it. Each part of the model sees every sample
-once; the loss is written by the ranks that alone know it: of the last stage, the first of each tp gang.
+It writes what `train.py` writes, with each rank's part of the model and the sizes of the layout beside it. Each part of
+the model sees every sample once; the loss is written by the ranks that alone know it: of the last stage, the first of
+each tp gang.
 """
 
 from __future__ import annotations
@@ -27,8 +29,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_arguments(parser)
     parser.set_defaults(slot=2)  # each costs tens of collectives under tp
-    for axis in ("pp", "sdp", "tp"):
-        parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--layers", type=int, default=LlamaConfig.num_layers)
     parser.add_argument("--dim", type=int, default=LlamaConfig.dim)
     return parser.parse_args(argv)
@@ -41,18 +41,19 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
-    layout = eg.ParallelLayout(pp=args.pp, sdp=args.sdp, tp=args.tp)
-    manager = eg.join(layout=layout)
+    manager = eg.join()
+    # What any of the job's layouts divides is a DTensor in all of them, so that its state moves between them.
+    is_sharded, is_split = (any(getattr(each, axis) > 1 for each in manager.layouts) for axis in ("sdp", "tp"))
     data = load_text(args.context)
     config = LlamaConfig(dim=args.dim, num_layers=args.layers, context=args.context)
     batches = make_batches(args, len(data))
 
     def build(seat: eg.ModelCoordinates) -> dict[str, object]:
-        mesh = manager.gangs.device_mesh("sdp", "tp")
+        mesh, layout = manager.gangs.device_mesh("sdp", "tp"), manager.layout
         llama = Llama(config, seat.pp, layout.pp, seed=args.seed)
-        if layout.tp > 1:
+        if is_split:
             parallelize_module(llama, mesh["tp"], llama.tp_plan, src_data_rank=None)
-        if layout.sdp > 1:
+        if is_sharded:
             for part in (*llama.layers.values(), llama):
                 fully_shard(part, mesh=mesh["sdp"])
         if layout.pp > 1:
@@ -77,10 +78,10 @@ def main() -> None:
     history = History(args.output_dir, manager.member)
     for step in manager.steps(args.steps):
         with step:
-            slots = batches.slots(step)
+            slots, layout = batches.slots(step), manager.layout
             losses = run_pipeline(state.model, slots, data) if layout.pp > 1 else run_slots(state.model, slots, data)
             gangs = manager.gangs
-            part = [gangs.pp.rank, gangs.sdp.rank, gangs.tp.rank]
+            part, sizes = [gangs.pp.rank, gangs.sdp.rank, gangs.tp.rank], [layout.pp, layout.sdp, layout.tp]
             knows_loss = gangs.pp.rank == layout.pp - 1 and gangs.tp.rank == 0
             tokens = slots.num_samples * args.context
             history.write(
@@ -88,18 +89,18 @@ def main() -> None:
                 step=step.index,
                 generation=step.generation,
                 part=part,
+                sizes=sizes,
                 loss_sum=sum(losses) if knows_loss else 0.0,
                 tokens=tokens if knows_loss else 0,
                 active=manager.num_active,
                 samples=[int(sample) for slot in slots for sample in slot.index],
             )
             if state.optim.step(weight=tokens, max_norm=1.0):
-                assert manager.tip is not None
-                generation = manager.tip.generation
-                history.write("committed", step=step.index, generation=generation, part=part, pid=os.getpid())
+                where = {"generation": step.generation, "part": part, "sizes": sizes}
+                history.write("committed", step=step.index, **where, pid=os.getpid())
                 state.warmup.step()
 
-    history.write("finished", digest=digest_of(state.model), part=part, steps=manager.committed_steps)
+    history.write("finished", digest=digest_of(state.model), part=part, sizes=sizes, steps=manager.committed_steps)
 
 
 def run_slots(model: eg.ShardedDataParallel, slots: Slots, data: Tensor) -> list[float]:

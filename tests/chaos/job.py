@@ -8,7 +8,7 @@ the same effect.
     at      one of PLACES
     rank    the local rank that gets there; null for whichever does first
     kill    "self" (the default), "raise" (OSError), "comm" (its comm process), "standby", "comms" (all comm processes
-            of all ranks), "forkserver", or a list of local ranks;
+            of all ranks), "forkserver", "agent", or a list of local ranks;
             to stand still for ever: "stop" (SIGSTOP), "stop-comm", "stop-all" (both), "lock", "gil"; or for the seconds
             of `for`: "busy", "paused";
             to go: "drain" (SIGTERM to itself), "leave" (`manager.leave()`);
@@ -18,6 +18,7 @@ the same effect.
     step    only in this step
     later   only in a generation after that of the fault before
     slots   it first waits until other ranks have finished so many slots in this try of the step
+    votes   only within the vote of a step, of the sums that a step has
 
 `--holds` are steps in which every rank waits for a file, `go-STEP`, or for the end of the generation.
 
@@ -50,7 +51,8 @@ from torch import Tensor, nn
 
 import elasticgang as eg
 from elasticgang import testing
-from tests.support import comm_processes, is_alive, wait_until
+from scripts.chaos_runs.soaking.comm_processes import comm_processes
+from tests.support import is_alive, wait_until
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 8, 2, 5
 INIT_SCALE = 2.0**8
@@ -96,6 +98,7 @@ class Faults:
         self._specs = specs
         self._num_ranks = num_ranks
         self.manager: eg.QuorumManager | None = None
+        self._is_voting = False
         self._pid_file(self.rank).write_text(str(os.getpid()))
 
     def _pid_file(self, rank: int) -> Path:
@@ -116,6 +119,8 @@ class Faults:
         )
 
     def at(self, place: str) -> None:
+        if place in ("step", "totals_received", "votes_received"):
+            self._is_voting = place == "totals_received"
         for number, spec in enumerate(self._specs):
             if spec["at"] != place or spec["rank"] not in (self.rank, None) or not self._is_due(number, spec):
                 continue
@@ -152,6 +157,8 @@ class Faults:
 
     def _is_due(self, number: int, spec: dict[str, Any]) -> bool:
         if self._fired(number).exists():
+            return False
+        if spec.get("votes") and not self._is_voting:
             return False
         if "step" in spec and (self.manager is None or self.manager.committed_steps != spec["step"]):
             return False
@@ -213,6 +220,8 @@ class Faults:
                 pids = mine[1:]
             case "comms":
                 pids = [pid for rank in range(self._num_ranks) for pid in comm_processes(self._pid(rank))]
+            case "agent":
+                pids = [os.getppid()]
             case "workers":  # of the data loader
                 pids = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
                 assert pids
@@ -259,7 +268,8 @@ class Indices:
 
 
 class Holds:
-    """Where the test takes its time. A rank that waits has made a file, `at-STEP-MEMBER`."""
+    """Where the test takes its time. A rank that waits has made a file, `at-STEP-MEMBER`. What it learns meanwhile: by
+    `join-STEP-MEMBER`, that a rank waits to join, and by `leave-STEP-MEMBER`, that it is to leave itself."""
 
     def __init__(self, directory: Path, steps: list[int]) -> None:
         self._directory, self._steps = directory, steps
@@ -268,11 +278,18 @@ class Holds:
         go = self._directory / f"go-{step}"
         if step not in self._steps or go.exists():
             return
-        (self._directory / f"at-{step}-{manager.member.replace('/', '-')}").touch()
+        self._note("at", manager, step)
         deadline = time.monotonic() + HOLD_S
         while not (go.exists() or manager.poisoned):
             assert time.monotonic() < deadline, f"nobody let step {step} go on"
+            if manager.join_noticed:
+                self._note("join", manager, step)
+            if manager.leave_requested:
+                self._note("leave", manager, step)
             time.sleep(0.002)
+
+    def _note(self, what: str, manager: eg.QuorumManager, step: int) -> None:
+        (self._directory / f"{what}-{step}-{manager.member.replace('/', '-')}").touch()
 
 
 class SGD(torch.optim.SGD):
@@ -348,6 +365,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--faults", type=json.loads, default=[])
+    parser.add_argument("--num-ranks", type=int, help="of the job, if it has several agents, of which one has faults")
     parser.add_argument("--holds", type=json.loads, default=[])
     parser.add_argument("--layout", type=json.loads, default={})
     parser.add_argument("--num-workers", type=int, default=0, help="of the data loader of each rank")
@@ -361,7 +379,8 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    faults = Faults(args.output_dir, args.faults, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    num_ranks = args.num_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    faults = Faults(args.output_dir, args.faults, num_ranks)
     faults.at("start")
     factory = None if args.factory is None else functools.partial(make_process_group, args.factory)
     manager = eg.join(layout=eg.ParallelLayout(**args.layout), process_group=factory)
@@ -413,10 +432,11 @@ def main() -> None:
                 group=group,
                 memory=memory,
             )
-            if optim.step(weight=slots.num_samples, max_norm=4.0):
+            sums = {"num": len(samples), "squares": sum(sample * sample for sample in samples)}
+            if optim.step(weight=slots.num_samples, max_norm=4.0, sums=sums):
                 assert manager.tip is not None
                 manager.report(index=step.index, tokens=len(samples))
-                history.write("committed", step=step.index, generation=manager.tip.generation)
+                history.write("committed", step=step.index, generation=manager.tip.generation, sums=optim.sums)
                 schedule.step()
 
     if manager.committed_steps < args.steps:

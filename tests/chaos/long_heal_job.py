@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import nn
 
 import elasticgang as eg
 from elasticgang.protocol import member_lifecycle
-from elasticgang.state import healer, striped_fetch, transport
+from elasticgang.state import staging
+from elasticgang.state.received_chunks import ReceivedChunks
 from tests.support import wait_until
 
 NUM_STEPS = 5
@@ -22,8 +22,7 @@ MAX_LOST = 3
 
 
 def main() -> None:
-    transport.CHUNK_BYTES = 4096
-    healer.BY_RANGE_FROM_BYTES = 0
+    staging.CHUNK_BYTES = 4096
     member_lifecycle.MAX_LOST_STEPS = MAX_LOST
     torch.manual_seed(int(os.environ["LOCAL_RANK"]))
     manager = eg.join(layout=eg.ParallelLayout())
@@ -44,21 +43,19 @@ def main() -> None:
 
 
 def narrow(manager: eg.QuorumManager) -> None:
-    put, lock, num_through = striped_fetch.ReceivedChunks.put, threading.Lock(), Counter[int]()
+    receive, lock, num_through = ReceivedChunks.receive, threading.Lock(), Counter[int]()
 
-    def is_over(generation: int) -> bool:
-        return manager.generation != generation
+    def gated(received: ReceivedChunks, *args: Any) -> None:
+        with lock:
+            generation = manager.generation
+            num_through[generation] += 1
+            is_through = num_through[generation] <= NUM_PER_GENERATION
+        if not is_through:
+            wait_until(lambda: manager.poisoned, "the end of the generation")
+            raise OSError("the wire lets no more through")
+        receive(received, *args)
 
-    def gated(arrived: striped_fetch.ReceivedChunks, *args: Any) -> bool:
-        while True:
-            with lock:
-                generation = manager.generation
-                if num_through[generation] < NUM_PER_GENERATION:
-                    num_through[generation] += 1
-                    return put(arrived, *args)
-            wait_until(partial(is_over, generation), "the next generation")
-
-    striped_fetch.ReceivedChunks.put = gated  # type: ignore[method-assign, assignment]
+    ReceivedChunks.receive = gated  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

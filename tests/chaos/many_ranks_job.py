@@ -16,7 +16,8 @@ import torch
 from torch.distributed import ReduceOp
 
 import elasticgang as eg
-from tests.support import comm_processes, wait_until
+from scripts.chaos_runs.soaking.comm_processes import comm_processes
+from tests.support import wait_until
 
 
 def num_connections() -> int:

@@ -1,4 +1,4 @@
-"""Hosts on this machine: network namespaces on a bridge of their own, whose cables can be pulled."""
+"""Hosts on this machine: network namespaces on a bridge of their own, whose cables can be pulled, and containers."""
 
 from __future__ import annotations
 
@@ -44,6 +44,17 @@ class Network:
     def on(self, host: str) -> list[str]:
         """The beginning of a command that runs there."""
         return [*IN_NAMESPACE, self._name(host)]
+
+    def contained(self, host: str) -> list[str]:
+        """The beginning of a command that is process 1 of a container there: with process identifiers, shared memory,
+        a host name and System V objects of its own, as `docker run` gives them. Skips the test where there are none."""
+        container = [*self.on(host), "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--uts"]
+        prepare = 'mount -t tmpfs shm /dev/shm && hostname "$0" && exec "$@"'
+        container += ["sh", "-c", prepare, host]
+        tried = subprocess.run([*container, "true"], capture_output=True, text=True, timeout=20)
+        if tried.returncode:
+            pytest.skip(f"containers are not permitted here: {tried.stderr.strip()}")
+        return container
 
     def cut(self, host: str) -> None:
         """Nothing reaches it, or leaves it, from now on; nobody is told."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,35 @@ def secret_options(directory: Path) -> list[str]:
     return ["--secret-file", str(secret)]
 
 
-class Cluster:
+class WaitingRanks:
+    """Agents of a script whose ranks wait in some steps, and note there what they learn, by files in `notes`."""
+
+    agents: list[Job]
+    notes: Path
+
+    def reached(self, step: int, num_ranks: int) -> None:
+        """So many processes, those that have died since counted, wait in that step."""
+        self._noted("at", step, num_ranks)
+
+    def join_noticed(self, step: int, num_ranks: int) -> None:
+        """So many processes that wait in that step know that somebody waits to join. Their agent knows it earlier: from
+        then on the job could end before it has told them."""
+        self._noted("join", step, num_ranks)
+
+    def leave_requested(self, step: int, num_ranks: int) -> None:
+        """So many processes that wait in that step know that they are to leave."""
+        self._noted("leave", step, num_ranks)
+
+    def _noted(self, what: str, step: int, num_ranks: int) -> None:
+        def found() -> bool:
+            for agent in self.agents:
+                assert agent.process.poll() in (None, -signal.SIGKILL), agent.stderr
+            return len(list(self.notes.glob(f"{what}-{step}-*"))) >= num_ranks
+
+        wait_until(found, f"{num_ranks} ranks in step {step} with {what!r}", SLOW_S)
+
+
+class Cluster(WaitingRanks):
     """A coordinator and agents, all of one job. As a context manager, ends everything."""
 
     def __init__(
@@ -79,7 +108,7 @@ class Cluster:
         """`state`: the coordinator keeps a file. `credentials`: options of all; a secret where it listens beyond
         loopback. `host`, `program` and `prefix`: where the first coordinator listens, and what runs it."""
         self.directory = directory
-        self.output = directory / "output"
+        self.output = self.notes = directory / "output"
         self.output.mkdir(parents=True)
         self._arguments = ["--output-dir", str(self.output), "--steps", str(NUM_STEPS), "--holds", json.dumps([*holds])]
         self._state = state
@@ -88,7 +117,7 @@ class Cluster:
             self._credentials = secret_options(directory)
         self._stack = contextlib.ExitStack()
         self._num_started = 0
-        self.agents: list[Job] = []
+        self.agents = []
         coordinator = Coordinator(
             directory / "coordinator",
             host=host,
@@ -107,14 +136,16 @@ class Cluster:
         job_id: str = "job",
         options: Sequence[str] = (),
         layout: dict[str, int] | None = None,
+        script_options: Sequence[str] = (),
         program: Sequence[str] = ("-m", "elasticgang"),
         prefix: Sequence[str] = (),
     ) -> Job:
-        """One more agent. `layout`: that `job.py` declares; `program` and `prefix`: see `Job`."""
+        """One more agent. `layout`: that `job.py` declares; `script_options`: further ones of it; `program` and
+        `prefix`: see `Job`."""
         self._num_started += 1
         given = ["--coordinator", self.coordinator.address, "--nnodes", nnodes, "--job-id", job_id]
         given += [*self._credentials, *options]
-        script = [*self._arguments, "--layout", json.dumps(layout or {})]
+        script = [*self._arguments, "--layout", json.dumps(layout or {}), *script_options]
         directory = self.directory / f"agent-{self._num_started}"
         job = Job(directory, JOB, *script, ranks=ranks, options=given, program=program, prefix=prefix)
         self.agents.append(self._stack.enter_context(job))
@@ -131,16 +162,6 @@ class Cluster:
         self.coordinator = self._stack.enter_context(
             Coordinator(directory, port=port, state=self._state, credentials=self._credentials)
         )
-
-    def reached(self, step: int, num_ranks: int) -> None:
-        """So many members, those that have died since counted, wait in that step."""
-
-        def found() -> bool:
-            for agent in self.agents:
-                assert agent.process.poll() in (None, -9), agent.stderr
-            return len(list(self.output.glob(f"at-{step}-*"))) >= num_ranks
-
-        wait_until(found, f"{num_ranks} ranks in step {step}", SLOW_S)
 
     def release(self, step: int) -> None:
         (self.output / f"go-{step}").touch()

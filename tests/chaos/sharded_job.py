@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import elasticgang as eg
 from elasticgang.state.dtensor import local, locally
+from elasticgang.train import Slots
 from tests.chaos.job import Faults, History, digest_of
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 16, 2, 5
@@ -190,6 +192,38 @@ class Pipeline:
         return value
 
 
+class Schedule:
+    """As `eg.PipelineParallel` runs all slots of a step. `losses`: by step and slot, in the last stage. A slot is done
+    for the faults when its forward begins; "slot" is reached in the forwards from the fifth one on."""
+
+    def __init__(self, manager: eg.QuorumManager, faults: Faults, losses: dict[tuple[int, int], float]) -> None:
+        self._manager, self._faults, self._losses = manager, faults, losses
+        self._numbers: Iterator[tuple[int, int]] = iter(())  # of the slots whose forward is to come, with their places
+        self._with_loss: Iterator[int] = iter(())
+
+    def wrap(self, blocks: nn.Module, slot: int, *, keep: bool) -> eg.PipelineParallel:
+        blocks.register_forward_pre_hook(self._begins)
+        meta = torch.empty(slot, WIDTH, dtype=DTYPE, device="meta")
+        return eg.PipelineParallel(self._manager, blocks, inputs=meta, outputs=meta, loss_sum=self._loss_sum, keep=keep)
+
+    def _begins(self, *_: object) -> None:
+        place, number = next(self._numbers)
+        self._faults.slot_done(number)
+        if place >= 4:
+            self._faults.at("slot")
+
+    def _loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = (output - target).square().sum()
+        self._losses[self._manager.step.index, next(self._with_loss)] = loss.item()
+        return loss
+
+    def run(self, model: eg.PipelineParallel, slots: Slots, samples: Tensor, targets: Tensor) -> None:
+        numbers = [slot.number for slot in slots]
+        self._numbers, self._with_loss = enumerate(numbers), iter(numbers)
+        index = torch.cat([slot.index for slot in slots]) if numbers else torch.empty(0, dtype=torch.int64)
+        model.run(slots, samples[index], targets[index])
+
+
 def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     samples = torch.randn(NUM_SAMPLES, WIDTH, generator=generator, dtype=DTYPE)
@@ -207,6 +241,9 @@ def main() -> None:
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true", help="shard over sdp by torch's FSDP2")
     parser.add_argument("--reduction", default="sum")
+    parser.add_argument("--keep", action="store_true", help="keep the gradients of slots when a step is tried again")
+    parser.add_argument("--slot", type=int, default=SLOT, help="samples in a slot")
+    parser.add_argument("--schedule", action="store_true", help="run the stages by a schedule of torch's")
     parser.add_argument("--active", type=int, help="of the ranks, without the spares")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--faults", type=json.loads, default=[])
@@ -225,14 +262,16 @@ def main() -> None:
         blocks = nn.Sequential(
             *(Block(block, seat, layout, gangs, args.fsdp) for block in blocks_of(seat.pp, layout.pp))
         )
-        if args.fsdp:
+        if args.schedule:
+            model: nn.Module = schedule.wrap(blocks, args.slot, keep=args.keep)
+        elif args.fsdp:
             mesh = gangs.device_mesh("sdp")
             for block in blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(blocks, mesh=mesh)
-            model: nn.Module = eg.ShardedDataParallel(manager, blocks, reduction=args.reduction)
+            model = eg.ShardedDataParallel(manager, blocks, reduction=args.reduction, keep=args.keep)
         else:
-            model = eg.DistributedDataParallel(manager, blocks, over="rdp", reduction=args.reduction)
+            model = eg.DistributedDataParallel(manager, blocks, over="rdp", reduction=args.reduction, keep=args.keep)
         adam = Adam(model.parameters(), lr=0.02)
         adam.faults = faults
         history.write("built", part=list(seat))
@@ -241,8 +280,10 @@ def main() -> None:
         return {"model": model, "optim": eg.Optimizer(manager, adam, replicated={"tp": alike})}
 
     history = History(args.output_dir / "history", manager.member)
+    losses: dict[tuple[int, int], float] = {}  # by step and slot, for those that are kept
+    schedule = Schedule(manager, faults, losses)
     state = manager.build(build)
-    batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=SLOT, seed=SEED)
+    batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=args.slot, seed=SEED)
     samples, targets = data()
     faults.at("joined")
 
@@ -253,13 +294,35 @@ def main() -> None:
             for block in state.model.module:
                 block.steps.add_(1)
             slots = batches.slots(step)
+            if slots.kept:
+                kept = [slot.number for slot in slots.kept]
+                history.write("kept", step=step.index, generation=step.generation, slots=kept)
             pipeline = Pipeline(state, layout, manager.gangs.pp)
-            loss = sum(pipeline.run(samples[slot.index], targets[slot.index], slot.last, faults) for slot in slots)
-            faults.at("body")
-            taken = [int(sample) for slot in slots for sample in slot.index]
             gangs = manager.gangs
             seat = [gangs.pp.rank, gangs.rdp.rank, gangs.sdp.rank, gangs.tp.rank]
-            share = {"samples": taken, "loss": loss, "seat": seat, "active": manager.num_active, "tip": manager.tip}
+            if args.schedule:
+                schedule.run(state.model, slots, samples, targets)
+            for slot in () if args.schedule else slots:
+                value = pipeline.run(samples[slot.index], targets[slot.index], slot.last, faults)
+                losses[step.index, slot.number] = value
+                if args.keep:
+                    computed = {"slot": slot.number, "seat": seat, "lost": manager.poisoned}
+                    history.write("computed", step=step.index, generation=step.generation, **computed)
+                    faults.slot_done(slot.number)
+                    faults.at("slot")
+            faults.at("body")
+            mine = (*slots.kept, *slots)
+            taken = [int(sample) for slot in mine for sample in slot.index]
+            numbers = [slot.number for slot in mine]
+            loss = math.fsum(losses.get((step.index, number), 0.0) for number in numbers)
+            share = {
+                "samples": taken,
+                "slots": numbers,
+                "loss": loss,
+                "seat": seat,
+                "active": manager.num_active,
+                "tip": manager.tip,
+            }
             history.write("prepared", step=step.index, generation=step.generation, **share)
             if state.optim.step(weight=slots.num_samples, max_norm=MAX_NORM):
                 assert manager.tip is not None

@@ -1,8 +1,9 @@
 """A training job that reads from streams, may die at the places that it is told to, and whose result is exact.
 
-`python stream_job.py DIRECTORY STEPS FAULTS EVERY`. The faults are those of `job.py`; EVERY: the steps between two
-checkpoints, or 0. The gradient of a sample's weight is how often the sample was taken, times what the slot's random
-numbers say. A rank waits in the step that stands in the file `hold`, while that is there.
+`python stream_job.py DIRECTORY STEPS FAULTS EVERY WORKERS`. The faults are those of `job.py`; EVERY: the steps between
+two checkpoints, or 0; WORKERS: the data workers of each rank. The gradient of a sample's weight is how often the sample
+was taken, times what the slot's random numbers say. A rank waits in the step that stands in the file `hold`, while that
+is there.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class Numbers(IterableDataset[int]):
             yield SPLIT_SAMPLES * self._split + self._place - 1
         self._place = 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self._place}
+    def state_dict(self) -> dict[str, Any]:
+        padding = "x" * 4000 * (self._split >= NUM_SPLITS // 2)  # too long for the first collective of an exchange
+        return {"place": self._place, "padding": padding}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._place = state["place"]
 
 
@@ -57,6 +59,7 @@ def open_split(split: int) -> StatefulDataLoader[int]:
 
 def main() -> None:
     here, num_steps, specs, every = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+    num_workers = int(sys.argv[5])
     torch.set_num_threads(1)
     faults = Faults(here, specs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     manager = eg.join()
@@ -65,7 +68,7 @@ def main() -> None:
     ddp = eg.DistributedDataParallel(manager, model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     optim = eg.Optimizer(manager, sgd)
-    loader = eg.StreamLoader(manager, open_split, num_splits=NUM_SPLITS, size=SIZE, slot=SLOT)
+    loader = eg.StreamLoader(manager, open_split, num_splits=NUM_SPLITS, size=SIZE, slot=SLOT, num_workers=num_workers)
     manager.register_state(model=model, optim=optim, stream=loader)
     if every:
         manager.checkpoints(here / "checkpoints", every_steps=every)

@@ -26,7 +26,7 @@ def test_a_killed_agent_is_gone_without_and_another_joins(tmp_path: Path, alone:
         cluster.release(5)
         cluster.reached(12, 2)
         third = cluster.start()
-        first.expect("join noticed", generation=2)
+        cluster.join_noticed(12, 2)
         cluster.release(12)
         cluster.check(alone, [first, third])
         assert generation_of(third, 3)["ranks"] == [0, 0, 1, 1]
@@ -39,6 +39,7 @@ def test_joiners_that_outnumber_the_members(tmp_path: Path, alone: str) -> None:
         joiners = [cluster.start(ranks=1) for _ in range(3)]
         for joiner in joiners:
             joiner.expect("requested")
+        cluster.join_noticed(3, 1)
         cluster.release(3)
         cluster.reached(9, 2)  # the first one is not alone any more
         cluster.release(9)
@@ -102,7 +103,7 @@ def test_those_beyond_the_most_wait_as_spares_and_take_a_lost_hosts_place(tmp_pa
         seated = [cluster.start(nnodes="2:2", ranks=1) for _ in range(2)]
         cluster.reached(5, 2)
         spare = cluster.start(nnodes="2:2", ranks=1)
-        seated[0].expect("join noticed", generation=1)
+        cluster.join_noticed(5, 2)
         cluster.release(5)
         waiting = spare.expect("generation")
         assert (waiting["active"] + waiting["learner"], waiting["spare"]) == (2, 1)

@@ -70,6 +70,11 @@ def newest(directory: Path) -> int:
     return 0
 
 
+def hold_in(directory: Path, step: int) -> None:
+    (directory / "hold.new").write_text(str(step))
+    (directory / "hold.new").rename(directory / "hold")
+
+
 def kill_whole(running: Job) -> None:
     """Every process of the job at once."""
     for process in running.processes():
@@ -212,11 +217,12 @@ def test_a_job_over_two_directories_ends_with_both_digests(tmp_path: Path) -> No
 def test_saves_by_the_clock_are_complete_whatever_rank_dies(tmp_path: Path) -> None:
     """Each rank has a clock of its own, and what each of them saves belongs to one step."""
     width = "8192"  # large enough for two writers
-    (tmp_path / "hold").write_text("50")
+    hold_in(tmp_path, 20)
     with job(tmp_path, "first", 3, every="0.05s", width=width) as running:
         wait_until(lambda: newest(tmp_path) > 0, "a checkpoint")
         saved = newest(tmp_path)
         kill(running.rank_pid(1))
+        hold_in(tmp_path, 50)  # so many steps follow, however late this test has seen the checkpoint
         wait_until(lambda: newest(tmp_path) > saved + 1, "a checkpoint after the death of a rank")
         kill_whole(running)
     saved = newest(tmp_path)

@@ -443,7 +443,7 @@ def test_an_agent_that_does_not_fit_is_refused_and_the_others_are_told() -> None
 def test_what_is_no_coordinator_is_named() -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            host = Host("a", f"127.0.0.1:{silent.getsockname()[1]}", connect_s=0.5)
+            host = Host("a", f"127.0.0.1:{silent.getsockname()[1]}", connect_s=3.0)
             with pytest.raises(OperationalError, match=r"what answers at .* is not a coordinator of elasticgang"):
                 await host.control_plane.open()
             await host.stop()

@@ -35,7 +35,7 @@ def test_ranks_heal_from_each_other_and_another_job_takes_no_part(
         first = cluster.start(ranks=1)
         cluster.reached(4, 1)
         second = cluster.start(ranks=1)
-        first.expect("join noticed", generation=1)
+        cluster.join_noticed(4, 1)
         cluster.release(4)
         cluster.reached(9, 2)  # one has healed from the other
         kill(second.rank_pid(0))

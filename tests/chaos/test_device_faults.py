@@ -73,6 +73,47 @@ def test_a_rank_that_faults_in_every_step_leaves_when_it_has_no_device(tmp_path:
         assert [event["local_rank"] for event in job.events() if event["event"] == "spawned"] == [0, 1, 1, 1]
 
 
+# CUDA-1
+def test_a_fault_that_ends_a_rank_by_sigabrt_is_the_devices(tmp_path: Path) -> None:
+    """As where a thread of torch, or a destructor, meets the error: C++ writes its text and aborts the process."""
+    body = f"""if rank == 1 and step.index == 4:
+                    print("terminate called after throwing an instance of 'c10::AcceleratorError'", file=sys.stderr)
+                    print("  what():  {ILLEGAL}", file=sys.stderr, flush=True)
+                    os.abort()
+                while step.index == 8 and not (here / "seen").exists():
+                    time.sleep(0.005)"""
+    path = training(tmp_path, steps=10, body=body)
+    with Job(tmp_path, path, ranks=3, options=["--device-faults", "0", "--max-restarts", "0"]) as job:
+        job.expect("device_fault", device=1, is_quarantined=True, reason=ILLEGAL)
+        (tmp_path / "seen").touch()
+        assert job.wait() == 0, job.stderr
+
+
+# DEVICE-4
+def test_a_fault_counts_for_the_device_that_the_script_has_chosen(tmp_path: Path) -> None:
+    """As if there were four devices. Rank 1 takes that of rank 0."""
+    text = f"""\
+    import os
+    from types import SimpleNamespace
+    import torch
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 4
+    torch.cuda.set_device = torch.cuda.synchronize = lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"uuid-{{device.index}}")
+    import elasticgang as eg
+    rank = int(os.environ["LOCAL_RANK"])
+    manager = eg.join(device="cuda:0" if rank == 1 else None, process_group="isolated-gloo")
+    raise RuntimeError({ILLEGAL!r})
+    """
+    with Job(tmp_path, script(tmp_path, text), ranks=3, options=["--device-faults", "0"]) as job:
+        assert job.wait() == 1, job.stderr
+        found = {fault["local_rank"]: fault for fault in job.events() if fault["event"] == "device_fault"}
+        assert {rank: found[rank]["uuid"] for rank in found} == {0: "GPU-uuid-0", 1: "GPU-uuid-0", 2: "GPU-uuid-2"}
+        assert [found[rank]["is_chosen"] for rank in range(3)] == [False, True, False]
+        assert "device GPU-uuid-0 of rank 1 has failed" in job.stderr
+        assert "device 2 (GPU-uuid-2) of rank 2 has failed" in job.stderr
+
+
 # DEVICE-3
 def test_a_step_that_faults_on_one_device_after_the_other_fails_the_script(tmp_path: Path) -> None:
     """Rank 2 holds the state all the time."""
@@ -127,7 +168,9 @@ def test_status_and_events_name_the_quarantined_device(tmp_path: Path) -> None:
         for event in job.events():
             summary.add(event)
     report = summary.report({}, 1.0, is_alive=False)
-    assert report["device_faults"] == [{"device": 1, "num_faults": 1, "reason": ILLEGAL, "is_quarantined": True}]
+    assert report["device_faults"] == [
+        {"device": 1, "uuid": "", "num_faults": 1, "reason": ILLEGAL, "is_quarantined": True}
+    ]
     assert f"  device 1 has failed 1 time, and is quarantined: {ILLEGAL}" in list(lines_of(report))
 
 

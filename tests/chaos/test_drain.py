@@ -209,7 +209,8 @@ def lose_and_tell_to_go(job: Job) -> None:
 
 def test_the_only_one_with_state_stays_for_one_that_is_started_again(tmp_path: Path) -> None:
     after = '(here / f"after-{rank}").write_text(f"{manager.committed_steps}\\n")'
-    path = training(tmp_path, steps=3000, setup=SLOW, body=UNHURRIED, after=after)
+    body = 'if rank == 0 or not (here / "go").exists(): time.sleep(0.005)'  # so that rank 0 does not finish before
+    path = training(tmp_path, steps=3000, setup=SLOW, body=body, after=after)
     with Job(tmp_path, path, ranks=2) as job:
         lose_and_tell_to_go(job)
         (tmp_path / "go").touch()

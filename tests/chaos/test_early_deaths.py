@@ -57,7 +57,8 @@ def test_a_rank_that_executes_another_program_is_killed_and_restarted(tmp_path: 
                 if rank == 1 and step.index == 5 and not (here / "executed").exists():
                     (here / "executed").touch()
                     os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"])
-                time.sleep(0.01)
+                while step.index == 20 and not (manager.num_members == 2 or manager.join_noticed or manager.poisoned):
+                    time.sleep(0.01)  # the job does not end before the rank is back
     """
     with Job(tmp_path, training(tmp_path, steps=40, body=body), ranks=2) as job:
         assert job.wait() == 0, job.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from elasticgang.agent.incident_log import MAX_KEPT, IncidentLog
 from elasticgang.agent.rank_processes import RankProcess
 from elasticgang.observe.events import EventLog
 from elasticgang.process.status_page import StatusPage
-from tests.chaos.test_kills import JOB, Fault, at
+from tests.chaos.test_kills import BACK, JOB, Fault, at
 from tests.support import Command, Job
 
 GUARD_S = 30.0
 UNUSED: Any = None
-BACK = at("body", None, "paused", **{"for": 0.01})  # the others wait for the lost rank to come back
+GANGS = {"root, dp, rdp", "reduce", "control"}  # of ranks without any other axis
 
 
 class Files:
@@ -63,9 +64,11 @@ def test_a_kill_leaves_its_exit_and_the_collectives_of_all_ranks(tmp_path: Path)
     assert groups[0] == groups[1] == groups[2] != set(), "the same process groups, before any rank has left them"
     for rank in found["counters"]:
         assert any(counts["submitted"] > 0 for counts in rank["groups"].values())
+        assert {counts["gangs"] for counts in rank["groups"].values()} == GANGS
     text = explain(tmp_path, found["generation"])
     assert "rank 1 was killed by SIGKILL" in text
     assert "collectives begun/completed on this host when it began" in text
+    assert all(f"    {gangs}: rank 0 " in text for gangs in GANGS)
 
 
 def test_a_failed_script_leaves_its_last_lines(tmp_path: Path) -> None:
@@ -77,18 +80,19 @@ def test_a_failed_script_leaves_its_last_lines(tmp_path: Path) -> None:
     assert found["cause"] in explain(tmp_path, found["generation"])
 
 
-@pytest.mark.parametrize(("how", "stack"), [("lock", "in _do"), ("stop", "stopped (state T)")])
+# py-spy, where it is installed, names the class of a method too.
+@pytest.mark.parametrize(("how", "stack"), [("lock", r"in (Faults\.)?_do"), ("stop", r"stopped \(state T\)")])
 def test_a_hung_rank_leaves_its_stack(tmp_path: Path, how: str, stack: str) -> None:
     (found,), _ = incidents(tmp_path, [at("body", 1, how, step=6), BACK], "--hang-timeout=1")
     assert found["kind"] == "hung"
     (lost,) = found["lost"]
     assert (lost["local_rank"], lost["status"]) == (1, -9)
-    assert stack in lost["stack"]
+    assert re.search(stack, lost["stack"])
     behind = {rank["local_rank"]: rank["groups"] for rank in found["counters"]}
     assert set(behind) == {0, 1, 2}
     text = explain(tmp_path, found["generation"])
     assert f"rank 1 (process {lost['pid']}) hung; its stack" in text
-    assert stack in text
+    assert re.search(stack, text)
 
 
 # INCIDENT-1

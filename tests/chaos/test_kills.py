@@ -22,7 +22,7 @@ from tests.support import REPOSITORY, Job, run_preloaded
 
 NUM_STEPS = 30
 JOB = REPOSITORY / "tests" / "chaos" / "job.py"
-RECOVERY_S = 5.0  # from a death to the next generation; milliseconds in fact, unless somebody waits for a timeout
+RECOVERY_S = 8.0  # from a death to the next generation; milliseconds in fact, unless somebody waits for a timeout
 
 Fault = dict[str, Any]
 
@@ -35,6 +35,9 @@ def at(place: str, rank: int | None, kill: str | list[int] = "self", **condition
 def soon(place: str, rank: int | None, kill: str | list[int] = "self", **conditions: Any) -> Fault:
     """Without waiting until all ranks are back."""
     return at(place, rank, kill, full=False, **conditions)
+
+
+BACK = at("body", None, "paused", **{"for": 0.01})  # the others wait for the lost rank to come back
 
 
 def histories(directory: Path) -> list[list[dict[str, Any]]]:
@@ -85,9 +88,11 @@ def check(job: Job, faults: list[Fault], alone: str, recovery_s: float = RECOVER
 
 
 def check_samples(found: list[list[dict[str, Any]]]) -> None:
-    """RULE-4 and RULE-5: one attempt at each step is committed, and it is made of the step's samples, each once."""
+    """RULE-4, RULE-5 and MANAGER-15: one attempt at each step is committed, and it is made of the step's samples, each
+    once. Every rank has the sums over all of them."""
     prepared: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     committed: defaultdict[int, set[int]] = defaultdict(set)
+    sums: defaultdict[int, list[dict[str, float]]] = defaultdict(list)
     for history in found:
         mine: dict[tuple[int, int], list[int]] = {}
         for line in history:
@@ -95,6 +100,7 @@ def check_samples(found: list[list[dict[str, Any]]]) -> None:
                 mine[line["step"], line["generation"]] = line["samples"]
             elif line["kind"] == "committed":
                 committed[line["step"]].add(line["generation"])
+                sums[line["step"]].append(line["sums"])
         for attempt, samples in mine.items():
             prepared[attempt] += samples
     batches = GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=SLOT, seed=SEED)
@@ -102,7 +108,10 @@ def check_samples(found: list[list[dict[str, Any]]]) -> None:
     for step, generations in committed.items():
         assert len(generations) == 1, f"step {step} was committed in the generations {generations}"
         (generation,) = generations
-        assert Counter(prepared[step, generation]) == Counter(batches.samples(step).tolist()), f"step {step}"
+        samples = batches.samples(step).tolist()
+        assert Counter(prepared[step, generation]) == Counter(samples), f"step {step}"
+        wanted = {"num": len(samples), "squares": sum(sample * sample for sample in samples)}
+        assert all(each == wanted for each in sums[step]), f"step {step}: {sums[step]}"
 
 
 def check_recoveries(job: Job, recovery_s: float) -> None:
@@ -169,12 +178,12 @@ SCENARIOS: dict[str, list[Fault]] = {
     "who heals, and who is healed from": [
         at("body", 2),
         soon("healing", 2),
-        soon("tensor_received", 2),
+        soon("chunk_received", 2),
         soon("healed", 2),
         at("body", 1),
         soon("serving", None),
         at("body", 1),
-        soon("tensor_received", 1, "comm"),
+        soon("chunk_received", 1, "comm"),
         at("body", 1),
         soon("serving", None, "comms"),
     ],

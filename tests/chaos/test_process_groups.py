@@ -14,6 +14,7 @@ from elasticgang.errors import NotSupportedError
 from elasticgang.launch.cli import main
 from tests.chaos.test_hangs import hung
 from tests.chaos.test_kills import JOB, RECOVERY_S, Fault, alone, at, check, histories
+from tests.chaos.training_scripts import training
 from tests.support import Job
 
 __all__ = ["alone"]  # the fixture
@@ -56,6 +57,53 @@ def test_a_rank_is_killed_while_a_group_of_torchft_carries_the_data(
     job = run(tmp_path, faults, "--factory", factory, options=[])
     check(job, faults, alone, recovery_s=recovery_s)
     assert group_kinds(tmp_path) == {kind}
+
+
+SILENT = """\
+from datetime import timedelta
+from elasticgang.comm import ProcessGroupGloo
+
+class Silent(ProcessGroupGloo):
+    # As NCCL in process whose watchdog has aborted a communicator: the wait returns, and the result is not there.
+    failed, num_failed = None, 0
+
+    def configure(self, *args, **options):
+        super().configure(*args, **options)
+        self.failed = None
+
+    def allreduce(self, tensors, opts):
+        fails = rank == 1 and manager.step.index == 3 and not Silent.num_failed
+        if not fails:
+            return super().allreduce(tensors, opts)
+        Silent.num_failed += 1
+        self.failed = RuntimeError("the watchdog has aborted the communicator")
+        return super().allreduce([tensor.clone() for tensor in tensors], opts)
+
+    def errored(self):
+        return self.failed
+"""
+
+
+# DRIVER-2
+def test_a_step_whose_reduction_has_failed_in_silence_is_repeated(tmp_path: Path) -> None:
+    """Rank 1 has its own gradient then and rank 0 the sum: they must not apply both."""
+    text = training(
+        tmp_path,
+        body="",
+        after="""
+        (here / f"final-{rank}.json").write_text(repr([model.module.weight.tolist(), Silent.num_failed]))
+        """,
+    ).read_text()
+    joined = "manager = eg.join()"
+    assert joined in text
+    path = tmp_path / "silent.py"
+    making = f"{SILENT}\nmanager = eg.join(process_group=lambda: Silent(timedelta(seconds=60)))"
+    path.write_text(text.replace(joined, making))
+    with Job(tmp_path, path, ranks=2) as job:
+        assert job.wait(JOB_S) == 0, job.stderr
+    (first, none), (second, one) = (eval((tmp_path / f"final-{rank}.json").read_text()) for rank in range(2))
+    assert (none, one) == (0, 1)
+    assert first == second
 
 
 def test_a_stopped_peer_of_a_collective_in_process_is_killed_and_the_others_go_on(tmp_path: Path, alone: str) -> None:

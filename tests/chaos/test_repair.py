@@ -71,7 +71,7 @@ SCENARIOS: dict[str, Scenario] = {
             at("body", 0),
             soon("healing", None),
             at("body", None),
-            soon("tensor_received", None),
+            soon("chunk_received", None),
             at("body", None),
             soon("configuring", None),
             at("body", None),

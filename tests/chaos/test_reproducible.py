@@ -60,7 +60,7 @@ SCENARIOS: dict[str, list[Fault]] = {
     "ranks that heal": [
         at("body", 2),
         soon("healing", 2),
-        soon("tensor_received", 2),
+        soon("chunk_received", 2),
         at("body", 1),
         soon("serving", None),
     ],
@@ -127,7 +127,7 @@ def alone_by_slot(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def check_slots(directory: Path) -> None:
     """RULE-5 by slots; and who has committed a step has computed no slot of it twice, nor has another one, except at
-    step 0 (KEEP-1)."""
+    step 0 (DIVISION-5)."""
     committed: defaultdict[int, set[int]] = defaultdict(set)
     in_attempt: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     by_survivors: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -199,7 +199,7 @@ KEEPING: dict[str, list[Fault]] = {
 }
 
 
-# KEEP-1, KEEP-3, DIVISION-1
+# DIVISION-5, KEEP-2, DIVISION-1
 @pytest.mark.parametrize("name", KEEPING)
 def test_survivors_keep_the_gradients_of_their_slots(name: str, tmp_path: Path, alone_by_slot: str) -> None:
     workers = ["--num-workers", "1"] if "data workers" in name else []

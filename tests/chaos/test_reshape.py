@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 
-from tests.chaos.several import SLOW_S, Coordinator, kill_agent
-from tests.support import REPOSITORY, Job, kill, wait_until
+from tests.chaos.reshaping import HeldJob, loads
+from tests.chaos.resumed_sharded_job import assembled
+from tests.chaos.several import SLOW_S
+from tests.support import REPOSITORY, Job, kill
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -26,47 +26,21 @@ PAIR_ELSE_ONE = [{"sdp": 2}, {"sdp": 1}]
 TWO_PAIRS_ELSE_ONES = [{"sdp": 2, "min_replicas": 2}, {"sdp": 1}]
 
 
-class Reshaped:
-    """A coordinator and agents of `reshaped_job.py`."""
+class Reshaped(HeldJob):
+    """Agents of `reshaped_job.py`."""
 
     def __init__(self, directory: Path, layouts: list[dict[str, int]], every: int = 0) -> None:
-        self.directory, self._every = directory, every
-        self._arguments = (directory, json.dumps(layouts), STEPS, every)
-        self._stack = contextlib.ExitStack()
-        self.agents: list[Job] = []
-        self.coordinator = self._stack.enter_context(Coordinator(directory / "coordinator"))
+        super().__init__(directory, SCRIPT, json.dumps(layouts), STEPS, every)
 
-    def start(self, ranks: int, *, at_least: int = 1, **env: str) -> Job:
-        options = ["--coordinator", self.coordinator.address, "--nnodes", f"{at_least}:9", "--job-id", "job"]
-        if self._every:
-            options += ["--checkpoint-dir", str(self.directory / "checkpoints")]
-        directory = self.directory / f"agent-{len(self.agents)}"
-        job = Job(directory, SCRIPT, *map(str, self._arguments), ranks=ranks, options=options, env=env)
-        self.agents.append(self._stack.enter_context(job))
-        return job
-
-    def hold(self, step: int) -> None:
-        """The ranks wait in `step`."""
-        (self.directory / "hold.new").write_text(str(step))
-        (self.directory / "hold.new").rename(self.directory / "hold")
-
-    def release(self) -> None:
-        (self.directory / "hold").unlink()
-
-    def reached(self, step: int, num_ranks: int) -> None:
-        """So many processes, those that have died since counted, wait in that step."""
-        wait_until(
-            lambda: len(list(self.directory.glob(f"at-{step}-*"))) >= num_ranks, f"{num_ranks} in step {step}", SLOW_S
-        )
-
-    def check(self, *agents: Job, ranks: int) -> None:
-        """They end well, and what they have is what an undisturbed rank has, but for the order of summation."""
+    def check(self, *agents: Job, ranks: int, late: int = 0) -> None:
+        """They end well, and what they have is what an undisturbed rank has, but for the order of summation. `late`: so
+        many ranks more may have come back before the end."""
         for agent in agents:
             assert agent.wait(SLOW_S) == 0, agent.stderr
             agent.assert_nothing_left()
         wanted, wanted_losses = alone()
         found = results(self.directory)
-        assert len(found) == ranks
+        assert ranks <= len(found) <= ranks + late
         assert all(each == found[0] for each in found)
         assert found[0].keys() == wanted.keys()
         for name, values in wanted.items():
@@ -81,17 +55,9 @@ class Reshaped:
         by_generation = {generation: sdp for _, generation, _, sdp in steps(self.directory)}
         return [sdp for sdp, _ in itertools.groupby(by_generation[number] for number in sorted(by_generation))]
 
-    def __enter__(self) -> Reshaped:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        for agent in self.agents if kind is not None else ():
-            print(f"--- {agent.directory.name}: {agent.process.poll()}\n{agent.stderr[-3000:]}")
-        self._stack.close()
-
 
 def results(directory: Path) -> list[dict[str, list[float]]]:
-    return [json.loads(path.read_text()) for path in sorted(directory.glob("done-*"))]
+    return assembled([json.loads(path.read_text()) for path in sorted(directory.glob("done-*"))])
 
 
 def steps(directory: Path) -> Iterator[tuple[int, int, float, int]]:
@@ -113,26 +79,14 @@ def alone() -> tuple[dict[str, list[float]], dict[int, float]]:
         return result, {step: loss for step, _, loss, _ in steps(directory)}
 
 
-def loads(agents: list[Job]) -> list[str]:
-    return [agent.directory.name for agent in agents if "loaded the checkpoint" in agent.stderr]
-
-
-def last_generation(job: Job) -> dict[str, Any]:
-    return [event for event in job.events() if event["event"] == "generation"][-1]
-
-
 def test_a_lost_host_changes_the_layout_and_a_new_one_changes_it_back_in_memory(tmp_path: Path) -> None:
     """Two pairs lose one rank of four: three hold a whole copy among them, which each of them then has."""
     with Reshaped(tmp_path, TWO_PAIRS_ELSE_ONES) as job:
-        job.hold(HOLD)
-        first, second = job.start(3, at_least=2), job.start(1, at_least=2)
-        job.reached(HOLD, 4)
-        kill_agent(second)
-        first.expect("host lost")
+        first = job.lose_the_second_host(3, step=HOLD)
         job.hold(HOLD_AGAIN)
         job.reached(HOLD_AGAIN, 3)
         third = job.start(1)
-        first.expect("join noticed", generation=last_generation(first)["generation"])
+        job.join_noticed(HOLD_AGAIN, 3)
         job.release()
         job.check(first, third, ranks=4)
         assert job.sizes() == [2, 1, 2]
@@ -141,17 +95,12 @@ def test_a_lost_host_changes_the_layout_and_a_new_one_changes_it_back_in_memory(
 
 def test_a_lost_shard_comes_back_from_the_checkpoint_in_another_layout(tmp_path: Path) -> None:
     with Reshaped(tmp_path, PAIR_ELSE_ONE, EVERY) as job:
-        job.hold(HOLD)
-        first, second = job.start(1, at_least=2), job.start(1, at_least=2)
-        job.reached(HOLD, 2)
-        wait_until(lambda: list((tmp_path / "checkpoints").glob("step-*/manifest.json")), "a checkpoint")
-        kill_agent(second)
-        first.expect("host lost")
+        first = job.lose_the_second_host(1, step=HOLD)
         job.hold(HOLD_AGAIN)
         job.reached(HOLD_AGAIN, 1)
         assert loads([first])
         third = job.start(1)
-        first.expect("join noticed", generation=last_generation(first)["generation"])
+        job.join_noticed(HOLD_AGAIN, 1)
         job.release()
         job.check(first, third, ranks=2)
         assert job.sizes() == [2, 1, 2]
@@ -185,12 +134,8 @@ def test_a_killed_rank_that_is_restarted_changes_no_layout(tmp_path: Path) -> No
 def test_a_holder_that_dies_while_the_state_moves_costs_nothing(tmp_path: Path) -> None:
     """The rank 2 of the first host is one of two that keep its shard."""
     with Reshaped(tmp_path, TWO_PAIRS_ELSE_ONES) as job:
-        job.hold(HOLD)
-        first, second = job.start(3, at_least=2, DIE_MOVING="2"), job.start(1, at_least=2)
-        job.reached(HOLD, 4)
-        kill_agent(second)
-        first.expect("host lost")
+        first = job.lose_the_second_host(3, {"DIE_MOVING": "2"}, step=HOLD)
         job.release()
-        job.check(first, ranks=3)
+        job.check(first, ranks=2, late=1)
         assert (tmp_path / "died-moving").exists()
         assert job.sizes() == [2, 1]

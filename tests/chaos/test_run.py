@@ -20,11 +20,31 @@ import pytest
 
 from tests.chaos.training_scripts import script, training
 from tests.preloaded import PreloadedProcess
-from tests.support import REPOSITORY, Command, Job, environment, wait_until
+from tests.support import PROMPT_S, REPOSITORY, Command, Job, environment, wait_until
 
 AT_ONCE_S = 1.0  # as the issue promises for what was left by a killed agent
 ENDED_S = 2.0  # and for Ctrl-C
 GRACE_S = 1.0  # the default of --grace-period
+MOST_TRIES = 5
+
+
+def assert_in_time(directory: Path, limit_s: float, attempt: Callable[[Path], float]) -> None:
+    """`attempt`, in a directory of its own, takes no longer than that. The quickest of some tries counts: the machine
+    may stand still in one of them."""
+    found_s: list[float] = []
+    while not found_s or found_s[-1] > limit_s:
+        assert len(found_s) < MOST_TRIES, f"after so many seconds: {found_s}"
+        (own := directory / f"try-{len(found_s)}").mkdir()
+        found_s.append(attempt(own))
+
+
+def seconds_to_end(job: Job, number: signal.Signals) -> float:
+    """From the signal, which the agent gets, to the end of all processes."""
+    began = time.monotonic()
+    job.process.send_signal(number)
+    assert job.wait() in (128 + number, -number)
+    job.assert_nothing_left()
+    return time.monotonic() - began
 
 
 # -- what is refused
@@ -96,9 +116,9 @@ def test_a_coordinator_that_is_not_there_is_named_within_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     began = time.monotonic()
-    line = refused("run", "--connect-timeout", "0.5", "--coordinator", f"127.0.0.1:{port}", THIS)
-    assert line == f"cannot reach the coordinator at 127.0.0.1:{port} within 0.5 s: Connection refused"
-    assert time.monotonic() - began < 0.5 + 5.0  # the rest is the start of Python
+    line = refused("run", "--connect-timeout", "2.5", "--coordinator", f"127.0.0.1:{port}", THIS)
+    assert line == f"cannot reach the coordinator at 127.0.0.1:{port} within 2.5 s: Connection refused"
+    assert time.monotonic() - began < 2.5 + 10.0  # the rest is the start of Python; the default is 30 s
 
 
 def test_a_port_in_use_is_named(listener: socket.socket) -> None:
@@ -109,7 +129,7 @@ def test_a_port_in_use_is_named(listener: socket.socket) -> None:
 def test_a_server_that_is_no_coordinator_is_named(tmp_path: Path, listener: socket.socket) -> None:
     """It accepts, and says nothing."""
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    options = ["--connect-timeout", "1", "--coordinator", address]
+    options = ["--connect-timeout", "3", "--coordinator", address]
     with Job(tmp_path, script(tmp_path, ""), options=options) as job:
         assert job.wait() == 2
         assert job.stderr.splitlines() == [
@@ -185,14 +205,15 @@ def started(job: Job, ranks: int = 2) -> None:
 @pytest.mark.parametrize("make", [loading, ignoring])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_in_time(tmp_path: Path, number: signal.Signals, make: Callable[[Path], Path]) -> None:
-    with Job(tmp_path, make(tmp_path)) as job:
-        started(job)
-        began = time.monotonic()
-        job.process.send_signal(number)
-        assert job.wait() == 128 + number
-        job.assert_nothing_left(began + ENDED_S - time.monotonic())
-        assert time.monotonic() - began < ENDED_S
-        assert "Traceback" not in job.stderr
+    def attempt(directory: Path) -> float:
+        with Job(directory, make(directory)) as job:
+            started(job)
+            took_s = seconds_to_end(job, number)
+            assert job.process.returncode == 128 + number
+            assert "Traceback" not in job.stderr
+        return took_s
+
+    assert_in_time(tmp_path, ENDED_S, attempt)
 
 
 def test_a_rank_may_use_the_grace_period(tmp_path: Path) -> None:
@@ -220,13 +241,12 @@ def test_a_rank_may_use_the_grace_period(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["the agent imports", "the fork server imports", "ranks are started"])
 def test_a_signal_while_it_starts_ends_everything_in_time(tmp_path: Path, number: signal.Signals, moment: str) -> None:
-    with Job(tmp_path, ignoring(tmp_path), fresh=True) as job:
-        wait_for_moment(job, moment)
-        began = time.monotonic()
-        job.process.send_signal(number)
-        assert job.wait() in (128 + number, -number)
-        job.assert_nothing_left(began + ENDED_S - time.monotonic())
-        assert time.monotonic() - began < ENDED_S
+    def attempt(directory: Path) -> float:
+        with Job(directory, ignoring(directory), fresh=True) as job:
+            wait_for_moment(job, moment)
+            return seconds_to_end(job, number)
+
+    assert_in_time(tmp_path, ENDED_S, attempt)
 
 
 # STOP-HELD
@@ -268,27 +288,33 @@ def wait_for_moment(job: Job, moment: str) -> None:
 @pytest.mark.alone  # it has a time bound
 @pytest.mark.parametrize("make", [loading, ignoring])
 def test_nothing_is_left_of_a_killed_agent(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    with Job(tmp_path, make(tmp_path)) as job:
-        started(job)
-        assert len(job.processes()) >= 1 + 1 + 1 + 2 + 2  # agent, fork server, coordinator, ranks, their children
-        job.process.kill()
-        job.assert_nothing_left(AT_ONCE_S)
+    def attempt(directory: Path) -> float:
+        with Job(directory, make(directory)) as job:
+            started(job)
+            assert len(job.processes()) >= 1 + 1 + 1 + 2 + 2  # agent, fork server, coordinator, ranks, their children
+            return seconds_to_end(job, signal.SIGKILL)
+
+    assert_in_time(tmp_path, AT_ONCE_S, attempt)
 
 
 @pytest.mark.parametrize("moment", ["the fork server imports", "ranks are started"])
 def test_nothing_is_left_of_an_agent_that_is_killed_while_it_starts(tmp_path: Path, moment: str) -> None:
-    with Job(tmp_path, ignoring(tmp_path), fresh=True) as job:
-        wait_for_moment(job, moment)
-        job.process.kill()
-        job.assert_nothing_left(AT_ONCE_S)
+    def attempt(directory: Path) -> float:
+        with Job(directory, ignoring(directory), fresh=True) as job:
+            wait_for_moment(job, moment)
+            return seconds_to_end(job, signal.SIGKILL)
+
+    assert_in_time(tmp_path, AT_ONCE_S, attempt)
 
 
 def test_nothing_is_left_when_the_fork_server_is_killed_and_then_the_agent(tmp_path: Path) -> None:
-    with Job(tmp_path, loading(tmp_path)) as job:
-        started(job)
-        job.fork_server().kill()
-        job.process.kill()
-        job.assert_nothing_left(AT_ONCE_S)
+    def attempt(directory: Path) -> float:
+        with Job(directory, loading(directory)) as job:
+            started(job)
+            job.fork_server().kill()
+            return seconds_to_end(job, signal.SIGKILL)
+
+    assert_in_time(tmp_path, AT_ONCE_S, attempt)
 
 
 def test_a_coordinator_of_its_own_ends_by_a_signal(tmp_path: Path) -> None:
@@ -362,7 +388,7 @@ def test_a_terminal_that_stands_still_holds_up_no_recovery(tmp_path: Path) -> No
         try:
             wait_until((tmp_path / "went-on").exists, "the step after the death")
             process.send_signal(signal.SIGINT)
-            assert process.wait(GRACE_S + ENDED_S) == 130
+            assert process.wait(GRACE_S + PROMPT_S) == 130
         finally:
             process.kill()
             os.close(reader)

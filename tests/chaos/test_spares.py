@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scripts.chaos_runs.soaking.comm_processes import comm_processes
 from tests.chaos.sharded import Reference, Sizes, check, histories, moved, reference_in, run, seats, start
-from tests.chaos.test_kills import at, soon
-from tests.support import comm_processes, wait_until
+from tests.chaos.test_kills import BACK, at, soon
+from tests.support import wait_until
 
 PAIRS = Sizes(active=4, spares=1, tp=2)
 
@@ -23,7 +24,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def test_a_spare_takes_the_seat_of_a_dead_rank_at_once_and_nobody_else_moves(
     tmp_path: Path, reference: Reference
 ) -> None:
-    faults = [at("forward", 3), at("body", 4), at("totals_received", 0)]
+    faults = [at("forward", 3), at("body", 4), at("totals_received", 0), BACK]
     job = run(tmp_path, PAIRS, faults)
     check(job, PAIRS, faults, reference)
     found = histories(tmp_path)
@@ -75,7 +76,7 @@ def test_a_spare_that_waits_costs_no_time(tmp_path: Path) -> None:
         time.sleep(2.0)  # what is measured
         used, elapsed = cpu_seconds(waiting) - before, time.monotonic() - since
         assert [process.pid for process in waiting[1:]] == comm_processes(pid)
-        assert used <= 0.01 * elapsed, f"{used} s of CPU in {elapsed} s"
+        assert used <= 0.02 + 0.01 * elapsed, f"{used} s of CPU in {elapsed} s"  # of each process in hundredths
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:

@@ -25,8 +25,8 @@ EVERY = 10
 pytestmark = pytest.mark.timeout(300)  # several jobs, one after another
 
 
-def run(directory: Path, ranks: int, faults: list[Fault], every: int = 0) -> Job:
-    arguments = [str(directory), str(NUM_STEPS), json.dumps(faults), str(every)]
+def run(directory: Path, ranks: int, faults: list[Fault], every: int = 0, workers: int = 0) -> Job:
+    arguments = [str(directory), str(NUM_STEPS), json.dumps(faults), str(every), str(workers)]
     return Job(directory, JOB, *arguments, ranks=ranks)
 
 
@@ -75,16 +75,17 @@ def alone() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "faults",
+    ("faults", "workers"),
     [
-        [at("forward", 1), at("forward", 0, "comm"), at("forward", 2)],
-        [at("body", 0), soon("body", 1)],
-        [at("totals_received", 2), at("votes_received", 0), at("votes_received", 1, "comms")],
-        [at("applied", 1), soon("healing", 1), at("body", 2, [0, 1])],
+        ([at("forward", 1), at("forward", 0, "comm"), at("forward", 2)], 0),
+        ([at("body", 0), soon("body", 1)], 2),
+        ([at("totals_received", 2), at("votes_received", 0), at("votes_received", 1, "comms")], 1),
+        ([at("applied", 1), soon("healing", 1), at("body", 2, [0, 1])], 2),
+        ([at("forward", 0, "workers"), soon("body", 1), at("forward", 2, "workers"), soon("body", 2)], 2),
     ],
 )
-def test_each_sample_counts_once_whoever_is_killed(faults: list[Fault], tmp_path: Path) -> None:
-    with run(tmp_path, 3, faults) as job:
+def test_each_sample_counts_once_whoever_is_killed(faults: list[Fault], workers: int, tmp_path: Path) -> None:
+    with run(tmp_path, 3, faults, workers=workers) as job:
         assert job.wait() == 0, job.stderr
         job.assert_nothing_left()
     assert len(list(tmp_path.glob("fired-*"))) == len(faults)
@@ -95,7 +96,7 @@ def test_each_sample_counts_once_whoever_is_killed(faults: list[Fault], tmp_path
 def test_a_job_goes_on_in_its_streams_with_other_ranks(tmp_path: Path) -> None:
     """Only what is committed in the end counts: steps after the checkpoint are read again."""
     (tmp_path / "hold").write_text(str(EVERY + 5))
-    with run(tmp_path, 3, [], EVERY) as job:
+    with run(tmp_path, 3, [], EVERY, workers=1) as job:
         found = wait_until(lambda: next(listing.scan(storage_at(tmp_path / "checkpoints")), None), "a checkpoint")
         kill_whole(job)
     assert found.attempt.step == EVERY
@@ -103,7 +104,7 @@ def test_a_job_goes_on_in_its_streams_with_other_ranks(tmp_path: Path) -> None:
         lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] < EVERY]
         path.write_text("".join(lines))
     (tmp_path / "hold").unlink()
-    with run(tmp_path, 2, [], EVERY) as job:
+    with run(tmp_path, 2, [], EVERY, workers=2) as job:
         assert job.wait() == 0, job.stderr
         assert f"continues at the checkpoint of step {EVERY};" in job.stderr
     assert check(tmp_path) == alone()

@@ -79,7 +79,7 @@ def test_agents_of_a_job_export_each_change_into_one_trace(
         agents = [cluster.start(nnodes="2:2", job_id="traced") for _ in range(2)]
         cluster.reached(5, 4)
         kill(agents[0].rank_pid(1))
-        agents[0].expect("join noticed")
+        cluster.join_noticed(5, 3)
         cluster.release(5)
         cluster.reached(12, 4)
 

@@ -32,6 +32,8 @@ class Owner:
     def fail(self, error: GangError) -> None:
         self.comm.abort(error)
 
+    def check(self) -> None: ...
+
 
 def group_of(world: World, rank: int, spec: GroupSpec | None = None) -> SwallowingProcessGroup:
     comm = world.comms[rank]

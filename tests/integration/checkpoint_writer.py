@@ -13,13 +13,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticgang import testing
 from elasticgang.checkpoint import writer
 from elasticgang.checkpoint.plan import directory_name
 from elasticgang.checkpoint.shard import Block, Shard
 from elasticgang.protocol.commit import Attempt
+
+if TYPE_CHECKING:
+    from elasticgang.checkpoint.capture import Captured  # imports torch, which the killed writers do without
 
 ROWS = 6
 
@@ -39,32 +42,51 @@ def requests(root: Path | str, step: int) -> list[tuple[dict[str, Any], bytes]]:
         empty: dict[str, Any] = {"dict": []}
         objects = {"parameters": spec, "buffers": empty, "optimizers": empty, "others": empty}
         shard = Shard("0-0-0", number, 2, tuple(blocks), objects if number == 0 else None)
-        commit = {
-            "places": ["0-0-0"],
-            "attempt": [step, 1],
-            "job": "job",
-            "record": "digest",
-            "layout": {},
-            "keep": 1,
-        }
-        request: dict[str, Any] = {
-            "root": str(root),
-            "directory": directory(step),
-            "shard": shard.to_json(),
-            "commit": commit if number == 0 else None,
-            "lost": [],
-        }
+        request = request_of(root, step, shard, commit_of(step, ["0-0-0"], {}) if number == 0 else None)
         made.append((request, bytes([step]) * shard.num_bytes))
     return made
+
+
+def commit_of(step: int, places: Sequence[str], layout: dict[str, int]) -> dict[str, Any]:
+    return {
+        "places": list(places),
+        "attempt": [step, 1],
+        "job": "job",
+        "record": "digest",
+        "layout": layout,
+        "keep": 1,
+    }
+
+
+def request_of(root: Path | str, step: int, shard: Shard, commit: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "root": str(root),
+        "directory": directory(step),
+        "shard": shard.to_json(),
+        "commit": commit,
+        "lost": [],
+    }
 
 
 def save(root: Path | str, step: int) -> str:
     problem = ""
     for request, data in requests(root, step):
-        memory = os.memfd_create("share")
-        os.write(memory, data)
-        problem = problem or writer.save(memory, request)
-        os.close(memory)
+        problem = problem or _save(request, data)
+    return problem
+
+
+def save_captured(root: Path, captured: Captured, commit: dict[str, Any] | None) -> None:
+    """A share of step 10."""
+    data = bytearray(captured.shard.num_bytes)
+    assert captured.copy_to(memoryview(data), lambda: False)
+    assert _save(request_of(root, 10, captured.shard, commit), data) == ""
+
+
+def _save(request: dict[str, Any], data: bytes | bytearray) -> str:
+    memory = os.memfd_create("share")
+    os.write(memory, data)
+    problem = writer.save(memory, request)
+    os.close(memory)
     return problem
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -11,10 +12,12 @@ from torch import Tensor
 from elasticgang.collectives.collective import Collective, ReduceOperation
 from elasticgang.comm.comm_process import CommProcess
 from elasticgang.comm.work import CommWork
+from elasticgang.process.death_watch import of_all_threads
 from tests.integration.conftest import World
+from tests.support import wait_until
 
 GUARD_S = 20.0
-AT_ONCE_S = 1.0
+AT_ONCE_S = 10.0  # no timeout of these groups, which are 60 s; a machine may stand still for seconds
 
 
 def all_reduce(world: World, tensors: list[Tensor], op: str = "SUM", group: str = "all") -> None:
@@ -52,3 +55,14 @@ def start_gather(comm: CommProcess, outputs: list[Tensor], tensor: Tensor) -> Co
 
 def kill(comm: CommProcess) -> None:
     os.kill(comm.pid, signal.SIGKILL)
+
+
+def settle(pid: int) -> None:
+    """Wait until no thread is being started: such a thread blocks all signals (STOP-2)."""
+
+    def is_settled() -> bool:
+        with contextlib.suppress(OSError):
+            return of_all_threads(pid, lambda _, fields: fields[29] == b"0")
+        return False
+
+    wait_until(is_settled, "its threads are started", GUARD_S)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch.distributed as dist
 
 from elasticgang.checkpoint import plan
 from elasticgang.comm.arena import Arena
@@ -28,6 +29,15 @@ from tests.support import DEADLINE_S, REPOSITORY
 
 _T = TypeVar("_T")
 _prefixes = itertools.count()
+
+
+@pytest.fixture
+def no_default_group() -> Iterator[None]:
+    """torch's default process group is none, and a test's own one ends with the test."""
+    dist.distributed_c10d._update_default_pg(None)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

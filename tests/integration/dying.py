@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -47,6 +49,40 @@ def hold_and(args: dict[str, Any], fds: list[int]) -> int:
     then[args["then"]]()
     os.write(fds[1], b"done\n")
     time.sleep(600)
+    return len(memory)
+
+
+def write_on(args: dict[str, Any], fds: list[int]) -> int:
+    """Write to the memory `fds[0]` without a pause, by instructions and by system calls; say so on `fds[1]`. `refuse`:
+    how the threads refuse SIGVTALRM."""
+    refuse: dict[str, Callable[[], object]] = {
+        "ignore": lambda: signal.signal(signal.SIGVTALRM, signal.SIG_IGN),
+        "handle": lambda: signal.signal(signal.SIGVTALRM, lambda number, frame: None),
+        "block": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGVTALRM]),
+        "": lambda: None,
+    }
+    refuse[args.get("refuse", "")]()
+    memory = touched(args["bytes"])
+    shared = mmap.mmap(fds[0], 0)
+    size = len(shared)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
+    half = size // 2
+
+    def set_bytes() -> None:
+        for value in itertools.cycle(range(256)):
+            ctypes.memset(address, value, half)  # without the GIL
+
+    def read_bytes() -> None:
+        with open("/dev/urandom", "rb", buffering=0) as source:
+            while True:
+                source.readinto(memoryview(shared)[half:])
+
+    threads = [threading.Thread(target=target) for target in (set_bytes, set_bytes, read_bytes)]
+    for thread in threads:
+        thread.start()
+    os.write(fds[1], b"done\n")
+    for thread in threads:
+        thread.join()
     return len(memory)
 
 

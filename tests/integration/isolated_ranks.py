@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -24,6 +25,7 @@ from tests.integration.rings import Ring
 WARM_UP = 30
 GENERATIONS = 1000
 ABORT_EACH = 50  # generations: that one does not end well, and its process is replaced
+_pids = {os.getpid()}  # of this process and of all that it has started
 
 
 def reconfigure() -> None:
@@ -44,6 +46,7 @@ def live_through(ring: Ring, number: int) -> None:
     assert ring.sums(float(number)) == [2.0 * number] * 2
     large = [torch.full((400_000,), float(number)) for _ in range(2)]
     ring.each(lambda rank: ring[rank].allreduce([large[rank]]).wait())
+    _pids.update(pg.comm_process.pid for pg in ring.groups)
     if number % ABORT_EACH == ABORT_EACH - 1:
         ring[0].abort()
     ring.configure()
@@ -63,20 +66,28 @@ def footprint(ring: Ring) -> dict[str, float]:
 
 def _footprint(ring: Ring) -> dict[str, float]:
     here = psutil.Process()
+    below = here.children(recursive=True)
+    _pids.update(child.pid for child in below)
     comms = [psutil.Process(pg.comm_process.pid) for pg in ring.groups if pg.comm_process is not None]
     links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
     return {
-        "processes": len(here.children(recursive=True)),
+        "processes": len(below),
         "threads": here.num_threads(),
         "descriptors": len(links),
         "memfds": sum("memfd:" in link for link in links),
         "mappings": sum("memfd:" in line for line in open("/proc/self/maps")),
-        "shm_files": len(os.listdir("/dev/shm")),
+        "shm_files": len([name for name in os.listdir("/dev/shm") if _maker(name) in _pids]),
         "rss_mb": round(here.memory_info().rss / 1e6, 1),
         "comm_threads": sum(comm.num_threads() for comm in comms),
         "comm_descriptors": sum(comm.num_fds() for comm in comms),
         "comm_rss_mb": round(sum(comm.memory_info().rss for comm in comms) / 1e6, 1),
     }
+
+
+def _maker(name: str) -> int:
+    """The process that made a file of /dev/shm, which torch's names begin with. Others use the folder meanwhile."""
+    found = re.match(r"torch_(\d+)_", name)
+    return int(found[1]) if found else 0
 
 
 def _is_open(fd: str) -> bool:

@@ -73,9 +73,11 @@ def main() -> None:
     batches = eg.GlobalBatch(NUM_SAMPLES, size=16, slot=2, seed=3)
     inputs, targets = data()
     losses: dict[int, float] = {}
-    parameters: dict[str, list[float]] = {}
+    parameters: dict[int, dict[str, list[float]]] = {}  # by step: those that it begins with
     for step in manager.steps(STEPS):
         with step:
+            named = state.model.module.named_parameters() if step.share is not None else ()
+            at_first = {name: whole(value) for name, value in named}  # collectives, before the vote
             slots = batches.slots(step)
             total = torch.zeros((), dtype=torch.float64)
             for slot in slots:
@@ -90,9 +92,10 @@ def main() -> None:
             ):
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            if state.optim.step(weight=slots.num_samples, max_norm=MAX_NORM):
-                losses[step.index] = eg.all_sum(manager.gangs.dp, total).item()
-                parameters = {name: whole(value) for name, value in state.model.module.named_parameters()}
+            own = total if manager.gangs.tp.rank == 0 else 0.0  # all ranks of a tp gang know the same loss
+            if state.optim.step(weight=slots.num_samples, max_norm=MAX_NORM, sums={"loss": own}):
+                losses[step.index] = state.optim.sums["loss"]
+                parameters[step.index] = at_first
     with args.output.open("a") as file:
         file.write(json.dumps({"losses": losses, "parameters": parameters}) + "\n")
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 import elasticgang as eg
+from tests.support import wait_until
 
 RATE = 0.25  # exact in binary
 KILLED_AT = 4
@@ -37,9 +38,12 @@ def main() -> None:
             module.weight.grad = torch.zeros(1, 1)
             if not is_learner:
                 torch.autograd.backward(module(torch.ones(1, 1)).sum())
-            if rank == 2 and step.index == KILLED_AT and not died.exists():
-                died.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if step.index == KILLED_AT and not died.exists():
+                (directory / f"in-{rank}").touch()
+                if rank == 2:  # once the others are in this step, so that they notice the death in it
+                    wait_until(lambda: all((directory / f"in-{other}").exists() for other in (0, 1)), "the others", 60)
+                    died.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
             assert module.weight.grad is not None
             assert pg.rank() == manager.gangs.dp.rank
             pg.allreduce([module.weight.grad], ReduceOp.AVG).wait()

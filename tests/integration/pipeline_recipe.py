@@ -1,18 +1,27 @@
 """A model of two stages, which may depend on torch's random numbers by dropout. Run by `test_pipeline.py` as a pipeline
-of one or more replica groups, and alone. Double precision, so that only the order of summation differs."""
+of one or more replica groups, and alone. Double precision, so that only the order of summation differs.
+
+`--loader`: the samples come from worker processes, of a dataset or of streams.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import elasticgang as eg
 
 WIDTH, NUM_SAMPLES, BATCH_SIZE, STEPS = 6, 24, 4, 5
+NUM_SPLITS = 8
 
 
 def stages(dropout: float) -> list[nn.Module]:
@@ -32,16 +41,48 @@ def data() -> tuple[Tensor, Tensor]:
     return inputs, inputs.flip(1).tanh()
 
 
+class Shard:
+    """A split: every `NUM_SPLITS`-th sample."""
+
+    def __init__(self, number: int) -> None:
+        inputs, targets = data()
+        self._samples = list(zip(inputs[number::NUM_SPLITS], targets[number::NUM_SPLITS], strict=True))
+        self._place = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self._place < len(self._samples):
+            self._place += 1
+            yield self._samples[self._place - 1]
+        self._place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self._place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._place = state["place"]
+
+
+def make_loader(manager: eg.QuorumManager, kind: str, slot: int) -> Any:
+    if kind == "stream":
+        return eg.StreamLoader(manager, Shard, num_splits=NUM_SPLITS, size=BATCH_SIZE, slot=slot, num_workers=1)
+    batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=slot, seed=3)
+    return eg.DataLoader(TensorDataset(*data()), batches, num_workers=1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--slot", type=int, required=True)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--loader", choices=["dataset", "stream"], default="dataset")
+    parser.add_argument("--kill", type=int, metavar="STEP", help="the last rank dies once, when this step is reduced")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     manager = eg.join(layout=eg.ParallelLayout(pp=args.pp))
     meta = torch.empty(args.slot, WIDTH, dtype=torch.float64, device="meta")
+
+    loader = make_loader(manager, args.loader, args.slot)
 
     def build(seat: eg.ModelCoordinates) -> dict[str, object]:
         model: eg.ShardedDataParallel
@@ -50,28 +91,35 @@ def main() -> None:
             model = eg.PipelineParallel(manager, stage, inputs=meta, outputs=meta, loss_sum=loss_sum)
         else:
             model = eg.ShardedDataParallel(manager, nn.Sequential(*stages(args.dropout)))
-        return {"model": model, "optim": eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))}
+        optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+        return {"model": model, "optim": optim, **({"stream": loader} if args.loader == "stream" else {})}
 
     state = manager.build(build)
-    batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=args.slot, seed=3)
-    inputs, targets = data()
     losses: dict[int, float] = {}
     for step in manager.steps(STEPS):
         with step:
-            slots = batches.slots(step)
+            slots = loader.slots(step)
             if args.pp > 1:
-                index = torch.cat([slot.index for slot in slots]) if slots else torch.empty(0, dtype=torch.int64)
-                found = state.model.run(slots, inputs[index], targets[index])
+                batches = slots.load()
+                parts = map(torch.cat, zip(*batches, strict=True)) if batches else (None, None)
+                found = state.model.run(slots, *parts)
             else:
                 found = []
-                for slot in slots:
+                for slot, (inputs, targets) in slots:
                     with state.model.accumulate(last=slot.last):
-                        loss = loss_sum(state.model(inputs[slot.index]), targets[slot.index])
+                        loss = loss_sum(state.model(inputs), targets)
                         loss.backward()  # type: ignore[no-untyped-call]
                     found.append(loss.detach())
+            if (
+                step.index == args.kill
+                and manager.gangs.root.rank == manager.gangs.root.size - 1
+                and not (killed := Path(f"{args.output}.killed")).exists()
+            ):
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
             total = torch.stack([torch.zeros((), dtype=torch.float64), *found]).sum()
-            if state.optim.step(weight=slots.num_samples):
-                losses[step.index] = eg.all_sum(manager.gangs.root, total).item()
+            if state.optim.step(weight=slots.num_samples, sums={"loss": total}):
+                losses[step.index] = state.optim.sums["loss"]
     whole = [value.detach().flatten().tolist() for value in state.model.module.parameters()]
     with args.output.open("a") as file:
         file.write(json.dumps({"stage": manager.gangs.pp.rank, "losses": losses, "parameters": whole}) + "\n")

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from elasticgang.errors import WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.secret import Secret
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.snapshot_server import MAX_REQUEST_BYTES, SnapshotServer
-from elasticgang.state.transport import Channel, receive_body, shut
+from elasticgang.state.transport import MAX_MANIFEST_BYTES, Channel, receive_body, receive_into, shut
 
 DEADLINE_S = 20.0
 HERE = "127.0.0.1"
 AT = Attempt(3, 2)
+FIRST = Attempt(0, 2)  # before the first committed step (HEALER-4)
 JOB = "job"
 CREDENTIALS = Credentials(Secret(b"0123456789abcdef"))
 AUTHENTICATOR = Authenticator(JOB, CREDENTIALS)
@@ -52,7 +54,8 @@ class Rank:
         self.counter = Counter(seed)
         for _ in range(seed):
             self.train()
-        self.server = SnapshotServer(host, JOB, credentials)
+        self.progress: list[tuple[int, int]] = []  # bytes received, of how many
+        self.server = SnapshotServer(host, JOB, credentials, lambda *shown: self.progress.append(shown))
         self.server.register(model=self.model, optim=self.optim, counter=self.counter)
 
     def train(self) -> None:
@@ -125,42 +128,80 @@ class FakeSource:
         self._background.result()
 
 
-class Relay:
-    """A wire between one healer and a source. `change` gets all that the source sends after its handshake, once it has
-    closed the connection, and returns what the healer gets."""
+class Wire:
+    """Between one healer and a source. After the source's manifest, the wire is cut after so many bytes, flips a bit of
+    one (counted from the end if negative, of `num_bytes`), or changes the first bytes by `forge`."""
 
-    def __init__(self, source: Rank, change: Callable[[bytes], bytes]) -> None:
-        self._to, self._change = source.server.address, change
+    def __init__(
+        self,
+        source: Rank,
+        *,
+        cut: int | None = None,
+        flip: int | None = None,
+        forge: tuple[int, Callable[[bytes], bytes]] | None = None,
+    ) -> None:
+        self._to = source.server.address
+        self._cut, self._flip, self._forge = cut, flip, forge
         self._listener = socket.create_server((HERE, 0))
         self.address = f"{HERE}:{self._listener.getsockname()[1]}"
         self.from_healer = b""
-        self._background = Background(self._run)
+        self.num_bytes = 0
+        self.done = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             healer, _ = self._listener.accept()
             with healer, connected(self._to) as source:
-                forwarding = Background(lambda: self._forward(healer, source))
-                pass_handshake(source, healer)
-                whole = b"".join(iter(lambda: source.recv(1 << 16), b""))
-                healer.sendall(self._change(whole))
+                threading.Thread(target=self._forward, args=(healer, source), daemon=True).start()
+                with contextlib.suppress(OSError, WireError):
+                    pass_handshake(source, healer)
+                    pass_frame(source, healer, MAX_MANIFEST_BYTES)
+                    self._pass_chunks(source, healer)
                 for sock in (healer, source):
                     shut(sock)
-                forwarding.result()
+        self._listener.close()
+        self.done.set()
+
+    def _pass_chunks(self, source: socket.socket, healer: socket.socket) -> None:
+        if self._forge is not None:
+            length, forge = self._forge
+            first = bytearray(length)
+            receive_into(source, memoryview(first))
+            healer.sendall(forge(bytes(first)))
+        while self._cut != 0 and (data := bytearray(source.recv(1000))):
+            if self._flip is not None and self.num_bytes <= self._flip < self.num_bytes + len(data):
+                data[self._flip - self.num_bytes] ^= 1
+            if self._cut is not None:
+                del data[self._cut - self.num_bytes :]
+            self.num_bytes += len(data)
+            healer.sendall(data)
+            if self._cut is not None and self.num_bytes >= self._cut:
+                break
 
     def _forward(self, healer: socket.socket, source: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := healer.recv(1000):
                 self.from_healer += data
                 source.sendall(data)
+        shut(source)
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> Wire:
         return self
 
     def __exit__(self, *error: object) -> None:
         shut(self._listener)
         self._listener.close()
-        self._background.result()
+        assert self.done.wait(DEADLINE_S)
+
+
+def num_chunk_bytes(source: Rank, attempt: Attempt = AT) -> int:
+    """What `source` sends after its manifest."""
+    size = source.model[0].out_features
+    assert isinstance(size, int)
+    with Wire(source) as wire:
+        assert Rank(0, None, size=size).server.heal([wire.address], attempt)
+    return wire.num_bytes
 
 
 def connected(address: str) -> socket.socket:

@@ -96,7 +96,7 @@ def test_nested_waits_end_when_a_peer_dies_inside(kind: str, level: int, rings: 
 
 @kinds
 def test_a_nested_wait_ends_at_its_deadline(kind: str, rings: Rings) -> None:
-    ring = ring_of(rings, kind, size=2, timeout=3.0)
+    ring = ring_of(rings, kind, size=2, timeout=6.0)
     alone = ring.begin(lambda: nested(ring[0]))
     ring[1].allreduce([torch.ones(4)], SUM).wait()  # and no more
     if kind == "isolated":

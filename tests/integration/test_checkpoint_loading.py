@@ -103,7 +103,7 @@ def lead_outside(content: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (lambda path: rewritten(path, lambda content: content.update(format=2)), "its format is 2"),
+        (lambda path: rewritten(path, lambda content: content.update(format=4)), "its format is 4"),
         (lambda path: rewritten(path, lead_outside), "is no name of a file of a checkpoint"),
         (truncate, "shard-0-0-0-00000.safetensors has"),
         (lambda path: (path / "shard-0-0-0-00001.safetensors").unlink(), "shard-0-0-0-00001.safetensors: No such file"),
@@ -205,7 +205,6 @@ def test_a_directory_that_cannot_be_written_is_refused() -> None:
         "from elasticgang.checkpoint.saver import DurableCheckpoints\n"
         "from elasticgang.checkpoint.schedule import Schedule\n"
         "from elasticgang.state import SnapshotServer\n"
-        "import xxhash\n"
         "server = SnapshotServer()\n"
         "if os.geteuid() == 0: os.setuid(65534)\n"
         "DurableCheckpoints(pathlib.Path(sys.argv[1]), Schedule(1, clock=time.monotonic), 2, server)"

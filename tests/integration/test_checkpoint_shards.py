@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +9,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elasticgang as eg
-from elasticgang.checkpoint import listing, plan, writer
+from elasticgang.checkpoint import listing, plan
 from elasticgang.checkpoint.capture import capture
 from elasticgang.checkpoint.export import export
-from elasticgang.checkpoint.loader import ModelMismatch, read_state
+from elasticgang.checkpoint.loader import read_state
 from elasticgang.checkpoint.locations import storage_at
-from elasticgang.checkpoint.placed import Seated, place
+from elasticgang.checkpoint.placed import Seated, place, place_state
+from elasticgang.checkpoint.saved_objects import ModelMismatch
 from elasticgang.errors import CheckpointError, NotSupportedError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state.dtensor import local
 from elasticgang.torch_private import forget_meshes
-from tests.integration.checkpoint_writer import directory
+from tests.integration.checkpoint_writer import commit_of, save_captured
+
+pytestmark = pytest.mark.usefixtures("no_default_group")
 
 COLUMNS = torch.arange(24.0).view(4, 6)
 ROWS = torch.arange(10.0).view(5, 2)
 NORM = torch.arange(3.0)
 WHOLE = {"columns": COLUMNS, "rows": ROWS, "norm": NORM}
 PLACEMENTS: dict[str, Placement] = {"columns": Shard(1), "rows": Shard(0), "norm": Replicate()}
-
-
-@pytest.fixture(autouse=True)
-def no_default_group() -> Iterator[None]:
-    dist.distributed_c10d._update_default_pg(None)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def mesh_of(rank: int, tp: int) -> Any:
@@ -70,7 +67,24 @@ def state_of(rank: int, tp: int, scale: float, plain: Tensor | None = None) -> d
         "optimizers": {"optim": {"state": moments, "param_groups": groups}},
         "others": {"counter": {"steps": int(scale)}},
         "owned": {"optim": list(parameters.values())[:3]},
+        "keys": {"model": {name: name for name in parameters}},
     }
+
+
+def test_objects_are_made_for_the_first_writer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MIN_SHARE_BYTES", 1)
+    state, seated = state_of(0, 1, 1.0), Seated(eg.ParallelLayout(), (0, 0, 0))
+    objects, placed = place_state(state, seated)
+    none, same = place_state(state, seated, has_objects=False)
+    assert objects.keys() == {"parameters", "buffers", "optimizers", "others", "keys"}
+    assert none == {}
+    names, wanted = ({kind: [each.name for each in found[kind]] for kind in found} for found in (same, placed))
+    assert names == wanted
+    first, second = (capture(state_of(0, 1, 1.0), seated, number, 2) for number in (0, 1))
+    assert first is not None
+    assert second is not None
+    assert first.shard.objects == objects
+    assert second.shard.objects is None
 
 
 def save(root: Path, tp: int, plain: bool = False, replicas: int = 1, alike: bool = False) -> None:
@@ -82,27 +96,8 @@ def save(root: Path, tp: int, plain: bool = False, replicas: int = 1, alike: boo
             state = state_of(rank, tp, 1.0, torch.full((2,), 3.0 if alike else float(rank)) if plain else None)
             captured = capture(state, Seated(layout, (0, 0, rank)), number, replicas)
             assert captured is not None
-            data = bytearray(captured.shard.num_bytes)
-            assert captured.copy_to(memoryview(data), lambda: False)
-            memory = os.memfd_create("share")
-            os.write(memory, data)
-            commit = {
-                "places": [Seated(layout, (0, 0, each)).place for each in range(tp)],
-                "attempt": [10, 1],
-                "job": "job",
-                "record": "digest",
-                "layout": {"tp": tp},
-                "keep": 1,
-            }
-            request: dict[str, Any] = {
-                "root": str(root),
-                "directory": directory(10),
-                "shard": captured.shard.to_json(),
-                "commit": commit if (rank, number) == (0, 0) else None,
-                "lost": [],
-            }
-            assert writer.save(memory, request) == ""
-            os.close(memory)
+            commit = commit_of(10, [Seated(layout, (0, 0, each)).place for each in range(tp)], {"tp": tp})
+            save_captured(root, captured, commit if (rank, number) == (0, 0) else None)
     (found,) = listing.scan(storage_at(root))
     assert found.attempt == Attempt(10, 1)
     assert found.manifest is not None, found.problem
@@ -114,8 +109,40 @@ def load(root: Path, rank: int, tp: int, plain: bool = False) -> tuple[dict[str,
     (found,) = listing.scan(storage_at(root))
     assert found.manifest is not None
     state = state_of(rank, tp, 0.0, torch.zeros(2) if plain else None)
-    read = read_state(found.folder, found.manifest, state, Seated(eg.ParallelLayout(tp=tp), (0, 0, rank)))
+    read, _ = read_state(found.folder, found.manifest, state, Seated(eg.ParallelLayout(tp=tp), (0, 0, rank)))
     return read, state_of(rank, tp, 1.0, torch.full((2,), float(rank)) if plain else None)
+
+
+@pytest.mark.parametrize("rows", [8, 4])
+@pytest.mark.parametrize("sdp_rank", range(2))
+@pytest.mark.parametrize("tp_rank", range(2))
+def test_a_shard_of_fsdp_over_tensor_parallelism_is_one_block(rows: int, sdp_rank: int, tp_rank: int) -> None:
+    """Both divide the rows: a shard is a part of the rank's own rows of tensor parallelism."""
+    dist.init_process_group("fake", rank=2 * sdp_rank + tp_rank, world_size=4, store=FakeStore())
+    forget_meshes()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sdp", "tp"))
+    whole = torch.arange(3.0 * rows).view(rows, 3)
+    linear = torch.nn.Linear(3, rows, bias=False)
+    linear.weight = torch.nn.Parameter(whole.clone())
+    parallelize_module(linear, mesh["tp"], ColwiseParallel(), src_data_rank=None)
+    fully_shard(linear, mesh=mesh["sdp"])
+    assert isinstance(linear.weight, DTensor)
+    assert not isinstance(linear.weight.placements[0], Shard)
+    placed = place("weight", linear.weight, Seated(eg.ParallelLayout(sdp=2, tp=2), (0, sdp_rank, tp_rank)))
+    assert (placed.whole, placed.name, placed.is_owner) == ((rows, 3), "weight", True)
+    assert torch.equal(placed.tensor, whole[placed.start[0] : placed.start[0] + placed.shape[0]])
+    assert placed.start[0] == tp_rank * rows // 2 + sdp_rank * rows // 4
+
+
+def test_uneven_rows_of_fsdp_over_tensor_parallelism_are_refused() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    forget_meshes()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sdp", "tp"))
+    linear = torch.nn.Linear(3, 6, bias=False)
+    parallelize_module(linear, mesh["tp"], ColwiseParallel(), src_data_rank=None)
+    fully_shard(linear, mesh=mesh["sdp"])
+    with pytest.raises(NotSupportedError, match="a checkpoint cannot hold weight: it is a DTensor of"):
+        place("weight", linear.weight, Seated(eg.ParallelLayout(sdp=2, tp=2), (0, 0, 0)))
 
 
 # PLACED-1

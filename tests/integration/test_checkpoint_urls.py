@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import elasticgang as eg
 from elasticgang import testing
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.export import export
@@ -23,6 +24,7 @@ from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import MANIFEST
 from elasticgang.checkpoint.object_store import ObjectFolder, ObjectStorage
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
+from elasticgang.launch.cli import main
 from tests.integration import checkpoint_writer
 from tests.integration.checkpoint_writer import directory
 from tests.integration.saving import Rank, same
@@ -380,3 +382,13 @@ def test_fsspec_is_imported_for_urls_alone(tmp_path: Path) -> None:
         "assert 'fsspec' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("url", ["memory://run", "simplecache::memory://run"])
+def test_a_job_does_not_save_to_the_memory_of_a_process(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--checkpoint-dir", url, __file__]) == 2
+    said = capsys.readouterr()
+    assert f"--checkpoint-dir: {url} is the memory of the process that writes to it" in said.err
+    assert said.out == ""
+    with pytest.raises(NotSupportedError, match="is the memory of the process that writes to it"):
+        eg.join().checkpoints(url, every_steps=1)

@@ -8,6 +8,8 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -272,3 +274,30 @@ def test_nothing_is_left_behind_by_twenty_processes(forkserver: ForkServer, stor
         live()
     gc.collect()
     assert (here.num_fds(), reader_threads()) == before
+
+
+class OnCuda(torch.Tensor):
+    """A tensor that says that it is on CUDA; its memory is the CPU's."""
+
+    is_cuda = True
+
+
+# STAGING-3
+def test_a_tensor_on_a_device_is_copied_behind_its_stream_and_there_when_the_work_ends(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds(2)
+    world.configure()
+    tensors = [torch.full((3,), float(rank + 1)).as_subclass(OnCuda) for rank in range(2)]
+    drained: list[list[float]] = []
+
+    def current_stream(device: torch.device) -> Any:
+        return SimpleNamespace(synchronize=lambda: drained.append([float(tensor[0]) for tensor in tensors]))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    sum_of = [Collective("all_reduce", (tensor,), (tensor,)) for tensor in tensors]
+    works = [world.comms[rank].submit("all", sum_of[rank]) for rank in range(2)]
+    assert drained == [[1.0, 2.0]] * 2, "before anything is sent"
+    assert all(work.wait() for work in works)
+    assert len(drained) == 4
+    assert drained[-1] == [3.0, 3.0], "after the result was copied"

@@ -46,7 +46,7 @@ def test_an_abort_releases_all_waiters_with_its_error(worlds: Worlds) -> None:
         assert work.done()
         assert work.error is why
     pidfd = os.pidfd_open(comm.pid)
-    assert wait_dead([pidfd], 0.0) == []  # dead, although nobody may have reaped it
+    assert wait_dead([pidfd], GUARD_S) == []  # `abort` does not wait for that
     os.close(pidfd)
     assert all(tensor.tolist() == [7.0] * 5 for tensor in tensors)
 
@@ -352,7 +352,7 @@ def test_works_that_block_hold_up_no_other(worlds: Worlds) -> None:
     for _ in range(40):
         world.comms[0].submit("all", Collective("reduce_scatter_single", (outputs,), (inputs,)))
     groups = world.begin_each(
-        lambda rank: world.comms[rank].add_group(world.prefix, GroupSpec("more", rank, 2), timeout=5.0)
+        lambda rank: world.comms[rank].add_group(world.prefix, GroupSpec("more", rank, 2), timeout=GUARD_S)
     )
     for each in groups:
         each.result(GUARD_S)

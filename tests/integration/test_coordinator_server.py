@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +24,14 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.record import Undecided
 from elasticgang.session import connection as connections
+from elasticgang.session.agent_client import RETRY_S, pause_s
 from elasticgang.session.connection import ServerConnection
 from elasticgang.session.credentials import Credentials
 from elasticgang.session.handshake import AGENT
 from elasticgang.session.secret import Secret
 from tests.chaos.attacked import Session
 from tests.integration import led_jobs
-from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Job, found, play
+from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, QUICK, Agent, Job, found, play
 
 
 def test_a_change_reaches_every_agent() -> None:
@@ -237,24 +239,58 @@ def test_a_session_that_breaks_in_the_midst_of_a_broadcast_is_handled_after_it(m
         play(test, Job())
 
 
-# CONN-DEADLINE
-def test_an_agent_gets_in_where_a_handshake_takes_longer_than_its_first_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.1)
+class _Newcomer(Agent):
+    """Keeps what had gone wrong when its first record came."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.before_first: list[str] | None = None
+
+    def inform(self, event: Any) -> None:
+        super().inform(event)
+        if self.record is not None and self.before_first is None:
+            self.before_first = list(self.reasons)
+
+
+# CONN-DEADLINE, UNBOUND
+def test_a_fleet_comes_at_once_to_a_coordinator_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the job is founded, a turn in which the coordinator reads from all of them takes most of a lease, so that
+    one that an answer grants is over when the next answer comes. Nevertheless each gets in with its first connection,
+    and has the first record."""
+    num_agents, work_s = 150, 0.008
+    timeouts = replace(QUICK, lease_s=1.5, heartbeat_s=1.0, lost_after_s=DEADLINE_S, founding_s=DEADLINE_S)
+    assert 2 * num_agents * work_s > timeouts.lease_s
+    monkeypatch.setattr(led_jobs, "QUICK", timeouts)
     take = ServerConnection.data_received
+    job = Job()
 
-    def take_late(self: ServerConnection, data: bytes) -> None:
-        asyncio.get_running_loop().call_later(0.3, take, self, data)
+    def take_slowly(self: ServerConnection, data: bytes) -> None:
+        state = None if job.server is None else job.server.state_of("job")
+        until_s = time.monotonic() + (work_s if state is None or state.record is None else 0.0)
+        while time.monotonic() < until_s:
+            pass
+        take(self, data)
 
-    monkeypatch.setattr(ServerConnection, "data_received", take_late)
+    monkeypatch.setattr(ServerConnection, "data_received", take_slowly)
 
     async def test(job: Job) -> None:
-        agent = job.add("a", min_agents=1)
-        await agent.next()
-        assert "its handshake was not complete after 0.1 s" in agent.reasons[0]
+        fleet = [_Newcomer(f"a{number:03}", job.port, min_agents=num_agents) for number in range(num_agents)]
+        job.agents += fleet
+        for agent in fleet:
+            agent.start()
+        records = await asyncio.gather(*(agent.next() for agent in fleet))
+        assert len({record.digest for record in records}) == 1
+        assert [agent.before_first for agent in fleet] == [[]] * num_agents
 
-    play(test, Job())
+    play(test, job)
+
+
+# CLIENT-RETRY
+def test_agents_that_failed_together_come_back_at_random_times() -> None:
+    assert [pause_s(0, draw) for draw in (0.0, 0.5, 1.0)] == [RETRY_S] * 3  # nothing listens there
+    assert [pause_s(number, 0.0) for number in (1, 2, 9)] == [0.0] * 3
+    assert [pause_s(number, 1.0) for number in (1, 2, 3, 9)] == [0.8, 1.6, 3.2, 3.2]
+    assert pause_s(2, 0.5) == 0.8
 
 
 def test_jobs_are_apart() -> None:

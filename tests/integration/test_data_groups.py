@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 import torchft.process_group as torchft
+from torch._C._distributed_c10d import ErrorType
+from torch._C._distributed_c10d import Work as TorchWorkBase
 
 from elasticgang.collectives.collective import Collective
+from elasticgang.comm import data_groups
 from elasticgang.comm.comm_process import GroupSpec
 from elasticgang.comm.data_groups import ABORT_TIMEOUT_S, DataConfiguration, DataGroups
 from elasticgang.comm.error_swallowing import SwallowingProcessGroup
@@ -29,6 +36,7 @@ from elasticgang.errors import NotSupportedError, OperationalError, PeerLostErro
 from elasticgang.gang import ElasticGang, Gang, ReduceOperation
 from elasticgang.gang.elastic import Binding
 from elasticgang.protocol.device_errors import device_fault
+from elasticgang.torch_private import unreported_error
 from tests.integration import contract
 from tests.preloaded import MARK, PreloadedProcess
 from tests.support import REPOSITORY
@@ -190,6 +198,129 @@ def test_a_configure_that_a_fault_of_the_device_ends_has_it_as_its_cause() -> No
     with pytest.raises(PeerLostError) as raised:
         groups.open().connect("dp", "127.0.0.1:1/x", "rank 0", GroupSpec("all", 0, 2), 1)
     assert device_fault(raised.value) == "CUDA error: an illegal memory access was encountered"
+
+
+class OnDevice(torchft.ProcessGroupDummy):  # type: ignore[misc]  # of untyped torchft
+    """A group on CUDA as far as a configuration asks it. `abort` returns once `gate` lets it."""
+
+    def __init__(self, gate: Callable[[], object] = lambda: None) -> None:
+        super().__init__(0, 1)
+        self._gate = gate
+        self.error: Exception | None = None
+
+    def abort(self, errored: bool = True) -> None:
+        self._gate()
+
+    def errored(self) -> Exception | None:
+        return self.error
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch, groups: Sequence[OnDevice]) -> tuple[DataConfiguration, list[Exception]]:
+    """A configuration of these groups on cuda:0, and why it has ended the rank."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    made, stuck = iter(groups), list[Exception]()
+    present = DataGroups(lambda: next(made), torch.device("cuda", 0), GUARD_S, stuck.append).open()
+    for name in map(str, range(len(groups))):
+        present.connect(name, "127.0.0.1:1/x", "rank 0", GroupSpec(name, 0, 2), 1)
+    return present, stuck
+
+
+# DATA-3
+def test_all_groups_are_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernels that wait for one another: no abort returns before all have begun."""
+    monkeypatch.setattr(data_groups, "DEVICE_ABORT_TIMEOUT_S", GUARD_S)
+    all_abort = threading.Barrier(5, timeout=GUARD_S)
+    present, stuck = on_device(monkeypatch, [OnDevice(all_abort.wait) for _ in range(5)])
+    present.fail(PeerLostError("a peer is dead"))
+    assert present.is_aborted
+    assert stuck == []
+
+
+# DATA-3
+def test_an_abort_that_does_not_return_ends_a_rank_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A work of NCCL counts as ended once it has an exception, also while its kernel runs."""
+    monkeypatch.setattr(data_groups, "DEVICE_ABORT_TIMEOUT_S", 0.2)
+    let_go = threading.Event()
+    present, stuck = on_device(monkeypatch, [OnDevice(lambda: let_go.wait(GUARD_S)), OnDevice()])
+    present.fail(PeerLostError("a peer is dead"))
+    let_go.set()
+    assert [str(error) for error in stuck] == [
+        "a process group that runs in this process could not be aborted within 0.2 s"
+    ]
+
+
+# DATA-5
+def test_an_error_that_no_wait_has_raised_is_found_once_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [OnDevice(), OnDevice()]
+    present, _ = on_device(monkeypatch, groups)
+    gang = SwallowingProcessGroup(groups[1], start=functools.partial(present.start, "1"), owner=present)
+    work = gang.start(Collective("all_reduce", (tensor := torch.ones(1),), (tensor,)))
+    assert work.wait()
+    present.check()
+    assert present.error is None
+    groups[1].error = RuntimeError("aborted")  # as torch's watchdog, which aborts the communicator then
+    assert work.wait()
+    gang.check()
+    assert isinstance(present.error, PeerLostError)
+    assert str(present.error) == "the process group 1: aborted"
+    assert gang.is_poisoned
+
+
+# DATA-6
+def test_the_outputs_of_a_work_live_no_longer_than_its_users_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As works of NCCL, which keep their outputs: those of FSDP would fill the device."""
+
+    class Holding(OnDevice):
+        def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+            return Held(tensors)
+
+    class Held(TorchWorkBase):
+        def __init__(self, tensors: list[torch.Tensor]) -> None:
+            super().__init__()
+            self._tensors = tensors
+
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            return True
+
+    present, _ = on_device(monkeypatch, [Holding()])
+    tensor = torch.ones(1)
+    gone = weakref.ref(tensor)
+    work = present.start("0", Collective("all_reduce", (tensor,), (tensor,)))
+    del tensor
+    assert work.wait()
+    assert gone() is not None
+    del work
+    gc.collect()
+    assert gone() is None
+
+
+# DATA-5
+@pytest.mark.parametrize("kind", ["COMM_ERROR", "TIMEOUT", "REMOTE_ERROR"])
+def test_the_error_of_nccls_backend_is_found_without_a_wait(kind: str) -> None:
+    class Backend:
+        found = ErrorType.SUCCESS
+
+        def get_error(self) -> ErrorType:
+            return self.found
+
+    class Nccl(torchft.ProcessGroupDummy):  # type: ignore[misc]  # of untyped torchft
+        """As torchft's group over NCCL: `_pg` is torch's group."""
+
+        def __init__(self) -> None:
+            super().__init__(0, 1)
+            self._errored: Exception | None = None
+            self.backend = Backend()
+            self._pg = SimpleNamespace(_get_backend=lambda device: self.backend)
+
+        def errored(self) -> Exception | None:
+            pytest.fail("it waits for the current stream")
+
+    group = Nccl()
+    assert unreported_error(group) is None
+    group.backend.found = getattr(ErrorType, kind)
+    assert kind in str(unreported_error(group))
+    group._errored = aborted = RuntimeError("aborted")  # as its timeout of a stream does
+    assert unreported_error(group) is aborted
 
 
 @contextlib.contextmanager

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
+import multiprocessing.process
 import os
 import random
+import re
 import signal
+import struct
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,80 +29,12 @@ import elasticgang as eg
 from elasticgang.errors import OperationalError, StepAborted
 from elasticgang.member.manager import Step
 from elasticgang.protocol.member_state import Share
+from tests.integration.loading import FAULTS, NUM_SAMPLES, SIZE, SLOT, Noted, OneStep, indices, lost_after, step
 from tests.support import run_preloaded, wait_until
 
-NUM_SAMPLES, SIZE, SLOT = 24, 8, 2
 GUARD_S = 60.0
-
-
-class Noted:
-    """Notes who has fetched which sample, a line each. A file `NAME-INDEX` in `directory` says what sample INDEX does
-    first: `kill`, `stop` or `raise`, once for each line in it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        for fault, apply in FAULTS.items():
-            if self._is_due(f"{fault}-{index}"):
-                apply()
-        with (self.directory / "fetched").open("a") as file:
-            file.write(json.dumps([index, os.getpid()]) + "\n")
-        noise = [*torch.rand(2).tolist(), random.random(), float(numpy.random.rand())]
-        return {"index": index, "noise": torch.tensor(noise, dtype=torch.float64)}
-
-    def _is_due(self, name: str) -> bool:
-        for path in sorted(self.directory.glob(f"{name}.*")):
-            path.unlink()
-            return True
-        return False
-
-    def fetched(self) -> list[list[int]]:
-        path = self.directory / "fetched"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def prepare(self, fault: str, index: int, times: int = 1) -> None:
-        for number in range(times):
-            (self.directory / f"{fault}-{index}.{number}").touch()
-
-
-def fail() -> None:
-    raise ArithmeticError("this sample is broken")
-
-
-FAULTS: dict[str, Callable[[], None]] = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "raise": fail,
-}
-
-
-class OneStep:
-    """A step, and this rank's share of it. Lost once `error` is set."""
-
-    def __init__(self, index: int, share: Share | None) -> None:
-        self.index, self.share = index, share
-        self.is_lost = False
-
-    def check(self) -> None:
-        if self.is_lost:
-            raise StepAborted("lost")
-
-    def divide(self, num_slots: int) -> None:
-        """Nobody keeps slots."""
-
-    def end_slot(self) -> None:
-        pass
-
-    def contribute(self) -> None: ...
-
-
-def step(index: int, place: int = 0, count: int = 1) -> Step:
-    return cast(Step, OneStep(index, Share(place, count)))
-
+# For one slot, by what happens to its worker: a machine that stands still for two seconds ends no other worker.
+SLOT_S = {"kill": GUARD_S, "stop": 4.0}
 
 Make = Callable[..., eg.DataLoader]
 
@@ -120,15 +56,6 @@ def make(dataset: Noted) -> Iterator[Make]:
     yield make
     for loader in made:
         loader.close()
-
-
-def indices(loader: eg.DataLoader, of: Step) -> list[int]:
-    """The samples that a step gets, which are those of its slots."""
-    found: list[int] = []
-    for slot, batch in loader.slots(of):
-        assert batch["index"].tolist() == slot.index.tolist()
-        found += batch["index"].tolist()
-    return found
 
 
 def test_workers_give_the_same_batches_as_none_also_where_they_are_random(make: Make) -> None:
@@ -188,7 +115,7 @@ def test_after_a_change_of_the_share_only_what_moved_is_fetched(make: Make, data
     assert Counter(index for index, _ in dataset.fetched()) == Counter(wanted)
 
 
-# DATALOADER-2
+# FETCHPOOL-1
 def test_a_step_that_is_tried_again_gets_the_same_unchanged_batches(make: Make, dataset: Noted) -> None:
     loader = make(prefetch=0)
     first = []
@@ -220,14 +147,74 @@ def test_a_batch_of_an_unknown_kind_is_fetched_again(make: Make, dataset: Noted)
 def test_a_worker_that_dies_or_hangs_is_replaced_and_nothing_is_lost(
     fault: str, make: Make, dataset: Noted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = make(timeout=1.0)
+    loader = make(timeout=SLOT_S[fault])
     dataset.prepare(fault, int(loader.batches.samples(1)[3]))
     with caplog.at_level(logging.WARNING):
         found = [each for index in range(3) for each in indices(loader, step(index))]
     assert sorted(found) == list(range(NUM_SAMPLES))
     (record,) = [record for record in caplog.records if "data worker" in record.message]
-    said = "has been killed by signal 9" if fault == "kill" else "has not answered for 1 s"
+    said = "has been killed by signal 9" if fault == "kill" else "has not answered for 4 s"
     assert f"{said} at slot 1 of step 1: replacing it" in record.message
+
+
+def cut_a_message(number: int) -> None:
+    """This worker stops within the first batch that it sends, or behind it, if a file says so."""
+    info = get_worker_info()
+    assert info is not None
+    directory = cast(Any, info.dataset).dataset.directory
+    send = Connection._send_bytes  # type: ignore[attr-defined]
+
+    def cut(connection: Any, data: Any) -> None:
+        for path in directory.glob("cut-*"):
+            _, part, fault = path.name.split("-")
+            path.unlink()
+            message = struct.pack("!i", len(data)) + bytes(data)
+            os.write(connection.fileno(), message if part == "whole" else message[: len(message) // 2])
+            FAULTS[fault]()
+            time.sleep(GUARD_S)  # the signal may reach this thread last
+        send(connection, data)
+
+    Connection._send_bytes = cut  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """As if there were an accelerator: the tensors that are pinned."""
+    pinned: list[Tensor] = []
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    for name, value in (("is_available", True), ("current_device_index", 0), ("set_device_index", None)):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    return pinned
+
+
+def test_batches_of_workers_are_pinned(make: Make, pins: list[Tensor]) -> None:
+    loader = make(num_workers=1, prefetch=0, pin_memory=True)
+    assert indices(loader, step(0)) == loader.batches.samples(0).tolist()
+    assert len(pins) == 2 * SIZE // SLOT  # two tensors each
+
+
+# DATAWORKER-4, DATAWORKER-5
+@pytest.mark.parametrize("fault", ["half-kill", "half-stop", "whole-stop", "pinned-half-kill"])
+@pytest.mark.timeout(60)
+def test_a_worker_that_dies_or_hangs_while_it_sends_a_batch_is_replaced(
+    fault: str, make: Make, dataset: Noted, pins: list[Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    pin_memory, fault = fault.startswith("pinned"), fault.removeprefix("pinned-")
+    loader = make(num_workers=1, timeout=SLOT_S[fault[-4:]], worker_init_fn=cut_a_message, pin_memory=pin_memory)
+    (dataset.directory / f"cut-{fault}").touch()
+    waiting = OneStep(0, Share(0, 1))
+    with lost_after(waiting, GUARD_S), caplog.at_level(logging.WARNING):
+        assert indices(loader, cast(Step, waiting)) == loader.batches.samples(0).tolist()
+    said = "has been killed by signal 9" if fault.endswith("kill") else "has not answered for 4 s"
+    # behind a whole message, the thread that hands over the batch's memory may do so before the signal reaches it
+    slot = "[01]" if fault.startswith("whole") else "0"
+    assert re.search(f"{said} at slot {slot} of step 0: replacing it", caplog.text), caplog.text
 
 
 # DATAWORKER-2
@@ -265,6 +252,14 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(make: Make, dataset: Not
     assert len({pid for _, pid in dataset.fetched()}) == 2
 
 
+# DATAWORKER-5
+@pytest.mark.timeout(60)
+def test_a_worker_that_dies_with_a_lock_of_torch_is_replaced(make: Make, dataset: Noted) -> None:
+    loader = make(num_workers=1)
+    dataset.prepare("hold", int(loader.batches.samples(0)[0]))
+    assert indices(loader, step(0)) == loader.batches.samples(0).tolist()
+
+
 def test_a_slot_at_which_every_worker_dies_is_named_and_the_others_are_loaded(make: Make, dataset: Noted) -> None:
     loader = make()
     broken = int(loader.batches.samples(0)[2])
@@ -293,7 +288,7 @@ def test_what_the_dataset_raises_is_raised_where_its_slot_is_taken(
     assert indices(loader, step(1)) == loader.batches.samples(1).tolist()
 
 
-# DATALOADER-3
+# FETCHPOOL-2
 def test_a_step_that_is_lost_waits_for_no_batch(make: Make, dataset: Noted) -> None:
     loader = make(num_workers=1, timeout=GUARD_S)
     dataset.prepare("stop", int(loader.batches.samples(0)[0]))
@@ -310,6 +305,27 @@ def test_a_step_that_is_lost_waits_for_no_batch(make: Make, dataset: Noted) -> N
     with pytest.raises(StepAborted):
         next(slots)
     thread.join()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_step_that_is_lost_loads_no_further_batches(num_workers: int, make: Make, dataset: Noted) -> None:
+    loader = make(num_workers=num_workers)
+    lost = OneStep(0, Share(0, 1))
+    slots = loader.slots(cast(Step, lost))
+    lost.is_lost = True
+    with pytest.raises(StepAborted):
+        slots.load()
+    assert num_workers or dataset.fetched() == []
+
+
+# FETCHPOOL-2
+def test_a_closed_loader_is_not_waited_for(make: Make) -> None:
+    loader = make()
+    waiting = OneStep(0, Share(0, 1))
+    slots = loader.slots(cast(Step, waiting))
+    loader.close()
+    with lost_after(waiting, GUARD_S), pytest.raises(OperationalError, match="the data loader is closed"):
+        next(iter(slots))
 
 
 def test_a_learner_gets_nothing(make: Make, dataset: Noted) -> None:
@@ -380,3 +396,36 @@ def test_workers_end_with_a_process_that_never_closed_its_loader(tmp_path: Path)
     for _, pid in Noted(tmp_path).fetched():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def shared_memory() -> set[str]:
+    """What of torch's this process has open."""
+    links = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the directory itself
+            links.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {link for link in links if "/torch_" in link}
+
+
+def test_a_closed_loader_keeps_no_pipe_of_a_worker_and_no_batch(
+    make: Make, dataset: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: list[multiprocessing.process.BaseProcess] = []
+    start = multiprocessing.process.BaseProcess.start
+
+    def noted(process: multiprocessing.process.BaseProcess) -> None:
+        start(process)
+        processes.append(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", noted)
+    loader = make(num_workers=2)
+    before = shared_memory()
+    dataset.prepare("kill", int(loader.batches.samples(0)[0]))
+    indices(loader, step(0))
+    wait_until(lambda: len(dataset.fetched()) >= 2 * SIZE, "the slots ahead", GUARD_S)
+    loader.close()
+    assert shared_memory() <= before
+    assert len(processes) >= 2
+    for process in processes:
+        with pytest.raises(ValueError, match="process object is closed"):
+            _ = process.sentinel

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import queue
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,12 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from elasticgang.process.death_watch import DeathWatch
+from elasticgang.process.death_watch import DeathWatch, has_begun_to_exit, wait_writes_nothing
 from elasticgang.process.forkserver import ForkServer, Spawned
 from elasticgang.process.status_page import StatusPage
 from tests.support import REPOSITORY, wait_dead, wait_until
 
 GUARD_S = 20.0
+MOST_TRIES = 5
 _OWNER_DIED = 1 << 30
 
 
@@ -162,12 +166,74 @@ def test_a_watch_that_is_closed_gives_no_notice() -> None:
 
 @pytest.mark.alone
 def test_a_large_process_is_noticed_long_before_it_is_gone(start: Any) -> None:
-    watched = start("sleep", bytes=1 << 30)
-    poll = select.poll()
-    poll.register(watched.process.pidfd, select.POLLIN)
-    killed_at = time.monotonic()
-    watched.kill()
-    assert poll.poll(GUARD_S * 1000)
-    gone_s = time.monotonic() - killed_at
-    noticed_s = watched.notices.get(timeout=GUARD_S) - killed_at
-    assert noticed_s < gone_s / 4, (noticed_s, gone_s)
+    """The quickest notice of some counts: the machine may stand still between a death and its notice."""
+    found = []
+    for _ in range(MOST_TRIES):
+        watched = start("sleep", bytes=1 << 30)
+        poll = select.poll()
+        poll.register(watched.process.pidfd, select.POLLIN)
+        killed_at = time.monotonic()
+        watched.kill()
+        assert poll.poll(GUARD_S * 1000)
+        gone_s = time.monotonic() - killed_at
+        noticed_s = watched.notices.get(timeout=GUARD_S) - killed_at
+        if noticed_s < gone_s / 4:
+            return
+        found.append((noticed_s, gone_s))
+    pytest.fail(f"noticed, and gone, after so many seconds: {found}")
+
+
+def test_a_process_has_begun_to_exit_before_the_kernel_closes_its_descriptors() -> None:
+    """That of a device too, whose memory and events are released then."""
+    reading, writing = os.pipe()
+    program = "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); print(flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", program], pass_fds=[writing], stdout=subprocess.PIPE)
+    os.close(writing)
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert not has_begun_to_exit(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    assert not has_begun_to_exit(process.pid)
+    process.kill()
+    assert os.read(reading, 1) == b"", "the kernel has closed the pipe"
+    assert has_begun_to_exit(process.pid)
+    process.wait()
+    process.stdout.close()
+    os.close(reading)
+    assert has_begun_to_exit(process.pid), "it is gone"
+
+
+# DEATH-5
+@pytest.mark.alone
+def test_a_killed_process_writes_nothing_more_before_it_is_gone(server: ForkServer) -> None:
+    """Threads write without a pause. What is there once it writes nothing stays there while the kernel frees 512 MB."""
+    were_there = 0
+    for _ in range(4):
+        shared = os.memfd_create("shared")
+        os.ftruncate(shared, 1 << 20)
+        reader, writer = os.pipe()
+        process = server.spawn("tests.integration.dying:write_on", {"bytes": 1 << 29}, fds=[shared, writer])
+        os.close(writer)
+        memory = mmap.mmap(shared, 0)
+        try:
+            with os.fdopen(reader) as told:
+                assert told.readline()
+            before = bytes(memory)
+            wait_until(lambda: bytes(memory) != before, "it writes", GUARD_S)  # noqa: B023
+            assert not wait_writes_nothing(process.pidfd, 0.0)
+            signal.pidfd_send_signal(process.pidfd, signal.SIGSTOP)
+            assert not wait_writes_nothing(process.pidfd, 0.1)
+            signal.pidfd_send_signal(process.pidfd, signal.SIGCONT)  # it writes when it is killed
+        finally:
+            signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+        assert wait_writes_nothing(process.pidfd, GUARD_S)
+        last = bytes(memory)
+        were_there += len(wait_dead([process.pidfd], 0.0))
+        assert not wait_dead([process.pidfd], GUARD_S)
+        assert bytes(memory) == last
+        assert wait_writes_nothing(process.pidfd, 0.0), "it is a zombie"
+        os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED)
+        assert wait_writes_nothing(process.pidfd, 0.0), "it is gone"
+        os.close(process.pidfd)
+        os.close(shared)
+    assert were_there, "the kernel freed its memory at once each time"

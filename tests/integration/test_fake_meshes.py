@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,17 +17,11 @@ import elasticgang as eg
 from elasticgang.gang.elastic import Binding, ElasticGang
 from tests.support import run_preloaded
 
+pytestmark = pytest.mark.usefixtures("no_default_group")
+
 TORCHS_OWN = dist.init_process_group  # as it is while the tests are collected
 CPU = torch.device("cpu")
 DEADLINE_S = 120
-
-
-@pytest.fixture(autouse=True)
-def no_default_group() -> Iterator[None]:
-    dist.distributed_c10d._update_default_pg(None)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
-from elasticgang.errors import InvalidOperationError
+from elasticgang.collectives.collective import Collective
+from elasticgang.collectives.work import Work
+from elasticgang.errors import InvalidOperationError, NotSupportedError, StepAborted
 from elasticgang.gang import ElasticGang, Gang, GangGrid, ProcessGroupGang, ReduceOperation
 from elasticgang.gang.elastic import Binding
 from elasticgang.process.forkserver import ForkServer
@@ -202,3 +208,83 @@ def test_a_gang_between_generations_keeps_nothing_of_the_last_one(trio: World) -
     gc.collect()
     assert alive() is None
     assert not gang.is_poisoned
+
+
+class Recording:
+    """A group that does nothing. `fails`: as NCCL whose watchdog has aborted a communicator."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.started: list[Collective] = []
+        self.is_poisoned, self._fails = False, fails
+
+    def getBackendName(self) -> str:
+        return "recording"
+
+    def start(self, collective: Collective) -> Work:
+        self.started.append(collective)
+        return Work()
+
+    def check(self) -> None:
+        self.is_poisoned = self._fails
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What waits for a device, without one: torch makes tensors of CUDA that have no memory."""
+    waited: list[str] = []
+
+    def current_stream(device: torch.device) -> Any:
+        return SimpleNamespace(synchronize=lambda: waited.append(str(device)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    return waited
+
+
+# ELASTIC-4
+def test_a_barrier_on_cuda_ends_once_the_device_has_passed_it(streams: list[str]) -> None:
+    group = Recording()
+    gang = ElasticGang("dp", torch.device("cuda", 0))
+    gang.bind(Binding(0, (0, 1), group))
+    with FakeTensorMode():
+        gang.barrier()
+        dist.barrier(gang.as_process_group())
+    devices = [str(tensor.device) for started in group.started for tensor in (*started.outputs, *started.inputs)]
+    assert devices == ["cuda:0"] * 4, "NCCL has no tensors of the CPU"
+    assert streams == ["cuda:0"] * 2
+
+
+# ELASTIC-4
+def test_a_barrier_that_has_failed_on_the_device_aborts_the_step(streams: list[str]) -> None:
+    gang = ElasticGang("dp", torch.device("cuda", 0))
+    for barrier in (gang.barrier, lambda: dist.barrier(gang.as_process_group())):
+        gang.bind(Binding(0, (0, 1), Recording(fails=True)))
+        with FakeTensorMode(), pytest.raises(StepAborted):
+            barrier()
+
+
+# ELASTIC-4
+def test_the_size_of_objects_is_broadcast_in_memory_of_the_gangs_device(streams: list[str]) -> None:
+    group = Recording()
+    gang = ElasticGang("dp", torch.device("cuda", 0))
+    gang.bind(Binding(0, (0, 1), group))
+    with FakeTensorMode(), contextlib.suppress(Exception):  # the tensors have no values, so that nothing is read back
+        gang.broadcast_objects([1, 2])
+    assert {str(tensor.device) for started in group.started for tensor in started.outputs} == {"cuda:0"}
+
+
+# ELASTIC-3
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_a_cuda_graph_holds_no_collective(ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would use the communicator of an ended generation; a gang of one, none of those that join."""
+    group = Recording()
+    gang = ElasticGang("dp", torch.device("cuda", 0))
+    gang.bind(Binding(0, ranks, group if len(ranks) > 1 else None))
+    collective = Collective("all_reduce", (torch.ones(1),), (torch.ones(1),))
+    gang.start(collective)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        NotSupportedError, match="a CUDA graph cannot hold the `all_reduce` of the gang dp: it would keep"
+    ):
+        gang.start(collective)
+    assert len(group.started) == len(ranks) - 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticgang.agent.gpu_monitor import GpuMonitor
+from elasticgang.agent.gpu_monitor import MAX_ERRORS, GpuMonitor
 from tests.integration import fake_nvml
 from tests.support import wait_until
 
@@ -72,6 +72,17 @@ def test_a_lost_device_does_not_hide_the_errors_of_the_others(state: Path, start
     (state / "lost-0").touch()
     put(state / "xid-1", 74)
     assert wait_until(lambda: monitor.take_errors(1), "the Xid is read") == "Xid 74"
+
+
+def test_of_many_errors_that_nobody_takes_the_last_ones_stay(state: Path, start: Callable[..., GpuMonitor]) -> None:
+    monitor = start(0, 1)
+    wait_ready(state)
+    for number in range(MAX_ERRORS + 3):
+        put(state / "xid-1", number)
+        wait_until(lambda: not (state / "xid-1").exists(), "the Xid is read")
+    put(state / "xid-0", 79)
+    wait_until(lambda: monitor.take_errors(0), "those before it are kept")
+    assert monitor.take_errors(1) == ", ".join(f"Xid {number}" for number in range(3, MAX_ERRORS + 3))
 
 
 def test_only_new_ecc_errors_count(state: Path, start: Callable[..., GpuMonitor]) -> None:

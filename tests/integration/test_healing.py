@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from elasticgang import testing
 from elasticgang.protocol.commit import Attempt
-from elasticgang.state import healer as healer_module
 from elasticgang.state import snapshot_server as keeper_module
-from elasticgang.state import transport
+from elasticgang.state import staging, transport
+from elasticgang.state.serialization import flatten
 from elasticgang.state.snapshot_server import MAX_REQUEST_BYTES
 from elasticgang.state.transport import Channel
 from tests.integration.state_ranks import (
     AT,
     AUTHENTICATOR,
     DEADLINE_S,
+    FIRST,
     Background,
     FakeSource,
+    Rank,
     Ranks,
-    Relay,
+    Wire,
+    num_chunk_bytes,
     same,
 )
 
@@ -47,21 +53,134 @@ def test_the_whole_state_is_healed_to_the_bit(ranks: Ranks) -> None:
     assert same(healer.large(), source.large())
 
 
+@pytest.mark.parametrize("attempt", [FIRST, AT])
+def test_a_state_is_healed_whatever_the_default_device_is(attempt: Attempt, ranks: Ranks) -> None:
+    """Otherwise it would be received into a copy of a tensor on that device, which keeps what it had before."""
+    source, healer = ranks(3), ranks(1)
+    source.server.begin(attempt)
+    with torch.device("meta"):
+        assert healer.server.heal([source.server.address], attempt)
+    assert same(healer.large(), source.large())
+    assert same(healer.small(), source.small())
+
+
 # HEALER-3
-@pytest.mark.parametrize("by_range", [False, True])
 def test_a_fault_of_the_device_is_not_taken_for_a_source_that_fails(
-    by_range: bool, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(state: dict[str, Any]) -> None:
+    def fail(*args: Any) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    if by_range:
-        monkeypatch.setattr(healer_module, "BY_RANGE_FROM_BYTES", 0)
     source, healer = ranks(3), ranks(1)
-    monkeypatch.setattr(healer.counter, "load_state_dict", load)
     source.server.begin(AT)
-    with pytest.raises(RuntimeError, match="an illegal memory access"):
+    with monkeypatch.context() as patched:
+        patched.setattr(healer.counter, "load_state_dict", fail)
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            healer.server.heal([source.server.address], AT)
+    with testing.fail_at("chunk_received", fail), pytest.raises(RuntimeError, match="an illegal memory access"):
         healer.server.heal([source.server.address], AT)
+    assert healer.server.heal([source.server.address], AT)
+
+
+# -- in place
+
+
+def tensors_of(rank: Rank) -> dict[str, torch.Tensor]:
+    moments = rank.optim.state_dict()["state"]
+    kept = {f"{index}.{key}": value for index, of in moments.items() for key, value in of.items()}
+    return {**dict(rank.model.named_parameters()), **kept}
+
+
+# HEALER-1, RECEIVED-1
+def test_a_state_is_received_in_the_memory_of_the_registered_tensors(ranks: Ranks) -> None:
+    source, healer = ranks(3), ranks(1)
+    before = {name: tensor.data_ptr() for name, tensor in tensors_of(healer).items()}
+    source.server.begin(AT)
+    assert healer.server.heal([source.server.address], AT)
+    assert {name: tensor.data_ptr() for name, tensor in tensors_of(healer).items()} == before
+    assert same(healer.large(), source.large())
+
+
+# HEALER-1
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_heal_takes_no_second_copy_of_the_state(num_steps: int, ranks: Ranks) -> None:
+    """Of an optimizer that has state, and of one before its first step, whose state is new memory."""
+    source, healer = ranks(1, size=500_000), ranks(num_steps, size=500_000)
+    source.server.begin(AT)
+    sizes = {name: tensor.nbytes for name, tensor in tensors_of(source).items()}
+    own = tensors_of(healer)
+    new = sum(size for name, size in sizes.items() if name not in own)
+    before = reset_peak_bytes()
+    assert healer.server.heal([source.server.address], AT)
+    more = peak_bytes() - before - new
+    assert same(healer.large(), source.large())
+    assert more < sum(sizes.values()) / 4
+
+
+def reset_peak_bytes() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def peak_bytes() -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+# REGISTERED-3
+def test_tensors_that_share_memory_are_healed_each_by_itself(ranks: Ranks) -> None:
+    """As the state of an optimizer may, which the source has in memory of its own since it has healed itself."""
+    source, healer = ranks(3), ranks(3)
+    state = healer.optim.state
+    weights = [state[parameter] for parameter in healer.model.parameters()]
+    weights[1]["exp_avg_sq"] = weights[1]["exp_avg"]
+    weights[3]["exp_avg"] = weights[2]["exp_avg"]
+    source.server.begin(AT)
+    assert healer.server.heal([source.server.address], AT)
+    assert same(healer.large(), source.large())
+
+
+# RECEIVED-1
+def test_tensors_of_any_strides_are_healed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 1000)
+    source, healer = ranks(3, size=700), ranks(1, size=700)
+    for rank in (source, healer):
+        weight = next(rank.model.parameters())
+        weight.data = weight.data.t().contiguous().t()
+    source.server.begin(AT)
+    assert healer.server.heal([source.server.address], AT)
+    assert not next(healer.model.parameters()).is_contiguous()
+    assert same(healer.large(), source.large())
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda model: model.register_parameter("more", nn.Parameter(torch.ones(1))), "only the source's 'model' has"),
+        (lambda model: delattr(model[0], "bias"), "only this rank's 'model' has the parameter '0.bias'"),
+        (
+            lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(3, 4))),
+            "the parameter '0.weight' of 'model' is [3, 4] of float32 at the source, and [4, 3] of float32 here",
+        ),
+        (lambda model: model.double(), "the parameter '0.weight' of 'model' is [4, 3] of float64 at the source"),
+    ],
+    ids=["more", "less", "shape", "dtype"],
+)
+def test_another_model_is_refused_before_anything_is_written(
+    ranks: Ranks, change: Callable[[nn.Module], object], complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, healer = ranks(0), ranks(1)
+    change(source.model)
+    source.server.unregister(["model"])
+    source.server.register(model=source.model)
+    before = healer.large(), healer.small()
+    source.server.begin(AT)
+    assert not healer.server.heal([source.server.address], AT)
+    assert complaint in caplog.text
+    assert same((healer.large(), healer.small()), before)
+
+
+# -- after forward
 
 
 def test_a_learner_gets_what_forward_changed_to_load_when_it_applies(ranks: Ranks) -> None:
@@ -181,7 +300,7 @@ def test_the_served_small_state_is_from_the_beginning_of_the_step(ranks: Ranks) 
 
 
 def test_large_states_come_in_many_chunks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 1000)
     source, healer = ranks(1, size=700), ranks(0, size=700)
     source.server.begin(AT)
     assert healer.server.heal([source.server.address], AT)
@@ -249,13 +368,6 @@ def test_no_source_is_asked_after_a_cancel(ranks: Ranks) -> None:
 # -- sources that fail
 
 
-def lying(ranks: Ranks, change: Callable[[bytes], bytes]) -> Relay:
-    """Between a source and the healer."""
-    source = ranks(2)
-    source.server.begin(AT)
-    return Relay(source, change)
-
-
 def test_a_dead_source_is_skipped(ranks: Ranks) -> None:
     source, healer, dead = ranks(3), ranks(1), ranks(2)
     dead.server.close()
@@ -266,47 +378,77 @@ def test_a_dead_source_is_skipped(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
 def test_a_source_that_dies_in_the_middle_is_followed_by_the_next(ranks: Ranks, share: float) -> None:
-    source, healer = ranks(3), ranks(1)
-    with lying(ranks, lambda whole: whole[: int(len(whole) * share)]) as dying:
-        source.server.begin(AT)
+    """FETCH-1: also where the first one had another state."""
+    source, other, healer = ranks(3), ranks(2), ranks(1)
+    for rank in (source, other):
+        rank.server.begin(AT)
+    with Wire(other, cut=int(num_chunk_bytes(other) * share)) as dying:
         assert healer.server.heal([dying.address, source.server.address], AT)
         assert dying.from_healer
     assert same(healer.large(), source.large())
     assert same(healer.small(), source.small())
 
 
+# HEALER-4
 def test_nothing_changes_if_no_source_answers(ranks: Ranks) -> None:
-    healer = ranks(1)
+    source, healer = ranks(2), ranks(1)
     before = healer.large(), healer.small()
-    with lying(ranks, lambda whole: whole[:-1]) as dying:
-        assert not healer.server.heal([dying.address], AT)
+    source.server.begin(FIRST)
+    with Wire(source, cut=num_chunk_bytes(source, FIRST) - 1) as dying:
+        assert not healer.server.heal([dying.address], FIRST)
     assert same((healer.large(), healer.small()), before)
+    assert max(healer.progress) > (0, 0) == healer.progress[-1], "a failed heal shows no progress"
     assert not healer.server.heal([], AT)
 
 
-@pytest.mark.parametrize("place", [-1, -200, -20])
-def test_a_corrupt_chunk_is_found_and_the_next_source_is_used(ranks: Ranks, place: int) -> None:
-    """HEALER-1: in the last chunk, so that all others have arrived whole. The last 16 bytes before it are its
-    digest."""
+@pytest.mark.parametrize("attempt", [FIRST, AT])
+@pytest.mark.parametrize("place", [0, 20, -1, -200, -20])
+def test_a_corrupt_chunk_is_found_and_the_next_source_is_used(ranks: Ranks, place: int, attempt: Attempt) -> None:
+    """HEALER-1: also in the last chunk, so that all others have arrived whole. The first 16 bytes are the digest of the
+    small state's first chunk."""
     source, healer = ranks(3), ranks(1)
-    before = healer.large()
+    before = healer.large(), healer.small()
+    source.server.begin(attempt)
+    flip = place % num_chunk_bytes(source, attempt)
+    with Wire(source, flip=flip) as liar:
+        assert not healer.server.heal([liar.address], attempt)
+    assert same(healer.small(), before[1])
+    assert attempt.step > 0 or same(healer.large(), before[0])  # HEALER-4
+    with Wire(source, flip=flip) as liar:
+        assert healer.server.heal([liar.address, source.server.address], attempt)
+    assert same(healer.large(), source.large())
+    assert same(healer.small(), source.small())
 
-    def damaged(whole: bytes) -> bytes:
-        changed = bytearray(whole)
-        changed[place] ^= 1
-        return bytes(changed)
 
-    with lying(ranks, damaged) as liar:
+# RECEIVED-2
+def test_a_chunk_that_was_written_to_since_is_fetched_again(ranks: Ranks) -> None:
+    source, healer = ranks(3), ranks(1)
+    source.server.begin(AT)
+    with Wire(source, flip=num_chunk_bytes(source) - 1) as liar:
         assert not healer.server.heal([liar.address], AT)
-    assert same(healer.large(), before)
-    with lying(ranks, damaged) as liar:
-        source.server.begin(AT)
-        assert healer.server.heal([liar.address, source.server.address], AT)
+    assert healer.server.num_received > 0
+    with torch.no_grad():
+        for parameter in healer.model.parameters():
+            parameter.add_(1)
+    assert healer.server.heal([source.server.address], AT)
     assert same(healer.large(), source.large())
 
 
 def answer(manifest: object) -> bytes:
     return json.dumps(manifest).encode()
+
+
+def manifest(spec: object, shapes: object, digests: Sequence[str] = ()) -> bytes:
+    return answer({"small": [{"dict": []}, []], "large": [spec, shapes, list(digests)]})
+
+
+def empty_small(channel: Channel) -> None:
+    """After what another rank says of the same large state."""
+    other = Rank(3)
+    spec, tensors = flatten(other.server.registered.large())
+    channel.send_payload(manifest(spec, transport.shapes_of(tensors), ["0" * 32] * len(tensors)))
+    assert channel.receive(MAX_REQUEST_BYTES) == "small"
+    other.server.close()
 
 
 def raw(sent: bytes) -> Callable[[Channel], None]:
@@ -331,18 +473,16 @@ class Evil:
         pytest.param(framed(pickle.dumps(Evil())), id="a pickle"),
         pytest.param(framed(answer({})), id="no tensors"),
         pytest.param(framed(answer([])), id="a list"),
-        pytest.param(framed(answer({"spec": {"dict": []}, "tensors": []})), id="no state"),
-        pytest.param(framed(answer({"spec": {"tensor": 5}, "tensors": []})), id="a tensor that was not sent"),
-        pytest.param(framed(answer({"spec": None, "tensors": [[[-3], "float32"]]})), id="a negative shape"),
-        pytest.param(framed(answer({"spec": None, "tensors": [[[3], "load"]]})), id="a dtype that is a function"),
-        pytest.param(framed(answer({"spec": None, "tensors": [[[3], "no_such"]]})), id="a dtype that is none"),
-        pytest.param(
-            framed(answer({"spec": None, "tensors": [[[1 << 62], "float32"]]})), id="a tensor beyond all memory"
-        ),
+        pytest.param(framed(manifest({"dict": []}, [])), id="no state"),
+        pytest.param(framed(manifest({"tensor": 5}, [])), id="a tensor that was not sent"),
+        pytest.param(framed(manifest(None, [[[-3], "float32"]])), id="a negative shape"),
+        pytest.param(framed(manifest(None, [[[3], "load"]])), id="a dtype that is a function"),
+        pytest.param(framed(manifest(None, [[[3], "no_such"]])), id="a dtype that is none"),
+        pytest.param(framed(manifest(None, [[[1 << 62], "float32"]])), id="a tensor beyond all memory"),
+        pytest.param(framed(manifest(None, [[[1.0], "float32"]])), id="a size that is no integer"),
         pytest.param(framed(answer({"refused": "it has another attempt"})), id="a refusal"),
-        pytest.param(
-            framed(answer({"spec": {"dict": [["small", {"dict": []}]]}, "tensors": []})), id="a state without parts"
-        ),
+        pytest.param(framed(manifest({"dict": [["parameters", {"dict": []}]]}, [])), id="a state without parts"),
+        pytest.param(empty_small, id="a small state without parts"),
         pytest.param(raw(b"GET / HTTP/1.1\r\n\r\n"), id="another protocol"),
         pytest.param(raw(struct.pack("!I", 48) + b"x" * 48), id="a wrong MAC"),
         pytest.param(framed(b"[" * 200_000), id="deep nesting"),
@@ -360,6 +500,51 @@ def test_an_invalid_state_changes_nothing_and_the_next_source_is_used(
         source.server.begin(AT)
         assert healer.server.heal([liar.address, source.server.address], AT)
     assert same(healer.large(), source.large())
+
+
+MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+TOO_LARGE = [[[MEMORY_BYTES // 5], "float32"]] * 2  # of which the system would allocate each
+
+
+# CHANNEL-3
+@pytest.mark.parametrize(
+    ("manifest", "complaint"),
+    [
+        ({"small": [None, []], "large": [None, TOO_LARGE, []]}, "does not fit into the"),
+        ({"small": [None, TOO_LARGE], "large": None}, "does not fit into the"),
+        ({"small": [None, []], "large": [None, [[[1 << 22], "float32"]], []]}, "0 digests do not match 4 chunks"),
+        ({"small": [None, []], "large": [None, [[[1 << 70, 0], "float32"]], []]}, "is no shape"),
+    ],
+    ids=["large state", "small state", "digests", "sizes"],
+)
+def test_no_memory_is_allocated_for_shapes_that_cannot_be(
+    ranks: Ranks,
+    manifest: dict[str, Any],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    healer, empty, allocated = ranks(1), torch.empty, [0]
+    if manifest["large"] is None:
+        spec, tensors = flatten(healer.server.registered.large())
+        manifest = {**manifest, "large": [spec, transport.shapes_of(tensors), [""] * len(tensors)]}
+
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = empty(*args, **kwargs)
+        allocated.append(tensor.nbytes if tensor.device.type == "cpu" else 0)
+        return tensor
+
+    def send(channel: Channel) -> None:
+        channel.send(manifest)
+        with contextlib.suppress(OSError):
+            while channel.sock.recv(1000):  # it may ask for the small state
+                pass
+
+    monkeypatch.setattr(torch, "empty", noted)
+    with FakeSource(send) as liar:
+        assert not healer.server.heal([liar.address], AT)
+    assert complaint in caplog.text
+    assert max(allocated) < 1 << 20
 
 
 def test_a_model_of_another_shape_is_not_loaded_in_part(ranks: Ranks) -> None:

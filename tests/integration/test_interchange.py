@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import elasticgang as eg
+from elasticgang.checkpoint.object_store import ObjectFolder
 from elasticgang.errors import CheckpointError
 from elasticgang.state.dtensor import local
 from elasticgang.torch_private import forget_meshes
 from tests.integration.interchange_ranks import Model
 from tests.support import run_preloaded
 
-
-@pytest.fixture(autouse=True)
-def no_default_group() -> Iterator[None]:
-    dist.distributed_c10d._update_default_pg(None)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("no_default_group")
 
 
 def whole(directory: Path, state: dict[str, Any], files: dict[str, int] | None = None) -> Path:
@@ -164,3 +160,68 @@ def test_a_directory_without_such_files_and_a_truncated_file_are_named(tmp_path:
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match="cannot read the weights in"):
         eg.load_weights(Model(2), tmp_path)
+
+
+# -- files at a URL
+
+
+@pytest.fixture
+def at_url(written: Path) -> Iterator[str]:
+    """The same weights in a store of this process."""
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    for path in written.glob("*.safetensors"):
+        fs.pipe_file(f"/weights/{path.name}", path.read_bytes())
+    yield "memory://weights"
+    fs.store.clear()
+
+
+def test_weights_at_a_url_are_those_of_the_directory(at_url: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = Model(2)
+    assert eg.load_weights(model, at_url) == 5
+    for name, tensor in Model(1).state_dict().items():
+        assert torch.equal(model.get_parameter(name), tensor), name
+    assert list(tmp_path.iterdir()) == [], "the temporary files are deleted"
+
+
+# INTERCHANGE-2
+def test_a_rank_fetches_its_rows_alone(at_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[int] = []
+    read_into = ObjectFolder.read_into
+
+    def count(self: ObjectFolder, file: str, offset: int, buffer: memoryview) -> None:
+        fetched.append(len(buffer))
+        read_into(self, file, offset, buffer)
+
+    monkeypatch.setattr(ObjectFolder, "read_into", count)
+    wanted = Model(1).state_dict()
+    for rank in range(2):
+        model = divided(rank, 2)
+        fetched.clear()
+        eg.load_weights(model, at_url)
+        parts = {name: wanted[name].chunk(2)[rank] for name, _ in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(local(parameter), parts[name]), name
+        assert sum(fetched) == sum(part.nbytes for part in parts.values())
+
+
+@pytest.mark.parametrize("damage", ["cut", "long header", "no header", "missing"])
+def test_damaged_files_at_a_url_are_refused(at_url: str, damage: str) -> None:
+    fs = fsspec.filesystem("memory")
+    for path in [path for path in fs.store if path.endswith(".safetensors")]:
+        data = fs.cat_file(path)
+        match damage:
+            case "cut":
+                fs.pipe_file(path, data[:-1])
+            case "long header":
+                fs.pipe_file(path, (1 << 62).to_bytes(8, "little") + data[8:])
+            case "no header":
+                fs.pipe_file(path, data[:4])
+            case "missing":
+                fs.rm_file(path)
+    model = Model(2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="memory://weights"):
+        eg.load_weights(model, at_url)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

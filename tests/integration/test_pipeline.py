@@ -16,12 +16,12 @@ RECIPE = "tests/integration/pipeline_recipe.py"
 DEADLINE_S = 180
 
 
-def run(output: Path, ranks: int, slot: int, dropout: float = 0.0) -> list[dict[str, Any]]:
+def run(output: Path, ranks: int, slot: int, dropout: float = 0.0, *more: str) -> list[dict[str, Any]]:
     """What each rank wrote. One rank has both stages, and no pipeline."""
     launcher = ["-m", "elasticgang", "run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     pp = ["--pp", "2"] if ranks > 1 else []
     given = ["--output", str(output), "--slot", str(slot), "--dropout", str(dropout)]
-    done = run_preloaded([sys.executable, *launcher, RECIPE, *pp, *given], timeout=DEADLINE_S)
+    done = run_preloaded([sys.executable, *launcher, RECIPE, *pp, *given, *more], timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in output.read_text().splitlines()]
 
@@ -60,3 +60,12 @@ def test_random_numbers_of_a_slot_do_not_depend_on_the_number_of_pipelines(tmp_p
     check(two, one[0]["losses"], whole[0] + whole[1])
     (undropped,) = run(tmp_path / "undropped", 1, 1)
     assert undropped["losses"] != one[0]["losses"]
+
+
+@pytest.mark.parametrize("loader", ["dataset", "stream"])
+def test_workers_load_for_all_stages_also_when_a_rank_is_killed(loader: str, tmp_path: Path) -> None:
+    """Two replica groups of two stages. The survivor of the killed rank's group heals with its successor."""
+    (alone,) = run(tmp_path / "alone", 1, 1, 0.0, "--loader", loader)
+    ranks = run(tmp_path / "ranks", 4, 1, 0.0, "--loader", loader, "--kill", "2")
+    assert (tmp_path / "ranks.killed").exists()
+    check(ranks, alone["losses"], alone["parameters"])

@@ -15,7 +15,7 @@ import elasticgang as eg
 from elasticgang import testing
 from elasticgang.comm.kinds import default_process_group
 from elasticgang.launch.run import PRELOAD
-from tests.chaos.training_scripts import script
+from tests.chaos.training_scripts import script, training
 from tests.support import Job
 
 NCCL_SETTINGS = {
@@ -72,7 +72,18 @@ def test_a_rank_votes_after_its_device_has_reduced_the_gradients(
     current: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[object] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+
+    class Mark:
+        """An event."""
+
+        def record(self, stream: object) -> None:
+            self._stream = stream
+
+        def synchronize(self) -> None:
+            done.append(self._stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     manager = eg.join(device="cuda:1")
     model = torch.nn.Linear(2, 1)
     optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -82,7 +93,7 @@ def test_a_rank_votes_after_its_device_has_reduced_the_gradients(
         with step, testing.fail_at("totals_received", lambda: before_vote.extend(done)):
             model(torch.ones(1, 2)).sum().backward()
             assert optim.step(weight=1.0)
-    assert before_vote == [torch.device("cuda", 1)]
+    assert before_vote == ["stream of cuda:1"]
 
 
 def test_a_rank_beyond_the_devices_is_refused(current: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +122,9 @@ def test_a_job_on_cuda_uses_nccl_unless_another_group_is_named(tmp_path: Path) -
         assert "NotSupportedError: nccl is not available: torch was built without nccl" in job.stderr
     other = tmp_path / "other"
     other.mkdir()
-    with Job(other, script(other, text), ranks=2, options=["--process-group", "isolated-gloo"]) as job:
+    with Job(other, script(other, text), ranks=2, options=["--process-group", "gloo"]) as job:
         assert job.wait() == 1
-        assert "ValueError: `process_group` 'isolated-gloo' is for tensors on cpu, but `device` is cuda:" in job.stderr
+        assert "ValueError: `process_group` 'gloo' is for tensors on cpu, but `device` is cuda:" in job.stderr
 
 
 def test_the_ranks_of_a_job_take_one_device_each(tmp_path: Path) -> None:
@@ -129,6 +140,65 @@ def test_the_ranks_of_a_job_take_one_device_each(tmp_path: Path) -> None:
         assert sorted(job.stdout.splitlines()) == [
             f"[rank {rank} step 0] device cuda:{rank} current cuda:{rank}" for rank in range(3)
         ]
+
+
+# RENDEZVOUS-2
+def test_a_rank_leaves_a_generation_once_its_streams_have_drained(tmp_path: Path) -> None:
+    """After the end of the groups, which lets the streams go on that wait for a collective."""
+    text = PRETENDS + textwrap.dedent(
+        """\
+        from elasticgang.comm import ProcessGroupGloo
+
+        done = []
+        torch.cuda.synchronize = lambda device: done.append(f"drained {device}")
+        torch.cuda.current_stream = lambda device: None
+
+        class Mark:
+            def record(self, stream):
+                pass
+
+            def synchronize(self):
+                pass
+
+        torch.cuda.Event = Mark
+
+        class Group(ProcessGroupGloo):
+            _kind = "cpu"
+
+            def abort(self, errored=True):
+                done.append("aborted")
+                super().abort(errored)
+
+        manager = eg.join(process_group=Group)
+        model = torch.nn.Linear(2, 1)
+        optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+        manager.register_state(model=model, optim=optim)
+        for step in manager.steps(2):
+            with step:
+                done.clear()
+                model(torch.ones(1, 2)).sum().backward()
+                optim.step(weight=1.0)
+        print(done[0], done[-1], done.index(done[-1]) > max(i for i, what in enumerate(done) if what == "aborted"))
+        """
+    )
+    with Job(tmp_path, script(tmp_path, text), ranks=2) as job:
+        assert job.wait() == 0, job.stderr
+        assert sorted(line.split("] ")[1] for line in job.stdout.splitlines()) == [
+            f"aborted drained cuda:{rank} True" for rank in range(2)
+        ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("reduction", ["sum", "reproducible"])
+def test_a_job_trains_whatever_the_default_device_is(reduction: str, ranks: int, tmp_path: Path) -> None:
+    """As scripts that set CUDA as the default. What the runtime makes on the host stays there."""
+    path = training(
+        tmp_path, setup='torch.set_default_device("meta")', after='print("finished", manager.committed_steps)'
+    )
+    path.write_text(path.read_text().replace("nn.Linear(2, 1)", f"nn.Linear(2, 1), reduction={reduction!r}"))
+    with Job(tmp_path, path, ranks=ranks) as job:
+        assert job.wait() == 0, job.stderr
+        assert job.stdout.count("finished 5") == ranks
 
 
 # FORK-1

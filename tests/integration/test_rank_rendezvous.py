@@ -17,6 +17,7 @@ import pytest
 from elasticgang.agent.rank_rendezvous import RankRendezvous
 from elasticgang.comm.agent_store import AgentStore, AgentStoreClient
 from elasticgang.layout import Member, ParallelLayout, plan
+from elasticgang.member.agent_link import take_block
 from elasticgang.process import framing
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import ACTIVE, Record, Seat
@@ -43,6 +44,7 @@ class Host:
         self.tasks: list[asyncio.Task[None]] = []
         self.rendezvous = RankRendezvous(self.sent.put_nowait, self._spawn, self.lines.append)
         self.clients: list[AgentStoreClient] = []
+        self.doors: list[socket.socket] = []
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self.tasks.append(asyncio.ensure_future(coroutine))
@@ -55,6 +57,13 @@ class Host:
         with theirs, end:
             socket.send_fds(theirs, [b"c"], [end.fileno()])
         return connection
+
+    def door(self, member: str) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self.rendezvous.add_rank(member, ours)
+        self.doors.append(theirs)
+        return theirs
 
     def client(self, member: str) -> AgentStoreClient:
         self.clients.append(AgentStoreClient(self.connect(member)))
@@ -69,6 +78,8 @@ def play(test: Callable[[Host], Coroutine[Any, Any, None]]) -> None:
         finally:
             for member in ("a/0", "a/1", "a/2"):
                 host.rendezvous.remove_rank(member)
+            for door in host.doors:
+                door.close()
             for client in host.clients:
                 await aside(client.close)
         assert [task.exception() for task in host.tasks if task.done()] == [None] * len(host.tasks)
@@ -237,5 +248,90 @@ def test_a_generation_begins_without_the_keys_of_the_former() -> None:
             await aside(store(one, record, timeout=timedelta(seconds=0.05)).get, "0")
         await aside(store(zero, record).set, "0", "present")
         assert await aside(store(one, record).get, "0") == b"present"
+
+    play(test)
+
+
+# DOOR-5, BLOCK-5
+def test_the_ranks_of_a_generation_share_a_block_that_no_other_generation_has() -> None:
+    async def test(host: Host) -> None:
+        first, second = record_of("a/0", "a/1"), record_of("a/0", "a/1", "a/2", generation=2)
+        doors = [host.door(f"a/{rank}") for rank in range(3)]
+        host.rendezvous.begin(first, "a")
+        old = take_block(doors[0], first.digest)
+        assert old is not None
+        host.rendezvous.begin(second, "a")
+        blocks = [take_block(door, second.digest) for door in doors]  # rank 1 is given the first one too, and drops it
+        assert None not in blocks
+        inodes = {os.fstat(block).st_ino for block in blocks if block is not None}
+        assert len(inodes) == 1
+        assert os.fstat(old).st_ino not in inodes
+        assert [take_block(door, second.digest) for door in doors] == [None] * 3
+        for block in (old, *blocks):
+            os.close(block or -1)
+
+    play(test)
+
+
+# DOOR-5
+def test_an_agent_gives_no_block_to_one_rank_a_spare_or_another_agents_rank() -> None:
+    async def test(host: Host) -> None:
+        doors = [host.door(f"a/{rank}") for rank in range(3)]
+        alone, others = record_of("a/0", "b/0"), record_of("a/0", "a/1", "b/0", "b/1", generation=2)
+        host.rendezvous.begin(alone, "a")
+        assert take_block(doors[0], alone.digest) is None
+        host.rendezvous.begin(others, "a")
+        found = [take_block(door, others.digest) for door in doors]
+        assert [block is not None for block in found] == [True, True, False]
+        for block in found:
+            if block is not None:
+                os.close(block)
+
+    play(test)
+
+
+def test_a_block_that_is_larger_than_a_file_may_be_is_as_none() -> None:
+    async def test(host: Host) -> None:
+        doors = [host.door(f"a/{rank}") for rank in range(2)]
+        records = [record_of("a/0", "a/1", generation=number) for number in (1, 2)]
+        former = resource.getrlimit(resource.RLIMIT_FSIZE)
+        num_open = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, former[1]))
+        try:
+            host.rendezvous.begin(records[0], "a")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        (line,) = host.lines
+        assert "no memory for the votes of generation 1: [Errno 27] File too large" in line
+        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert take_block(doors[0], records[0].digest) is None
+        host.rendezvous.begin(records[1], "a")
+        for door in doors:
+            block = take_block(door, records[1].digest)
+            assert block is not None
+            os.close(block)
+
+    play(test)
+
+
+# DOOR-5
+def test_one_block_is_to_be_had_without_a_free_descriptor() -> None:
+    async def test(host: Host) -> None:
+        doors = [host.door(f"a/{rank}") for rank in range(2)]
+        records = [record_of("a/0", "a/1", generation=number) for number in (1, 2)]
+        former = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, former[1]))
+        try:
+            for record in records:
+                host.rendezvous.begin(record, "a")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, former)
+        assert len(host.lines) == 1
+        assert "no memory for the votes of generation 2" in host.lines[0]
+        for door in doors:
+            block = take_block(door, records[0].digest)
+            assert block is not None
+            os.close(block)
+            assert take_block(door, records[1].digest) is None
 
     play(test)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -125,3 +126,48 @@ def test_a_group_that_was_made_for_it_waits_for_its_first_members() -> None:
         pg.shutdown()
     with pytest.raises(ClosedError):
         pg.reconfigure(options_of(3, [pg.get_reconfigure_handle()]))
+
+
+def source_elsewhere() -> str:
+    """This host's address on its default route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this host has no default route")
+        return str(probe.getsockname()[0])
+
+
+def address_in_handle(store: Any) -> str:
+    group: Any = StaticProcessGroup(store, 0, 2, 30.0, connects=False)
+    try:
+        return str(group.get_reconfigure_handle()).split(":")[3]
+    finally:
+        group.shutdown()
+
+
+def test_a_handle_has_no_loopback_address_where_the_hosts_name_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Debian, whose /etc/hosts says 127.0.1.1. The resolver is replaced, the addresses are this host's own."""
+    own = source_elsewhere()
+    look_up = socket.getaddrinfo
+
+    def resolve(host: str, *args: Any, **options: Any) -> Any:
+        return look_up("127.0.1.1" if host == "trainer-7" else host, *args, **options)
+
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert address_in_handle(HashStore()) == own
+    assert address_in_handle(Named("127.0.0.1", 0, is_master=True, wait_for_workers=False)) == own
+
+
+class Named(TCPStore):
+    """A store that its users name "trainer-7"."""
+
+    @property
+    def host(self) -> str:
+        return "trainer-7"
+
+
+def test_a_handle_has_the_loopback_address_of_a_store_that_was_named_by_one() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert address_in_handle(store) == "127.0.0.1"

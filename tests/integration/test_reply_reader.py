@@ -1,7 +1,8 @@
-"""The thread that reads a comm process's replies and runs callbacks, with a socket in place of the process."""
+"""The thread that reads the replies of a comm process and runs callbacks."""
 
 from __future__ import annotations
 
+import bisect
 import os
 import socket
 import threading
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 
 from elasticgang.comm.reply_reader import ReplyReader
+from elasticgang.errors import StaleGenerationError
+from tests.integration.conftest import Worlds
+from tests.support import wait_dead
 
 GUARD_S = 30.0
 NUM_CALLBACKS = 1000
-MAX_AHEAD = 100  # callbacks that have left the queue and have not begun: one to a thread, of which there are few
+MAX_BEFORE = 100  # callbacks that have left the queue and have not begun: one to a thread, of which there are few
 
 
 class Receiver:
@@ -45,7 +49,11 @@ class Receiver:
 
     def end_found(self) -> None: ...
 
+    def fence(self) -> None: ...
+
     def process_ended(self) -> None: ...
+
+    def reap(self) -> None: ...
 
 
 @pytest.fixture
@@ -69,5 +77,24 @@ def receiver() -> Iterator[Receiver]:
 def test_the_callback_that_was_queued_first_begins_first(receiver: Receiver) -> None:
     assert receiver.are_all_begun.wait(GUARD_S)
     assert sorted(receiver.begun) == list(range(NUM_CALLBACKS))
-    lateness = [place - number for place, number in enumerate(receiver.begun)]
-    assert max(map(abs, lateness)) < MAX_AHEAD
+    begun: list[int] = []
+    for number in receiver.begun:
+        num_overtaken = number - bisect.bisect(begun, number)  # that were queued before it, and begin after it
+        assert num_overtaken < MAX_BEFORE
+        bisect.insort(begun, number)
+
+
+# REPLY-3
+@pytest.mark.alone
+def test_an_abort_does_not_wait_until_the_kernel_has_freed_the_memory(worlds: Worlds) -> None:
+    were_there = 0
+    for _ in range(8):
+        comm = worlds(1).comms[0]
+        pidfd = os.pidfd_open(comm.pid)
+        comm.abort(StaleGenerationError("over"))
+        were_there += len(wait_dead([pidfd], 0.0))
+        comm.close()
+        assert comm.descriptors() == [-1, -1, -1]
+        assert wait_dead([pidfd], 0.0) == []
+        os.close(pidfd)
+    assert were_there, "each process was gone at once"

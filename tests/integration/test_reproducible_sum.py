@@ -14,10 +14,9 @@ from elasticgang.collectives.work import Work
 from elasticgang.comm.staging import Staging
 from elasticgang.gang import FakeGang, Gang, ReduceOperation
 from elasticgang.process.forkserver import ForkServer
-from elasticgang.train.division import Part, divide, holding
+from elasticgang.protocol.slot_division import Part, divide, holding
 from elasticgang.train.partition import slots_of
 from elasticgang.train.reproducible import ReproducibleSum
-from elasticgang.train.summation_tree import nodes_of
 from tests.integration.bound_gangs import CPU, bound
 from tests.integration.conftest import World
 from tests.integration.rings import bits
@@ -200,7 +199,7 @@ def test_vectors_have_room_for_equal_parts_of_many_ranks(size: int, num_leaves: 
     assert gather.outputs[0].numel() == size * gather.inputs[0].numel() >= 1001
 
 
-# REPRODUCIBLE-4, DIVISION-1
+# SUM-1, DIVISION-1
 @pytest.mark.parametrize("num_slots", [3, 13, 16])
 def test_nodes_that_ranks_keep_give_the_bits_of_one_rank(world: World, num_slots: int) -> None:
     """Four tries of one step, none of which comes to its end but the last. In each of them another rank has lost its
@@ -213,12 +212,12 @@ def test_nodes_that_ranks_keep_give_the_bits_of_one_rank(world: World, num_slots
     def begin(lost: int | None) -> list[Part]:
         if lost is not None:
             sums[lost].release()
-        held = [[leaf for node in total.nodes for leaf in node] for total in sums]
+        held = [total.firm for total in sums]
         messages = [holding(num_slots, rank, leaves) for rank, leaves in enumerate(held)]
-        parts = divide([sum(column) for column in zip(*messages, strict=True)], [True] * len(gangs))
+        parts = divide([sum(column) for column in zip(*messages, strict=True)], 1, [True] * len(gangs))
         assert [list(part.kept) for part in parts] == [sorted(leaves) for leaves in held]
         for rank, (total, part) in enumerate(zip(sums, parts, strict=True)):
-            total.begin([each.slots for each in parts], rank, nodes_of(part.kept))
+            total.begin([each.numbers for each in parts], rank, part.kept)
         return parts
 
     def compute(parts: list[Part], most: int) -> None:
@@ -264,7 +263,7 @@ def test_one_rank_keeps_its_nodes_too() -> None:
     alone = ReproducibleSum(like(torch.float32), torch.empty)
     expected = summed(FakeGang(CPU), alone, [range(13)], 0, torch.float32)
     assert summed(FakeGang(CPU), total, [range(13)], 0, torch.float32) == expected
-    total.begin([tuple(range(13))], 0, nodes_of(range(13)))
+    total.begin([tuple(range(13))], 0, range(13))
     total.reduce(FakeGang(CPU))
     total.gather(FakeGang(CPU))
     found = total.finish()
@@ -281,7 +280,7 @@ def test_kept_vectors_have_room_for_the_parts_of_another_number_of_ranks(size: i
         total.add(leaf, [torch.full((1001,), 2.0)])
     total.drop()
     gang = NotedGang(99)
-    total.begin([range(4 * rank, 4 * rank + 4) for rank in range(99)], 0, [range(0, 2)])
+    total.begin([range(4 * rank, 4 * rank + 4) for rank in range(99)], 0, range(2))
     for leaf in range(2, 4):
         total.add(leaf, [torch.full((1001,), 3.0)])
     total.reduce(cast(Gang, gang))

@@ -271,8 +271,8 @@ def test_who_waits_in_the_queue_is_served_once_the_oldest_had_its_time(monkeypat
     monkeypatch.setattr(listeners, "MIN_PENDING_S", 0.2)
 
     async def test(echo: Echo) -> None:
-        silent = [await raw(echo) for _ in range(4)]
         began_s = asyncio.get_running_loop().time()
+        silent = [await raw(echo) for _ in range(4)]
         assert await is_served(echo)
         assert asyncio.get_running_loop().time() - began_s > 0.1
         assert await ended(silent[0][0]) == b""
@@ -320,7 +320,7 @@ def test_many_connections_are_taken_in_one_turn() -> None:
 
 
 def test_a_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.2)
 
     async def test(echo: Echo) -> None:
         silent, slow = await raw(echo), await raw(echo)
@@ -333,6 +333,40 @@ def test_a_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "its handshake was not complete after 0.2 s" in echo.log[0]
         for _, writer in (silent, slow):
             writer.close()
+
+    serve(test)
+
+
+# CONN-DEADLINE
+def test_a_client_leaves_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.2)
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # its kernel takes the connection
+            client = Client()
+            connection = ClientConnection(client, IDENTITY, SECRETS["job"])
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: connection, *silent.getsockname())
+            reason = await asyncio.wait_for(client.reason, DEADLINE_S)
+            assert reason == "its handshake was not complete after 0.2 s"
+
+    asyncio.run(run())
+
+
+# CONN-ALIVE
+def test_a_clients_kernel_looks_whether_the_servers_host_is_up() -> None:
+    async def test(echo: Echo) -> None:
+        _, connection = await connect(echo)
+        transport = connection.transport
+        assert transport is not None
+        sock = transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, every, number, unacknowledged_ms = (
+            sock.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        )
+        assert idle + every * number == unacknowledged_ms / 1000 == connections.ALIVE_S
+        connection.close()
 
     serve(test)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 
@@ -13,7 +14,7 @@ import pytest
 from elasticgang.simulation.invariants import is_broken
 from elasticgang.simulation.runner import run, run_over
 from elasticgang.simulation.scenario import play, read, replay, shrink, write
-from elasticgang.simulation.schedule import Schedule
+from elasticgang.simulation.schedule import SETTINGS, Failure, Schedule
 from tests.integration.schedules import run_all
 from tests.unit.mutants import mutated
 
@@ -22,7 +23,7 @@ NUM_SCHEDULES = 2_000
 # How many schedules in a thousand must have seen it: else they show little.
 PER_MILLE = {
     "agent lost": 200,
-    "agent paused beyond its lease": 100,
+    "agent paused beyond its lease": 35,
     "another layout": 8,
     "asked for spares": 100,
     "coordinator paused beyond a lease": 70,
@@ -41,8 +42,9 @@ PER_MILLE = {
     "ghost": 300,
     "given up": 50,
     "half-open session": 500,
-    "host paused beyond its lease": 100,
+    "host paused beyond its lease": 35,
     "joiner waited": 100,
+    "kept runs": 15,
     "learner": 300,
     "lease over": 400,
     "lease renewed by a refusal": 80,
@@ -90,6 +92,28 @@ def test_equal_seeds_give_equal_schedules() -> None:
     assert replay(schedule.setting, schedule.moves) == (schedule.moves, "")
 
 
+def test_garbage_is_collected_between_schedules_alone() -> None:
+    phases: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        phases.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        run(range(3))
+        during = list(phases)
+    finally:
+        gc.callbacks.remove(note)
+    assert during == ["start", "stop"] * 3
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        run(range(1))
+        assert not gc.isenabled()  # as the caller has it
+    finally:
+        gc.enable()
+
+
 def test_a_failure_names_its_seed() -> None:
     with mutated("the highest term alone decides"):
         first = run(range(40)).failures[0]
@@ -106,6 +130,28 @@ def test_what_the_rules_raise_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
     (failure,) = run(range(1)).failures
     assert "ZeroDivisionError" in failure.violation
     assert not is_broken(failure.violation)
+
+
+def test_a_scenario_says_all_of_its_setting() -> None:
+    """Without it, another job is told: one without checkpoints makes no last save."""
+    short = next(setting for setting in SETTINGS if setting.num_steps < 10)
+    for seed in range(1, 200, 2):
+        schedule = Schedule(seed, short)
+        assert schedule.run() is None
+        if any(verb == "saves" for _, verb in schedule.moves):
+            break
+    story, told = read(write(Failure(seed, schedule.setting, tuple(schedule.moves), "")))
+    assert told[: len(schedule.cluster.log)] == schedule.cluster.log
+    assert " ; checkpoints\n" in story
+
+
+# WORD, SIMHOST-4, LOST-1
+@pytest.mark.parametrize("seed", [1_092_135, 1_077_017, 1_109_415])
+def test_schedules_that_the_simulator_took_for_violations(seed: int) -> None:
+    """A stopped coordinator got the operator's word. An agent that ended on a second SIGTERM, after the job had
+    finished, was to notify the others of the end of a generation. The ranks of a frozen host that a coordinator had
+    declared lost, and decided without at the same moment, were held to live on."""
+    assert Schedule(seed).run() is None
 
 
 def test_a_failure_is_a_scenario_that_replays_it() -> None:

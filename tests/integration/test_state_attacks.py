@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.record import PROTOCOL
@@ -22,11 +24,24 @@ from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity
 from elasticgang.session.secret import Secret
 from elasticgang.state import authentication, state_listener, transport
 from elasticgang.state.authentication import Authenticator
+from elasticgang.state.digests import digest_for
 from elasticgang.state.snapshot_server import MAX_REQUEST_BYTES
 from elasticgang.state.state_listener import StateListener
 from elasticgang.state.transport import Channel
 from tests.integration.certificates import Authority
-from tests.integration.state_ranks import AT, AUTHENTICATOR, CREDENTIALS, HERE, JOB, Rank, Ranks, Relay, connected, same
+from tests.integration.state_ranks import (
+    AT,
+    AUTHENTICATOR,
+    CREDENTIALS,
+    FIRST,
+    HERE,
+    JOB,
+    Rank,
+    Ranks,
+    Wire,
+    connected,
+    same,
+)
 from tests.support import wait_until
 
 WRONG = Credentials(Secret(b"another secret of it"))
@@ -151,7 +166,7 @@ def test_the_right_secret_for_another_job_or_role_is_refused(
 def test_a_recorded_heal_is_worthless(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     rank, healer = ranks(3), ranks(1)
     rank.server.begin(AT)
-    with Relay(rank, lambda whole: whole) as wire:
+    with Wire(rank) as wire:
         assert healer.server.heal([wire.address], AT)
     assert len(wire.from_healer) > 100
     sock = connected(rank.server.address)
@@ -163,19 +178,35 @@ def test_a_recorded_heal_is_worthless(ranks: Ranks, caplog: pytest.LogCaptureFix
 
 # CHANNEL-2
 def test_a_chunk_that_was_changed_with_its_digest_is_found(ranks: Ranks) -> None:
-    """The digest of the last chunk, of 4 floats, stands before it; whoever changes both has no key."""
+    """The digest of the first chunk, of 4 floats, stands before it; whoever changes both has no key."""
     rank, healer = ranks(3), ranks(1)
-    rank.server.begin(AT)
+    rank.server.begin(FIRST)
     before = healer.large(), healer.small()
 
-    def forged(whole: bytes) -> bytes:
-        chunk = bytearray(whole[-16:])
+    def forged(sent: bytes) -> bytes:
+        chunk = bytearray(sent[transport.DIGEST_BYTES :])
         chunk[0] ^= 1
-        return whole[: -16 - transport.DIGEST_BYTES] + transport.digest(chunk) + bytes(chunk)
+        return transport.digest(chunk) + bytes(chunk)
 
-    with Relay(rank, forged) as wire:
-        assert not healer.server.heal([wire.address], AT)
+    with Wire(rank, forge=(transport.DIGEST_BYTES + 16, forged)) as wire:
+        assert not healer.server.heal([wire.address], FIRST)
     assert same((healer.large(), healer.small()), before)
+
+
+# DIGEST-1
+def test_without_tls_a_secret_has_digests_that_nobody_can_match(tmp_path: Path) -> None:
+    data = memoryview(b"a chunk")
+    tls = Authority(tmp_path).issue("a").read()
+    strong = hashlib.sha256(data).hexdigest()[:32]
+    weak = xxhash.xxh3_128_hexdigest(data)
+    secret = CREDENTIALS.secret
+    for credentials, expected in (
+        (Credentials(secret), strong),
+        (Credentials(secret, tls), weak),
+        (Credentials(tls=tls), weak),
+        (Credentials(), weak),
+    ):
+        assert digest_for(credentials)(data) == expected
 
 
 # -- floods
@@ -277,6 +308,8 @@ def test_an_apply_drops_a_slow_healer_over_tls(tmp_path: Path, monkeypatch: pyte
     with Authenticator(JOB, credentials).connect(source.server.address) as channel:
         channel.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         channel.send({"attempt": list(AT), "after": False})
+        channel.receive(transport.MAX_MANIFEST_BYTES)
+        channel.send([0, 1])
         channel.sock.recv(1)
         with source.server.exclusive():
             pass

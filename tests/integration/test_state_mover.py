@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elasticgang import testing
-from elasticgang.checkpoint.loader import ModelMismatch
+from elasticgang.checkpoint.saved_objects import ModelMismatch
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import ACTIVE, FormerState, Holder, Model, Seat
@@ -48,7 +51,8 @@ class Rank:
         """`matrix`: whole."""
         self.layout, self.model = layout, model
         self.server = SnapshotServer("127.0.0.1")
-        self.mover = StateMover(self.server)
+        self.progress: list[tuple[int, int]] = []
+        self.mover = StateMover(self.server, lambda received, total: self.progress.append((received, total)))
         self.count = Count()
         with self.mesh() as place:
             self.module = Divided(place(matrix))
@@ -166,6 +170,29 @@ def test_every_part_of_another_layout_is_made_of_the_kept_ones(
         assert torch.equal(rank.module.scale, torch.full((3,), 5.0))
 
 
+class Made(TorchFunctionMode):
+    """The devices that `torch.empty` was called for; None: the default device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: set[object] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.empty:
+            self.devices.add(kwargs.get("device"))
+        return function(*args, **(kwargs or {}))
+
+
+def test_state_moves_through_the_host_whatever_the_default_device_is(impatient: None) -> None:
+    """A list of what there is to fetch would otherwise take the memory of the whole state on the device."""
+    holders = keepers(PAIR)
+    (rank,) = ranks_of(ONE, matrix(2))
+    with Made() as made:
+        assert rank.moves(holders)
+    assert rank.holds(matrix())
+    assert made.devices == {"cpu"}
+
+
 def test_a_rank_takes_what_it_keeps_itself(impatient: None) -> None:
     """Its objects are those of another seat by then, and no server need be asked."""
     whole = Rank(ONE, (0, 0, 0), matrix())
@@ -177,21 +204,62 @@ def test_a_rank_takes_what_it_keeps_itself(impatient: None) -> None:
         assert whole.moves([whole])
 
 
+def test_a_rank_says_how_many_bytes_it_has_fetched_from_others(impatient: None) -> None:
+    holders = keepers(PAIR)
+    (rank,) = ranks_of(ONE, matrix(2))
+    assert rank.moves(holders)
+    num_bytes = 2 * ROWS * COLUMNS * 4 + 3 * 4  # the matrix, its momentum, and the buffer
+    assert rank.progress[-1] == (num_bytes, num_bytes)
+    assert len(rank.progress) > 2
+    assert all(received <= most for received, most in rank.progress)
+    rank.keep()
+    assert rank.moves([rank])
+    assert rank.progress[-1] == (0, 0), "it has all of it"
+
+
 # MOVE-2
-def test_another_holder_of_the_part_sends_the_rest_when_one_dies(impatient: None) -> None:
+@pytest.mark.parametrize("num_requested", [1, 3, 64])
+@pytest.mark.parametrize("num_sent", [1, 2, 5])
+def test_another_holder_of_the_part_sends_the_rest_when_one_dies(
+    num_requested: int, num_sent: int, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part has nine pieces or more; one of its holders ends the connection after so many."""
+    monkeypatch.setattr(kept_state, "PIECE_BYTES", 8)
+    monkeypatch.setattr(state_mover, "NUM_REQUESTED", num_requested)
     holders = keepers(PAIR, copies=2)
-    dropped: list[bool] = []
+    sent: list[int] = []
 
     def drop_once() -> None:
-        if not dropped:
-            dropped.append(True)
+        sent.append(threading.get_ident())
+        if sent.count(sent[0]) == num_sent and sent[-1] == sent[0]:
             raise ConnectionResetError
 
     (rank,) = ranks_of(ONE, matrix(2))
     with testing.fail_at("piece_sent", drop_once):
         assert rank.moves(holders)
-    assert dropped
     assert rank.holds(matrix())
+    assert rank.progress[-1] == (2 * ROWS * COLUMNS * 4 + 3 * 4,) * 2, "no piece counts twice"
+
+
+# KEPT-1
+def test_a_rank_that_needs_a_few_rows_fetches_little_more(impatient: None) -> None:
+    """Its part is one half of a tensor that another rank keeps whole."""
+    whole = torch.rand(1024, 256, generator=torch.Generator().manual_seed(1))
+    holder = Rank(ONE, (0, 0, 0), whole)
+    holder.keep()
+    first, _ = ranks_of(PAIR, torch.zeros(1024, 256))
+    assert first.moves([holder])
+    assert first.holds(whole)
+    assert first.progress[-1][0] == 2 * whole.numel() * 4 // 2 + 3 * 4
+
+
+# KEPT-1
+@pytest.mark.parametrize("num_rows", [8, 9, 17])
+def test_a_large_tensor_is_kept_in_eight_pieces_at_least(num_rows: int) -> None:
+    holder = Rank(ONE, (0, 0, 0), torch.rand(num_rows, (64 << 10) // 4))
+    with holder.mesh():
+        kept = kept_state.KeptState(holder.former, ONE, holder.server.registered.tree())
+    assert all(len(tensor.pieces) >= 8 for tensor in kept.entries() if len(tensor.shape) == 2)
 
 
 # MOVE-1
@@ -205,6 +273,7 @@ def test_a_piece_with_another_digest_changes_nothing(impatient: None) -> None:
     assert not second.moves(holders)
     assert second.holds(matrix(2))
     assert second.count.number == 0
+    assert second.progress[-1] == (0, 0), "the status shows no heal that is under way"
 
 
 # MOVE-3

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +18,15 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import elasticgang as eg
-from elasticgang.errors import InvalidOperationError, NotSupportedError, OperationalError
+from elasticgang.errors import InvalidOperationError, OperationalError, StepAborted
 from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.manager import QuorumManager
 from elasticgang.state.snapshot_server import SnapshotServer
+from tests.support import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
 
+GUARD_S = 60.0
 NUM_SPLITS, SIZE, SLOT, LENGTH = 4, 4, 2, 5  # LENGTH: samples of a split, which `SLOT` does not divide
 
 
@@ -80,6 +87,13 @@ class Alone:
         self.manager.register_state(model=self.model, optim=self.optim, stream=self.loader)
 
     def train(self, num_steps: int, script: Callable[[eg.QuorumManager], None] = lambda manager: None) -> Alone:
+        try:
+            self._train(num_steps, script)
+        finally:
+            self.loader.close()
+        return self
+
+    def _train(self, num_steps: int, script: Callable[[eg.QuorumManager], None]) -> None:
         for step in self.manager.steps(num_steps):
             with step:
                 slots, samples = self.loader.slots(step), []
@@ -90,7 +104,6 @@ class Alone:
                 script(self.manager)
                 if self.optim.step(weight=slots.num_samples):
                     self.committed.append(samples)
-        return self
 
 
 def trained(open_split: Callable[[int], Any], num_steps: int, **options: Any) -> Alone:
@@ -99,18 +112,29 @@ def trained(open_split: Callable[[int], Any], num_steps: int, **options: Any) ->
     return job.train(num_steps)
 
 
+WAYS = pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 1}, {"num_workers": 2, "prefetch": 3}, {"num_workers": 3, "prefetch": 0}],
+    ids=lambda options: str(options.get("num_workers", 0)),
+)
+
+
+@WAYS
 @pytest.mark.parametrize("open_split", [Numbers, loader_of_torchdata])
-def test_each_slot_reads_on_in_its_split_and_each_pass_has_each_sample_once(open_split: Callable[[int], Any]) -> None:
-    committed = trained(open_split, 10).committed
+def test_each_slot_reads_on_in_its_split_and_each_pass_has_each_sample_once(
+    open_split: Callable[[int], Any], options: dict[str, int]
+) -> None:
+    committed = trained(open_split, 10, **options).committed
     assert committed[:4] == [[0, 1, 100, 101], [200, 201, 300, 301], [2, 3, 102, 103], [202, 203, 302, 303]]
     assert committed[4] == [4, 0, 104, 100]  # the end of a pass and the head of the next
     counts = Counter(sample for samples in committed for sample in samples)
     assert counts == dict.fromkeys((100 * split + place for split in range(4) for place in range(LENGTH)), 2)
 
 
-# STREAM-1, STREAM-4
+# STREAM-1, STREAM-4, STREAMREADER-1
+@WAYS
 @pytest.mark.parametrize("open_split", [Numbers, loader_of_torchdata])
-def test_a_dropped_step_is_read_again(open_split: Callable[[int], Any]) -> None:
+def test_a_dropped_step_is_read_again(open_split: Callable[[int], Any], options: dict[str, int]) -> None:
     tries: Counter[int] = Counter()
 
     def fail_once(manager: eg.QuorumManager) -> None:
@@ -118,23 +142,25 @@ def test_a_dropped_step_is_read_again(open_split: Callable[[int], Any]) -> None:
         if tries[manager.committed_steps] == 1:
             manager.report_error(ArithmeticError("this step is lost"))
 
-    job = Alone(open_split)
+    job = Alone(open_split, **options)
     job.register()
     assert job.train(6, fail_once).committed == trained(open_split, 6).committed
     assert tries == dict.fromkeys(range(6), 2)
 
 
 # STREAM-1
+@WAYS
 @pytest.mark.parametrize("open_split", [Numbers, loader_of_torchdata])
-def test_another_loader_continues_where_the_state_is(open_split: Callable[[int], Any]) -> None:
-    whole, first = trained(open_split, 10), trained(open_split, 4)  # whose last read was in the middle of a pass
-    second = Alone(open_split)
+def test_another_loader_continues_where_the_state_is(open_split: Callable[[int], Any], options: dict[str, int]) -> None:
+    whole, first = trained(open_split, 10), trained(open_split, 4, **options)
+    second = Alone(open_split, **options)
     second.loader.load_state_dict(first.loader.state_dict())
     second.register()
     assert second.train(6).committed == whole.committed[4:]
 
 
-def test_random_numbers_of_a_split_do_not_depend_on_the_script() -> None:
+@WAYS
+def test_random_numbers_of_a_split_do_not_depend_on_the_script(options: dict[str, int]) -> None:
     class Random(Numbers):
         def __iter__(self) -> Iterator[int]:
             return (number + 1000 * int(torch.randint(1, 99, ())) for number in super().__iter__())
@@ -142,7 +168,7 @@ def test_random_numbers_of_a_split_do_not_depend_on_the_script() -> None:
     def reseed(manager: eg.QuorumManager) -> None:
         torch.default_generator.manual_seed(7)
 
-    job = Alone(Random)
+    job = Alone(Random, **options)
     job.register()
     job.train(4, reseed)
     assert job.committed == trained(Random, 4).committed
@@ -217,10 +243,35 @@ def test_a_loop_that_was_left_early_is_refused_in_the_next_step() -> None:
 def test_slots_are_iterated_over_once() -> None:
     job = Alone(Numbers)
     job.register()
-    slots = job.loader.slots(next(job.manager.steps(1)))
-    assert len(list(slots)) == 2
+
+    def iterate_twice() -> None:
+        with next(job.manager.steps(1)) as step:
+            slots = job.loader.slots(step)
+            assert len(list(slots)) == 2
+            list(slots)
+
     with pytest.raises(InvalidOperationError, match="iterated over once"):
-        list(slots)
+        iterate_twice()
+
+
+def test_a_step_that_is_lost_reads_no_further_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        raise StepAborted("lost")
+
+    opened: list[int] = []
+
+    def noted(number: int) -> Numbers:
+        opened.append(number)
+        return Numbers(number)
+
+    job = Alone(noted)
+    job.register()
+    step = next(job.manager.steps(1))
+    slots = job.loader.slots(step)
+    monkeypatch.setattr(step, "check", check)
+    with pytest.raises(StepAborted):
+        slots.load()
+    assert opened == []
 
 
 # STREAM-2
@@ -243,13 +294,151 @@ def test_a_state_of_another_number_of_splits_is_refused() -> None:
         Alone(Numbers).loader.load_state_dict(state)
 
 
-def test_pipelines_are_refused() -> None:
-    layout, device = eg.ParallelLayout(pp=2), torch.device("cpu")
-    with pytest.raises(NotSupportedError, match="`pp`"):
-        eg.StreamLoader(
-            QuorumManager(LocalRendezvous(eg.ParallelLayout(), device), SnapshotServer(), layout, device),
-            Numbers,
-            num_splits=2,
-            size=2,
-            slot=1,
-        )
+# -- with workers
+
+
+class Noted(Numbers):
+    """Notes in `directory` who has opened and who has read what, a line each. Sample N does once what the name of a
+    file `kill-N` or `stop-N` says."""
+
+    directory = Path()
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self._note("opened", number)
+
+    def __iter__(self) -> Iterator[int]:
+        for sample in super().__iter__():
+            for fault, number in (("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)):
+                path = self.directory / f"{fault}-{sample}"
+                if path.exists():
+                    path.unlink()
+                    os.kill(os.getpid(), number)
+            self._note("read", sample)
+            yield sample
+
+    def _note(self, what: str, number: int) -> None:
+        with (self.directory / what).open("a") as file:
+            file.write(json.dumps([number, os.getpid()]) + "\n")
+
+
+@pytest.fixture
+def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[list[int]]]:
+    """What was noted: pairs of a number and a process."""
+    monkeypatch.setattr(Noted, "directory", tmp_path)
+
+    def lines(what: str) -> list[list[int]]:
+        path = tmp_path / what
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    return lines
+
+
+Lines = Callable[[str], list[list[int]]]
+
+
+# PREFETCH-5
+def test_each_worker_reads_splits_of_its_own_and_opens_each_once(noted: Lines) -> None:
+    trained(Noted, 10, num_workers=2, prefetch=2)
+    opened = noted("opened")
+    assert sorted(number for number, _ in opened) == list(range(NUM_SPLITS))
+    assert sorted(Counter(process for _, process in opened).values()) == [2, 2]
+    assert os.getpid() not in {process for _, process in opened}
+    readers = {(sample // 100, process) for sample, process in noted("read")}
+    assert readers == {(number, process) for number, process in opened}
+
+
+# PREFETCH-4
+@pytest.mark.parametrize("num_splits", [2, 4])  # a split is read in each step, or in every second one
+def test_what_is_read_ahead_is_read_once(num_splits: int, noted: Lines) -> None:
+    ahead = 3
+    job = Alone(Noted, num_splits=num_splits, num_workers=1, prefetch=ahead)
+    job.register()
+
+    def wait(manager: eg.QuorumManager) -> None:
+        due = (manager.committed_steps + 1 + ahead) * SIZE
+        wait_until(lambda: len(noted("read")) >= due, "the slots ahead", GUARD_S)
+        assert len(noted("read")) == due
+
+    committed = job.train(6, wait).committed
+    assert committed == trained(Numbers, 6, num_splits=num_splits).committed
+    counts = Counter(sample for sample, _ in noted("read"))
+    whole = trained(Numbers, 6 + ahead, num_splits=num_splits).committed
+    assert counts == Counter(sample for samples in whole for sample in samples)
+
+
+# FETCHPOOL-2
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.parametrize("num_splits", [2, 4])
+def test_a_worker_that_dies_or_hangs_loses_no_sample(
+    fault: str, num_splits: int, noted: Lines, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / f"{fault}-102").touch()
+    with caplog.at_level(logging.WARNING):
+        job = trained(Noted, 10, num_splits=num_splits, num_workers=2, timeout=GUARD_S if fault == "kill" else 4.0)
+    assert not (tmp_path / f"{fault}-102").exists()
+    assert job.committed == trained(Numbers, 10, num_splits=num_splits).committed
+    (message,) = [record.message for record in caplog.records if "data worker" in record.message]
+    said = "has been killed by signal 9" if fault == "kill" else "has not answered for 4 s"
+    step = 1 if num_splits == 2 else 2  # in which split 1 is read for the second time
+    assert f"{said} at slot 1 of step {step}: replacing it" in message
+
+
+# FETCHPOOL-3
+def test_what_was_read_ahead_from_another_state_is_read_again() -> None:
+    job = Alone(Numbers, num_workers=1, prefetch=2)
+    job.register()
+    other = {"num_splits": NUM_SPLITS, "splits": trained(Numbers, 1).loader.state_dict()["splits"]}
+    tries: Counter[int] = Counter()
+
+    def move(manager: eg.QuorumManager) -> None:
+        """As a checkpoint of another job does: the same steps follow in other places of the streams."""
+        tries[manager.committed_steps] += 1
+        if manager.committed_steps == 2 and tries[2] == 1:
+            job.loader.load_state_dict(other)
+
+    job.train(4, move)
+    assert job.committed[:3] == trained(Numbers, 3).committed
+    assert job.committed[3] == [200, 201, 300, 301]
+
+
+def test_a_split_that_raises_in_a_worker_is_named() -> None:
+    class Broken(Numbers):
+        def __iter__(self) -> Iterator[int]:
+            raise ArithmeticError("this shard is broken")
+
+    with pytest.raises(OperationalError, match=r"slot 0 of step 0 cannot be read from split 0") as raised:
+        trained(Broken, 2, num_workers=2)
+    assert "this shard is broken" in str(raised.value)
+    assert isinstance(raised.value.__cause__, ArithmeticError)
+
+
+def test_all_batches_are_loaded_at_once_for_a_pipeline() -> None:
+    found = []
+    job = Alone(Numbers, num_workers=1)
+    job.register()
+    for step in job.manager.steps(4):
+        with step:
+            slots = job.loader.slots(step)
+            batches = slots.load()
+            assert len(batches) == len(slots)
+            for slot, batch in zip(slots.slots, batches, strict=True):
+                with job.model.accumulate(last=slot.last):
+                    job.model(batch.float()[:, None]).sum().backward()
+            if job.optim.step(weight=slots.num_samples):
+                found.append(torch.cat(batches).tolist())
+    job.loader.close()
+    assert found == trained(Numbers, 4).committed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": -1}, "`num_workers` must be at least 0"),
+        ({"prefetch": -1}, "`prefetch` must be at least 0"),
+        ({"timeout": 0.0}, "`timeout` must be greater than 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Alone(Numbers, **options)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 import threading
 from typing import Any
 
 import pytest
 import torch
 
+from elasticgang.errors import OperationalError
 from elasticgang.protocol.commit import Attempt
-from elasticgang.state import healer as healer_module
-from elasticgang.state import striped_fetch, transport
+from elasticgang.state import staging, striped_fetch, transport
+from elasticgang.state.received_chunks import ReceivedChunks
 from elasticgang.state.serialization import flatten
-from tests.integration.state_ranks import AT, HERE, Rank, connected, pass_frame, pass_handshake, same
+from tests.integration.state_ranks import AT, DEADLINE_S, FIRST, Background, Rank, Wire, same
+from tests.support import wait_until
 
 SIZE = 20_000  # 3 floats each, thrice with the optimizer's state: 180 chunks of 4000 bytes
 
@@ -33,70 +33,32 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> list[striped_fetch.StripedFetch]:
             made.append(self)
             self._asked: set[threading.Thread] = set()
 
-        def _take(self) -> tuple[bool, list[int]]:
-            taken = super()._take()
+        def _take(self, waits: bool) -> Any:
+            taken = super()._take(waits)
             with self._changed:
                 self._asked.add(threading.current_thread())
                 self._changed.notify_all()
-                assert self._changed.wait_for(lambda: len(self._asked) >= self._num_live or self._is_over, 20)
+                assert self._changed.wait_for(lambda: len(self._asked) >= self._num_live or self.is_over, 20)
             return taken
 
     monkeypatch.setattr(striped_fetch, "StripedFetch", Seen)
-    monkeypatch.setattr(transport, "CHUNK_BYTES", 4000)
-    monkeypatch.setattr(healer_module, "BY_RANGE_FROM_BYTES", 0)
+    monkeypatch.setattr(staging, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(striped_fetch, "STRIPE_BYTES", 1)
     return made
 
 
-def holders(num: int) -> list[Rank]:
+def holders(num: int, attempt: Attempt = AT) -> list[Rank]:
     """With one state, but for what forward changes."""
     found = [Rank(2, size=SIZE) for _ in range(num)]
     for index, rank in enumerate(found):
         rank.counter.state["count"] = index
         rank.model[1].running_mean.fill_(index)  # type: ignore[operator]
-        rank.server.begin(AT)
+        rank.server.begin(attempt)
     return found
 
 
 def addresses(ranks: list[Rank]) -> list[str]:
     return [rank.server.address for rank in ranks]
-
-
-class Wire:
-    """A holder behind a wire that is cut, or flips a bit, so many bytes after its manifest."""
-
-    def __init__(self, source: Rank, *, cut: int | None = None, flip: int | None = None) -> None:
-        self._to = source.server.address
-        self._cut, self._flip = cut, flip
-        self._listener = socket.create_server((HERE, 0))
-        self.address = f"{HERE}:{self._listener.getsockname()[1]}"
-        self.done = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        healer, _ = self._listener.accept()
-        with healer, connected(self._to) as source:
-            threading.Thread(target=self._forward, args=(healer, source), daemon=True).start()
-            num_sent = 0
-            with contextlib.suppress(OSError):
-                pass_handshake(source, healer)
-                pass_frame(source, healer, transport.MAX_MANIFEST_BYTES)
-                while self._cut != 0 and (data := bytearray(source.recv(1000))):
-                    if self._flip is not None and num_sent <= self._flip < num_sent + len(data):
-                        data[self._flip - num_sent] ^= 1
-                    num_sent += len(data)
-                    healer.sendall(data)
-                    if self._cut is not None and num_sent >= self._cut:
-                        break
-            for sock in (healer, source):
-                transport.shut(sock)
-        self._listener.close()
-        self.done.set()
-
-    @staticmethod
-    def _forward(healer: socket.socket, source: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := healer.recv(1000):
-                source.sendall(data)
 
 
 def assert_healed(healer: Rank, sources: list[Rank]) -> None:
@@ -154,13 +116,17 @@ def test_a_holder_of_another_state_is_not_used(
     assert given != set(addresses(sources))
 
 
-# FETCH-4
-def test_nothing_changes_if_all_holders_die(pulls: list[striped_fetch.StripedFetch]) -> None:
-    sources, healer = holders(2), Rank(1, size=SIZE)
+# HEALER-1, HEALER-4
+@pytest.mark.parametrize("attempt", [FIRST, AT])
+def test_a_heal_fails_if_all_holders_die(attempt: Attempt, pulls: list[striped_fetch.StripedFetch]) -> None:
+    sources, healer = holders(2, attempt), Rank(1, size=SIZE)
     before = healer.large(), healer.small()
     wires = [Wire(source, cut=6_000) for source in sources]
-    assert not healer.server.heal([wire.address for wire in wires], AT)
-    assert same((healer.large(), healer.small()), before)
+    assert not healer.server.heal([wire.address for wire in wires], attempt)
+    assert same(healer.small(), before[1])
+    assert attempt.step > 0 or same(healer.large(), before[0])
+    assert healer.server.heal(addresses(sources), attempt)
+    assert_healed(healer, sources)
 
 
 def test_a_fetch_ends_with_the_generation(pulls: list[striped_fetch.StripedFetch]) -> None:
@@ -190,19 +156,82 @@ def test_chunks_received_before_a_cancel_are_not_requested_again(
     sources, healer = holders(2), Rank(1, size=SIZE)
     came: list[int] = []
     cancelled = threading.Event()
-    put = striped_fetch.ReceivedChunks.put
+    receive = ReceivedChunks.receive
 
-    def counted(arrived: striped_fetch.ReceivedChunks, index: int, *rest: Any) -> bool:
+    def counted(arrived: ReceivedChunks, index: int, *rest: Any) -> None:
         came.append(index)
         if len(came) == 50:
             cancelled.set()
-        return put(arrived, index, *rest)
+        receive(arrived, index, *rest)
 
-    monkeypatch.setattr(striped_fetch.ReceivedChunks, "put", counted)
+    monkeypatch.setattr(ReceivedChunks, "receive", counted)
     assert not healer.server.heal(addresses(sources), AT, cancelled.is_set)
     assert healer.server.heal(addresses(sources), AT)
     assert_healed(healer, sources)
-    assert len(came) <= num_chunks(sources[0]) + 2 * 2 * striped_fetch.RUN  # what was under way comes twice
+    assert len(came) <= num_chunks(sources[0]) + len(sources)  # what was under way comes twice
+
+
+# FETCH-4
+def test_a_cancelled_fetch_ends_once_no_thread_writes_to_the_state(
+    pulls: list[striped_fetch.StripedFetch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk is half here when the fetch is cancelled; the thread that receives it is held up."""
+    (source,), healer = holders(1), Rank(1, size=SIZE)
+    cancelled, held, goes_on = threading.Event(), threading.Event(), threading.Event()
+    receive = transport.receive_into
+
+    def slow(sock: Any, view: memoryview) -> None:
+        if len(view) == 4000:
+            cancelled.set()
+            held.set()
+            assert goes_on.wait(DEADLINE_S)
+        receive(sock, view)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transport, "receive_into", slow)
+        healing = Background(lambda: healer.server.heal(addresses([source]), AT, cancelled.is_set))
+        assert held.wait(DEADLINE_S)
+        wait_until(lambda: pulls[0].is_over, "the end of the fetch")
+        assert healing.running
+        goes_on.set()
+        assert healing.result() is False
+    assert healer.progress[-1] == (0, 0)
+    assert healer.server.heal(addresses([source]), AT)
+    assert_healed(healer, [source])
+    received, total = healer.progress[-1]
+    assert received == total > 0
+
+
+# FETCH-4
+def test_a_thread_that_does_not_end_ends_the_rank(
+    pulls: list[striped_fetch.StripedFetch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striped_fetch, "WRITE_END_S", 0.05)
+    (source,), healer = holders(1), Rank(1, size=SIZE)
+    cancelled, goes_on = threading.Event(), threading.Event()
+
+    def hang(*args: Any) -> None:
+        cancelled.set()
+        assert goes_on.wait(DEADLINE_S)
+
+    monkeypatch.setattr(ReceivedChunks, "receive", hang)
+    try:
+        with pytest.raises(OperationalError, match="still receives state"):
+            healer.server.heal(addresses([source]), AT, cancelled.is_set)
+    finally:
+        goes_on.set()
+
+
+# FETCH-6
+def test_a_small_state_comes_from_one_holder(
+    pulls: list[striped_fetch.StripedFetch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striped_fetch, "STRIPE_BYTES", 16 << 20)
+    sources, healer = holders(3), Rank(1, size=SIZE)
+    wire = Wire(sources[0], cut=6_000)
+    assert healer.server.heal([wire.address, *addresses(sources[1:])], AT)
+    assert_healed(healer, sources)
+    assert set(pulls[0].num_from) <= {wire.address, sources[1].server.address}
 
 
 def test_unchanged_chunks_of_another_attempt_are_kept(pulls: list[striped_fetch.StripedFetch]) -> None:

@@ -371,7 +371,7 @@ def test_slow_tls_handshakes_are_bounded_and_keep_nobody_out(
 
 # CONN-TLS
 def test_a_tls_handshake_has_the_deadline_of_the_whole(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.3)
     tls = authority.issue().read()
 
     async def test(echo: Echo) -> None:

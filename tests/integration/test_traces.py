@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +20,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from elasticgang.errors import OperationalError
 from elasticgang.watch.reader import JobReader
-from elasticgang.watch.serving import wants_traces
-from elasticgang.watch.traces import Traces, make_exporter
-from tests.support import DEADLINE_S
+from elasticgang.watch.serving import serve, wants_traces
+from elasticgang.watch.traces import Traces, make_exporter, trace_id
+from tests.support import DEADLINE_S, wait_until
 from tests.unit.test_summary import RUNS, STARTED, change, event
 
 PHASES = {"detect": 10.0, "abort": 5.0, "configure": 100.0, "heal": 400.0, "first_commit": 500.0, "resolve": None}
@@ -134,6 +139,13 @@ def test_an_exporter_that_hangs_keeps_nobody() -> None:
         exporter.released.set()
 
 
+def test_no_thread_is_left_once_it_is_closed() -> None:
+    """In a child that is forked later, it would be started again, and take the child's signals."""
+    before = set(threading.enumerate())
+    assert len(exported([*STARTED, KILLED])) > 1
+    wait_until(lambda: set(threading.enumerate()) <= before, "the end of its threads")
+
+
 def test_what_earlier_jobs_have_left_in_the_file_is_not_exported(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [json.dumps(each) + "\n" for each in (*STARTED, KILLED)]
@@ -174,3 +186,51 @@ def test_an_exporter_that_is_not_installed_is_named() -> None:
     ):
         with pytest.raises(OperationalError, match=f"no exporter '{name}'"):
             make_exporter(variables)
+
+
+def test_a_collector_over_grpc_gets_the_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gRPC server with OpenTelemetry's own service, and the process that exports for an agent."""
+    grpc: Any = pytest.importorskip("grpc")
+    service: Any = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc")
+    messages: Any = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    class Collector(service.TraceServiceServicer):  # type: ignore[misc]
+        def Export(self, request: Any, context: Any) -> Any:  # gRPC's name
+            received.put(request)
+            return messages.ExportTraceServiceResponse()
+
+    threads = ThreadPoolExecutor(2)
+    server = grpc.server(threads)
+    service.add_TraceServiceServicer_to_server(Collector(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (*STARTED, KILLED)))
+        names: list[str] = []
+        with serve({}, str(tmp_path), traces=True):
+            while len(names) < 6:
+                request = received.get(timeout=DEADLINE_S)
+                spans = [
+                    span
+                    for resource in request.resource_spans
+                    for scope in resource.scope_spans
+                    for span in scope.spans
+                ]
+                names += [span.name for span in spans]
+                assert {int.from_bytes(span.trace_id, "big") for span in spans} == {trace_id("demo", 2, "d")}
+        assert sorted(names) == ["abort", "configure", "detect", "first_commit", "generation change", "heal"]
+    finally:
+        server.stop(None).wait()
+        threads.shutdown()
+
+
+def test_the_tests_do_not_depend_on_the_variables_of_whoever_runs_them() -> None:
+    program = "import os, tests.conftest; print([name for name in os.environ if name.startswith('OTEL_')])"
+    environ = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_TRACES_EXPORTER": "otlp"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import http.client
 import json
+import math
 import re
 import shutil
 import socket
@@ -85,6 +86,25 @@ def test_the_page_is_read_only(tmp_path: Path) -> None:
         policy = headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
+
+
+# SERVER-3
+def test_a_status_is_encoded_once_and_only_for_who_asks() -> None:
+    class Reader:
+        num_reads = 0
+
+        def read(self) -> dict[str, Any]:
+            self.num_reads += 1
+            return {"elapsed_s": 1.0, "step": self.num_reads, "steps_per_s": 2.0, "numbers": {"loss": math.nan}}
+
+    source = watch_server.StatusSource(Reader())  # type: ignore[arg-type]
+    source.refresh()
+    first = source.json()
+    assert source.json() is first
+    found = json.loads(first)
+    assert (found["status"]["step"], [point[1] for point in found["history"]]) == (2, [1, 2])
+    source.refresh()
+    assert json.loads(source.json())["status"]["step"] == 3
 
 
 # SERVER-4
@@ -223,7 +243,8 @@ def test_a_browser_shows_the_numbers(tmp_path: Path) -> None:
     """What Chromium makes of the page, with the real numbers, and text that is no markup."""
     assert CHROMIUM is not None
     with serving(tmp_path, EVENTS) as port:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
+        alone = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", *alone, f"--user-data-dir={tmp_path / 'browser'}"]
         budget = ["--virtual-time-budget=3000", "--dump-dom", f"http://127.0.0.1:{port}/"]
         done = subprocess.run([CHROMIUM, *options, *budget], capture_output=True, text=True, timeout=110)
         status = json.loads(request(port, "/status.json")[1])["status"]

@@ -37,10 +37,12 @@ def record_of(members: Iterable[str], generation: int = 1, *, spares: Iterable[s
         Seat(member, member[0], "host", int(member[1]), "127.0.0.1:1", SPARE if member in spares else ACTIVE)
         for member in every
     )
-    planned = plan([Member(member, "host") for member in members], LAYOUT)
+    layout = fields.pop("layout", LAYOUT)
+    assert isinstance(layout, ParallelLayout)
+    planned = plan([Member(member, "host") for member in members], layout)
     agents = tuple(sorted({member[0] for member in every}))
     known = {"committed": Attempt(0, 1), **fields}
-    return Record("job", generation, "parent", LAYOUT, planned, seats, agents, **known)  # type: ignore[arg-type]
+    return Record("job", generation, "parent", layout, planned, seats, agents, **known)  # type: ignore[arg-type]
 
 
 class Host:

@@ -11,7 +11,8 @@ What it allows is more than a real job can do, so that nothing is missed: a memb
 others to begin; one that is left out of a proposal goes on in its old generation for as long as its vote may succeed;
 a record is entered late, by some, or never; an agent's `known` is heard or not, whatever the member's fate. A vote
 succeeds once every active member of its generation has prepared; one that is prepared but never votes is covered by
-the vote that nobody hears. What it takes for granted:
+the vote that nobody hears. Who of the voters reads the outcome is open too: the ranks of a host whose first rank
+dies before it has given them the outcome are members that commit nothing (SUMS-1). What it takes for granted:
 
 MODEL-1  A member that has asked does nothing more in its old generation (RULE-9).
 MODEL-2  A generation prepares a step once. (After a failed vote the next try needs every active member's gradient
@@ -78,7 +79,7 @@ class World(NamedTuple):
     """`base` maps an attempt to the state it was computed from, `voters` a generation to the number of its active
     members, `votes` an attempt to its yes votes; `passed` attempts had all; `committed` ones have been applied by
     somebody; `rolled_back` is the last generation that began with a loss. `given_up`: in a sharded job, those of the
-    committed that were dropped."""
+    committed that were dropped. `num_missing`: an outcome needs all yes votes but so many; SUMS-1: none."""
 
     mems: tuple[Mem, ...]
     records: tuple[Rec, ...]
@@ -90,6 +91,7 @@ class World(NamedTuple):
     rolled_back: int = 0
     num_parts: int = 1
     given_up: frozenset[Attempt] = frozenset()
+    num_missing: int = 0
 
     @property
     def generation(self) -> int:
@@ -187,7 +189,9 @@ def prepare(world: World, at: int) -> World:
     if mem.role != ACTIVE:
         return world
     votes = world.votes.get(attempt, 0) + 1
-    passed = world.passed | {attempt} if votes == world.voters[mem.generation] else world.passed
+    passed = (
+        world.passed | {attempt} if votes == max(world.voters[mem.generation] - world.num_missing, 1) else world.passed
+    )
     return world._replace(votes={**world.votes, attempt: votes}, passed=passed)
 
 

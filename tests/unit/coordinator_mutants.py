@@ -3,7 +3,6 @@ that breaks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +19,7 @@ from elasticgang.protocol.coordinator_messages import (
 )
 from elasticgang.protocol.coordinator_state import CoordinatorState, Silences
 from elasticgang.protocol.record import Record, Report
-
-Patch = tuple[object, str, Any]
+from tests.unit.patches import Patch, always
 
 _decide = CoordinatorState._decide
 _in_office = CoordinatorState.in_office
@@ -87,8 +85,9 @@ def _notices_lost(self: AgentSession, over: int, joining: int) -> Any:
     return []
 
 
-def _silent_at_once(self: Silences, agent: str) -> float:
-    return 0.0 if self._now_s is None or self._heard_s.get(agent, self._now_s) >= self._now_s - 3 else 1000.0
+def _silent_at_once(self: Silences, _limit_s: float, agents: Any) -> list[str]:
+    now_s = self._now_s or 0.0
+    return [agent for agent in agents if self._heard_s.get(agent, now_s) < now_s - 3]
 
 
 def _never_advance(self: Silences, now_s: float) -> None:
@@ -213,10 +212,6 @@ def _tell_undecided_once(self: CoordinatorState) -> Any:
     return out
 
 
-def _always(value: object) -> Callable[..., Any]:
-    return lambda *_: value
-
-
 COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "pushed before it is written": ((CoordinatorState, "_propose", _push_then_write),),
     "the first to come is trusted": ((CoordinatorState, "_has_all_promises", _trust_the_first),),
@@ -224,32 +219,32 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "anybody founds a job": ((CoordinatorState, "in_office", property(_anybody_founds)),),
     "the highest term alone decides": (
         (CoordinatorState, "in_office", property(_in_office_by_term)),
-        (CoordinatorState, "_leave_office", _always(None)),
+        (CoordinatorState, "_leave_office", always(None)),
     ),
     "promises count by sessions": ((CoordinatorState, "_has_all_promises", _count_sessions),),
-    "office is kept": ((CoordinatorState, "_leave_office", _always(None)),),
+    "office is kept": ((CoordinatorState, "_leave_office", always(None)),),
     "office is kept at a higher term": ((CoordinatorState, "_learn_term", _keep_office_at_a_term),),
     "office is kept at a newer record": ((CoordinatorState, "_learn", _keep_office_at_a_decision),),
     "the higher generation is newer": ((CoordinatorState, "_is_newer", staticmethod(_newer_by_generation)),),
-    "others' records are not learned": ((CoordinatorState, "_is_news", _always(False)),),
+    "others' records are not learned": ((CoordinatorState, "_is_news", always(False)),),
     "reports outlive their session": (
         (CoordinatorState, "_counts", _counts_without_promise),
         (CoordinatorState, "_forget_session", _forget_but_reports),
     ),
     "reports of earlier generations count": ((CoordinatorState, "_counts", _counts_whatever_it_knows),),
-    "lost before it is fenced": ((Silences, "of", _silent_at_once),),
-    "leases of another address are not thought of": ((CoordinatorState, "_may_be_led_elsewhere", _always(False)),),
+    "lost before it is fenced": ((Silences, "beyond", _silent_at_once),),
+    "leases of another address are not thought of": ((CoordinatorState, "_may_be_led_elsewhere", always(False)),),
     "a coordinator's standstill counts": ((Silences, "advance", _never_advance),),
     "absent agents are not waited for": ((CoordinatorState, "_waits", _skip_absent),),
-    "directories and promises are mixed": ((CoordinatorState, "_needs_directory", staticmethod(_always(False))),),
+    "directories and promises are mixed": ((CoordinatorState, "_needs_directory", staticmethod(always(False))),),
     "notices are sent once": (
         (CoordinatorState, "_welcome", _welcome_without_notices),
         (AgentSession, "_notices", _notices_lost),
     ),
     "a silent parent is gone": ((CoordinatorState, "_parents_are_gone", _parents_are_lost),),
-    "joiners are sent a record at once": ((CoordinatorState, "_must_accept", _always(frozenset())),),
+    "joiners are sent a record at once": ((CoordinatorState, "_must_accept", always(frozenset())),),
     "an id is free once its agent is lost": ((CoordinatorState, "_is_duplicate", _free_once_lost),),
-    "two processes have one id": ((CoordinatorState, "_is_duplicate", _always(False)),),
+    "two processes have one id": ((CoordinatorState, "_is_duplicate", always(False)),),
     "a lease runs from the answer": ((AgentSession, "_renew", _renew_from_the_answer),),
     "any refusal renews the lease": ((AgentSession, "_refused", _refused_anywhere),),
     "a refusal where the former coordinator was renews the lease": ((AgentSession, "_welcome", _refused_by_former),),
@@ -263,7 +258,7 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "the end of the job is told once": ((AgentSession, "_connected", _finish_once),),
     "what is lost stays lost out of office": ((CoordinatorState, "_leave_office", _leave_office_in_despair),),
     "what is lost stays lost": (
-        (CoordinatorState, "_reconsider", _always(None)),
+        (CoordinatorState, "_reconsider", always(None)),
         (CoordinatorState, "_leave_office", _leave_office_in_despair),
     ),
     "why a proposal is undecided is told once": ((CoordinatorState, "_tell_undecided", _tell_undecided_once),),

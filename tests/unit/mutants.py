@@ -9,7 +9,7 @@ from typing import Any
 
 from elasticgang.errors import GangError
 from elasticgang.layout import Plan, plan
-from elasticgang.protocol import agent_lifecycle, agent_state, member_state, next_record, recovery
+from elasticgang.protocol import agent_lifecycle, agent_state, member_state, next_record, recovery, slot_division
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.agent_events import (
     AgentInstruction,
@@ -33,8 +33,7 @@ from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Sea
 from elasticgang.simulation.cluster import Cluster
 from elasticgang.simulation.rank import Rank
 from tests.unit.coordinator_mutants import COORDINATOR_MUTANTS
-
-Patch = tuple[object, str, Any]
+from tests.unit.patches import Patch, always
 
 _recover = recovery._recover
 _roll_back = recovery._roll_back
@@ -53,6 +52,7 @@ _timers = AgentLifecycle.timers
 _reduce = MemberLifecycle._reduce
 _vote = MemberLifecycle._vote
 _next_generation = MemberLifecycle._next_generation
+_resolve_in_step = MemberLifecycle._resolve_in_step
 _at_boundary = MemberLifecycle.at_boundary
 _end = MemberLifecycle.end
 _end_rank = Rank.end
@@ -231,6 +231,17 @@ def _exit_as_if_unsignalled(self: AgentLifecycle, code: int) -> list[AgentInstru
     return [StopHelpers(), Exit(0 if self._signal else code)]
 
 
+def _resolve_in_step_without_sums(self: MemberLifecycle) -> Routine[None]:
+    assert self._step is not None
+    self._step.sums = ()
+    yield from _resolve_in_step(self)
+
+
+def _reduce_own_numbers(self: MemberLifecycle, *args: Any) -> Routine[Any]:
+    totals = yield from _reduce(self, *args)
+    return totals and [*totals[:2], *args[2], *totals[3:]]
+
+
 def _edited(
     inner: Routine[Any], drops: type[do.Instruction] | None = None, edit: Callable[[Any], Any] | None = None
 ) -> Routine[Any]:
@@ -318,25 +329,21 @@ def _leaves_at_once(self: MemberLifecycle, num_steps: int) -> Next:
     return _at_boundary(self, num_steps)
 
 
-def _nothing(*_: object) -> list[Any]:
+def _nothing(*_: object, **__: object) -> list[Any]:
     return []
-
-
-def _always(value: object) -> Callable[..., Any]:
-    return lambda *_: value
 
 
 MUTANTS: dict[str, tuple[Patch, ...]] = {
     "decision not in the record": ((recovery, "resolve", _resolve_unrecorded),),
     "never rolled forward": ((recovery, "resolve", _resolve_never_forward),),
     "what was told does not count": ((recovery, "resolve", _resolve_untold),),
-    "all that is lost begins anew": ((recovery, "_is_blind", _always(False)),),
+    "all that is lost begins anew": ((recovery, "_is_blind", always(False)),),
     "any part will do": ((recovery, "_holds", _holds_any_part),),
     "a torn state has a share": ((member_state.MemberState, "fails", False),),  # MEMBER-3
     "what is pending stays so": ((member_state.MemberState, "enter", _enter_and_keep_pending),),
     "a spare forgets its part": ((member_state.MemberState, "enter", _enter_and_forget_part),),
     "an agent asks while its ranks run": ((agent_state.AgentState, "may_request", _may_always_ask),),
-    "an agent without ranks is silent": ((agent_state.AgentState, "is_awaited", _always(False)),),
+    "an agent without ranks is silent": ((agent_state.AgentState, "is_awaited", always(False)),),
     "whoever holds the state sits anywhere": ((next_record, "plan", _plan_whoever_holds),),
     "a step without shares counts": ((member_state.MemberState, "only_heals", False),),  # MEMBER-5
     "a seat is asked for each member": ((agent_state.AgentState, "report", _report_without_spares),),
@@ -349,6 +356,10 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a signal exits with code 0": ((AgentLifecycle, "_exit", _exit_as_if_unsignalled),),
     "two ranks are forked at once": ((AgentLifecycle, "_start_next", _start_all),),
     "a commit is applied before it is reported": ((MemberLifecycle, "_committed", _apply_then_report),),
+    "a rank has sums only of what it has counted": (  # MANAGER-15
+        (MemberLifecycle, "_resolve_in_step", _resolve_in_step_without_sums),
+    ),
+    "a rank has its own numbers for sums": ((MemberLifecycle, "_reduce", _reduce_own_numbers),),  # MANAGER-15
     "a rank prepares whoever failed": ((MemberLifecycle, "_reduce", _reduce_whoever_failed),),
     "a vote that cannot begin makes nothing ready": ((MemberLifecycle, "_vote", _vote_or_raise),),
     "a rank requests before it is fenced": ((MemberLifecycle, "_next_generation", _request_first),),
@@ -363,11 +374,11 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "what was given up counts": ((recovery, "resolve", _resolve_any_generation),),
     "the first state has one name": ((recovery, "_recover", _recover_under_one_name),),
     "a rollback is not said": ((recovery, "_roll_back", _roll_back_in_silence),),
-    "draining members count like others": ((next_record, "_draining_members", _always(())),),
+    "draining members count like others": ((next_record, "_draining_members", always(())),),
     "a torn state is whole": ((member_state.MemberState, "begin_apply", _begin_apply_as_if_whole),),
     "each learner is active for itself": ((member_state.MemberState, "count", _count_own_alone),),
     "a step commits without a vote": ((MemberLifecycle, "_vote", _vote_alone),),
-    "the last holder leaves": ((member_state.MemberState, "_may_leave", _always(True)),),
+    "the last holder leaves": ((member_state.MemberState, "_may_leave", always(True)),),
     "learners do not heal": ((MemberLifecycle, "_heal", _do_not_heal),),
     "a death ends no generation": ((agent_state.AgentState, "_abort", _nothing),),
     "a newcomer ends the generation": ((agent_state.AgentState, "_notice_join", _abort_for_a_newcomer),),
@@ -383,6 +394,8 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "an exit is noticed before messages are read": ((Rank, "moves", _moves_with_early_notice),),
     "what a dead rank sent is not read": ((Rank, "end", _end_unread),),
     "a dropped step keeps what forward changed": ((MemberLifecycle, "end", _end_unrestored),),
+    "gradients of another state are kept": ((slot_division.Basis, "allows", always(True)),),
+    "one rank of a group keeps a run for all": ((slot_division, "_is_whole", always(True)),),
     **COORDINATOR_MUTANTS,
 }
 
@@ -391,6 +404,8 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
 FOUND = {
     "equal numbers are one term": 40,
     "reports of earlier generations count": 40,
+    "gradients of another state are kept": 40,
+    "one rank of a group keeps a run for all": 300,
 }
 
 

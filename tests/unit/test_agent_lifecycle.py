@@ -18,6 +18,7 @@ from elasticgang.protocol.agent_events import (
     CoordinatorConnected,
     CoordinatorTimedOut,
     DeliverRecord,
+    DeviceUsed,
     End,
     Exit,
     Exited,
@@ -197,6 +198,39 @@ def test_ranks_that_start_are_waited_for_until_the_start_expires() -> None:
 
 def test_the_start_does_not_expire_once_all_have_asked() -> None:
     assert running().agent.deadline_s is None
+
+
+# -- LIFE-8: devices that are used
+
+
+def test_a_rank_whose_device_is_used_lets_the_others_start() -> None:
+    host = running(num_ranks=3)
+    host.exits("a1")
+    host.exits("a2")
+    host(RankEntered())
+    assert host.waits() == [StartRank(1)]
+    assert host(DeviceUsed(1)) == [StartRank(2)]
+    assert host.start("a2'") == []
+    assert host.agent.timers() == {"restart 1": host.now_s + agent_lifecycle.DEVICE_POLL_S}
+    assert host.waits() == [StartRank(1)]
+
+
+def test_a_rank_whose_device_is_used_is_not_started_once_the_agent_ends() -> None:
+    host = running()
+    host.exits("a1")
+    assert host.waits() == [StartRank(1)]
+    host.gets(signal.SIGTERM)
+    host.exits("a0", 0)
+    assert host(DeviceUsed(1)) == [StopHelpers(), Exit(128 + signal.SIGTERM)]
+
+
+def test_a_fenced_agent_whose_devices_are_used_rejoins() -> None:
+    host = running("b0")
+    host.exits("a1")
+    assert StartRank(1) in host.waits()
+    host(LeaseExpired("no answer"))
+    assert host.exits("a0") == []
+    assert host(DeviceUsed(1)) == [Rejoin("a.2", "a")]
 
 
 # -- LIFE-3: restarts

@@ -161,14 +161,16 @@ def test_a_death_ends_the_generation_for_the_others() -> None:
 
 def test_an_error_of_one_ends_the_generation_for_the_others() -> None:
     host = running()
-    assert host.asks("a1", broken=True) == [Abort(("a0", "a2"), 1, "rank 1 lost a peer")]
-    assert host.asks("a0", broken=True) == [Abort(("a2",), 1, "rank 0 lost a peer")]
+    assert host.asks("a1", broken=True) == [Abort(("a0", "a2"), 1, "rank 1 lost a peer", is_effect=True)]
+    assert host.asks("a0", broken=True) == [Abort(("a2",), 1, "rank 0 lost a peer", is_effect=True)]
     assert host.asks("a2", broken=True) == [RequestRecord()]
 
 
 def test_a_collective_timeout_is_not_reported_as_a_lost_peer() -> None:
     host = running()
-    assert host.asks("a1", broken=True, timed_out=True) == [Abort(("a0", "a2"), 1, "rank 1 timed out in a collective")]
+    assert host.asks("a1", broken=True, timed_out=True) == [
+        Abort(("a0", "a2"), 1, "rank 1 timed out in a collective", is_effect=True)
+    ]
 
 
 def test_a_rank_that_leaves_before_the_last_step_ends_the_generation() -> None:

@@ -20,7 +20,7 @@ from elasticgang.protocol.agent_events import (
 )
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.protocol.device_errors import DEVICE_FAULT_STATUS
-from elasticgang.protocol.devices import Devices
+from elasticgang.protocol.devices import Devices, Taken
 from tests.unit.agent_hosts import Host, record_of, running
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
@@ -85,6 +85,20 @@ def test_the_last_rank_of_one_of_several_hosts_fails_its_agent() -> None:
     assert isinstance(faults(host, "a0")[-1], Fail)
 
 
+# DEVICE-4
+def test_the_device_that_a_script_has_chosen_is_named_by_its_uuid() -> None:
+    host = running_on(0, 1, 2, num_ranks=2, max_faults=0)
+    taken = Taken("GPU-aa", is_chosen=True)
+    done = host.state.handle(Exited("a1", DEVICE_FAULT_STATUS, raised=True, step=5, device_fault=ECC, taken=taken))
+    assert done[1:] == [
+        ReportDeviceFault(1, 1, ECC, 1, is_quarantined=True, next_device=None, uuid="GPU-aa", is_chosen=True),
+        Warn(
+            f"device GPU-aa of rank 1 has failed ({ECC}) and is quarantined: the rank is not restarted, because its "
+            "script would choose the device again"
+        ),
+    ]
+
+
 # DEVICE-3
 def test_a_step_that_faults_on_another_device_too_fails_the_script() -> None:
     host = running_on(0, 1, 2, num_ranks=3, max_faults=5)
@@ -102,6 +116,15 @@ def test_a_fault_after_the_end_of_the_loop_fails_the_job_and_one_beside_the_end_
     host.leaves("a0", finished=True)
     assert faults(host, "a1")[-1] == Warn(f"device 1 of rank 1 has failed ({ECC})")
     assert faults(host, "a0") == [Fail(DEVICE_FAULT_STATUS, "rank 0 exited with code 83")]
+
+
+# DEVICE-2
+def test_a_draining_rank_leaves_the_spare_device_to_the_others() -> None:
+    host = running_on(0, 1, 6, num_ranks=2, max_faults=0)
+    drained = host.state.handle(Exited("a1", DEVICE_FAULT_STATUS, raised=True, step=5, device_fault=ECC, draining=True))
+    assert ReportDeviceFault(1, 1, ECC, 1, is_quarantined=True, next_device=None) in drained
+    assert not any(isinstance(each, Restart) for each in drained)
+    assert ReportDeviceFault(0, 0, ECC, 1, is_quarantined=True, next_device=6) in faults(host, "a0", 6)
 
 
 # DEVICE-2

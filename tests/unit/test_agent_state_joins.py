@@ -82,7 +82,7 @@ def test_the_end_is_broadcast_once_even_without_seated_ranks_here() -> None:
     assert host.exits("a0") == [Abort(("a1",), 1, "rank 0 was killed by SIGKILL"), Restart(0, 0.0)]
     assert host.asks("a1", broken=True) == [RequestRecord()]
     host = beside("b0", num_ranks=1)
-    assert host.asks("a0", broken=True) == [Abort((), 1, "rank 0 lost a peer"), RequestRecord()]
+    assert host.asks("a0", broken=True) == [Abort((), 1, "rank 0 lost a peer", is_effect=True), RequestRecord()]
 
 
 def test_an_orderly_request_ends_no_generation() -> None:
@@ -92,11 +92,11 @@ def test_an_orderly_request_ends_no_generation() -> None:
 
 def test_a_received_end_notice_ends_the_generation_and_is_not_forwarded() -> None:
     host = beside("b0")
-    assert host.state.handle(PeerNotice(1, over=True, reason="rank 0 of b died")) == [
-        Abort(("a0", "a1"), 1, "rank 0 of b died")
+    assert host.state.handle(PeerNotice(1, over=True, reason="rank 0 of b died", is_effect=True)) == [
+        Abort(("a0", "a1"), 1, "rank 0 of b died", is_effect=True)
     ]
     assert host.state.handle(PeerNotice(1, over=True)) == []
-    assert host.asks("a0", broken=True) == [Abort(("a1",), 1, "rank 0 lost a peer")]
+    assert host.asks("a0", broken=True) == [Abort(("a1",), 1, "rank 0 lost a peer", is_effect=True)]
     assert host.asks("a1", broken=True) == [RequestRecord()]
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from elasticgang.layout import ParallelLayout
 from elasticgang.observe.change_report import PHASES, ChangeReporter, format_change
 from elasticgang.protocol.commit import Attempt
+from elasticgang.protocol.record import Holder
 from tests.unit.agent_hosts import record_of
 
 
@@ -126,6 +130,25 @@ def test_a_lost_agent_is_the_root_cause() -> None:
     assert change["cause"] == "agent a exits on SIGTERM"
 
 
+def test_an_agent_that_has_left_is_the_cause_only_if_there_is_no_other() -> None:
+    changes = started()
+    changes.agent_left("b", 10.01)  # it has no seats
+    changes.agent_left("a", 10.02)
+    list(changes.agreed(record_of(["a0"], 2), "a"))
+    (change,) = changes.ended()
+    assert (change["cause"], change["kind"]) == ("agent a has left", "left")
+    changes.caused("agent a exits on SIGINT", "abort", 11.0)
+    changes.agent_left("a", 11.01)
+    list(changes.agreed(record_of(["a0"], 3), "a"))
+    (change,) = changes.ended()
+    assert (change["cause"], change["kind"]) == ("agent a exits on SIGINT", "abort")
+    changes.caused("agent a has left", "abort", 12.0)  # as the coordinator says when it ends the generation
+    changes.agent_left("a", 12.01)
+    list(changes.agreed(record_of(["a0"], 4), "a"))
+    (change,) = changes.ended()
+    assert (change["cause"], change["kind"]) == ("agent a has left", "left")
+
+
 # CHANGE-1
 def test_a_change_is_reported_once_the_exit_that_caused_it_is_complete() -> None:
     changes = started()
@@ -159,3 +182,54 @@ def test_the_next_generation_waits_for_no_exit() -> None:
     (change,) = changes.agreed(record_of(["a0"], 3), "a")
     assert change["cause"] == "rank 2 died"
     assert list(changes.exited("a2", "rank 2 was killed by SIGKILL", "killed")) == []
+
+
+def test_a_change_of_the_layout_is_reported_with_what_it_falls_back_from() -> None:
+    pairs, ones = ParallelLayout(sdp=2, min_replicas=2), ParallelLayout()
+    members = ["a0", "a1", "a2", "a3"]
+    changes = ChangeReporter()
+    list(changes.agreed(record_of(members, layout=pairs, layouts=(pairs, ones)), "a"))
+    holders = tuple(Holder(member, 0, (0, at % 2, 0)) for at, member in enumerate(members[:3]))
+    fallback = record_of(members[:3], 2, layout=ones, layouts=(pairs, ones), holders=holders)
+    (first,) = changes.agreed(fallback, "a")
+    assert (first["layout"], first["fallback_of"], first["layout_before"]) == ("sdp=2,min_replicas=2", None, None)
+    (second,) = changes.agreed(record_of(members, 3, layout=pairs, layouts=(pairs, ones)), "a")
+    assert (second["layout"], second["fallback_of"]) == ("sdp=1", "sdp=2,min_replicas=2")
+    assert (second["layout_before"], second["num_holders"]) == ("sdp=2,min_replicas=2", 3)
+    said = "takes the layout sdp=1, a fallback of sdp=2,min_replicas=2, in place of sdp=2,min_replicas=2"
+    assert said in format_change(second, {"active": 0, "learner": 3})
+    (third,) = changes.ended()
+    assert (third["layout"], third["fallback_of"], third["layout_before"]) == ("sdp=2,min_replicas=2", None, "sdp=1")
+
+
+# CHANGE-3
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [
+        (["b1"], ("rank 1 of agent b left", "elsewhere")),
+        (["b0", "b1"], ("rank 0 of agent b and 1 more left", "elsewhere")),
+        (["a1"], ("rank 0 lost a peer", "abort")),
+        (["a1", "b1"], ("rank 0 lost a peer", "abort")),
+        ([], ("rank 0 lost a peer", "abort")),
+    ],
+)
+def test_a_peer_that_was_lost_on_another_host_is_named(left: list[str], expected: tuple[str, str]) -> None:
+    members = ["a0", "a1", "b0", "b1"]
+    changes = ChangeReporter()
+    list(changes.agreed(record_of(members), "a"))
+    list(changes.ended())
+    changes.caused("rank 0 lost a peer", "abort", 10.0, is_effect=True)
+    list(changes.agreed(record_of([member for member in members if member not in left], 2), "a"))
+    (change,) = changes.ended()
+    assert (change["cause"], change["kind"]) == expected
+
+
+def test_what_another_agent_says_of_its_end_is_the_cause() -> None:
+    members = ["a0", "b0"]
+    changes = ChangeReporter()
+    list(changes.agreed(record_of(members), "a"))
+    list(changes.ended())
+    changes.caused("agent b, which lost a peer", "abort", 10.0)  # whatever its text
+    list(changes.agreed(record_of(["a0"], 2), "a"))
+    (change,) = changes.ended()
+    assert (change["cause"], change["kind"]) == ("agent b, which lost a peer", "abort")

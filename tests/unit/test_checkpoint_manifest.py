@@ -82,7 +82,10 @@ def test_the_helper_of_these_tests_changes_nothing_by_itself() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda content: content.update(format=2), "its format is 2, and this version of elasticgang reads 1"),
+        (
+            lambda content: content.update(format=4),
+            "its format is 4, and this version of elasticgang reads 1, 2 and 3:",
+        ),
         (lambda content: content.update(format="1"), "its format is '1'"),
         (lambda content: content.pop("tensors"), "tensors"),
         (lambda content: content.update(step=-1), "-1 is no size"),

@@ -207,6 +207,15 @@ def test_the_check_fails_other_rules(rule: Rule, num_active: int, num_learners: 
     assert found.violation.startswith(promise), found
 
 
+# SUMS-1
+@pytest.mark.parametrize(("num_active", "num_missing"), [(2, 1), (3, 1), (4, 2)])
+def test_the_check_fails_outcomes_of_a_part_of_the_votes(num_active: int, num_missing: int) -> None:
+    """Such as the sum of one host of two, or of rows that an older generation has left."""
+    world = start(num_active)._replace(num_missing=num_missing)
+    found = explore(COMMIT_PY, world, Bounds(changes=2, steps=1))
+    assert found.violation.startswith("COMMIT-1"), found
+
+
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("commit_*.txt")), ids=lambda path: path.stem)
 def test_golden(path: Path) -> None:
     scenario, *outcomes = path.read_text().split("---- ")

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from elasticgang.layout import ParallelLayout
 from elasticgang.protocol import coordinator_messages as m
+from elasticgang.protocol.agent_events import PeerNotice
+from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.record import MemberReport, Report
 from tests.unit.coordinator_driver import Driver, found, record, report
 
@@ -43,8 +47,27 @@ def test_an_agent_without_seats_that_ends_ends_no_generation() -> None:
     assert record(driver).agents == ("a", "b")
     out = driver.hear(a, m.Goodbye())
     assert sent(out, m.EndGeneration) == []
-    assert sent(out, m.Notice) == [(b, m.Notice("lost", "", ("a",)))]
+    assert sent(out, m.Notice) == [(b, m.Notice("left", "", ("a",)))]
     assert driver.state.lost == {"a"}
+
+
+def test_an_agent_with_seats_that_says_goodbye_has_left() -> None:
+    driver, a, b = found()
+    out = driver.hear(a, m.Goodbye("the agent ends"))
+    assert sent(out, m.EndGeneration) == [(b, m.EndGeneration(1, "agent a has left"))]
+    assert sent(out, m.Notice) == [(b, m.Notice("left", "", ("a",)))]
+    assert driver.state.lost == {"a"}
+
+
+@pytest.mark.parametrize("is_effect", [False, True])
+def test_the_end_of_a_generation_says_whether_it_was_only_noticed(is_effect: bool) -> None:
+    driver, a, b = found()
+    end = m.EndGeneration(1, "rank 0 lost a peer", is_effect)
+    assert sent(driver.hear(a, end), m.EndGeneration) == [(b, end)]
+    session = AgentSession("b", "b")
+    session.handle(m.Connected("here"), 0.0)
+    told = session.handle(m.Answer(end), 0.1)
+    assert told == [m.Inform(PeerNotice(1, over=True, reason="rank 0 lost a peer", is_effect=is_effect))]
 
 
 def test_agents_that_are_lost_together_are_one_notice() -> None:

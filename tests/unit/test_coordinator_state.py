@@ -93,7 +93,7 @@ def test_an_agent_that_leaves_a_finished_job_is_not_announced_as_lost(finished: 
         driver.hear(b, m.Finished())
     out = driver.hear(b, m.Goodbye("all ranks have ended"))
     assert driver.state.lost == {"b"}
-    assert (m.Send(a, m.Notice("lost", "", ("b",))) in out) is not finished
+    assert (m.Send(a, m.Notice("left", "", ("b",))) in out) is not finished
 
 
 def test_a_coordinator_that_stood_still_declares_nobody_lost() -> None:
@@ -111,10 +111,10 @@ def test_silences_count_from_when_somebody_is_expected() -> None:
     silences.advance(100.0)
     silences.expect(["a"])
     silences.advance(100.5)
-    assert silences.of("a") == 0.5
+    assert silences.beyond(0.4, ["b", "a"]) == ["a"]
+    assert silences.beyond(0.5, ["b", "a"]) == []
     silences.hear("a")
-    assert silences.of("a") == 0.0
-    assert silences.of("b") == 0.0
+    assert silences.beyond(0.0, ["b", "a"]) == []
 
 
 @pytest.mark.parametrize(
@@ -279,9 +279,15 @@ def welcome(session: AgentSession, now_s: float, number: int = 1) -> list[Any]:
     return [*session.handle(m.Answer(m.Welcome(m.Term(number, "c"), True)), now_s + 1)]
 
 
+def seated(promised: m.Term = m.NO_TERM) -> AgentSession:
+    """Of an agent with a record, from a coordinator before."""
+    driver, _, _ = found()
+    return AgentSession("a", "i", promised=promised, decision=driver.state.decision)
+
+
 # LEASE-1
 def test_a_lease_runs_from_when_the_question_was_sent() -> None:
-    session = AgentSession("a", "i")
+    session = seated()
     assert m.SetLease(108.0) in welcome(session, 100.0)
     (beat,) = session.handle(m.Ticked(), 102.0)
     assert beat == m.SendToCoordinator(m.Heartbeat(1))
@@ -308,8 +314,49 @@ def test_the_end_of_the_lease_kills_the_ranks_and_no_answer_brings_them_back() -
     assert session.handle(m.Connected("host:1"), 109.0) == []
 
 
-def test_a_refused_connection_renews_only_the_lease_of_its_own_address() -> None:
+# UNBOUND
+def test_an_agent_without_a_record_has_no_lease_that_ends() -> None:
+    """It takes its first record with the lease of the newest answer, if that still runs."""
+    driver, _, _ = found()
+    decision = driver.state.decision
+    assert decision is not None
+    late, early = AgentSession("a", "i"), AgentSession("a", "i")
+    for session in (late, early):
+        assert m.SetLease(108.0) not in welcome(session, 100.0)
+        out = session.handle(m.Ticked(), 107.0)
+        assert not any(isinstance(i, m.HangUp | m.KillRanks) for i in out)
+    assert m.SetLease(108.0) in early.handle(m.Answer(m.Push(decision)), 107.5)
+    assert isinstance(early.handle(m.Ticked(), 108.0)[0], m.KillRanks)
+    assert not any(isinstance(i, m.SetLease | m.Inform) for i in late.handle(m.Answer(m.Push(decision)), 108.5))
+    lease, told, *_ = late.handle(m.Answer(m.HeartbeatAnswer(1, True)), 109.0)
+    assert lease == m.SetLease(115.0)
+    assert isinstance(told, m.Inform)
+    assert isinstance(late.handle(m.Ticked(), 115.0)[0], m.KillRanks)
+
+
+# UNBOUND
+def test_an_agent_without_a_record_waits_longest_for_an_answer() -> None:
     session = AgentSession("a", "i")
+    welcome(session, 100.0)
+    session.handle(m.Ticked(), 102.0)  # its heartbeat
+    assert not any(isinstance(i, m.HangUp) for i in session.handle(m.Ticked(), 126.0))
+    assert m.HangUp("the coordinator has not answered for 24 s") in session.handle(m.Ticked(), 126.1)
+
+
+def test_the_first_record_of_a_slow_coordinator_counts_as_an_answer() -> None:
+    driver, _, _ = found()
+    decision = driver.state.decision
+    assert decision is not None
+    session = AgentSession("a", "i")
+    welcome(session, 100.0)
+    session.handle(m.Ticked(), 102.0)  # its heartbeat, which nothing answers
+    session.handle(m.Answer(m.Push(decision)), 110.0)
+    assert not any(isinstance(i, m.HangUp) for i in session.handle(m.Ticked(), 113.0))
+    assert m.HangUp("the coordinator has not answered for 3 s") in session.handle(m.Ticked(), 113.1)
+
+
+def test_a_refused_connection_renews_only_the_lease_of_its_own_address() -> None:
+    session = seated()
     welcome(session, 100.0)
     session.handle(m.Disconnected(), 101.0)
     assert session.handle(m.ConnectionRefused("other:1", 103.0), 103.0) == []
@@ -342,7 +389,8 @@ def test_ranks_get_a_record_before_the_coordinator_hears_of_it() -> None:
     session.handle(m.Connected("host:1"), 0.0)
     session.handle(m.Answer(m.Welcome(m.Term(1, "c"), True)), 0.1)
     out = session.handle(m.Answer(m.Push(decision, joining=1)), 0.2)
-    assert [type(getattr(i, "event", i)).__name__ for i in out] == ["RecordAnswered", "PeerNotice", "SendToCoordinator"]
+    names = [type(getattr(i, "event", i)).__name__ for i in out]
+    assert names == ["SetLease", "RecordAnswered", "PeerNotice", "SendToCoordinator"]
 
 
 def test_a_record_that_comes_without_a_lease_waits_for_one() -> None:
@@ -359,7 +407,7 @@ def test_a_record_that_comes_without_a_lease_waits_for_one() -> None:
 
 
 def test_a_coordinator_that_does_not_answer_is_left() -> None:
-    session = AgentSession("a", "i")
+    session = seated()
     session.handle(m.Connected("host:1"), 100.0)
     assert session.handle(m.Ticked(), 102.9)[-1] == m.SendToCoordinator(m.Heartbeat(1))
     assert any(isinstance(i, m.HangUp) for i in session.handle(m.Ticked(), 106.0))
@@ -409,7 +457,8 @@ def test_an_agent_that_has_come_to_where_the_coordinator_is_now_is_lost_like_any
 
 
 def test_an_agent_waits_longer_in_each_further_session_until_it_has_an_answer() -> None:
-    session = AgentSession("a", "i", m.EMBEDDED_TIMEOUTS)  # whose lease does not end meanwhile
+    session = seated()
+    session.timeouts = m.EMBEDDED_TIMEOUTS  # whose lease does not end meanwhile
     now_s = 100.0
     for limit_s in (3.0, 6.0, 12.0, 24.0, 24.0):
         session.handle(m.Connected("host:1"), now_s)

@@ -31,8 +31,14 @@ from scripts.demo_job import demo
         (["--output-dir", str(Path(__file__).parent)], "is not empty; name a new folder"),
         (["--reproducible", "--no-reference"], "compares with the undisturbed run: leave out --no-reference"),
         (["--reproducible", "--layout", "tp=2"], "compares whole sets of parameters: leave out --layout"),
-        (["--layout", "cp=2"], "argument --layout: must be like sdp=2,tp=2, with the axes pp, sdp and tp"),
-        (["--layout", "tp=0"], "argument --layout: must be like sdp=2,tp=2"),
+        (["--layout", "cp=2"], "argument --layout: a layout must be like sdp=2,tp=2 with the names pp, sdp, tp"),
+        (["--layout", "tp=0"], "argument --layout: `tp` must be an integer of at least 1"),
+        (["--layout", "sdp=2,min_replicas=2/sdp=8"], "sdp must divide 4, the number of slots of a batch, but is 8"),
+        (["--layout", "sdp=2/sdp=1"], "needs a first layout with min_replicas of at least 2: of sdp=2, the host that"),
+        (["--layout", "sdp=1,min_replicas=4/sdp=2"], "must divide the model in its first layout"),
+        (["--layout", "sdp=2,min_replicas=2/sdp=1", "--ranks", "6"], "--ranks must be 4 and --spares 0"),
+        (["--layout", "sdp=2,min_replicas=2/sdp=1", "--spares", "1"], "--ranks must be 4 and --spares 0"),
+        (["--layout", "sdp=2,min_replicas=2/sdp=4"], "--layout needs a fallback for the 3 ranks that are left"),
         (["--layout", "tp=4"], "argument --layout: tp must divide 2, the number of heads, but is 4 instead"),
         (["--layout", "tp=2", "--ranks", "3"], "--ranks must be a multiple of 2, the ranks of a replica group"),
         (["--layout", "tp=2", "--ranks", "2"], "--ranks must be at least 4, so that a part survives its rank"),
@@ -58,6 +64,8 @@ def test_one_rank_is_enough_without_kills() -> None:
 def test_a_layout_has_two_replica_groups_and_a_spare() -> None:
     args = demo.parse_args(["--layout", "sdp=2,tp=2"])
     assert (args.ranks, args.spares) == (8, 1)
+    args = demo.parse_args(["--layout", "sdp=2,tp=2,min_replicas=2/sdp=2"])
+    assert (args.ranks, args.spares) == (8, 0)
     args = demo.parse_args([])
     assert (args.ranks, args.spares) == (4, 0)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elasticgang.errors import DeviceError, GangError, OperationalError
-from elasticgang.protocol.device_errors import device_fault
+from elasticgang.protocol.device_errors import device_fault, fault_in_output
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 # As torch 2.13 writes them, with the lines that follow.
@@ -28,6 +28,11 @@ ADVICE = "\nSearch for `cudaErrorIllegalAddress' in https://docs.nvidia.com/cuda
         "CUDA error: unknown error",
         "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, ...)`",
         "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "CUDA error: CUSPARSE_STATUS_EXECUTION_FAILED when calling `cusparseSpMM(handle, ...)`",
+        "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling `cusolverDnSgetrf(handle, ...)`",
+        "cuFFT error: CUFFT_EXEC_FAILED",
+        "CUDA driver error: an illegal memory access was encountered",
+        "CUDA driver error: context is destroyed",
         "Triton Error [CUDA]: an illegal memory access was encountered",
     ],
 )
@@ -47,6 +52,8 @@ def test_errors_after_which_a_process_cannot_use_its_device(kind: type[Exception
         torch.AcceleratorError("CUDA error: invalid argument"),
         torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
         RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm( handle, ...)`"),
+        RuntimeError("CUDA driver error: invalid argument"),
+        RuntimeError("NCCL error in: NCCLUtils.cpp:94\nLast error:\nCuda failure 2 'out of memory'"),
         RuntimeError("an illegal memory access was encountered"),
         ValueError(ILLEGAL),
         GangError(f"rank 3 has sent: {ILLEGAL}"),
@@ -97,3 +104,53 @@ def test_a_script_says_by_itself_that_its_device_is_broken() -> None:
     assert device_fault(DeviceError("the memory test failed at 0x10\nmore")) == "the memory test failed at 0x10"
     assert device_fault(DeviceError()) == "the script has found its device broken"
     assert len(device_fault(DeviceError("x" * 10**6)) or "") == 200
+
+
+# CUDA-1
+def test_the_fault_in_an_error_of_nccl() -> None:
+    text = (
+        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version "
+        "2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Cuda failure 700 'an illegal memory access was encountered'"
+    )
+    assert device_fault(RuntimeError(text)) == "NCCL error: an illegal memory access was encountered"
+
+
+class Errors(Exception):
+    """As `ExceptionGroup`, which Python 3.10 lacks."""
+
+    def __init__(self, *exceptions: Exception) -> None:
+        super().__init__(f"{len(exceptions)} errors")
+        self.exceptions = exceptions
+
+
+# CUDA-1
+def test_a_group_of_errors_is_a_fault_if_one_of_them_is() -> None:
+    fault = torch.AcceleratorError(ILLEGAL)
+    assert device_fault(Errors(KeyError("loss"), Errors(fault))) == ILLEGAL
+    assert device_fault(Errors(KeyError("loss"), Errors(ValueError(ILLEGAL)))) is None
+    inside = Errors(ValueError())
+    inside.exceptions = (inside,)
+    assert device_fault(inside) is None
+
+
+# CUDA-1
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        (
+            [
+                "step 3",
+                "terminate called after throwing an instance of 'c10::AcceleratorError'",
+                f"  what():  {ILLEGAL}",
+            ],
+            ILLEGAL,
+        ),
+        (["  what():  CUDA error: device-side assert triggered", "Aborted"], None),
+        (["terminate called without an active exception"], None),
+        ([f"caught, and trained on: {ILLEGAL}", "double free or corruption"], None),
+        ([], None),
+    ],
+)
+def test_the_fault_in_what_a_process_has_written_before_sigabrt(lines: list[str], fault: str | None) -> None:
+    assert fault_in_output(lines) == fault

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from elasticgang.protocol.devices import Devices, Fault, FaultOutcome
+from elasticgang.protocol.devices import NOT_JOINED, Devices, Fault, FaultOutcome, Taken
 from elasticgang.protocol.restarts import WINDOW_S
 
 
-def fault(rank: int, step: int | None = None, generation: int = 1, at_s: float = 0.0) -> Fault:
-    return Fault(rank, step, generation, "ECC", at_s)
+def fault(
+    rank: int, step: int | None = None, generation: int = 1, at_s: float = 0.0, taken: Taken = NOT_JOINED
+) -> Fault:
+    return Fault(rank, step, generation, "ECC", at_s, taken=taken)
 
 
 def test_ranks_take_the_devices_in_order_and_the_rest_is_spare() -> None:
@@ -68,6 +70,13 @@ def test_device_2_without_a_spare_device_the_rank_has_none(devices: tuple[int, .
     assert known.num_without == 1
 
 
+# DEVICE-2
+def test_device_2_a_rank_that_does_not_start_again_takes_no_spare_device() -> None:
+    devices = Devices((0, 1, 2), 2, 0)
+    assert devices.faulted(Fault(0, 5, 1, "ECC", 0.0, restarts=False)) == FaultOutcome(0, 1, True, None)
+    assert devices.faulted(fault(1)) == FaultOutcome(1, 1, True, 2)
+
+
 # DEVICE-3
 def test_device_3_a_step_that_faults_on_another_device_in_a_later_generation_is_the_scripts_fault() -> None:
     devices = Devices((0, 1, 2), 3, 9)
@@ -85,3 +94,39 @@ def test_device_3_devices_that_fault_at_once_or_before_a_step_are_at_fault() -> 
     devices = Devices((0, 1, 2), 3, 9)
     assert all(devices.faulted(fault(rank, 5, 4)) is not None for rank in range(3))
     assert all(devices.faulted(fault(rank, None, rank)) is not None for rank in range(3))
+
+
+# DEVICE-4
+def test_device_4_faults_count_for_the_uuid_whatever_rank_or_index_has_it() -> None:
+    """The script of rank 1 takes the device of rank 0."""
+    devices = Devices((0, 1, 2, 3), 2, 2)
+    mine, chosen = Taken("GPU-aa"), Taken("GPU-aa", is_chosen=True)
+    assert devices.faulted(fault(0, taken=mine)) == FaultOutcome(0, 1, False, 0, "GPU-aa")
+    assert devices.faulted(fault(1, taken=chosen)) == FaultOutcome(1, 2, False, 1, "GPU-aa")
+    assert devices.faulted(fault(0)) == FaultOutcome(0, 3, True, 2, "GPU-aa"), "it has not joined: its last device"
+    assert devices.faulted(fault(1, taken=Taken("GPU-bb"))) == FaultOutcome(1, 1, False, 1, "GPU-bb")
+
+
+# DEVICE-1, DEVICE-4
+def test_device_4_a_fault_before_the_rank_has_joined_counts_for_the_uuid_that_it_tells_later() -> None:
+    devices = Devices((0, 1), 1, 2)
+    taken = Taken("GPU-aa")
+    assert devices.faulted(fault(0)) == FaultOutcome(0, 1, False, 0)
+    assert devices.faulted(fault(0, taken=taken)) == FaultOutcome(0, 2, False, 0, "GPU-aa")
+    assert devices.faulted(fault(0, taken=taken)) == FaultOutcome(0, 3, True, 1, "GPU-aa")
+
+
+# DEVICE-4
+def test_device_4_a_rank_that_chooses_its_device_is_not_moved() -> None:
+    devices = Devices((0, 1, 2), 2, 0)
+    outcome = devices.faulted(fault(1, taken=Taken("GPU-aa", is_chosen=True)))
+    assert outcome == FaultOutcome(1, 1, True, None, "GPU-aa")
+    assert devices.faulted(fault(0, taken=Taken("GPU-cc"))) == FaultOutcome(0, 1, True, 2, "GPU-cc")
+
+
+# DEVICE-3, DEVICE-4
+def test_device_4_one_device_under_two_indices_is_one_device() -> None:
+    devices = Devices((0, 1, 2), 2, 9)
+    assert devices.faulted(fault(0, 5, 1, taken=Taken("GPU-aa"))) is not None
+    assert devices.faulted(fault(1, 5, 2, taken=Taken("GPU-aa", is_chosen=True))) is not None
+    assert devices.faulted(fault(1, 5, 3, taken=Taken("GPU-bb"))) is None

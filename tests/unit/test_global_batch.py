@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elasticgang.errors import StepAborted
 from elasticgang.member.manager import Step
 from elasticgang.protocol.member_state import Share
-from elasticgang.train.data import GlobalBatch, Slots
+from elasticgang.train.data import GlobalBatch, Slot, Slots
 
 SIZES = st.tuples(st.integers(1, 90), st.integers(1, 8), st.integers(1, 5))  # samples, slots in a batch, slot
 
@@ -255,3 +255,14 @@ def test_a_sampler_that_draws_from_the_processs_own_generator_is_refused() -> No
     batches = GlobalBatch(50, size=8, slot=4, sampler=lambda seed, step: torch.randperm(50)[:8])
     with pytest.raises(ValueError, match="the same samples whenever it is called"):
         batches.share(0, Share(0, 1))
+
+
+def test_each_slot_seeds_the_generators_of_cuda_too_where_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that dropout on a device does not depend on the rank that computes the slot."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    slots = Slots([Slot(number, torch.arange(2), seed=10 + number, last=number == 2) for number in range(3)])
+    assert [slot.number for slot in slots] == [0, 1, 2]
+    assert seeded == [], "CUDA is not initialized, and need not be"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert [torch.initial_seed() for _ in slots] == seeded == [10, 11, 12]

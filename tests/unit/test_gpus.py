@@ -11,10 +11,17 @@ NODES = ["null", "nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "n
 
 @pytest.mark.parametrize(
     ("visible", "num"),
-    [("", 0), ("-1", 0), ("3", 1), ("3,1", 2), (" 0 , 1", 2), ("0,-1,1", 1), ("0,,1", 1), ("GPU-1a,MIG-GPU-2b", 2)],
+    [("", 0), ("-1", 0), ("2", 1), ("2,1", 2), (" 0 , 1", 2), ("0,-1,1", 1), ("0,,1", 1), ("GPU-1a,MIG-GPU-2b", 2)],
 )
-def test_the_variable_alone_counts_if_it_is_set(visible: str, num: int) -> None:
+def test_the_entries_of_the_variable_count_if_it_is_set(visible: str, num: int) -> None:
     assert visible_devices({"CUDA_VISIBLE_DEVICES": visible}, NODES) == tuple(range(num))
+
+
+@pytest.mark.parametrize(("visible", "num"), [("3", 0), ("0,3", 1), ("0,1,7,2", 2), ("GPU-1a,3", 1)])
+def test_the_entries_end_at_the_index_of_no_device(visible: str, num: int) -> None:
+    """CUDA shows none of those behind it. A rank would get a spare device that is not there."""
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": visible}, NODES) == tuple(range(num))
+    assert len(visible_devices({"CUDA_VISIBLE_DEVICES": visible}, ["null"])) == len(visible.split(","))
 
 
 def test_without_the_variable_the_files_of_devices_count() -> None:

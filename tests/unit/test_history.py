@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 from elasticgang.watch.history import MAX_POINTS, History
@@ -17,6 +18,8 @@ def test_the_points_span_the_whole_time_in_even_distances() -> None:
     for second in range(20 * MAX_POINTS):
         history.add(status(second, loss=1.0 / (second + 1)))
         assert len(history.points) < MAX_POINTS
+        if second % MAX_POINTS in (0, MAX_POINTS - 2, MAX_POINTS - 1):  # also around the loss of every other point
+            assert json.loads(history.json) == [list(point) for point in history.points]
     seconds = [point[0] for point in history.points]
     distances = {later - earlier for earlier, later in itertools.pairwise(seconds)}
     assert len(distances) == 1

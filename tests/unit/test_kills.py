@@ -82,6 +82,40 @@ def test_the_last_member_with_a_part_of_the_state_is_spared() -> None:
     assert [chosen_of_two(rank) for rank in range(4)] == [0, 1, 2, 3]
 
 
+# KILL-2
+def test_the_parts_that_need_a_holder_are_those_of_the_newest_layout() -> None:
+    run_log = journal_of({}, ranks=3)
+
+    def commits(rank: int, step: int, part: list[int], sizes: list[int]) -> None:
+        line = {"kind": "committed", "t": 0.0, "step": step, "generation": 1, "part": part, "sizes": sizes}
+        run_log.add_history(f"m{rank}", line)
+
+    def chosen_of(rank: int) -> int | None:
+        victim = choose(run_log, rank, lambda _: True, num_parts=2)
+        return None if victim is None else victim.local_rank
+
+    for rank, sdp in enumerate((0, 1, 1)):
+        commits(rank, 5, [0, sdp, 0], [1, 2, 1])
+    assert [chosen_of(rank) for rank in range(3)] == [1, 1, 2]
+    for rank in range(3):
+        commits(rank, 6, [0, 0, 0], [1, 1, 1])
+    assert [chosen_of(rank) for rank in range(3)] == [0, 1, 2], "each holds the whole model now"
+
+
+def test_seats_of_another_agent_say_nothing_of_the_ranks_of_this_one() -> None:
+    run_log = RunLog()
+    run_log.add_event({"event": "started", "t": 0.0, "agent": "a"})
+    run_log.add_event({"event": "spawned", "t": 0.0, "member": "m0", "local_rank": 0, "pid": 100})
+    seats = [
+        {"agent": "a", "host": "a", "seats": [(0, 0, "active")]},
+        {"agent": "b", "host": "b", "seats": [(0, None, "spare")]},
+    ]
+    run_log.add_history("m0", {"kind": "committed", "t": 0.0, "step": 5, "generation": 1})
+    told = {"generation": 2, "ranks": [0], "seats": seats, "active": 1, "learner": 0, "spare": 1}
+    run_log.add_event({"event": "generation", "t": 0.0, **told})
+    assert run_log.holders() == {"m0"}
+
+
 def test_a_member_one_step_behind_in_the_same_generation_holds_what_it_needs() -> None:
     assert chosen(journal_of({0: (5, 1), 1: (4, 1)}, ranks=2), 0) == 0
 

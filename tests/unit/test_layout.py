@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-from dataclasses import FrozenInstanceError, asdict
+import re
+from dataclasses import FrozenInstanceError, asdict, replace
 from typing import Any
 
 import pytest
@@ -168,3 +169,66 @@ def test_a_place_along_a_further_axis_follows_from_the_model_coordinates(
 
 def test_the_runtimes_own_gangs_have_names_that_no_family_has() -> None:
     assert not set(RUNTIME_GANGS) & set(FAMILIES)
+
+
+# -- the notation of the commands
+
+SIZES = st.integers(1, 8)
+
+
+@st.composite
+def layouts(draw: Any) -> ParallelLayout:
+    sizes = draw(st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=1, max_size=4, unique=True))
+    first, *others = (
+        ParallelLayout(
+            pp=pp,
+            sdp=sdp,
+            tp=tp,
+            min_replicas=draw(SIZES),
+            within_host=tuple(draw(st.sets(st.sampled_from(["pp", "sdp", "tp"])))),
+        )
+        for pp, sdp, tp in sizes
+    )
+    return replace(first, fallback=tuple(others))
+
+
+# LAYOUT-6
+@given(layouts())
+def test_the_text_of_a_layout_is_parsed_as_that_layout(layout: ParallelLayout) -> None:
+    assert ParallelLayout.parse(layout.text) == layout
+
+
+# LAYOUT-6
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("sdp=1", ParallelLayout()),
+        ("sdp=2,tp=4", ParallelLayout(sdp=2, tp=4)),
+        (" tp = 4 , sdp = 2 ", ParallelLayout(sdp=2, tp=4)),
+        ("sdp=4/sdp=2/sdp=1", ParallelLayout(sdp=4, fallback=(ParallelLayout(sdp=2), ParallelLayout()))),
+        ("pp=4,tp=2/pp=2", ParallelLayout(pp=4, tp=2, fallback=(ParallelLayout(pp=2),))),
+        ("tp=2,within_host=", ParallelLayout(tp=2, within_host=())),
+        ("pp=2,min_replicas=3,within_host=tp+pp", ParallelLayout(pp=2, min_replicas=3, within_host=("pp", "tp"))),
+    ],
+)
+def test_a_layout_is_written_in_one_line(text: str, layout: ParallelLayout) -> None:
+    assert ParallelLayout.parse(text) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "a layout must be like sdp=2,tp=2 with the names pp, sdp, tp, min_replicas, within_host, each once"),
+        ("sdp=2,", "a layout must be like"),
+        ("sdp=2,sdp=2", "a layout must be like"),
+        ("cp=2", "a layout must be like"),
+        ("sdp=two", "`sdp` must be an integer of at least 1, but is 'two' in the layout 'sdp=two'"),
+        ("sdp=-1", "`sdp` must be an integer of at least 1"),
+        ("sdp=0", "`sdp` must be an integer of at least 1"),
+        ("within_host=rdp", "`within_host` must be a tuple of some of"),
+        ("sdp=2/sdp=2", "two layouts have the same"),
+    ],
+)
+def test_a_text_that_is_no_layout_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(LayoutError, match=re.escape(complaint)):
+        ParallelLayout.parse(text)

@@ -158,6 +158,28 @@ def test_totals_that_measure_the_gradients_wait_for_them() -> None:
     assert do.MakeReady(4.0, (9.0,)) in driver.done
 
 
+# MANAGER-15
+def test_numbers_of_the_script_are_summed_with_the_totals() -> None:
+    driver = active()
+    driver.begin()
+    sums = {"AWAIT_SUMS root": [4.0, 0.0, 7.0, -1.0, 9.0]}
+    assert driver.run(driver.lifecycle.commit(2.0, (3.0, -1.0), measures=True), sums)
+    assert driver.done[2] == do.StartSum("root", (2.0, 0.0, 3.0, -1.0), measures=True)
+    assert do.MakeReady(4.0, (9.0,)) in driver.done
+    assert driver.lifecycle.sums == (7.0, -1.0)
+    driver.run(driver.lifecycle.end(None))
+    assert not driver.lifecycle.sums
+
+
+# MANAGER-15
+def test_a_learner_adds_zeros() -> None:
+    driver = learner()
+    driver.begin()
+    sums = {"AWAIT_SUMS root": [4.0, 0.0, 7.0, 8.0]}
+    driver.run(driver.lifecycle.commit(2.0, (3.0, 5.0), measures=False), sums)
+    assert do.StartSum("root", (0.0, 0.0, 0.0, 0.0)) in driver.done
+
+
 def test_the_agent_is_sent_the_first_commit_of_each_generation() -> None:
     driver = active()
     reports = []
@@ -447,3 +469,16 @@ def test_an_apply_that_raises_as_a_record_is_resolved_tears_the_state_and_the_ra
     driver.enter(record(LEARNER, 3, Attempt(1, 1)))
     (request,) = (each for each in driver.done if isinstance(each, do.SendRequest))
     assert (request.report.tip, request.report.pending, driver.lifecycle.state.torn) == (None, None, True)
+
+
+# HEALER-4
+def test_a_rank_that_began_to_heal_is_no_state_to_begin_a_job_with() -> None:
+    """Before the first committed step it still is: a heal writes to memory of its own then."""
+    for committed, is_torn in ((Attempt(0, 1), False), (Attempt(5, 1), True)):
+        driver = Driver()
+        driver.enter(record(LEARNER, 2, committed))
+        driver.step({"Heal": (False, 0), "AWAIT_SUMS root": [1.0, 1.0]})
+        state = driver.lifecycle.state
+        assert (state.tip, state.torn) == (None, is_torn)
+        state.healed()
+        assert (state.tip, state.torn) == (committed, False)

@@ -136,3 +136,13 @@ def test_while_a_spare_waits_all_come_to_the_next_generation_once() -> None:
 
 def test_heirs_keep_nobody_whose_state_another_has_who_stays() -> None:
     assert leaving(vote(ledgers({"a0": ACTIVE, "a1": ACTIVE}), going=["a1"], successors={"a0": 1, "a1": 1})) == {"a1"}
+
+
+def test_a_share_is_that_of_its_place_among_all() -> None:
+    layout = ParallelLayout(sdp=2)
+    made = ledgers({f"a{number}": LEARNER if number == 3 else ACTIVE for number in range(6)}, layout)
+    for state in made.values():
+        assert state.record is not None
+        at = state.record.plan.coordinates(state.member)
+        assert state.share(layout) == state.shares(layout)[at["rdp"] * layout.sdp + at["sdp"]]
+    assert sorted(share.index for state in made.values() if (share := state.share(layout)) is not None) == [0, 1, 2, 3]

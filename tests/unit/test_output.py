@@ -110,3 +110,15 @@ def test_a_log_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OperationalError, match=r"cannot write events to --log-dir .*: Not a directory"):
         EventLog(str(tmp_path / "file" / "below"), print)
+
+
+def test_a_closed_output_keeps_no_descriptor_and_takes_further_lines(screen: Screen) -> None:
+    before = os.listdir("/proc/self/fd")
+    made = PrefixedOutput(screen, screen)
+    for number in made.open(0):
+        os.close(number)
+    assert len(os.listdir("/proc/self/fd")) > len(before)
+    made.close()
+    assert os.listdir("/proc/self/fd") == before
+    made.write_line("after the end")
+    made.close()

@@ -19,7 +19,10 @@ PACKAGE = TESTS.parent / "elasticgang"
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 OWN = ("self", "cls", "super()")
 # A mutant replaces a rule, wherever it stands.
-MUTANTS = ("unit/mutants.py", "unit/coordinator_mutants.py", "unit/unit_mutants.py")
+MUTANTS = (
+    *("unit/mutants.py", "unit/coordinator_mutants.py", "unit/agent_mutants.py", "unit/record_mutants.py"),
+    *("unit/member_mutants.py", "unit/slot_mutants.py"),
+)
 # Names of the package that are also others': torch's, namedtuples', argparse's.
 OTHERS = {
     *("_allgather_base", "_base", "_device_types", "_get_backend", "_has_hooks", "_pg", "_reduce_scatter_base"),

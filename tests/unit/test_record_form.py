@@ -24,6 +24,8 @@ from elasticgang.protocol.record import (
     RecordRef,
     Seat,
     Undecided,
+    layout_from_json,
+    layout_to_json,
     report_from_json,
     report_to_json,
 )
@@ -73,7 +75,7 @@ def test_when_all_hosts_are_here_and_too_small_each_is_told_all_numbers() -> Non
 # RECORD-1
 def test_digest_is_the_same_everywhere() -> None:
     """It is part of the rendezvous prefix: when this changes, so must PROTOCOL."""
-    assert (PROTOCOL, FIXED.digest) == (14, "80e7fda96a74a9a6")
+    assert (PROTOCOL, FIXED.digest) == (18, "eb98d6daca5ecc45")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,15 @@ def test_report_survives_json() -> None:
 def test_what_is_not_a_report_says_so(broken: dict[str, Any]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         report_from_json({**report_to_json(report("a")), **broken})
+
+
+def test_a_layout_that_was_read_before_is_read_as_strictly() -> None:
+    data = layout_to_json(ParallelLayout(sdp=2))
+    assert layout_from_json(data) == ParallelLayout(sdp=2)
+    assert {**data, "tp": True} == data
+    for wrong in (True, 1.0):
+        with pytest.raises(ValueError, match="`tp` must be an integer"):
+            layout_from_json({**data, "tp": wrong})
 
 
 @pytest.mark.parametrize("absent", ["job", "shape", "committed", "rolled_back", "checkpoint"])

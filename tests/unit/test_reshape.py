@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elasticgang.errors import LayoutError
 from elasticgang.layout import Axes, ParallelLayout, is_filled
+from elasticgang.layout.overlap import Part, common_share
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.agent_events import CoordinatorConnected, RecordAnswered, RequestRecord, StartExpired
 from elasticgang.protocol.agent_lifecycle import START_TIMEOUT_S
@@ -47,6 +48,7 @@ ONE, PAIR = ParallelLayout(), ParallelLayout(sdp=2)
 LAYOUT = ParallelLayout(sdp=2, fallback=(ONE,))
 TWO_PAIRS = ParallelLayout(sdp=2, min_replicas=2, fallback=(ONE,))
 THREE = ParallelLayout(sdp=3, fallback=(PAIR, ONE))
+STAGES = ParallelLayout(pp=2, min_replicas=2, fallback=(PAIR, ONE))
 FIRST, SECOND = (0, 0, 0), (0, 1, 0)
 TIP = Attempt(4, 1)
 
@@ -60,8 +62,7 @@ TIP = Attempt(4, 1)
         (lambda: ParallelLayout(fallback=(1,)), "`fallback` must be a tuple of layouts without a `fallback`"),  # type: ignore[arg-type]
         (lambda: ParallelLayout(fallback=PAIR), "`fallback` must be a tuple of layouts"),  # type: ignore[arg-type]
         (lambda: ParallelLayout(tp=2, fallback=(LAYOUT,)), "layouts without a `fallback`"),
-        (lambda: ParallelLayout(pp=2, fallback=(ONE,)), "the stages of the layout, pp=2, but has pp=1"),
-        (lambda: ParallelLayout(sdp=2, fallback=(PAIR,)), "other sizes `sdp` and `tp`, but two layouts have the same"),
+        (lambda: ParallelLayout(sdp=2, fallback=(PAIR,)), "other sizes `pp`, `sdp` and `tp`, but two layouts have the"),
         (
             lambda: ParallelLayout(sdp=2, views=(Axes((1, 2, 1), ("tp", "cp", "outer")),), fallback=(ONE,)),
             "`views` and `fallback` must not be given together",
@@ -129,6 +130,30 @@ def test_members_that_hold_all_parts_keep_them_for_a_layout_that_fewer_fill() ->
     assert made is None or apply_delta(start, made) == after
 
 
+# NEXT-4, NEXT-6
+def test_stages_are_kept_for_a_layout_without_them() -> None:
+    start = begun("a", "b", "c", "d", layout=STAGES)
+    assert {start.model_coordinates(id) for id in ("a0", "b0", "c0")} == {(0, 0, 0), (1, 0, 0)}
+    after = agreed(start, *(of(start, holding(start, id)) for id in ("a0", "b0", "c0")), lost="d")
+    assert (after.layout, after.committed, after.checkpoint) == (PAIR, TIP, "")
+    assert after.holders == tuple(Holder(id, 0, start.model_coordinates(id)) for id in ("a0", "b0", "c0"))
+    assert len(after.members(LEARNER)) == 2
+
+
+# NEXT-7
+def test_members_sit_where_they_keep_the_most() -> None:
+    """Of three pairs five members are left, who divide the model in four: each has its half of one of the quarters."""
+    for axis in ("sdp", "pp"):
+        layout = ParallelLayout.parse(f"{axis}=2,min_replicas=3/{axis}=4")
+        start = begun("a", "b", "c", "d", "e", "f", layout=layout)
+        staying = ("a0", "b0", "c0", "d0", "e0")
+        after = agreed(start, *(of(start, holding(start, id)) for id in staying), lost="f")
+        assert after.layout == layout.options[1]
+        for id in after.members(LEARNER):
+            former, now = (Part.of(record.layout, record.model_coordinates(id)) for record in (start, after))
+            assert common_share(former, now) == now.share
+
+
 # NEXT-4
 def test_a_layout_is_taken_again_once_members_fill_it() -> None:
     start = begun("a")
@@ -179,7 +204,7 @@ def test_no_earlier_layout_waits_for_ranks_that_are_being_started() -> None:
         lambda size: st.tuples(st.just(size), st.lists(st.integers(0, 3), min_size=1, max_size=4))
     ),
     st.lists(st.integers(0, 2), min_size=4, max_size=4),
-    st.sampled_from([LAYOUT, TWO_PAIRS, THREE, ParallelLayout(tp=2, fallback=(ONE,))]),
+    st.sampled_from([LAYOUT, TWO_PAIRS, THREE, ParallelLayout(tp=2, fallback=(ONE,)), STAGES]),
 )
 def test_a_first_record_has_the_first_layout_that_is_filled(
     fleet: tuple[int, list[int]], starting: list[int], layout: ParallelLayout

@@ -38,11 +38,11 @@ KNOWS: dict[str, tuple[str, ...]] = {
     "simulation": ("errors", "layout", "protocol"),
     "session": ("errors", "protocol"),
     "state": ("errors", "torch_private", "testing", "protocol", "session"),
-    "checkpoint": ("errors", "torch_private", "testing", "progress", "layout", "protocol", "state"),
+    "checkpoint": ("errors", "torch_private", "testing", "progress", "layout", "protocol", "process", "state"),
     "reshape": ("errors", "testing", "layout", "protocol", "state", "checkpoint"),
     "coordinator": ("errors", "testing", "protocol", "session"),
     "watch": ("errors", "environment", "progress", "process", "observe"),
-    "doctor": ("environment", "session"),
+    "doctor": ("errors", "environment", "session"),
     "agent": (
         *("errors", "environment", "testing", "progress", "protocol", "process", "session", "coordinator", "observe"),
     ),
@@ -61,7 +61,8 @@ KNOWS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "train": (
-        *("errors", "torch_private", "layout", "protocol", "collectives", "comm", "gang", "member", "state"),
+        *("errors", "torch_private", "environment", "layout", "protocol", "collectives", "comm", "gang", "member"),
+        "state",
         *("checkpoint", "reshape"),
     ),
     "launch": (
@@ -73,6 +74,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
 ONLY = {
     ("gang", "comm"): ("elasticgang.comm.torch_backend",),
     ("launch", "process"): ("elasticgang.process.stop_signals",),
+    ("checkpoint", "process"): ("elasticgang.process.parent_death",),
 }
 
 PURE_ROOMS = ("layout", "protocol")
@@ -81,7 +83,9 @@ PURE_MODULES = (
     "elasticgang.comm.nccl_settings",
     "elasticgang.checkpoint.digest",
     "elasticgang.checkpoint.manifest",
+    "elasticgang.checkpoint.names",
     "elasticgang.checkpoint.plan",
+    "elasticgang.checkpoint.saved_objects",
     "elasticgang.collectives.backend_name",
     "elasticgang.comm.membership",
     "elasticgang.doctor.verdicts",
@@ -90,7 +94,6 @@ PURE_MODULES = (
     "elasticgang.observe.pace",
     "elasticgang.observe.story",
     "elasticgang.progress",
-    "elasticgang.train.division",
     "elasticgang.train.partition",
     "elasticgang.train.prefetch",
     "elasticgang.train.summation_tree",

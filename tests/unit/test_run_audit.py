@@ -125,6 +125,28 @@ def test_each_part_of_a_layout_sees_every_sample_once() -> None:
     assert audit(run([2, 3]), EXPECTED[:1], [*parts, (2, 0)]) == Audit(4, 0)
 
 
+def test_the_parts_that_see_every_sample_are_those_of_the_layout_of_the_step() -> None:
+    """Two ranks that divide the tensors, and then each with the whole model."""
+
+    def run(of_last: list[int]) -> CommittedRun:
+        writer = Writer()
+        layouts = [
+            ((1, 1, 2), [([0, 0, 0], EXPECTED[0]), ([0, 0, 1], EXPECTED[0])]),
+            ((1, 1, 1), [([0, 0, 0], EXPECTED[1][:2]), ([0, 0, 0], of_last)]),
+        ]
+        for step, (sizes, shares) in enumerate(layouts):
+            for rank, (part, samples) in enumerate(shares):
+                told = {"samples": samples, "active": 2, "tokens": 0, "loss_sum": 0.0, "part": part, "sizes": sizes}
+                writer.line(str(rank), "prepared", step=step, generation=step + 1, **told)
+            writer.commit(step, step + 1, ["0"])
+        return CommittedRun(writer.run_log)
+
+    assert run([6, 7]).layouts == [(1, 1, 2), (1, 1, 1)]
+    assert audit(run([6, 7]), EXPECTED[:2], [(0, 0), (0, 1)]) == Audit(0, 0)
+    assert audit(run([6]), EXPECTED[:2], [(0, 0), (0, 1)]) == Audit(1, 0)
+    assert audit(run([5, 6, 7]), EXPECTED[:2], [(0, 0), (0, 1)]) == Audit(0, 1)
+
+
 def test_an_undisturbed_run_is_whole() -> None:
     state = CommittedRun(undisturbed().run_log)
     assert audit(state, EXPECTED) == Audit(lost=0, duplicate=0)
@@ -340,6 +362,10 @@ def test_a_good_run_has_no_faults() -> None:
         (replace(GOOD, difference=Difference(1e-4, 7)), "the loss curve leaves the undisturbed run's"),
         (replace(GOOD, difference=Difference(math.nan, 7)), "the loss curve leaves the undisturbed run's"),
         (replace(GOOD, kills=0), "0 kills happened, fewer than the 1 asked for"),
+        (
+            replace(GOOD, hosts_asked=2, fallbacks=1),
+            "the job took a fallback layout 1 times, fewer than the 2 hosts lost",
+        ),
     ],
 )
 def test_each_fault_is_found(outcome: Outcome, fault: str) -> None:

@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import elasticgang as eg
+from elasticgang.gang.bans import Ban
 from elasticgang.gang.elastic import Binding, ElasticGang
 from elasticgang.member.local_rendezvous import LocalRendezvous
 from elasticgang.member.manager import QuorumManager
@@ -127,7 +129,7 @@ def test_a_name_that_is_registered_is_refused() -> None:
 def test_while_it_builds_a_gang_has_rank_and_size_and_says_nothing() -> None:
     gang = ElasticGang("tp", CPU)
     gang.bind(Binding(0, (0,), None))
-    gang.collectives_forbidden = True
+    gang.bans.replace(Ban.BUILD)
     assert (gang.rank, gang.size) == (0, 1)
     tensor, objects = torch.ones(1), list[object]([1])
     calls: Mapping[str, Callable[[], object]] = {
@@ -139,9 +141,27 @@ def test_while_it_builds_a_gang_has_rank_and_size_and_says_nothing() -> None:
     for call in calls.values():
         with pytest.raises(eg.InvalidOperationError, match="cannot be used to communicate while the training state"):
             call()
-    gang.collectives_forbidden = False
+    gang.bans.replace(None)
     for call in calls.values():
         call()
+
+
+# RULE-10
+def test_while_it_applies_a_gang_of_several_ranks_says_nothing() -> None:
+    several, one = ElasticGang("sdp", CPU), ElasticGang("tp", CPU)
+    part = ElasticGang("sdp.1", CPU, maker=several)
+    for gang, ranks in ((several, (0, 1)), (part, (0, 1)), (one, (0,))):
+        gang.bind(Binding(0, ranks, None))
+    for gang in (several, one):
+        gang.bans.replace(Ban.APPLY)
+    for gang in (several, part):
+        with pytest.raises(eg.InvalidOperationError, match=r"cannot be used to communicate while a step is applied"):
+            gang.barrier()
+    one.barrier()
+    with ThreadPoolExecutor(1) as other_thread:  # such as one that saves a checkpoint
+        other_thread.submit(several.barrier).result()
+    several.bans.replace(None)
+    part.barrier()
 
 
 def test_a_layout_that_needs_several_ranks_is_refused_to_one_that_is_alone() -> None:

@@ -17,7 +17,7 @@ from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.next_record import next_record
 from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
 from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, RendezvousKeys
-from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter
+from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, Payload
 from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity, ServerHandshake
 from elasticgang.session.messages import decode_from_agent, decode_from_coordinator, encode, encode_delta
 from elasticgang.session.secret import Secret, find_secret, read_secret
@@ -95,6 +95,37 @@ def test_frames_that_were_tampered_with_are_refused(fault: str) -> None:
         bad = one[:20]
     with pytest.raises(WireError):
         reader.payload(bad)
+
+
+# FRAME-SHARED
+def test_a_message_for_many_sessions_is_hashed_once() -> None:
+    payload = Payload(b"one")
+    payload.data = b"two"  # its digest is not made again
+    with pytest.raises(WireError, match="MAC"):
+        FrameReader(KEY).payload(bodies(FrameWriter(KEY).frame(payload))[0])
+
+
+# FRAME-MAC, FRAME-ORDER
+def test_a_shared_message_has_a_frame_of_its_own_in_each_session() -> None:
+    keys = [bytes([number]) * 32 for number in range(3)]
+    writers, readers = [FrameWriter(key) for key in keys], [FrameReader(key) for key in keys]
+    shared = Payload(b"shared" * 100)
+    for writer, reader in zip(writers[1:], readers[1:], strict=True):  # so that these two are one frame ahead
+        assert reader.payload(bodies(writer.frame(b"first"))[0]) == b"first"
+    frames = [bodies(writer.frame(shared))[0] for writer in writers]
+    for number, frame in enumerate(frames):
+        for reader in readers[:number] + readers[number + 1 :]:
+            with pytest.raises(WireError, match="MAC"):
+                reader.payload(frame)
+        for at in (0, 7, 8, 300, len(frame) - 32, len(frame) - 1):  # of the sequence number, the payload and the MAC
+            with pytest.raises(WireError, match="MAC"):
+                readers[number].payload(frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :])
+        for wrong in (frame[:-1], frame[:8] + frame[9:], frame[:-33] + frame[-32:]):
+            with pytest.raises(WireError, match="MAC"):
+                readers[number].payload(wrong)
+        assert readers[number].payload(frame) == shared.data
+        with pytest.raises(WireError, match=f"frame {min(number, 1)} came in place of frame {min(number, 1) + 1}"):
+            readers[number].payload(frame)
 
 
 def test_random_bytes_are_refused_and_bounded() -> None:
@@ -180,14 +211,14 @@ def test_a_coordinator_without_the_secret_is_refused() -> None:
         b"[]",
         b"{}",
         b"[" * 900,
-        b'{"wire":1,"protocol":8,"job":"j","role":"agent","nonce":"zz"}',
-        b'{"wire":1,"protocol":8,"job":"j","role":"agent","nonce":"00"}',
-        b'{"wire":2,"protocol":8,"job":"j","role":"agent","nonce":"' + b"00" * 32 + b'"}',
-        b'{"wire":1,"protocol":-1,"job":"j","role":"agent","nonce":"' + b"00" * 32 + b'"}',
-        b'{"wire":1,"protocol":8,"job":["j"],"role":"agent","nonce":"' + b"00" * 32 + b'"}',
-        b'{"wire":1,"protocol":8,"job":"","role":"agent","nonce":"' + b"00" * 32 + b'"}',
-        b'{"wire":1,"protocol":8,"job":"j","role":"root","nonce":"' + b"00" * 32 + b'"}',
-        pickle.dumps({"wire": 1}),
+        b'{"wire":2,"protocol":8,"job":"j","role":"agent","nonce":"zz"}',
+        b'{"wire":2,"protocol":8,"job":"j","role":"agent","nonce":"00"}',
+        b'{"wire":3,"protocol":8,"job":"j","role":"agent","nonce":"' + b"00" * 32 + b'"}',
+        b'{"wire":2,"protocol":-1,"job":"j","role":"agent","nonce":"' + b"00" * 32 + b'"}',
+        b'{"wire":2,"protocol":8,"job":["j"],"role":"agent","nonce":"' + b"00" * 32 + b'"}',
+        b'{"wire":2,"protocol":8,"job":"","role":"agent","nonce":"' + b"00" * 32 + b'"}',
+        b'{"wire":2,"protocol":8,"job":"j","role":"root","nonce":"' + b"00" * 32 + b'"}',
+        pickle.dumps({"wire": 2}),
     ],
 )
 def test_what_is_no_hello_is_refused(hello: bytes) -> None:
@@ -209,7 +240,7 @@ def agent_messages(record: Record) -> list[m.AgentMessage | RendezvousKeys]:
         m.Promise(m.Term(1, "c")),
         m.KnownDecision(decision),
         m.Ready(report("a", newest_commit=Attempt(1, 1), exited=("a/9",), num_seats=1)),
-        m.EndGeneration(3, "why"),
+        m.EndGeneration(3, "why", is_effect=True),
         m.JoinRequest(4),
         m.Accepted(2, record.digest),
         m.Finished(),
@@ -226,7 +257,7 @@ def coordinator_messages(record: Record) -> list[m.CoordinatorMessage | Rendezvo
         m.Push(m.Decision(m.Term(2, "c"), record), 1, 2),
         m.RequestDecision(record.digest),
         m.HeartbeatAnswer(7, False),
-        m.EndGeneration(3, "why"),
+        m.EndGeneration(3, "why", is_effect=True),
         m.JoinNotice(4),
         m.Finished(),
         m.PeerMessage("hangs", "{}", "b"),

@@ -120,6 +120,19 @@ def test_the_counters_of_closed_groups_stay_until_others_are_configured(page: St
     assert agents.last_comm.last_groups() == agents.last_comm.groups() == [GroupStamps(key_of("pp"), 0, 0, 0, 0)]
 
 
+def test_groups_have_the_names_of_their_gangs(page: StatusPage, agents: StatusPage) -> None:
+    block = take(page)
+    block.configure(["0-1-2", "0-2"], {"0-1-2": "root, dp", "0-2": ""})
+    block.add("mine")
+    block.add("1-2", 40 * "ä")
+    page.use(block)
+    assert agents.last_comm is not None
+    names = {"0-1-2": "root, dp", "0-2": "0-2", "mine": "mine", "1-2": 16 * "ä"}
+    assert agents.last_comm.last_names() == {key_of(name): shown for name, shown in names.items()}
+    block.configure(["0-1"])
+    assert agents.last_comm.last_names() == {key_of("0-1"): "0-1"}
+
+
 def test_groups_beyond_the_limit_are_not_counted(page: StatusPage) -> None:
     first, second = take(page), take(page)
     names = [str(number) for number in range(100)]

@@ -94,6 +94,17 @@ def test_a_line_has_the_time_the_name_and_the_details() -> None:
     assert line_of(event(0.25, "requested")).endswith(".250  requested")
 
 
+def test_a_change_of_the_layout_is_told_also_when_nobody_was_lost() -> None:
+    fields = {"layout": "sdp=2", "fallback_of": None, "layout_before": "sdp=1", "num_holders": 3}
+    text = "\n".join(tell([change(9.5, 3, "a rank waits to join", **fields)]))
+    assert "  the job took the layout sdp=2, in place of sdp=1\n" in text
+    assert "  the state moved between the ranks in memory, from 3 that held it\n" in text
+    fields = {"layout": "sdp=1", "fallback_of": "sdp=2", "layout_before": "sdp=2", "num_holders": 0}
+    text = "\n".join(tell([change(9.5, 3, "agent b is lost", left=["b0"], checkpoint=5, **fields)]))
+    assert "the job took the layout sdp=1, a fallback of sdp=2, in place of sdp=2\n" in text
+    assert "moved between the ranks" not in text
+
+
 INCIDENT = {
     "generation": 2,
     "lost": [
@@ -106,8 +117,9 @@ INCIDENT = {
         }
     ],
     "counters": [
-        {"local_rank": 0, "groups": {"abcdef0123456789": {"submitted": 8, "completed": 7}}},
-        {"local_rank": 1, "groups": {"abcdef0123456789": {"submitted": 7, "completed": 7}}},
+        {"local_rank": 0, "groups": {"abcdef0123456789": {"gangs": "root, dp", "submitted": 8, "completed": 7}}},
+        {"local_rank": 1, "groups": {"abcdef0123456789": {"gangs": "root, dp", "submitted": 7, "completed": 7}}},
+        {"local_rank": 2, "groups": {"9876543210abcdef": {"submitted": 5, "completed": 5}}},
     ],
 }
 
@@ -117,7 +129,7 @@ def test_what_the_agent_has_left_about_a_change_is_told_with_it() -> None:
     assert 'rank 1 (process 11) hung; its stack, innermost frame first:\n    File "train.py", line 3 in load' in text
     assert "the last lines of rank 1 (process 11):\n    | line 10\n" in text
     assert "| line 9\n" not in text
-    assert "by process group:\n    abcdef01: rank 0 8/7, rank 1 7/7" in text
+    assert "of a process group:\n    root, dp: rank 0 8/7, rank 1 7/7\n    98765432: rank 2 5/5" in text
 
 
 # -- the commands

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -164,12 +165,34 @@ def test_the_terminal_obeys_no_text_of_a_job() -> None:
     assert r"rank 1: \x1b]0;title\x07\nä\x9b" in lines[-1]
 
 
+def test_the_terminal_says_that_a_job_stands_still() -> None:
+    """Its rate is that of the last steps, before it stood still."""
+    early, late = ("\n".join(lines_of(report(RUNS, PAGES, now_s))) for now_s in (20.25, 40.25))
+    assert "1.00 steps/s, last commit" in early
+    assert "stands still" not in early
+    assert re.search(r"1\.00 steps/s, last commit \d+\.\d s ago \(stands still\)\n", late)
+
+
 def test_the_terminal_shows_it_in_a_few_lines() -> None:
     pages = {**PAGES, "h-1/0/a": RankStatus(8, 1, "WAITING", COMMITS, (0, 0), {"loss": (float("nan"), 0.0)})}
     text = "\n".join(lines_of(report(RUNS, pages, 20.25)))
     assert "step 8, 1.00 steps/s" in text
-    assert "loss nan" in text
-    assert "  h (h-1): 0 1\n  k (k-1): spare\n" in text
+    assert re.search(r"\n  reported by this agent's ranks: .*loss nan\n", text)
+    assert "  h (h-1, this agent): 0 1\n  k (k-1): spare\n" in text
     assert "local rank 1 heals: [#######.......................] 25 % of 120 bytes" in text
     assert "goodput 63.3 %; lost by cause: start 4.50 s (1)" in text
     assert "generation 1: cause 1; 1 left; lost 4.50 s; detect 10, first_commit 200 ms" in text
+
+
+def test_the_layout_in_force_is_shown_with_what_it_falls_back_from() -> None:
+    fallback = {"layout": "sdp=1", "fallback_of": "sdp=2"}
+    events = [*RUNS, {**generation(20.1, 2, 8), **fallback}]
+    events.append({**change(20.2, 2, "agent_lost", 0.25), **fallback, "layout_before": "sdp=2"})
+    found = report(events, PAGES, 20.3)
+    assert (found["layout"], found["fallback_of"]) == ("sdp=1", "sdp=2")
+    text = "\n".join(lines_of(found))
+    assert "\n  layout sdp=1, a fallback of sdp=2\n" in text
+    assert "cause 2; 1 left; takes the layout sdp=1, a fallback of sdp=2; lost 0.25 s" in text
+    back = report([*events, {**generation(30.0, 3, 9), "layout": "sdp=2", "fallback_of": None}], PAGES, 30.1)
+    assert "\n  layout sdp=2\n" in "\n".join(lines_of(back))
+    assert "layout" not in "\n".join(lines_of(report(RUNS, PAGES, 20.25))), "an older log does not say it"

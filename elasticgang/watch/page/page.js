@@ -29,6 +29,8 @@ function span(seconds) {
   return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`;
 }
 
+const nameLayout = (event) => (event.fallback_of ? `${event.layout}, a fallback of ${event.fallback_of}` : event.layout);
+
 function showTiles(status) {
   const found = [
     ["generation", status.generation],
@@ -38,7 +40,7 @@ function showTiles(status) {
     ["running for", span(status.elapsed_s)],
   ];
   if (status.tokens_per_s !== null) found.push(["tokens/s, this host", Math.round(status.tokens_per_s).toLocaleString("en")]);
-  for (const [name, value] of Object.entries(status.numbers)) if (name !== "tokens") found.push([name, short(value)]);
+  for (const [name, value] of Object.entries(status.numbers)) if (name !== "tokens") found.push([`${name}, this host`, short(value)]);
   if (status.last_commit_age_s !== null) found.push(["since the last commit", `${status.last_commit_age_s.toFixed(1)} s`]);
   fill("tiles", found.map(([name, value]) => {
     const tile = make("div", "tile");
@@ -51,6 +53,8 @@ function showTiles(status) {
 function showSeats(status) {
   const counts = Object.entries(status.seats).filter(([, count]) => count);
   byId("seats-counts").textContent = counts.map(([name, count]) => `${count} ${name}`).join(", ");
+  byId("layout").textContent = status.layout === null ? "" : `layout ${nameLayout(status)}`;
+  byId("layout").className = status.fallback_of ? "fallback" : "";
   const healing = new Map(status.healing.map((heal) => [heal.local_rank, heal.received_bytes / heal.bytes]));
   const isLive = status.state === "running";
   fill("hosts", status.hosts.map((host) => {
@@ -70,7 +74,8 @@ function showSeats(status) {
 function showDevices(status) {
   fill("devices", status.device_faults.map((fault) => {
     const quarantined = fault.is_quarantined ? ", quarantined" : "";
-    return make("li", "", `device ${fault.device} of this host: ${fault.num_faults} fault${fault.num_faults === 1 ? "" : "s"}${quarantined}: ${fault.reason}`);
+    const uuid = fault.uuid && fault.uuid !== fault.device ? ` (${fault.uuid})` : "";
+    return make("li", "", `device ${fault.device}${uuid} of this host: ${fault.num_faults} fault${fault.num_faults === 1 ? "" : "s"}${quarantined}: ${fault.reason}`);
   }));
 }
 
@@ -116,6 +121,7 @@ function showTimeline(status, now) {
   fill("changes", changes.slice(-20).reverse().map((change) => {
     const row = make("tr");
     const moves = ["left", "joined", "moved"].filter((what) => change[what]).map((what) => `${change[what]} ${what}`);
+    if (change.layout_before) moves.push(`takes the layout ${nameLayout(change)}`);
     row.append(make("td", "", clock(change.wall)), make("td", "number", change.generation), make("td", "cause", change.cause),
       make("td", "", moves.join(", ")), make("td", "number", `${change.lost_s.toFixed(2)} s`));
     const cell = make("td", "phases");

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from scripts.chaos_runs.soaking.comm_processes import comm_processes
 from scripts.chaos_runs.soaking.fleet import AgentProcess, Fleet
 from scripts.demo_job.run_log import Spawned, StepAttempt
 
@@ -238,16 +239,6 @@ _STRIKES: dict[str, _Strike] = {
     "coordinator": FaultInjector._kill_coordinator,
     "agent": FaultInjector._kill_agent,
 }
-
-
-def comm_processes(rank: int) -> list[int]:
-    """The pids of a rank's comm process and, after it, of its standby: they are of its process group."""
-    found = []
-    for process in psutil.process_iter(["name", "create_time"]):
-        with contextlib.suppress(ProcessLookupError):
-            if (process.info["name"] or "").startswith("eg-comm") and os.getpgid(process.pid) == rank:
-                found.append((process.info["create_time"], process.pid))
-    return [pid for _, pid in sorted(found)]
 
 
 def _is_stopped(pid: int) -> bool:

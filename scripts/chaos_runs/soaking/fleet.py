@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.demo_job.driver import TRAIN, Tail, start_command
+from scripts.demo_job.driver import TRAIN, Tail
+from scripts.demo_job.processes import start_command
 from scripts.demo_job.run_log import RunLog, Spawned, member_name
 
 _STOP_S = 3.0

@@ -1,0 +1,133 @@
+"""The chunks of the large state that a rank has received, in the memory of its own tensors.
+
+RECEIVED-1  A chunk for a tensor on the host is received in the tensor's own memory. One for a device goes through a
+    pinned buffer, and one for a tensor that is not contiguous through a copy of that tensor, dropped once it is whole.
+RECEIVED-2  A chunk counts as received once its digest is right. One from an earlier fetch counts only if its bytes have
+    that digest still, and it is expected still: so a state that takes longer than one generation arrives over several,
+    and a state that has been written to since is fetched again.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from elasticgang.errors import WireError
+from elasticgang.state import staging
+from elasticgang.state.digests import Digest
+from elasticgang.state.serialization import as_bytes
+
+Targets: TypeAlias = Callable[[Any, list[Any], int, list[Tensor]], list[Tensor]]
+
+
+class _Place(NamedTuple):
+    """Where a chunk goes: the number of its tensor, and its bytes there."""
+
+    tensor: int
+    start: int
+    end: int
+
+
+class ReceivedChunks:
+    """`changed` guards all fields. `targets`: as `RegisteredState.targets`. `on_progress` gets the bytes received, and
+    those of the whole large state; 0 of 0 between two fetches."""
+
+    def __init__(
+        self, targets: Targets, digest: Digest, on_progress: Callable[[int, int], None] = lambda received, total: None
+    ) -> None:
+        self._find_targets, self._digest_of, self._on_progress = targets, digest, on_progress
+        self.changed = threading.Condition()
+        self.tensors: list[Tensor] = []
+        self.missing: set[int] = set()
+        self.num_received = 0
+        self._shapes: list[Any] | None = None
+        self._places: list[_Place] = []
+        self._digests: list[str] = []
+        self._copies: dict[int, Tensor] = {}  # of tensors that are not contiguous, by their numbers (RECEIVED-1)
+        self._after = staging.device.mark()  # this rank's own use of the tensors
+        self._bytes = (0, 0)  # received, of
+
+    def expect(self, spec: Any, shapes: list[Any], digests: list[str]) -> None:
+        """Expect the chunks with these `digests`, of tensors of `shapes`. Raises WireError: they are not those of this
+        rank's state. Nothing is written then."""
+        is_same = shapes == self._shapes
+        tensors = self._find_targets(spec, shapes, len(digests), self.tensors if is_same else [])
+        places = list(_places(tensors))
+        if len(places) != len(digests):
+            raise WireError(f"{len(digests)} digests do not match {len(places)} chunks")
+        received = set(range(len(places))) - self.missing if is_same else set()
+        kept = {index for index in received if self._digests[index] == digests[index]}
+        copies = self._copies if is_same and all(map(operator.is_, tensors, self.tensors)) else {}
+        for mark in (self._after, staging.device.mark()):  # PINNED-4
+            if mark is not None:
+                mark.synchronize()
+        self.tensors, self._places, self._digests, self._copies = tensors, places, digests, copies
+        self._shapes, self._after = shapes, None
+        reader = staging.Reader(None)
+        self.missing = {
+            index
+            for index in range(len(places))
+            if index not in kept or self._digest_of(self._read(reader, index)) != digests[index]
+        }
+        total = sum(place.end - place.start for place in places)
+        self._count(total - sum(places[index].end - places[index].start for index in self.missing), total)
+
+    def _read(self, reader: staging.Reader, index: int) -> memoryview:
+        number, start, end = self._places[index]
+        copy = self._copies.get(number)
+        return reader.read(self.tensors[number] if copy is None else copy, start, end)
+
+    def _count(self, received: int, total: int) -> None:
+        self._bytes = (received, total)
+        self._on_progress(received, total)
+
+    def pause(self) -> None:
+        """The fetch is over without the whole state."""
+        with self.changed:
+            self._on_progress(0, 0)
+
+    def receive(self, index: int, writer: staging.ChunkWriter, into: Callable[[memoryview], None]) -> None:
+        """Have `into` write a chunk to the memory that it gets, and keep it. One thread at a time receives a chunk.
+        Raises WireError: its digest is wrong."""
+        number, start, end = self._places[index]
+        target = self.tensors[number]
+        is_staged = staging.device.holds(target) and target.is_contiguous()
+        if is_staged:
+            data = as_bytes(writer.buffer(end - start))
+        else:
+            data = as_bytes(self._on_host(number, target))[start:end]
+        into(data)
+        if self._digest_of(data) != self._digests[index]:
+            raise WireError(f"the digest of chunk {index} is wrong")
+        if is_staged:
+            writer.write(target, start, end - start)
+        with self.changed:
+            self.missing.discard(index)
+            self._finish_copy(number)
+            self.num_received += 1
+            self._count(self._bytes[0] + end - start, self._bytes[1])
+            self.changed.notify_all()
+
+    def _on_host(self, number: int, target: Tensor) -> Tensor:
+        """RECEIVED-1."""
+        if target.is_contiguous():
+            return target
+        with self.changed:
+            if number not in self._copies:
+                self._copies[number] = target.detach().cpu().contiguous()  # with the chunks that it has
+            return self._copies[number]
+
+    def _finish_copy(self, number: int) -> None:
+        if number in self._copies and not any(self._places[index].tensor == number for index in self.missing):
+            self.tensors[number].detach().copy_(self._copies.pop(number))
+
+
+def _places(tensors: list[Tensor]) -> Iterator[_Place]:
+    size = staging.CHUNK_BYTES
+    for number, tensor in enumerate(tensors):
+        for start in range(0, tensor.nbytes, size):
+            yield _Place(number, start, min(start + size, tensor.nbytes))

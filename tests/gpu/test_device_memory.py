@@ -1,0 +1,164 @@
+"""What stays of a device's memory, and what copies of it take. One device is enough.
+
+Never run so far: no GPU was at hand.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from elasticgang.comm import create_process_group
+from elasticgang.state.staging import CHUNK_BYTES, NUM_BUFFERS, Reader, Writer, device
+from scripts.benches.comm import open_store
+from tests.gpu.figures import note
+from tests.integration.rings import SUM, Ring
+
+CUDA: Any = torch.cuda
+MIB = 1 << 20
+NUM_CONFIGURATIONS = 100
+
+
+def used_bytes() -> int:
+    """By all processes of the device."""
+    CUDA.synchronize()
+    free, total = CUDA.mem_get_info()
+    return int(total - free)
+
+
+@pytest.fixture(params=["nccl", "isolated-nccl"])
+def ring(request: pytest.FixtureRequest) -> Iterator[Ring]:
+    with open_store() as store:
+        ring = Ring(lambda: create_process_group(request.param, 60.0), 1, store)
+        yield ring
+        ring.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_hundred_configurations_leave_no_memory_behind(
+    aborts: bool, ring: Ring, request: pytest.FixtureRequest
+) -> None:
+    tensor = torch.ones(MIB, device="cuda")
+
+    def configure() -> None:
+        if aborts:
+            ring[0].allreduce([tensor], SUM)
+            ring[0].abort()
+        ring.configure()
+        ring[0].allreduce([tensor], SUM).wait()
+        CUDA.synchronize()
+
+    for _ in range(5):
+        configure()
+    before, began = used_bytes(), time.monotonic()
+    for _ in range(NUM_CONFIGURATIONS):
+        configure()
+    seconds, grown = time.monotonic() - began, used_bytes() - before
+    note(
+        f"{NUM_CONFIGURATIONS} configurations of size 1",
+        case=request.node.name,
+        seconds_each=round(seconds / NUM_CONFIGURATIONS, 3),
+        grown_mib=grown // MIB,
+    )
+    assert grown < 64 * MIB
+
+
+def record_late(pipe: Connection) -> None:
+    """A process whose event passes after about a minute."""
+    CUDA.init()
+    event = CUDA.Event(interprocess=True)
+    CUDA._sleep(100_000_000_000)
+    event.record()
+    pipe.send_bytes(event.ipc_handle())
+    time.sleep(600)
+
+
+@pytest.mark.timeout(300)
+def test_what_a_stream_does_that_waits_for_an_event_of_a_killed_process() -> None:
+    """NCCL-6 says that such an event may count as passed. If it never did, the rank would hang until its agent kills
+    it: the figure says so, and the test fails."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=record_late, args=(there,), daemon=True)
+    process.start()
+    assert here.poll(100), "the process has recorded its event"
+    event = CUDA.Event.from_ipc_handle(torch.device("cuda", 0), here.recv_bytes())
+    stream = CUDA.Stream()
+    stream.wait_event(event)
+    assert not stream.query()
+    process.kill()
+    process.join()
+    began = time.monotonic()
+    while not (has_passed := stream.query()) and time.monotonic() - began < 30:
+        time.sleep(0.01)
+    note(
+        "a stream that waits for an event of a killed process", passes=has_passed, s=round(time.monotonic() - began, 2)
+    )
+    assert has_passed
+
+
+def test_a_state_is_read_and_written_through_pinned_buffers_alone() -> None:
+    source = torch.randn(256 * MIB // 4, device="cuda")
+    target = torch.empty_like(source)
+    host = bytearray(source.nbytes)
+    CUDA.reset_peak_memory_stats()
+    before = CUDA.memory_allocated()
+    began = time.monotonic()
+    offset = 0
+    for chunk in Reader(device.mark()).chunks(source):
+        host[offset : offset + len(chunk)] = chunk
+        offset += len(chunk)
+    reading = time.monotonic() - began
+    writer = Writer()
+    began = time.monotonic()
+    writer.copy(target, torch.frombuffer(host, dtype=torch.float32))
+    writer.finish()
+    writing = time.monotonic() - began
+    assert torch.equal(target, source)
+    assert CUDA.max_memory_allocated() - before < MIB, "nothing is allocated on the device"
+    rate = source.nbytes / 1e9
+    note("copies through pinned buffers", read_gb_s=round(rate / reading, 2), write_gb_s=round(rate / writing, 2))
+    assert NUM_BUFFERS * CHUNK_BYTES == 8 * MIB
+
+
+def test_a_copy_runs_beside_kernels_of_the_training_stream() -> None:
+    """The copy of a checkpoint must not wait for forward and backward."""
+    source = torch.ones(64 * MIB // 4, device="cuda")
+    mark = device.mark()
+    CUDA.synchronize()
+    CUDA._sleep(4_000_000_000)  # some seconds of the training stream
+    began = time.monotonic()
+    for _ in Reader(mark).chunks(source):
+        pass
+    copied = time.monotonic() - began
+    is_busy = not CUDA.current_stream().query()
+    CUDA.synchronize()
+    assert is_busy, "the copy has ended first"
+    note("a copy of 64 MiB beside a busy stream", seconds=round(copied, 3))
+
+
+def test_a_graph_with_a_collective_of_a_gang_is_refused() -> None:
+    from elasticgang.errors import NotSupportedError
+    from elasticgang.gang import ElasticGang, ReduceOperation
+    from elasticgang.gang.elastic import Binding
+
+    gang = ElasticGang("dp", torch.device("cuda", 0))
+    gang.bind(Binding(0, (0,), None))
+    tensor = torch.ones(4, device="cuda")
+    gang.all_reduce(tensor, ReduceOperation.SUM)
+
+    def capture() -> None:
+        with CUDA.graph(CUDA.CUDAGraph()):
+            gang.all_reduce(tensor, ReduceOperation.SUM)
+
+    with pytest.raises(NotSupportedError, match="a CUDA graph cannot hold"):
+        capture()
+    CUDA.synchronize()
+    assert tensor.tolist() == [1.0] * 4

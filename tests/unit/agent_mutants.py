@@ -1,0 +1,232 @@
+"""Rules of agents that are not ours, each with the unit test that shows what it breaks.
+
+They are about starts and restarts, devices, failures of scripts, hangs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elasticgang.protocol import (
+    device_errors,
+    devices,
+    hang_detector,
+    member_lifecycle,
+    restarts,
+)
+from elasticgang.protocol.agent_events import Event, PeerNotice
+from elasticgang.protocol.agent_lifecycle import AgentLifecycle
+from elasticgang.protocol.agent_state import AgentState
+from elasticgang.protocol.devices import Devices, Fault, FaultOutcome, Taken
+from elasticgang.protocol.hang_detector import BlockedOn, HangDetector, HangReport, Reading, Standstill
+from elasticgang.protocol.restarts import Failure, Restarts
+from tests.unit import (
+    test_agent_lifecycle,
+    test_agent_state,
+    test_agent_state_devices,
+    test_agent_state_joins,
+    test_device_errors,
+    test_devices,
+    test_hang_detector,
+    test_member_lifecycle,
+    test_reshape,
+    test_restarts,
+)
+from tests.unit.patches import always
+from tests.unit.unit_mutant import UnitMutant
+
+_decide = AgentLifecycle._decide
+_peer_noticed = AgentState._peer_noticed
+_detect = HangDetector.detect
+_standstill = HangDetector.standstill
+_failed = Restarts.failed
+_faulted = Devices.faulted
+
+
+def _decide_without_waiting(self: AgentLifecycle, event: Event) -> Any:
+    out = _decide(self, event)
+    for delayed in self._delayed.values():
+        delayed.at_s = min(delayed.at_s, self._now_s + delayed.delay_s)
+    return out
+
+
+def _noticed_of_any_generation(self: AgentState, event: PeerNotice) -> Any:
+    return _peer_noticed(self, event if self.record is None else replace(event, generation=self.record.generation))
+
+
+def _failed_as_if_committed(self: Restarts, failure: Failure) -> str | None:
+    self._have_committed.add(failure.local_rank)
+    return _failed(self, failure)
+
+
+def _failed_as_if_first(self: Restarts, failure: Failure) -> str | None:
+    self._failed_early.discard(failure.local_rank)
+    return _failed(self, failure)
+
+
+def _failed_as_if_often_allowed(self: Restarts, failure: Failure) -> str | None:
+    return _failed(replace(self, max_restarts=self.max_restarts and 1000), failure)
+
+
+def _faulted_as_if_first(self: Devices, fault: Fault) -> FaultOutcome | None:
+    self._faulted_at_s.clear()
+    return _faulted(self, fault)
+
+
+def _faulted_as_if_in_another_step(self: Devices, fault: Fault) -> FaultOutcome | None:
+    return _faulted(self, replace(fault, step=None))
+
+
+def _count_all_time(self: HangDetector, now_ms: int) -> None:
+    self._clock_ms = now_ms
+
+
+def _detect_in_pauses(
+    self: HangDetector, now_ms: int, readings: Sequence[Reading], edges: Sequence[BlockedOn] = (), **given: bool
+) -> list[HangReport]:
+    return _detect(self, now_ms, [replace(reading, paused=False) for reading in readings], edges, **given)
+
+
+def _standstill_at_every_look(self: HangDetector) -> Standstill | None:
+    self._reported_ms = 0
+    return _standstill(self)
+
+
+def _with_host(test: Callable[[test_hang_detector.Host], None]) -> Callable[[], None]:
+    def run() -> None:
+        host = test_hang_detector.Host(*"abcd")
+        host.steps(1, 200)
+        test(host)
+
+    return run
+
+
+AGENT_MUTANTS = {
+    "a restart waits for no survivor": UnitMutant(
+        ((AgentLifecycle, "_decide", _decide_without_waiting),),
+        test_agent_lifecycle.test_a_restart_waits_until_a_survivor_has_entered,
+    ),
+    "a restart always waits as long as it may": UnitMutant(
+        ((AgentLifecycle, "_survivor_entered", always(None)),),
+        test_agent_lifecycle.test_a_restart_waits_until_a_survivor_has_entered,
+    ),
+    "a notice is about any generation": UnitMutant(
+        ((AgentState, "_peer_noticed", _noticed_of_any_generation),),
+        lambda: test_agent_state_joins.test_an_end_notice_about_another_generation_is_ignored(1),
+    ),
+    "a finished job fails for a rank in doubt": UnitMutant(
+        ((AgentState, "_part_of", always(None)),),
+        test_agent_state.test_a_rank_in_doubt_is_retired_when_another_has_finished_with_its_part,
+    ),
+    "no layout waits for ranks that start": UnitMutant(
+        ((AgentState, "num_starting", 0),),
+        test_reshape.test_a_report_says_how_many_ranks_are_being_started_until_they_are_late,
+    ),
+    "ranks that start are never late": UnitMutant(
+        ((AgentLifecycle, "_awaits_starts", False),),
+        test_reshape.test_ranks_that_are_being_started_are_late_after_the_start_timeout,
+    ),
+    "a script that never worked is tried again": UnitMutant(
+        ((Restarts, "failed", _failed_as_if_committed),),
+        lambda: test_restarts.test_restart_1_a_rank_that_has_committed_nothing_ends_the_job(5),
+    ),
+    "a step may fail twice": UnitMutant(
+        ((Restarts, "_add", always(None)),),
+        test_restarts.test_restart_2_a_step_that_fails_on_another_rank_ends_the_job_however_late,
+    ),
+    "a rank may fail before its first step again": UnitMutant(
+        ((Restarts, "failed", _failed_as_if_first),),
+        test_restarts.test_restart_3_a_restarted_rank_that_cannot_begin_a_step_ends_the_job,
+    ),
+    "restarts are not counted": UnitMutant(
+        ((Restarts, "failed", _failed_as_if_often_allowed),),
+        lambda: test_restarts.test_restart_4_each_rank_has_restarts_of_its_own(2),
+    ),
+    "failures count for ever": UnitMutant(
+        ((restarts, "WINDOW_S", math.inf),),
+        test_restarts.test_restart_4_failures_of_more_than_an_hour_ago_do_not_count,
+    ),
+    "every CUDA error is a fault of the device": UnitMutant(
+        ((device_errors, "_FAULTS", ("",)),),
+        lambda: test_device_errors.test_other_errors_are_the_scripts_own_or_a_lost_peers(
+            RuntimeError("CUDA error: out of memory")
+        ),
+    ),
+    "a fault of the device is an error of the script": UnitMutant(
+        ((device_errors, "_FAULTS", ()),),
+        lambda: test_device_errors.test_errors_after_which_a_process_cannot_use_its_device(
+            RuntimeError, test_device_errors.ILLEGAL
+        ),
+    ),
+    "faults of a device are not counted": UnitMutant(
+        ((Devices, "faulted", _faulted_as_if_first),),
+        lambda: test_devices.test_device_1_a_rank_starts_on_its_device_again_so_often(1),
+    ),
+    "faults of a device count for ever": UnitMutant(
+        ((devices, "WINDOW_S", math.inf),),
+        test_devices.test_device_1_faults_of_more_than_an_hour_ago_do_not_count,
+    ),
+    "a rank starts on a quarantined device": UnitMutant(
+        ((Devices, "of", lambda _, local_rank: local_rank),),
+        lambda: test_devices.test_device_2_without_a_spare_device_the_rank_has_none((0, 1)),
+    ),
+    "a rank without a device is started after a rejoin": UnitMutant(
+        ((AgentLifecycle, "device_of", always(0)),),
+        test_agent_state_devices.test_a_rank_without_a_device_is_not_started_after_a_rejoin,
+    ),
+    "faults count for the agent's index": UnitMutant(
+        ((Taken, "uuid", property(always(""), lambda taken, uuid: None)),),
+        test_devices.test_device_4_faults_count_for_the_uuid_whatever_rank_or_index_has_it,
+    ),
+    "a rank that chooses its device is moved": UnitMutant(
+        ((Taken, "is_chosen", property(always(False), lambda taken, is_chosen: None)),),
+        test_devices.test_device_4_a_rank_that_chooses_its_device_is_not_moved,
+    ),
+    "a rank that drains takes a spare device": UnitMutant(
+        ((Fault, "restarts", property(always(True), lambda fault, restarts: None)),),
+        test_devices.test_device_2_a_rank_that_does_not_start_again_takes_no_spare_device,
+    ),
+    "a used device holds up other starts": UnitMutant(
+        ((AgentLifecycle, "_device_used", always([])),),
+        test_agent_lifecycle.test_a_rank_whose_device_is_used_lets_the_others_start,
+    ),
+    "a step may fault on every device": UnitMutant(
+        ((Devices, "faulted", _faulted_as_if_in_another_step),),
+        test_devices.test_device_3_a_step_that_faults_on_another_device_in_a_later_generation_is_the_scripts_fault,
+    ),
+    "a fault of the device is dropped with a lost step": UnitMutant(
+        ((member_lifecycle, "device_fault", always(None)),),
+        lambda: test_member_lifecycle.test_a_fault_of_the_device_is_not_dropped_with_a_lost_step(True),
+    ),
+    "a rank that is blocked may hang": UnitMutant(
+        ((HangDetector, "_is_excused", always(False)),),
+        _with_host(test_hang_detector.test_ranks_blocked_on_each_other_do_not_hang),
+    ),
+    "every edge blocks every rank": UnitMutant(
+        ((HangDetector, "_blocks", always(True)),),
+        _with_host(test_hang_detector.test_an_edge_of_another_generation_or_group_does_not_count),
+    ),
+    "nobody is blocked in a collective": UnitMutant(
+        ((hang_detector, "_blocked_on", always(())),),
+        _with_host(test_hang_detector.test_the_rank_at_the_end_of_a_chain_of_waits_hangs),
+    ),
+    "the agent's own standstill counts": UnitMutant(
+        ((HangDetector, "_advance", _count_all_time),),
+        _with_host(test_hang_detector.test_time_in_which_the_agent_did_not_run_is_no_standstill),
+    ),
+    "paused time counts": UnitMutant(
+        ((HangDetector, "detect", _detect_in_pauses),),
+        _with_host(test_hang_detector.test_paused_time_does_not_count),
+    ),
+    "a hung comm process costs its rank": UnitMutant(
+        ((HangDetector, "_check_comm", always(None)),),
+        _with_host(test_hang_detector.test_a_hung_comm_process_is_killed_alone),
+    ),
+    "a standstill is reported at every look": UnitMutant(
+        ((HangDetector, "standstill", _standstill_at_every_look),),
+        _with_host(test_hang_detector.test_a_standstill_of_all_in_their_own_code_is_reported_at_growing_intervals),
+    ),
+}

@@ -1,0 +1,162 @@
+"""Rules of members that are not ours, each with the unit test that shows what it breaks.
+
+They are about checkpoints, the state that moves, rendezvous keys, routes of sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticgang.errors import GangError
+from elasticgang.protocol import member_instructions as do
+from elasticgang.protocol import (
+    recovery,
+    rendezvous_keys,
+    sum_route,
+)
+from elasticgang.protocol.member_instructions import Do
+from elasticgang.protocol.member_lifecycle import MemberLifecycle, Routine
+from elasticgang.protocol.member_state import MemberState
+from elasticgang.protocol.record import SPARE, CheckpointRef, Record, Seat
+from elasticgang.protocol.rendezvous_keys import Key, KeyExchange
+from elasticgang.protocol.sum_route import SumRoute
+from tests.unit import (
+    test_member_checkpoints,
+    test_recovery,
+    test_rendezvous_keys,
+    test_reshape,
+    test_sum_route,
+)
+from tests.unit.patches import always
+from tests.unit.unit_mutant import UnitMutant
+
+_enter = MemberState.enter
+_put = KeyExchange._put
+_sum_route = sum_route.sum_route
+
+
+def _all_exchange(record: Record, rank: int) -> SumRoute:
+    return _sum_route(record, rank)._replace(firsts=tuple(range(record.plan.size)))
+
+
+def _own_host_is_left_out(record: Record, rank: int) -> SumRoute:
+    route = _sum_route(record, rank)
+    return route._replace(firsts=tuple(first for first in route.firsts if first not in route.local))
+
+
+def _shared_by_host(record: Record, rank: int) -> SumRoute:
+    seats = tuple(seat._replace(agent=seat.host) for seat in record.seats)
+    return _sum_route(replace(record, seats=seats, agents=tuple(dict.fromkeys(seat.agent for seat in seats))), rank)
+
+
+def _saves_without_rounds(self: MemberLifecycle) -> Routine[None]:
+    yield Do.SAVE_LAST
+    self._has_saved = True
+
+
+def _saves_blindly(self: MemberLifecycle) -> Routine[None]:
+    with contextlib.suppress(GangError):
+        yield Do.SAVE_LAST
+        yield do.StartSum("root", (0.0, 0.0))
+        yield Do.AWAIT_SUMS
+        self._has_saved = True
+
+
+def _without_digest(checkpoint: CheckpointRef) -> recovery.CommittedState:
+    return recovery.CommittedState(checkpoint.attempt, rolled_back=True)
+
+
+def _enters_by_attempt(self: MemberState, record: Record, seat: Seat) -> None:
+    _enter(self, replace(record, checkpoint=""), seat)
+
+
+def _keeps_nothing(*_: object) -> Routine[None]:
+    yield from ()
+
+
+def _put_last(self: KeyExchange[Hashable], key: Key, party: Hashable) -> bool:
+    self._keys.get(key.group, {}).pop(key.name, None)
+    return _put(self, key, party)
+
+
+def _take_for_all(self: KeyExchange[Hashable], party: Hashable, groups: Iterable[str], keys: Iterable[Key]) -> Any:
+    for group in groups:
+        self._parties.setdefault(group, {})[party] = None
+    others = {other for joined in self._parties.values() for other in joined if other != party}
+    new = [key for key in keys if self._put(key, party)]
+    return {other: new for other in others if new}
+
+
+def _with_monkeypatch(test: Callable[[pytest.MonkeyPatch], None]) -> Callable[[], None]:
+    def run() -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            test(monkeypatch)
+
+    return run
+
+
+MEMBER_MUTANTS = {
+    "a checkpoint is not loaded": UnitMutant(
+        ((MemberLifecycle, "_loads", False),),
+        test_member_checkpoints.test_a_rank_loads_the_checkpoint_before_its_first_step,
+    ),
+    "a rank leaves while others save the final state": UnitMutant(
+        ((MemberLifecycle, "_save_last", _saves_without_rounds),),
+        test_member_checkpoints.test_a_rank_leaves_once_no_rank_writes_the_final_state_any_more,
+    ),
+    "a final save that has failed is not repeated": UnitMutant(
+        ((MemberLifecycle, "_save_last", _saves_without_rounds),),
+        test_member_checkpoints.test_a_death_during_the_final_save_is_followed_by_another_one,
+    ),
+    "a rank does not look for the saved final state": UnitMutant(
+        ((MemberLifecycle, "_save_last", _saves_blindly),),
+        test_member_checkpoints.test_a_rank_leaves_that_finds_the_final_state_saved_when_its_generation_ends,
+    ),
+    "a job begins without its checkpoint": UnitMutant(
+        ((recovery, "_checkpoint", always(None)),),
+        test_recovery.test_a_job_begins_with_the_newest_checkpoint_that_an_agent_can_load,
+    ),
+    "state in memory counts as the checkpoint's": UnitMutant(
+        ((recovery.CommittedState, "of", staticmethod(_without_digest)),),
+        test_recovery.test_state_in_memory_is_no_holder_of_a_checkpoint_of_the_same_attempt,
+    ),
+    "a rank keeps its state beside the checkpoint": UnitMutant(
+        ((MemberState, "enter", _enters_by_attempt),),
+        lambda: test_member_checkpoints.test_state_of_the_same_attempt_is_dropped_for_the_checkpoint(SPARE),
+    ),
+    "other state is built over the kept one": UnitMutant(
+        ((MemberLifecycle, "_keep_former", _keeps_nothing),),
+        test_reshape.test_a_rank_keeps_its_state_before_it_builds_another_and_fetches_that,
+    ),
+    "state of another layout is not fetched": UnitMutant(
+        ((MemberLifecycle, "_loads", False),),
+        test_reshape.test_a_rank_that_cannot_fetch_ends_the_generation,
+    ),
+    "the last value of a key stays": UnitMutant(
+        ((KeyExchange, "_put", _put_last),), test_rendezvous_keys.test_the_first_value_stays
+    ),
+    "keys are sent to all": UnitMutant(
+        ((KeyExchange, "take", _take_for_all),),
+        test_rendezvous_keys.test_a_party_gets_the_keys_of_its_groups_alone,
+    ),
+    "a key has any length": UnitMutant(
+        ((rendezvous_keys, "MAX_VALUE_CHARS", math.inf),),
+        _with_monkeypatch(test_rendezvous_keys.test_what_an_exchange_holds_is_bounded),
+    ),
+    "every rank exchanges the sums of its host": UnitMutant(
+        ((sum_route, "sum_route", _all_exchange),), test_sum_route.test_the_numbers_of_every_rank_are_in_the_sum_once
+    ),
+    "a host's sums are exchanged by nobody": UnitMutant(
+        ((sum_route, "sum_route", _own_host_is_left_out),),
+        test_sum_route.test_the_numbers_of_every_rank_are_in_the_sum_once,
+    ),
+    "agents of one host share memory": UnitMutant(
+        ((sum_route, "sum_route", _shared_by_host),), test_sum_route.test_two_agents_of_one_host_share_no_memory
+    ),
+}

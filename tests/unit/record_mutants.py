@@ -1,0 +1,248 @@
+"""Rules of the coordinator and its records that are not ours, each with the unit test that shows what it breaks.
+
+They are about who decides and reports, recovery, forms and deltas, layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from elasticgang.protocol import (
+    coverage,
+    member_state,
+    next_record,
+    record_delta,
+    recovery,
+)
+from elasticgang.protocol.agent_session import AgentSession
+from elasticgang.protocol.commit import Action, Attempt
+from elasticgang.protocol.coordinator_messages import EndGeneration, Ready
+from elasticgang.protocol.coordinator_state import CoordinatorState
+from elasticgang.protocol.member_state import MemberState
+from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
+from elasticgang.protocol.record_form import RecordForm, digest_of_line
+from elasticgang.session import messages
+from tests.unit import (
+    coordinator_driver,
+    test_coordinator_state,
+    test_coverage,
+    test_next_record,
+    test_record_form,
+    test_recovery,
+    test_reshape,
+    test_session_wire,
+)
+from tests.unit.patches import always
+from tests.unit.unit_mutant import UnitMutant
+
+_coordinator_decides = CoordinatorState._decide
+_end = CoordinatorState._end
+_may_hold = recovery._may_hold
+_beyond_max = next_record._surplus_agents
+_from_text = Record.from_text
+_head = Record.head
+_layout_in_force = next_record._layout_in_force
+_can_give = recovery._can_give
+_apply_delta = record_delta.apply_delta
+
+
+def _is_without_sessions(self: CoordinatorState) -> bool:
+    return not (self.sessions or self._unlearned or self.is_deciding)
+
+
+def _founds_again(self: CoordinatorState) -> Any:
+    finished, self.finished = self.finished, False
+    out = _coordinator_decides(self)
+    self.finished = finished
+    return out
+
+
+def _beyond_max_whoever_holds(record: Record | None, reports: Sequence[Report], _: object) -> list[Report]:
+    return _beyond_max(record, reports, {})
+
+
+def _may_hold_but_spares(record: Record, absent: Sequence[Seat], model: Any) -> Any:
+    return _may_hold(record, [seat for seat in absent if seat.status != SPARE], model)
+
+
+def _action_by_step(tip: Attempt | None, pending: Attempt | None, committed: Attempt) -> Action:
+    if tip is not None and tip.step == committed.step:
+        return Action.KEEP
+    return Action.APPLY if pending is not None and pending.step == committed.step else Action.HEAL
+
+
+def _end_whatever(self: CoordinatorState, end: EndGeneration, source: int | None = None) -> Any:
+    return _end(self, replace(end, generation=0 if self.record is None else self.record.generation), source)
+
+
+def _head_without_rollback(self: Record) -> dict[str, Any]:
+    return {**_head(self), "rolled_back": False}
+
+
+def _digest_without_order(self: RecordForm) -> str:
+    return digest_of_line("".join((*self.tops, *self.lines.values()))).hex()[:16]
+
+
+def _parse_all(text: str) -> Record:
+    record = _from_text(text)
+    assert record.plan is not None
+    return record
+
+
+class _EqualToAll(str):
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+def _apply_unchecked(parent: Record, delta: dict[str, Any]) -> Record:
+    return _apply_delta(parent, {**delta, "digest": _EqualToAll()})
+
+
+def _makes_the_same(_: Record, __: dict[str, Any]) -> Any:
+    return SimpleNamespace(text=_EqualToAll())
+
+
+def _in_force_whoever_starts(record: Record | None, reports: Sequence[Report], seatable: Any) -> Any:
+    return _layout_in_force(record, [replace(report, num_starting=0) for report in reports], seatable)
+
+
+def _whole_in_force(record: Record, members: Any, committed: Attempt) -> int | None:
+    number = record.in_force
+    return None if recovery._missing(record, members, committed, number) else number
+
+
+def _can_give_in_any_layout(member: MemberReport, committed: Attempt, model: Any, _: int) -> bool:
+    return any(_can_give(member, committed, model, number) for number in range(3))
+
+
+RECORD_MUTANTS = {
+    "a job is abandoned without sessions": UnitMutant(
+        ((CoordinatorState, "is_abandoned", property(_is_without_sessions)),),
+        lambda: test_coordinator_state.test_a_job_is_abandoned_once_every_agent_of_its_record_is_lost(False),
+    ),
+    "a job out of office is never abandoned": UnitMutant(
+        ((CoordinatorState, "is_abandoned", False),),
+        test_coordinator_state.test_out_of_office_a_job_is_abandoned_without_sessions,
+    ),
+    "a forgotten job is founded anew": UnitMutant(
+        ((CoordinatorState, "_decide", _founds_again),),
+        test_coordinator_state.test_a_finished_job_that_was_forgotten_is_not_founded_anew,
+    ),
+    "an agent without a record is fenced": UnitMutant(
+        ((AgentSession, "_is_bound", always(True)),),
+        test_coordinator_state.test_an_agent_without_a_record_has_no_lease_that_ends,
+    ),
+    "an agent without a record is in a hurry": UnitMutant(
+        ((AgentSession, "_is_bound", always(True)),),
+        test_coordinator_state.test_an_agent_without_a_record_waits_longest_for_an_answer,
+    ),
+    "an agent reports as another one": UnitMutant(
+        ((CoordinatorState, "_not_its_own", always(None)),),
+        lambda: test_coordinator_state.test_an_agent_speaks_for_itself_alone(
+            Ready(coordinator_driver.report("b")), is_closed=True
+        ),
+    ),
+    "an end of any generation counts": UnitMutant(
+        ((CoordinatorState, "_end", _end_whatever),),
+        test_coordinator_state.test_only_members_end_a_generation_and_only_the_present_one,
+    ),
+    "joiners go on alone": UnitMutant(
+        ((CoordinatorState, "_is_alone", always(False)),),
+        test_coordinator_state.test_joiners_with_a_checkpoint_do_not_go_on_alone,
+    ),
+    "lost agents come back as they are": UnitMutant(
+        ((CoordinatorState, "_is_ancestor", staticmethod(always(True))),),
+        test_coordinator_state.test_a_lost_agent_with_an_ancestor_of_the_record_may_come_back_and_another_is_evicted,
+    ),
+    "chains are told apart by number": UnitMutant(
+        ((Record, "builds_on", always(True)),),
+        test_recovery.test_a_record_builds_on_no_other_chain_whatever_its_numbers,
+    ),
+    "who is one too many waits, whatever it holds": UnitMutant(
+        ((next_record, "_surplus_agents", _beyond_max_whoever_holds),),
+        test_next_record.test_the_last_holder_has_a_seat_even_beyond_max_agents,
+    ),
+    "by step alone": UnitMutant(
+        ((member_state, "action", _action_by_step), (recovery, "action", _action_by_step)),
+        test_recovery.test_a_step_number_alone_does_not_name_a_state,
+    ),
+    "nobody is waited for": UnitMutant(
+        ((recovery, "_absent", always([])),), test_recovery.test_missing_state_is_waited_for
+    ),
+    "spares are not waited for": UnitMutant(
+        ((recovery, "_may_hold", _may_hold_but_spares),), test_recovery.test_a_spare_may_hold_the_missing_state
+    ),
+    "no witness is needed": UnitMutant(
+        ((next_record, "without_witness", always(None)),), test_next_record.test_a_torn_member_is_no_witness
+    ),
+    "a digest covers no rollback": UnitMutant(
+        ((Record, "head", _head_without_rollback),),
+        lambda: test_record_form.test_digest_tells_records_apart({"rolled_back": True}),
+    ),
+    "a digest covers no order": UnitMutant(
+        ((RecordForm, "digest", property(_digest_without_order)),),
+        test_record_form.test_every_line_changes_the_digest,
+    ),
+    "an agent parses all of a record": UnitMutant(
+        ((Record, "from_text", staticmethod(_parse_all)),),
+        lambda: test_record_form.test_what_are_not_its_seats_say_so_when_they_are_asked_for("{}"),
+    ),
+    "a delta makes what it makes": UnitMutant(
+        ((messages, "apply_delta", _apply_unchecked),),
+        test_session_wire.test_a_delta_makes_the_record_or_is_refused,
+    ),
+    "a delta is sent untried": UnitMutant(
+        ((record_delta, "apply_delta", _makes_the_same),),
+        test_record_form.test_a_record_that_a_delta_does_not_make_is_sent_whole,
+    ),
+    "a name may be in no stage": UnitMutant(
+        ((coverage, "left_out", always(None)),), test_coverage.test_a_name_that_no_stage_has_is_found_by_every_rank
+    ),
+    "one rank that knows is enough": UnitMutant(
+        ((coverage, "num_names", lambda sums: len(test_coverage.NAMES)),),
+        test_coverage.test_nothing_is_judged_unless_a_rank_of_each_stage_knows,
+    ),
+    "the first layout is always in force": UnitMutant(
+        ((next_record, "_layout_in_force", always(0)),),
+        test_reshape.test_members_that_hold_all_parts_keep_them_for_a_layout_that_fewer_fill,
+    ),
+    "a layout is left while its ranks start": UnitMutant(
+        ((next_record, "_layout_in_force", _in_force_whoever_starts),),
+        test_reshape.test_the_layout_in_force_waits_for_ranks_that_are_being_started,
+    ),
+    "nobody keeps the parts of another layout": UnitMutant(
+        ((next_record, "_kept", always(())),), test_reshape.test_a_layout_is_taken_again_once_members_fill_it
+    ),
+    "seats of another layout are given as to newcomers": UnitMutant(
+        ((next_record, "_parts_kept", always({})),), test_reshape.test_members_sit_where_they_keep_the_most
+    ),
+    "state is whole in the layout in force alone": UnitMutant(
+        ((recovery, "_whole_in", _whole_in_force),), test_reshape.test_kept_state_is_a_copy_until_the_move_is_over
+    ),
+    "parts of several layouts add up": UnitMutant(
+        ((recovery, "_can_give", _can_give_in_any_layout),),
+        test_reshape.test_parts_of_several_layouts_do_not_add_up,
+    ),
+    "holders keep nothing": UnitMutant(
+        ((MemberState, "_kept", always(None)),),
+        test_reshape.test_a_holder_keeps_its_state_until_a_later_commit_or_record,
+    ),
+    "spares are not relieved": UnitMutant(
+        ((MemberState, "_have_spares_kept", always(False)),),
+        test_reshape.test_a_spare_that_keeps_state_is_relieved_once_everybody_has_fetched,
+    ),
+    "the last holder leaves before another layout is taken": UnitMutant(
+        ((MemberState, "_is_new", always(False)),),
+        test_reshape.test_the_last_holder_stays_until_the_record_knows_that_it_drains,
+    ),
+}
