@@ -7,8 +7,9 @@ DEVICE-1  A rank starts on its device again after a fault, `max_faults` times an
 DEVICE-2  The next fault quarantines the device: no rank starts on it as long as the agent runs. Its rank moves to the
     first spare device. Without one it is not restarted, and neither is it after the agent has rejoined. A rank that
     does not start again takes no spare device.
-DEVICE-3  A step in which a device faults, after another one has faulted in it in an earlier generation, is the script's
-    fault, and counts as its failure. Devices that fault in one generation may have a cause in common, as NVLink.
+DEVICE-3  A step in which devices fault in different generations is the script's fault: the second of them counts as its
+    failure. Processes may be gone in another order than their devices faulted, so it does not matter which generation
+    is told first. Devices that fault in one generation may have a cause in common, as NVLink.
 DEVICE-4  Faults count for the device that the rank has taken, whatever index it has: for its UUID. A rank whose script
     has chosen another device than the agent's is not moved, because it would choose the same one again.
 """
@@ -95,7 +96,7 @@ class Devices:
         if fault.step is not None:
             faulted = self._faulted_in.setdefault(fault.step, {})
             first = faulted.setdefault(name, fault.generation)
-            if any(faulted[other] < first for other in faulted if other != name):  # DEVICE-3
+            if any(faulted[other] != first for other in faulted):  # DEVICE-3
                 return None
         since_s = fault.at_s - WINDOW_S
         recent = [at_s for at_s in self._faulted_at_s.get(name, ()) if at_s > since_s]

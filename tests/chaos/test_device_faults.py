@@ -116,15 +116,16 @@ def test_a_fault_counts_for_the_device_that_the_script_has_chosen(tmp_path: Path
 
 # DEVICE-3
 def test_a_step_that_faults_on_one_device_after_the_other_fails_the_script(tmp_path: Path) -> None:
-    """Rank 2 holds the state all the time."""
+    """Rank 2 holds the state all the time. The process of rank 1 may be gone before that of rank 0 is."""
     body = f"""if step.index == 4 and rank == (0 if manager.generation == 1 else 1):
                     raise RuntimeError({ILLEGAL!r})"""
     path = training(tmp_path, steps=10**9, body=body)
     with Job(tmp_path, path, ranks=3, options=["--device-faults", "9", "--max-restarts", "0"]) as job:
         assert job.wait() == 83
         job.assert_nothing_left()
-        assert faults(job) == [(0, 0, 1, False, 0)]
-        error = "elasticgang: error: rank 1 exited with code 83; --max-restarts is 0"
+        [first] = faults(job)
+        assert first in [(0, 0, 1, False, 0), (1, 1, 1, False, 1)]
+        error = f"elasticgang: error: rank {1 - first[0]} exited with code 83; --max-restarts is 0"
         assert job.stderr.splitlines()[-1] == error
 
 

@@ -85,8 +85,16 @@ def test_device_3_a_step_that_faults_on_another_device_in_a_later_generation_is_
     assert devices.faulted(fault(1, 6, 2)) is not None, "another step"
     assert devices.faulted(fault(1, 5, 3)) is None
     assert devices.faulted(fault(2, 5, 3)) is None
-    assert devices.faulted(fault(0, 5, 4)) is not None, "the first one that faulted in it"
+    assert devices.faulted(fault(0, 5, 4)) is None, "the step has faulted on others"
     assert devices.faulted(fault(1, 7, 5)) == FaultOutcome(1, 2, False, 1), "the script's faults do not count"
+
+
+# DEVICE-3
+def test_device_3_a_fault_that_is_told_after_one_of_a_later_generation_is_the_scripts() -> None:
+    """Its process took longer to end."""
+    devices = Devices((0, 1, 2), 3, 9)
+    assert devices.faulted(fault(1, 5, 2)) is not None
+    assert devices.faulted(fault(0, 5, 1)) is None
 
 
 # DEVICE-3
