@@ -52,6 +52,7 @@ class ChangeLog:
             **layouts_of(record),
             committed=list(record.committed),
             rolled_forward=record.rolled_forward,
+            saved=None if record.saved is None else record.saved.attempt.step,
             ranks=sorted(seat.local_rank for seat in record.seats),
             seats=_seats(record),
             **self._counts,

@@ -79,6 +79,9 @@ class RankEvents:
                     generation=message["generation"],
                     bytes=num_bytes,
                 )
+            case "saved":
+                told = {name: message[name] for name in ("step", "generation", "digest", "path", "bytes", "duration_s")}
+                self._events.write("saved", member=rank.member, local_rank=rank.local_rank, **told)
             case "entered":
                 phases = message["phases"]
                 reporter.entered(rank.member, phases["generation"], phases)

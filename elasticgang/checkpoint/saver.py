@@ -19,8 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol, TypeAlias
 
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.capture import Captured, capture
@@ -32,6 +32,7 @@ from elasticgang.checkpoint.saved_objects import ModelMismatch
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.checkpoint.shard import part_name
 from elasticgang.checkpoint.storage import Storage
+from elasticgang.checkpoint.writer import Outcome
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coverage import Coverage
@@ -50,6 +51,10 @@ _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 1 << 20  # at a time: the call holds the GIL
 
 
+OnSaved: TypeAlias = Callable[[CheckpointRef, str, int, float], None]
+"""Of a complete checkpoint: its name, its directory or URL, its bytes, and the seconds that the save took."""
+
+
 class StateLender(Protocol):
     """What a save needs of `SnapshotServer`."""
 
@@ -65,8 +70,16 @@ class DurableCheckpoints:
     """The durable checkpoints of a rank. All methods run on the training thread. `coverage`: of what was loaded last,
     if it was saved by other stages."""
 
-    def __init__(self, location: str | os.PathLike[str], schedule: Schedule, keep: int, server: StateLender) -> None:
-        """`location`: a directory, or a URL of fsspec.
+    def __init__(
+        self,
+        location: str | os.PathLike[str],
+        schedule: Schedule,
+        keep: int,
+        server: StateLender,
+        on_saved: OnSaved = lambda ref, path, num_bytes, duration_s: None,
+    ) -> None:
+        """`location`: a directory, or a URL of fsspec. `on_saved`: called on the thread of a save whose writer has
+        made the checkpoint complete.
 
         Raises:
             OperationalError: the directory cannot be written, or the URL cannot be listed.
@@ -75,7 +88,7 @@ class DurableCheckpoints:
         self._storage: Storage = storage_at(location)
         self._storage.prepare()
         self._location, self.keep = os.fspath(location), keep
-        self._schedule, self._server = schedule, server
+        self._schedule, self._server, self._on_saved = schedule, server, on_saved
         self._writer: _Writer | None = None
         self._save: _Save | None = None
         self._last: str = ""  # the directory of the plan that was followed last
@@ -185,7 +198,9 @@ class DurableCheckpoints:
             log.warning("step %d is not saved: %s", plan.attempt.step, exc)
             self._failed = plan.directory
             return
-        self._save = _Save(plan, record.generation, captured, request, memory, self._writer, self._server)
+        self._save = _Save(
+            plan, record.generation, captured, request, memory, self._writer, self._server, self._on_saved
+        )
         self._save.start()
 
     def _stop_copy(self) -> None:
@@ -372,16 +387,18 @@ class _Save(threading.Thread):
         memory: mmap.mmap,
         writer: _Writer,
         server: StateLender,
+        on_saved: OnSaved,
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
         self.plan, self.generation = plan, generation
         self._captured, self._request, self._memory = captured, request, memory
-        self._writer, self._server = writer, server
+        self._writer, self._server, self._on_saved = writer, server, on_saved
         self._written = server.registered.written
         self._cancelled = threading.Event()
         self._sending = threading.Lock()
         self._is_sent = False
         self._problem = ""
+        self._began_s = time.monotonic()
         self.has_read = threading.Event()
         server.lend(self)
 
@@ -413,7 +430,7 @@ class _Save(threading.Thread):
                 self._writer.send({"lost": lost})
 
     def run(self) -> None:
-        step = self.plan.attempt.step
+        attempt, outcome = self.plan.attempt, Outcome()
         try:
             try:
                 reached("checkpoint_copying")
@@ -427,14 +444,19 @@ class _Save(threading.Thread):
                 self._is_sent = is_copied and not self._cancelled.is_set()
                 if self._is_sent:
                     self._writer.send(self._request)
-            problem = self._writer.answer() if self._is_sent else "the copy took too long, or a rank has left"
+            too_late = Outcome("the copy took too long, or a rank has left")
+            outcome = self._writer.answer() if self._is_sent else too_late
         except Exception as exc:  # SAVER-2
-            problem = f"{type(exc).__name__}: {exc}"
-        self._problem = problem
-        if problem:
-            log.warning("step %d is not saved: %s", step, problem)
-        elif self._request["commit"] is not None:
-            log.info("saved step %d in %s", step, self.plan.directory)
+            outcome = Outcome(f"{type(exc).__name__}: {exc}")
+        self._problem = outcome.problem
+        if outcome.problem:
+            log.warning("step %d is not saved: %s", attempt.step, outcome.problem)
+        elif outcome.digest:
+            log.info("saved step %d in %s", attempt.step, self.plan.directory)
+            path = f"{self._request['root'].rstrip('/')}/{self.plan.directory}"
+            duration_s = time.monotonic() - self._began_s
+            ref = CheckpointRef(attempt, outcome.digest)
+            self._on_saved(ref, path, outcome.num_bytes, duration_s)
 
 
 class _Writer:
@@ -481,13 +503,13 @@ class _Writer:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
-    def answer(self) -> str:
-        """Why the save failed, or "". Raises OSError or ValueError: the writer has died."""
+    def answer(self) -> Outcome:
+        """Raises OSError or ValueError: the writer has died."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise OSError("the process that writes checkpoints has died")
-        return str(json.loads(line))
+        return Outcome(**json.loads(line))
 
     def close(self) -> None:
         """End the process, or a save under way."""

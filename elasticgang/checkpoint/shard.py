@@ -165,7 +165,7 @@ def _read_part(folder: Folder, file: str) -> dict[str, Any] | None:
 def write_manifest(
     folder: Folder, attempt: Attempt, job: str, record: str, layout: dict[str, Any], parts: Sequence[dict[str, Any]]
 ) -> Manifest:
-    """SHARD-2. From here on the checkpoint is complete.
+    """SHARD-2. From here on the checkpoint is complete. Returns the manifest, with its digest.
 
     Raises:
         OSError: the manifest was not written.
@@ -181,7 +181,7 @@ def write_manifest(
         objects={part["place"]: part["objects"] for part in parts if part["objects"] is not None},
     )
     data = manifest.encode()
-    parse(data)
+    manifest = parse(data)
     folder.put(MANIFEST, data)
     return manifest
 

@@ -1,7 +1,7 @@
 """The process beside a rank that writes its share of checkpoints. No torch.
 
 The rank sends one line of JSON for each save, and has put the bytes into shared memory before. The writer answers each
-with one line, which says why the save failed, or is empty.
+with one line, the `Outcome`.
 
 WRITER-1  The writer ends with its rank: a share that is not written then is never written.
 WRITER-2  The committing writer waits up to `PARTS_TIMEOUT_S` for the others' shares, and gives up once the rank says
@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from elasticgang.checkpoint import listing, plan
@@ -37,9 +38,19 @@ _POLL_S = 0.05
 _NICE = 10
 
 
-def save(memory: int, request: dict[str, Any], news: Callable[[float], dict[str, Any]] = lambda _: {}) -> str:
-    """Write the share of one save and, if this writer commits it, the manifest. Returns why the save failed, or "".
-    `news`: waits for so many seconds for what the rank says of the save meanwhile."""
+@dataclass(frozen=True)
+class Outcome:
+    """`problem`: why the save failed, or "". `digest` and `num_bytes`: of the manifest and of all files, if this writer
+    has made the checkpoint complete."""
+
+    problem: str = ""
+    digest: str = ""
+    num_bytes: int = 0
+
+
+def save(memory: int, request: dict[str, Any], news: Callable[[float], dict[str, Any]] = lambda _: {}) -> Outcome:
+    """Write the share of one save and, if this writer commits it, the manifest. `news`: waits for so many seconds for
+    what the rank says of the save meanwhile."""
     shard = Shard.from_json(request["shard"])
     try:
         storage = storage_at(request["root"])
@@ -50,18 +61,18 @@ def save(memory: int, request: dict[str, Any], news: Callable[[float], dict[str,
             data = memoryview(mmap.mmap(memory, shard.num_bytes, prot=mmap.PROT_READ))
         write_shard(folder, shard, data)
         commit = request["commit"]
-        return "" if commit is None else _commit(storage, folder, commit, set(request["lost"]), news)
+        return Outcome() if commit is None else _commit(storage, folder, commit, set(request["lost"]), news)
     except OSError as exc:
-        return f"{exc.filename or request['directory']}: {exc.strerror or exc}"
+        return Outcome(f"{exc.filename or request['directory']}: {exc.strerror or exc}")
     except (NotSupportedError, OperationalError) as exc:
-        return str(exc)
+        return Outcome(str(exc))
     except (CheckpointError, KeyError, TypeError, ValueError) as exc:
-        return f"the shares of {folder.path} do not fit together: {exc}"
+        return Outcome(f"the shares of {folder.path} do not fit together: {exc}")
 
 
 def _commit(
     storage: Storage, folder: Folder, commit: dict[str, Any], lost: set[str], news: Callable[[float], dict[str, Any]]
-) -> str:
+) -> Outcome:
     deadline = time.monotonic() + PARTS_TIMEOUT_S
     said: dict[str, Any] = {}
     while True:
@@ -69,7 +80,7 @@ def _commit(
         if not missing:
             break
         if missing & lost or "cancel" in said or time.monotonic() > deadline:  # WRITER-2
-            return f"a share of {folder.name} is missing: {min(missing)}"
+            return Outcome(f"a share of {folder.name} is missing: {min(missing)}")
         said = news(max(_POLL_S, storage.poll_s))
         lost.update(said.get("lost", ()))
     attempt = Attempt(*commit["attempt"])
@@ -77,13 +88,13 @@ def _commit(
     try:
         if not _has_files(folder, manifest):
             folder.remove()  # WRITER-3
-            return f"{folder.path} was deleted beside a later checkpoint"
+            return Outcome(f"{folder.path} was deleted beside a later checkpoint")
         for part in parts:
             folder.unlink(part_name(part["place"], part["number"]))
         _remove_obsolete(storage, folder.name, commit["keep"])
     except OSError as exc:  # the checkpoint is complete
         _warn(f"could not remove what {folder.path} has made obsolete", exc)
-    return ""
+    return Outcome("", manifest.digest, manifest.num_bytes)
 
 
 def _has_files(folder: Folder, manifest: Manifest) -> bool:
@@ -144,8 +155,8 @@ def main(argv: list[str]) -> int:
     requests = _Requests(sys.stdin.fileno())
     while (request := requests.next()) is not None:
         if "shard" in request:  # the rest is about a save that has ended
-            answer = save(memory, request, requests.news)
-            os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
+            outcome = save(memory, request, requests.news)
+            os.write(sys.stdout.fileno(), json.dumps(asdict(outcome)).encode() + b"\n")
     return 0
 
 

@@ -220,6 +220,10 @@ class Rendezvous(Protocol):
         """The device has done the collectives of the step: end the present generation if one of them has failed,
         although its wait has returned (DATA-5)."""
 
+    def tell_saved(self, ref: CheckpointRef, path: str, num_bytes: int, duration_s: float) -> None:
+        """Tell the agent that a checkpoint has become complete. `path`: its directory or URL. `duration_s`: since the
+        save began. Thread-safe."""
+
     def perform(self, instruction: Instruction) -> Record | None:
         """Carry out an instruction for the process groups or the agent. `Do.AWAIT_RECORD` returns the record.
 

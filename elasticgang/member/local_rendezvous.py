@@ -19,7 +19,7 @@ from elasticgang.process.status_page import StatusPage
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import Do, Instruction, Observed
-from elasticgang.protocol.record import ACTIVE, LEARNER, Record, Seat
+from elasticgang.protocol.record import ACTIVE, LEARNER, CheckpointRef, Record, Seat
 
 
 class LocalRendezvous:
@@ -55,6 +55,9 @@ class LocalRendezvous:
 
     def observe(self) -> Observed:
         return Observed(self.error, draining=self.drain.requested, by_signal=self.drain.by_signal)
+
+    def tell_saved(self, ref: CheckpointRef, path: str, num_bytes: int, duration_s: float) -> None:
+        """There is no agent."""
 
     def perform(self, instruction: Instruction) -> Record | None:
         match instruction:

@@ -59,7 +59,7 @@ from elasticgang.process.status_page import ThreadState
 from elasticgang.process.sum_block import SumBlock
 from elasticgang.protocol import member_instructions as do
 from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
-from elasticgang.protocol.record import Record, Seat, layout_to_json
+from elasticgang.protocol.record import CheckpointRef, Record, Seat, layout_to_json
 from elasticgang.protocol.sum_route import SumRoute, sum_route
 from elasticgang.testing import reached
 
@@ -200,6 +200,18 @@ class ElasticRendezvous:
             return found
 
         return wait
+
+    def tell_saved(self, ref: CheckpointRef, path: str, num_bytes: int, duration_s: float) -> None:
+        attempt, digest = ref
+        self._link.send(
+            "saved",
+            step=attempt.step,
+            generation=attempt.generation,
+            digest=digest,
+            path=path,
+            bytes=num_bytes,
+            duration_s=round(duration_s, 3),
+        )
 
     def perform(self, instruction: Instruction) -> Record | None:
         match instruction:

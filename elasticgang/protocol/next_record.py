@@ -13,6 +13,8 @@ NEXT-5  While ranks are being started that will fill the layout in force again, 
 NEXT-6  If nobody holds some part of the committed state in the layout in force, the record names those that hold the
     parts of another layout, and all keep them for their peers.
 NEXT-7  When the layout changes, members sit where as much as possible of the parts that they keep is in place (PLAN-8).
+NEXT-8  A record names the newest checkpoint that an agent reports or its parent names, unless that is of a step later
+    than the committed one.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from typing import Any
 from elasticgang.errors import LayoutError
 from elasticgang.layout import Member, ModelCoordinates, ParallelLayout, Plan, is_filled, plan
 from elasticgang.layout.overlap import Part
+from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import (
     ACTIVE,
     PROTOCOL,
     SPARE,
+    CheckpointRef,
     Holder,
     Record,
     Report,
@@ -35,7 +39,7 @@ from elasticgang.protocol.record import (
     Undecided,
     Unrecoverable,
 )
-from elasticgang.protocol.recovery import CommittedState, recover, without_witness
+from elasticgang.protocol.recovery import CommittedState, newest_checkpoint, recover, without_witness
 
 
 def next_record(
@@ -104,6 +108,7 @@ def next_record(
         rolled_forward=state.rolled_forward,
         rolled_back=state.rolled_back,
         checkpoint=state.checkpoint,
+        saved=_saved(record, reports, state.committed),
         ancestors=() if record is None else record.ancestor_digests(),
         dead_agents=() if record is None else tuple(agent for agent in record.agents if agent in lost),
         addresses=tuple(report.address for report in reports),
@@ -111,6 +116,12 @@ def next_record(
         layouts=layouts,
         holders=_kept(holders, planned, statuses, number) if len(layouts) > 1 else (),
     )
+
+
+def _saved(record: Record | None, reports: Sequence[Report], committed: Attempt) -> CheckpointRef | None:
+    """NEXT-8."""
+    named = [newest_checkpoint(reports), None if record is None else record.saved]
+    return max((each for each in named if each is not None and each.attempt <= committed), default=None)
 
 
 def _parts_kept(

@@ -22,7 +22,7 @@ from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record_form import RecordForm, canonical_json, parse_lines, spans_of, spans_of_agent
 
-PROTOCOL = 18
+PROTOCOL = 19
 
 ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
@@ -142,7 +142,8 @@ class Record:
     those of `agents`, in their order. `dead_agents`: agents of the generation before that were declared lost.
     `draining_members`: members that leave. `rolled_forward`: `committed` was in doubt until this record. `rolled_back`:
     a later attempt was or may have been committed, but no whole copy of it is left. `checkpoint`: the digest of the
-    manifest of the durable checkpoint of `committed` that all members load; "" if a member holds the state.
+    manifest of the durable checkpoint of `committed` that all members load; "" if a member holds the state. `saved`:
+    the newest durable checkpoint that is known to be complete, of `committed` or earlier; None: there is none.
     """
 
     job: str
@@ -156,6 +157,7 @@ class Record:
     rolled_forward: bool = False
     rolled_back: bool = False
     checkpoint: str = ""
+    saved: CheckpointRef | None = None
     ancestors: tuple[str, ...] = ()
     dead_agents: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
@@ -297,6 +299,7 @@ class Record:
             "rolled_forward": self.rolled_forward,
             "rolled_back": self.rolled_back,
             "checkpoint": self.checkpoint,
+            "saved": self.saved,
             "ancestors": self.ancestors,
             "dead_agents": self.dead_agents,
             "draining_members": self.draining_members,
@@ -337,6 +340,7 @@ class Record:
             "rolled_forward": bool(head["rolled_forward"]),
             "rolled_back": bool(head["rolled_back"]),
             "checkpoint": str(head["checkpoint"]),
+            "saved": checkpoint_from_json(head["saved"]),
             "ancestors": tuple(map(str, head["ancestors"])),
             "dead_agents": tuple(map(str, head["dead_agents"])),
             "addresses": addresses,

@@ -16,6 +16,8 @@ RECOVERY-6  A record that goes back to a durable checkpoint names it by its mani
     of the same attempt in memory may be of another checkpoint.
 RECOVERY-7  State is whole if the present members hold all parts of one layout of the job, whichever it is, also of what
     they keep aside. Parts of several layouts do not add up.
+RECOVERY-8  The job goes back beyond the newest checkpoint that the record names only if no absent agent may load it, or
+    if it was tried before.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ def recover(
     """The committed state when the agents of `reports` go on together. `known`: attempts that agents report as
     committed. `lost`: agents whose members are not waited for."""
     if record is None:
-        checkpoint = _checkpoint(reports)
+        checkpoint = newest_checkpoint(reports)
         if checkpoint is not None:  # RECOVERY-5
             return CommittedState.of(checkpoint)
         return CommittedState(Attempt(0, 1), designated=True)
@@ -177,29 +179,49 @@ def _roll_back(
 ) -> CommittedState | Undecided | Unrecoverable:
     """RECOVERY-4: a part of `committed` is lost, so go back to an earlier attempt that is whole. The candidates are the
     attempts known to be committed in the recorded generation, the recorded attempt, and then the checkpoint."""
-    checkpoint = _checkpoint(reports)
+    checkpoint = newest_checkpoint(reports)
+    unread = _unread(record, checkpoint)
+    able = [seat.member for seat in absent] if unread is not None else []
     tips = {member.tip for member in members if member.tip is not None and member.tip.generation == record.generation}
     for attempt in sorted({record.committed, *tips}, reverse=True):
         if attempt >= committed or (checkpoint is not None and attempt < checkpoint.attempt):
             continue
+        if unread is not None and attempt < unread.attempt and able:
+            break
         whole = _whole_in(record, members, attempt)
         if whole is not None:
             return CommittedState(attempt, rolled_back=True, layout=whole)
         missing = _missing(record, members, attempt, record.in_force)
         if living := _may_hold_all(record, absent, missing):
             return _wait_for(f"{_name(committed)} is lost, and nobody here holds {_name(attempt)}", living)
+    if unread is not None and able:  # RECOVERY-8
+        return _wait_for(f"nobody here can load the checkpoint of step {unread.attempt.step}", able)
     if checkpoint is not None:
         return CommittedState.of(checkpoint)
     if committed.step == 0:
         return Unrecoverable(
             f"all that took part in generation {record.generation} are lost, and there is no checkpoint"
         )
+    if unread is not None:
+        return Unrecoverable(
+            f"no live member holds {_name(committed)}, and no rank that is left can load the checkpoint of step "
+            f"{unread.attempt.step}: its directory must be one that all hosts share"
+        )
     return Unrecoverable(f"no live member holds {_name(committed)} and there is no checkpoint")
 
 
-def _checkpoint(reports: Sequence[Report]) -> CheckpointRef | None:
+def newest_checkpoint(reports: Sequence[Report]) -> CheckpointRef | None:
     """The newest that an agent can load."""
     return max((report.checkpoint for report in reports if report.checkpoint is not None), default=None)
+
+
+def _unread(record: Record, checkpoint: CheckpointRef | None) -> CheckpointRef | None:
+    """The checkpoint that the record names, if it is newer than `checkpoint`, the newest that a present agent can load,
+    and has not been tried in the recorded generation."""
+    saved = record.saved
+    if saved is None or saved.digest == record.checkpoint or (checkpoint is not None and saved <= checkpoint):
+        return None
+    return saved
 
 
 def _whole_in(record: Record, members: Sequence[MemberReport], committed: Attempt) -> int | None:

@@ -99,7 +99,7 @@ def join(
     ) -> DurableCheckpoints:
         check_lasting(location)
         schedule = Schedule(every_steps, every_seconds, clock=time.monotonic)
-        return DurableCheckpoints(location, schedule, keep, state_server)
+        return DurableCheckpoints(location, schedule, keep, state_server, rendezvous.tell_saved)
 
     return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints, mover)
 

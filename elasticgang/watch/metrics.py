@@ -64,6 +64,9 @@ def _of_job(status: Mapping[str, Any]) -> Iterator[Metric]:
     if status["last_commit_age_s"] is not None:
         text = "Seconds since a step was committed."
         yield GaugeMetricFamily("elasticgang_last_commit_age_seconds", text, value=status["last_commit_age_s"])
+    if status["checkpoint"] is not None:
+        text = "The step of the newest complete checkpoint."
+        yield GaugeMetricFamily("elasticgang_checkpoint_step", text, value=status["checkpoint"]["step"])
     text = "The part of the job's time that was not lost to its start and to generation changes."
     yield GaugeMetricFamily("elasticgang_goodput_ratio", text, value=_or_nan(status["goodput"]))
 

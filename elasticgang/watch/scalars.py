@@ -49,6 +49,8 @@ def scalars_of(status: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         if is_known and status[name] is not None:
             yield f"elasticgang/{_TAGS[name]}", status[name]
     yield "elasticgang/healing_received_bytes", status["healed_bytes"]
+    if status["checkpoint"] is not None:
+        yield "elasticgang/checkpoint_step", status["checkpoint"]["step"]
     for name in ("seats", "num_changes", "lost_s", "phase_s"):
         for label, value in status[name].items():
             yield f"elasticgang/{_TAGS[name]}/{label}", value

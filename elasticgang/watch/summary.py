@@ -59,6 +59,7 @@ class Summary:
         self._healed_bytes = 0
         self._device_faults: dict[int | str, dict[str, Any]] = {}  # by index, or by UUID
         self._exiting: Event = {}
+        self._saved: Event | None = None  # of the newest checkpoint that this agent knows
 
     def add(self, event: Event) -> None:
         self._last = event
@@ -77,10 +78,13 @@ class Summary:
                 self._local_ranks.pop(event["member"], None)
             case "generation":
                 self._generation, self._is_settled = event, False
+                self._add_saved(event)
             case "generation_change":
                 self._count(event)
             case "healed":
                 self._healed_bytes += event["bytes"]
+            case "saved":
+                self._saved = event
             case "device_fault":
                 self._add_device_fault(event)
             case "exiting":
@@ -112,6 +116,12 @@ class Summary:
             "reason": event["reason"],
             "is_quarantined": event["is_quarantined"],
         }
+
+    def _add_saved(self, generation: Event) -> None:
+        """A rank of another host may have saved the checkpoint, or the job has gone back beyond it."""
+        named, known = generation.get("saved"), -1 if self._saved is None else self._saved["step"]
+        if known > generation["committed"][0] or (named is not None and named > known):
+            self._saved = None if named is None else {"step": named}
 
     def report(self, ranks: Mapping[str, RankStatus], now_s: float, *, is_alive: bool) -> dict[str, Any]:
         """`ranks`: the pages by member. `now_s`: CLOCK_MONOTONIC seconds. `is_alive`: whether the agent runs."""
@@ -155,6 +165,7 @@ class Summary:
             "phase_s": {name: round(s, 4) for name, s in self._phase_s.items()},
             "healed_bytes": self._healed_bytes,
             "healing": self._healing(ranks),
+            "checkpoint": self._checkpoint(now_s),
             "device_faults": [self._device_faults[device] for device in sorted(self._device_faults, key=str)],
             "changes": list(self._changes),
         }
@@ -169,6 +180,15 @@ class Summary:
         if self._signal is not None:
             return {"state": "stopped", "reason": f"the agent was stopped by {self._signal['signal']}"}
         return {"state": "died", "reason": "the agent ended without a word: it was killed, or its host went down"}
+
+    def _checkpoint(self, now_s: float) -> dict[str, Any] | None:
+        """The newest complete one. What only a rank of its host knows is None."""
+        if self._saved is None:
+            return None
+        age_s = round(max(0.0, now_s - self._saved["t"]), 3) if "t" in self._saved else None
+        return {"step": self._saved["step"], "age_s": age_s} | {
+            name: self._saved.get(name) for name in ("bytes", "duration_s", "path")
+        }
 
     def _host(self, host: Mapping[str, Any], ranks: Mapping[str, RankStatus], has_learners: bool) -> dict[str, Any]:
         is_here = host["agent"] == self._agent

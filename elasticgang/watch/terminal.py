@@ -43,6 +43,8 @@ def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
         yield f"  reported by this agent's ranks: {', '.join(reported)}"
     if status["goodput"] is not None:
         yield f"  goodput {100 * status['goodput']:.1f} %{_lost(status)}"
+    if status["checkpoint"] is not None:
+        yield f"  newest checkpoint: {_checkpoint(status['checkpoint'])}"
     for host in status["hosts"][:_MAX_HOSTS]:
         here = ", this agent" if host["is_here"] and len(status["hosts"]) > 1 else ""
         yield f"  {host['host']} ({host['agent']}{here}): {_seats(host['seats'])}"
@@ -63,6 +65,13 @@ def _lost(status: Mapping[str, Any]) -> str:
         for cause, seconds in status["lost_s"].items()
     ]
     return f"; lost by cause: {', '.join(parts)}" if parts else ""
+
+
+def _checkpoint(saved: Mapping[str, Any]) -> str:
+    if saved["age_s"] is None:
+        return f"step {saved['step']}"
+    size = f"{saved['bytes'] / 1e6:,.1f} MB in {saved['duration_s']:.1f} s"
+    return f"step {saved['step']}, {_span(saved['age_s'])} ago, {size}: {saved['path']}"
 
 
 def _device(fault: Mapping[str, Any]) -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.locations import storage_at
+from elasticgang.watch.summary import Summary
 from tests.support import REPOSITORY, Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several jobs, one after another
@@ -68,6 +71,13 @@ def newest(directory: Path) -> int:
     with contextlib.suppress(FileNotFoundError, StopIteration):
         return next(listing.scan(storage_at(directory / "checkpoints"))).attempt.step
     return 0
+
+
+def summary_of(events: Iterable[dict[str, Any]]) -> Summary:
+    found = Summary()
+    for event in events:
+        found.add(event)
+    return found
 
 
 def hold_in(directory: Path, step: int) -> None:
@@ -132,6 +142,26 @@ def test_a_job_that_was_killed_whole_goes_on_at_the_checkpoint_of_a_url_with_oth
     complete, incomplete = listing.names(storage_at(location))
     assert (len(complete), incomplete) == (2, [])  # `keep`
     assert newest(tmp_path) == STEPS
+
+
+# NEXT-8
+def test_the_record_the_events_and_the_status_name_the_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "hold").write_text("15")
+    with job(tmp_path, "job", 2) as running:
+        saved = running.expect("saved", step=EVERY)
+        [found] = listing.scan(storage_at(tmp_path / "checkpoints"))
+        assert found.manifest is not None
+        assert (saved["path"], saved["digest"]) == (found.path, found.manifest.digest)
+        assert saved["bytes"] == found.manifest.num_bytes > 0
+        kill(running.rank_pid(1))
+        assert running.expect("generation", generation=2)["saved"] == EVERY
+        status = summary_of(running.events()).report({}, time.monotonic(), is_alive=True)
+        assert status["checkpoint"]["step"] == EVERY
+        assert status["checkpoint"]["path"] == found.path
+        (tmp_path / "hold").unlink()
+        assert running.wait() == 0, running.stderr
+        assert [event["step"] for event in running.events() if event["event"] == "saved"][-1] == STEPS
+    assert results(tmp_path) == {alone(STEPS, "64")}
 
 
 def test_all_ranks_at_once_go_back_to_the_checkpoint(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def save_captured(root: Path, captured: Captured, commit: dict[str, Any] | None)
 def _save(request: dict[str, Any], data: bytes | bytearray) -> str:
     memory = os.memfd_create("share")
     os.write(memory, data)
-    problem = writer.save(memory, request)
+    problem = writer.save(memory, request).problem
     os.close(memory)
     return problem
 

@@ -181,7 +181,7 @@ def test_a_share_that_never_comes_is_given_up(tmp_path: Path, news: dict[str, An
     del first, first_data
     memory = os.memfd_create("share")
     os.write(memory, second_data)
-    problem = writer.save(memory, second, lambda wait_s: news)
+    problem = writer.save(memory, second, lambda wait_s: news).problem
     os.close(memory)
     assert problem == f"a share of {checkpoint_writer.directory(10)} is missing: part-0-0-0-00001.json"
     assert list(listing.scan(storage_at(tmp_path))) == []

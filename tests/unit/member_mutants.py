@@ -119,7 +119,7 @@ MEMBER_MUTANTS = {
         test_member_checkpoints.test_a_rank_leaves_that_finds_the_final_state_saved_when_its_generation_ends,
     ),
     "a job begins without its checkpoint": UnitMutant(
-        ((recovery, "_checkpoint", always(None)),),
+        ((recovery, "newest_checkpoint", always(None)),),
         test_recovery.test_a_job_begins_with_the_newest_checkpoint_that_an_agent_can_load,
     ),
     "state in memory counts as the checkpoint's": UnitMutant(

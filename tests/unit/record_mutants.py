@@ -226,6 +226,14 @@ RECORD_MUTANTS = {
     "seats of another layout are given as to newcomers": UnitMutant(
         ((next_record, "_parts_kept", always({})),), test_reshape.test_members_sit_where_they_keep_the_most
     ),
+    "a record names the checkpoint that is reported last": UnitMutant(
+        ((next_record, "_saved", lambda record, reports, committed: recovery.newest_checkpoint(reports)),),
+        test_recovery.test_a_record_names_the_newest_checkpoint_that_is_complete,
+    ),
+    "a job goes back at once to what is here": UnitMutant(
+        ((recovery, "_unread", always(None)),),
+        test_recovery.test_a_job_waits_for_whoever_may_load_the_checkpoint_that_the_record_names,
+    ),
     "state is whole in the layout in force alone": UnitMutant(
         ((recovery, "_whole_in", _whole_in_force),), test_reshape.test_kept_state_is_a_copy_until_the_move_is_over
     ),

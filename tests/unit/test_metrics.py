@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticgang.watch.metrics import exposition
 from elasticgang.watch.summary import RankStatus
 from tests.documents import REPOSITORY
-from tests.unit.test_summary import PAGES, RUNS, STARTED, change, generation, report
+from tests.unit.test_summary import PAGES, RUNS, STARTED, change, event, generation, report
 
 
 def samples(status: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -24,7 +24,8 @@ def samples(status: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 def test_the_metrics_are_the_numbers_of_the_summary() -> None:
-    status = report([*RUNS, generation(20.1, 2, 8), change(20.2, 2, "killed", 0.1)], PAGES, 20.25)
+    saved = event(20.0, "saved", step=8, generation=1, digest="d", path="/c", bytes=10, duration_s=0.5)
+    status = report([*RUNS, saved, generation(20.1, 2, 8), change(20.2, 2, "killed", 0.1)], PAGES, 20.25)
     found = samples(status)
     assert found["elasticgang_job_info", ("h-1", "h", "demo")] == 1
     expected = {
@@ -34,6 +35,7 @@ def test_the_metrics_are_the_numbers_of_the_summary() -> None:
         "elasticgang_tokens_per_second": status["tokens_per_s"],
         "elasticgang_last_commit_age_seconds": status["last_commit_age_s"],
         "elasticgang_goodput_ratio": status["goodput"],
+        "elasticgang_checkpoint_step": status["checkpoint"]["step"],
         "elasticgang_healing_received_bytes_total": status["healed_bytes"],
     }
     assert {name: found[name, ()] for name in expected} == expected

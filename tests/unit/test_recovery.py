@@ -17,6 +17,7 @@ from elasticgang.protocol.record import (
     CheckpointRef,
     Record,
     RecordRef,
+    Report,
     Undecided,
     Unrecoverable,
 )
@@ -182,6 +183,71 @@ def test_a_job_begins_with_the_newest_checkpoint_that_an_agent_can_load() -> Non
     tip = dataclasses.replace(again[0], members=(member("a0", checkpoint.attempt, entered=1),))
     after = agreed(record, tip, *again[1:])
     assert (after.committed, after.checkpoint, after.members(ACTIVE)) == (checkpoint.attempt, "", ("a0",))
+
+
+# NEXT-8
+def test_a_record_names_the_newest_checkpoint_that_is_complete() -> None:
+    record, tip = trained("a", "b")
+    assert record.saved is None
+    old, new = CheckpointRef(Attempt(1, 1), "d1"), CheckpointRef(Attempt(2, 1), "d2")
+    mine, other = (report(agent, member(f"{agent}0", tip, entered=2), seen=record) for agent in "ab")
+    after = agreed(record, dataclasses.replace(mine, checkpoint=old), dataclasses.replace(other, checkpoint=new))
+    assert (after.saved, after.checkpoint) == (new, "")
+    mine, other = (report(agent, member(f"{agent}0", Attempt(4, 3), entered=3), seen=after) for agent in "ab")
+    assert agreed(after, mine, other).saved == new, "nobody can list the directory"
+    assert agreed(after, dataclasses.replace(mine, checkpoint=old), other).saved == new
+    later = CheckpointRef(Attempt(9, 3), "d9")
+    assert agreed(after, dataclasses.replace(mine, checkpoint=later), other).saved == new, "of steps that are lost"
+    newer = agreed(after, dataclasses.replace(mine, checkpoint=CheckpointRef(Attempt(4, 3), "d4")), other)
+    assert newer.saved == CheckpointRef(Attempt(4, 3), "d4")
+    assert Record.from_text(newer.text).saved == newer.saved
+    assert newer.digest != dataclasses.replace(newer, saved=None, digest="").digest
+
+
+# RECOVERY-8
+def test_a_job_waits_for_whoever_may_load_the_checkpoint_that_the_record_names() -> None:
+    """One half of the state is lost with those of hosts b and d. a0 and c0 hold the other, and a0 is here."""
+    across = ParallelLayout(tp=2, within_host=())
+    start = first(*"abcd", layout=across)
+    halves = {agent: start.model_coordinates(f"{agent}0") for agent in "abcd"}
+    lost = [agent for agent in "abcd" if halves[agent] != halves["a"]]
+    [away] = [agent for agent in "bcd" if agent not in lost]
+    saved, older = CheckpointRef(Attempt(3, 1), "d3"), CheckpointRef(Attempt(1, 1), "d1")
+
+    def ask(seen: Record, agent: str, checkpoint: CheckpointRef | None, tip: Attempt) -> Report:
+        mine = member(f"{agent}0", tip, entered=seen.generation, holds=halves[agent])
+        return report(agent, mine, seen=seen, layout=across, checkpoint=checkpoint)
+
+    record = agreed(start, *(ask(start, agent, saved, Attempt(3, 1)) for agent in "abcd"))
+    assert record.saved == saved
+    tip = Attempt(5, 2)
+    for checkpoint in (None, older):
+        here = [ask(record, "a", checkpoint, tip)]
+        here += [
+            report(agent, member(f"{agent}1"), seen=record, layout=across, exited=(f"{agent}0",)) for agent in lost
+        ]
+        reason = f"nobody here can load the checkpoint of step 3, but {away}0 may live"
+        assert undecided(record, *here).reason == reason
+        after = agreed(record, *here, ask(record, away, saved, tip))
+        assert (after.committed, after.checkpoint, after.saved) == (saved.attempt, "d3", saved)
+        answer = next_record(record, here, lost=(away,))  # with its checkpoint
+        if checkpoint is None:
+            assert isinstance(answer, Unrecoverable)
+            assert "no rank that is left can load the checkpoint of step 3: its directory must be one" in answer.reason
+        else:
+            assert isinstance(answer, Record)
+            assert (answer.committed, answer.checkpoint, answer.saved) == (older.attempt, "d1", older)
+
+
+def test_a_checkpoint_that_was_tried_is_not_waited_for() -> None:
+    """It is corrupt. b0 has not asked yet, and is of no use: it was to load it too."""
+    saved, older = CheckpointRef(Attempt(3, 1), "d3"), CheckpointRef(Attempt(1, 1), "d1")
+    record = agreed(None, *(report(agent, member(f"{agent}0"), checkpoint=saved) for agent in "ab"))
+    assert (record.checkpoint, record.saved) == ("d3", saved)
+    again = report("a", member("a0"), seen=record, checkpoint=older)
+    answer = next_record(record, [again, report("b", seen=record, exited=("b0",))])
+    assert isinstance(answer, Record)
+    assert (answer.committed, answer.saved) == (older.attempt, older)
 
 
 # RECOVERY-6

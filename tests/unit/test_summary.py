@@ -67,6 +67,28 @@ def report(
     return found
 
 
+def test_the_newest_checkpoint_is_the_one_saved_here_or_the_one_that_the_record_names() -> None:
+    def checkpoint(*events: dict[str, Any]) -> Any:
+        return summary([*RUNS, *events]).report(PAGES, 40.0, is_alive=True)["checkpoint"]
+
+    def record(at: float, step: int, saved: int | None) -> dict[str, Any]:
+        return {**generation(at, 2, step), "saved": saved}
+
+    here = event(30.0, "saved", step=20, generation=1, digest="d", path="/c/step-20", bytes=2_500_000, duration_s=1.25)
+    known = {"step": 20, "age_s": 10.0, "bytes": 2_500_000, "duration_s": 1.25, "path": "/c/step-20"}
+    elsewhere = {"step": 24, "age_s": None, "bytes": None, "duration_s": None, "path": None}
+    assert checkpoint() is None
+    for later in ([], [record(31.0, 22, 20)], [record(31.0, 22, None)]):
+        assert checkpoint(here, *later) == known
+    assert checkpoint(here, record(31.0, 25, 24)) == elsewhere
+    assert checkpoint(here, record(31.0, 12, 12)) == {**elsewhere, "step": 12}, "the job has gone back"
+    assert checkpoint(here, record(31.0, 0, None)) is None
+    lines = list(lines_of(summary([*RUNS, here]).report(PAGES, 40.0, is_alive=True)))
+    assert "  newest checkpoint: step 20, 0:00:10 ago, 2.5 MB in 1.2 s: /c/step-20" in lines
+    told = list(lines_of(summary([*RUNS, record(31.0, 25, 24)]).report(PAGES, 40.0, is_alive=True)))
+    assert "  newest checkpoint: step 24" in told
+
+
 def test_a_running_job() -> None:
     found = report(RUNS, PAGES, 20.25)
     assert (found["job"], found["agent"], found["state"], found["generation"]) == ("demo", "h-1", "running", 1)

@@ -116,6 +116,7 @@ RULES = {
     "NEXT-5": ("a layout is left while its ranks start",),
     "NEXT-6": ("nobody keeps the parts of another layout",),
     "NEXT-7": ("seats of another layout are given as to newcomers",),
+    "NEXT-8": ("a record names the checkpoint that is reported last",),
     "NOTICE": ("why a proposal is undecided is told once",),
     "OFFICE": (
         "a majority is trusted",
@@ -148,6 +149,7 @@ RULES = {
     "RECOVERY-5": ("a job begins without its checkpoint",),
     "RECOVERY-6": ("state in memory counts as the checkpoint's", "a rank keeps its state beside the checkpoint"),
     "RECOVERY-7": ("state is whole in the layout in force alone", "parts of several layouts add up"),
+    "RECOVERY-8": ("a job goes back at once to what is here",),
     "REFUSED": ("a refusal where the former coordinator was renews the lease", "any refusal renews the lease"),
     "REJOIN": ("lost agents come back as they are",),
     "REPORT": ("reports of earlier generations count", "reports outlive their session"),

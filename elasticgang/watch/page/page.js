@@ -42,6 +42,7 @@ function showTiles(status) {
   if (status.tokens_per_s !== null) found.push(["tokens/s, this host", Math.round(status.tokens_per_s).toLocaleString("en")]);
   for (const [name, value] of Object.entries(status.numbers)) if (name !== "tokens") found.push([`${name}, this host`, short(value)]);
   if (status.last_commit_age_s !== null) found.push(["since the last commit", `${status.last_commit_age_s.toFixed(1)} s`]);
+  if (status.checkpoint !== null) found.push(["newest checkpoint", `step ${status.checkpoint.step.toLocaleString("en")}`]);
   fill("tiles", found.map(([name, value]) => {
     const tile = make("div", "tile");
     tile.append(make("b", "", value), make("span", "", name));
