@@ -21,6 +21,9 @@ class Output(Protocol):
     def tail(self, local_rank: int) -> Callable[[], list[str]]:
         """A function that returns the last lines of the process of this rank that was opened last."""
 
+    def when_read(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, on any thread, once all is read that the ranks have written until now."""
+
     def write_line(self, line: str) -> None: ...
 
 

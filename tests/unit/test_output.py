@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import queue
 import resource
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -55,6 +57,34 @@ def test_the_last_lines_of_each_process_are_kept(output: PrefixedOutput) -> None
     wait_until(lambda: tails[1]()[-1:] == [cut], "the last line, which is cut")
     assert tails[1]() == [*(line.decode() for line in lines[-49:]), cut]
     wait_until(lambda: sorted(tails[0]()) == ["error", "first"], "the lines of the first process")
+
+
+# RANK-2
+def test_what_was_written_is_read_before_the_call(screen: Screen) -> None:
+    """Others keep the pipes open, and the stream is busy with a line of another rank."""
+    busy, wrote = threading.Event(), threading.Event()
+
+    def step() -> int:
+        busy.set()
+        assert wrote.wait(60)
+        return 3
+
+    output = PrefixedOutput(Screen(), screen)
+    pipes = [output.open(rank) for rank in range(2)]
+    tail = output.tail(1)
+    output.track_steps(0, step)
+    os.write(pipes[0][1], b"other\n")
+    assert busy.wait(60)
+    os.write(pipes[1][0], b"out\n")
+    os.write(pipes[1][1], b"err\n")
+    found: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    output.when_read(lambda: found.put(sorted(tail())))
+    wrote.set()
+    assert found.get(timeout=60) == ["err", "out"]
+    output.close()
+    for pipe in pipes:
+        for descriptor in pipe:
+            os.close(descriptor)
 
 
 def test_an_error_is_told_once_and_the_next_line_passes(output: PrefixedOutput, screen: Screen) -> None:
