@@ -21,6 +21,10 @@ class Output(Protocol):
     def tail(self, local_rank: int) -> Callable[[], list[str]]:
         """A function that returns the last lines of the process of this rank that was opened last."""
 
+    def when_read(self, local_rank: int, callback: Callable[[], None]) -> None:
+        """Call `callback`, on any thread, once what this rank has written until now is read. That takes as long as the
+        reader of this command's output stands still."""
+
     def write_line(self, line: str) -> None: ...
 
 

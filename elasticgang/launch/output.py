@@ -50,6 +50,10 @@ class PrefixedOutput:
         tail = self._tails[local_rank]
         return lambda: [line.decode(errors="backslashreplace") for line in tail.copy()]
 
+    def when_read(self, local_rank: int, callback: Callable[[], None]) -> None:
+        """Call `callback`, on one of the output's threads, once what this rank has written until now is in its tail."""
+        self._stderr.when_read(local_rank, lambda: self._stdout.when_read(local_rank, callback))
+
     def write_line(self, line: str) -> None:
         """Write a line of the agent's own to stderr. Never blocks."""
         self._stderr.write_line(line)
@@ -82,6 +86,7 @@ class _Stream:
         self._target = target
         self._steps = steps
         self._own_lines: deque[str] = deque()
+        self._readers: deque[tuple[int, Callable[[], None]]] = deque()  # of `when_read`
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
@@ -97,6 +102,10 @@ class _Stream:
         self._selector.register(reader, selectors.EVENT_READ, (local_rank, bytearray(), tail))
         self._wake()
         return writer
+
+    def when_read(self, local_rank: int, callback: Callable[[], None]) -> None:
+        self._readers.append((local_rank, callback))
+        self._wake()
 
     def write_line(self, line: str) -> None:
         self._own_lines.append(line)
@@ -142,6 +151,12 @@ class _Stream:
             for key in list(self._selector.get_map().values()):
                 if key.fd != self._wake_reader:
                     self._drain(key, last=True)
+        while self._readers:
+            local_rank, callback = self._readers.popleft()
+            for key in list(self._selector.get_map().values()):  # what came after the look for output
+                if key.fd != self._wake_reader and key.data[0] == local_rank:
+                    self._drain(key)
+            callback()
         while self._own_lines:
             self._write(self._own_lines.popleft().encode(errors="backslashreplace") + b"\n")
         return is_closing

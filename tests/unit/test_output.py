@@ -6,9 +6,11 @@ import io
 import json
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,8 @@ from elasticgang.launch.output import PrefixedOutput
 from elasticgang.observe import events
 from elasticgang.observe.events import EventLog
 from tests.support import wait_until
+
+GUARD_S = 30.0
 
 
 class Screen(io.BytesIO):
@@ -55,6 +59,47 @@ def test_the_last_lines_of_each_process_are_kept(output: PrefixedOutput) -> None
     wait_until(lambda: tails[1]()[-1:] == [cut], "the last line, which is cut")
     assert tails[1]() == [*(line.decode() for line in lines[-49:]), cut]
     wait_until(lambda: sorted(tails[0]()) == ["error", "first"], "the lines of the first process")
+
+
+class HeldScreen(Screen):
+    """Its first write waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held, self.let_go = threading.Event(), threading.Event()
+
+    def write(self, data: Any) -> int:
+        self.is_held.set()
+        assert self.let_go.wait(GUARD_S)
+        return super().write(data)
+
+
+# RANK-2
+def test_lines_of_a_rank_are_kept_when_it_is_said_that_they_are_read() -> None:
+    screen, is_read = HeldScreen(), threading.Event()
+    output = PrefixedOutput(screen, screen)
+    stdout, stderr = output.open(0)
+    tail, lines = output.tail(0), []
+
+    def on_read() -> None:
+        lines.extend(tail())
+        is_read.set()
+
+    others, others_stderr = output.open(1)
+    with (
+        open(stdout, "wb"),
+        open(others, "wb"),
+        open(stderr, "wb", buffering=0) as err,
+        open(others_stderr, "wb", buffering=0) as others_err,
+    ):
+        others_err.write(b"of another rank\n")
+        assert screen.is_held.wait(GUARD_S)  # the thread has looked for output, and not found the next
+        err.write(b"last words\n")
+        output.when_read(0, on_read)
+        screen.let_go.set()
+        assert is_read.wait(GUARD_S)
+        assert lines == ["last words"]
+    output.close()
 
 
 def test_an_error_is_told_once_and_the_next_line_passes(output: PrefixedOutput, screen: Screen) -> None:
