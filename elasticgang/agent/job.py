@@ -21,8 +21,9 @@ class Output(Protocol):
     def tail(self, local_rank: int) -> Callable[[], list[str]]:
         """A function that returns the last lines of the process of this rank that was opened last."""
 
-    def when_read(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, on any thread, once all is read that the ranks have written until now."""
+    def when_read(self, local_rank: int, callback: Callable[[], None]) -> None:
+        """Call `callback`, on any thread, once what this rank has written until now is read. That takes as long as the
+        reader of this command's output stands still."""
 
     def write_line(self, line: str) -> None: ...
 

@@ -1,9 +1,9 @@
 """Starts, reads and reaps the rank processes of one host. The agent decides what their messages and exits mean.
 
 RANK-1  The process group of a dead rank is killed before the rank is reaped, which frees the group's id for reuse.
-RANK-2  An exit is reported only after the rank's last messages have been read from its socket, and its last lines from
-    its pipes, for `_LAST_OUTPUT_S` at most; and the beginning of an exit only after those messages that it had sent by
-    then.
+RANK-2  An exit is reported only after the rank's last messages have been read from its socket, for `_LAST_OUTPUT_S` at
+    most; and the beginning of an exit only after those that it had sent by then. The last lines of a rank that has
+    aborted are read before too, as long at most: they may name its device (CUDA-1).
 RANK-3  The beginning of an exit is watched for from the moment when the rank has joined: it holds its mutex by then.
     The pidfd alone tells that the rank is gone, so that it is restarted.
 """
@@ -208,16 +208,21 @@ class RankProcesses:
 
     async def _finish_exit(self, rank: RankProcess, died_at: float) -> None:
         """RANK-2."""
-        loop = asyncio.get_running_loop()
-        is_read = loop.create_future()
-
-        def on_read() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the agent exits
-                loop.call_soon_threadsafe(is_read.set_result, None)
-
-        self._output.when_read(on_read)
-        await asyncio.gather(rank.link.wait_closed(_LAST_OUTPUT_S), asyncio.wait([is_read], timeout=_LAST_OUTPUT_S))
+        await rank.link.wait_closed(_LAST_OUTPUT_S)
+        if rank.status == -signal.SIGABRT:
+            await self._read_output(rank)
         rank.link.close()
         os.close(rank.stack_file)
         del self._by_member[rank.member]
         self._callbacks.on_exit(rank, died_at)
+
+    async def _read_output(self, rank: RankProcess) -> None:
+        loop, is_read = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_read() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the agent exits
+                loop.call_soon_threadsafe(is_read.set)
+
+        self._output.when_read(rank.local_rank, on_read)
+        with contextlib.suppress(asyncio.TimeoutError):  # who reads this command's output stands still
+            await asyncio.wait_for(is_read.wait(), _LAST_OUTPUT_S)

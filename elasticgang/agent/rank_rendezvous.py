@@ -6,7 +6,8 @@ A rank has a door to its agent: a socket over which it sends one end of a new co
 DOOR-1  Only a holder of the door can connect. It exists in the agent and in the rank alone.
 DOOR-2  A connection takes part in a generation only while its rank has a seat in the newest record.
 DOOR-3  Keys that come in one turn of the event loop are sent on together. What has come is sent again in each session.
-DOOR-4  While this process has no free descriptor it receives no connection: the kernel would drop it. It tries again.
+DOOR-4  While this process has no free descriptor it receives no connection: the kernel would drop it. It says so, and
+    tries again; the rendezvous then goes on where it was.
 DOOR-5  A rank finds the block of a generation in its door when it gets the record. This process has a descriptor in
     reserve for the next block, so that one change of the generation needs no free one.
 """
@@ -58,6 +59,7 @@ class RankRendezvous:
         self._joined: list[str] = []
         self._flushing: asyncio.Handle | None = None
         self._reserve: int | None = None  # the descriptor of the next block
+        self._has_told_shortage = False  # since the last connection that was received
 
     def begin(self, record: Record, agent: str) -> None:
         """`agent`: this one's id."""
@@ -164,10 +166,12 @@ class RankRendezvous:
         loop = asyncio.get_running_loop()
         try:
             os.close(os.dup(door.fileno()))
-        except OSError:  # DOOR-4
+        except OSError as exc:  # DOOR-4
+            self._tell_shortage(exc)
             loop.remove_reader(door)
             loop.call_later(_RETRY_S, self._listen, member, door)
             return
+        self._has_told_shortage = False
         try:
             data, descriptors, _, _ = socket.recv_fds(door, 16, 1)
         except OSError:
@@ -178,6 +182,11 @@ class RankRendezvous:
             sock = socket.socket(fileno=descriptor)
             sock.setblocking(False)
             self._spawn_task(self._open(member, sock))
+
+    def _tell_shortage(self, exc: OSError) -> None:
+        if not self._has_told_shortage:
+            self._has_told_shortage = True
+            self._write_line(f"elasticgang: ranks wait to be connected, this agent has no free descriptor: {exc}")
 
     async def _open(self, member: str, sock: socket.socket) -> None:
         try:

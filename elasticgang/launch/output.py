@@ -50,9 +50,9 @@ class PrefixedOutput:
         tail = self._tails[local_rank]
         return lambda: [line.decode(errors="backslashreplace") for line in tail.copy()]
 
-    def when_read(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, on a thread of the output, once all is read that the ranks have written until now."""
-        self._stdout.when_read(lambda: self._stderr.when_read(callback))
+    def when_read(self, local_rank: int, callback: Callable[[], None]) -> None:
+        """Call `callback`, on one of the output's threads, once what this rank has written until now is in its tail."""
+        self._stderr.when_read(local_rank, lambda: self._stdout.when_read(local_rank, callback))
 
     def write_line(self, line: str) -> None:
         """Write a line of the agent's own to stderr. Never blocks."""
@@ -86,7 +86,7 @@ class _Stream:
         self._target = target
         self._steps = steps
         self._own_lines: deque[str] = deque()
-        self._when_read: deque[Callable[[], None]] = deque()
+        self._readers: deque[tuple[int, Callable[[], None]]] = deque()  # of `when_read`
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
@@ -103,12 +103,12 @@ class _Stream:
         self._wake()
         return writer
 
-    def write_line(self, line: str) -> None:
-        self._own_lines.append(line)
+    def when_read(self, local_rank: int, callback: Callable[[], None]) -> None:
+        self._readers.append((local_rank, callback))
         self._wake()
 
-    def when_read(self, callback: Callable[[], None]) -> None:
-        self._when_read.append(callback)
+    def write_line(self, line: str) -> None:
+        self._own_lines.append(line)
         self._wake()
 
     def close(self) -> None:
@@ -146,15 +146,17 @@ class _Stream:
                 os.read(key.fd, 4096)
             else:
                 self._drain(key)
-        is_closing, when_read = self._closing, [self._when_read.popleft() for _ in range(len(self._when_read))]
-        try:
-            if is_closing or when_read:
-                for key in list(self._selector.get_map().values()):
-                    if key.fd != self._wake_reader:
-                        self._drain(key, last=is_closing)
-        finally:
-            for callback in when_read:
-                callback()
+        is_closing = self._closing
+        if is_closing:
+            for key in list(self._selector.get_map().values()):
+                if key.fd != self._wake_reader:
+                    self._drain(key, last=True)
+        while self._readers:
+            local_rank, callback = self._readers.popleft()
+            for key in list(self._selector.get_map().values()):  # what came after the look for output
+                if key.fd != self._wake_reader and key.data[0] == local_rank:
+                    self._drain(key)
+            callback()
         while self._own_lines:
             self._write(self._own_lines.popleft().encode(errors="backslashreplace") + b"\n")
         return is_closing

@@ -4,7 +4,8 @@ of ranks, it ends in the bits of a run alone.
 `python resumed_job.py DIRECTORY STEPS EVERY`. EVERY: a number of steps, or of seconds, as `0.5s`. It appends the index
 of each committed step to `steps-PID`, and writes `done-LOCAL_RANK` with the digest of its parameters. It waits in the
 step that stands in the file `hold`, while that is there. With APART in the environment, each rank has a directory of
-checkpoints of its own. With DIE_IN_LAST, the first rank that has copied its share of the final state is killed.
+checkpoints of its own. With DIE_IN_LAST, the first rank that has copied its share of the final state is killed. With
+AWAIT_SAVES, no step ends while a save is under way, so that none is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -65,6 +67,10 @@ def held(path: Path) -> int | None:
     return None
 
 
+def is_saving() -> bool:
+    return any(thread.name == "checkpoint" for thread in threading.enumerate())
+
+
 def limit_writer(max_file_bytes: int) -> None:
     """Of the process alone that writes checkpoints: the limit is on shared memory too."""
     for child in psutil.Process().children():
@@ -102,7 +108,7 @@ def main() -> None:
             for slot in slots:
                 with model.accumulate(last=slot.last):
                     model(slot.index).backward()
-            while held(here / "hold") == step.index:
+            while held(here / "hold") == step.index or (os.environ.get("AWAIT_SAVES") and is_saving()):
                 step.check()
                 time.sleep(0.01)
             model.module.get_buffer("steps").fill_(step.index + 1)

@@ -22,7 +22,7 @@ def allow_descriptors(pid: int, limit: int) -> int:
 def test_a_rank_that_cannot_be_started_comes_back_once_it_can(tmp_path: Path) -> None:
     with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=2) as job:
         job.expect_file(tmp_path / "at-1")
-        former = allow_descriptors(job.process.pid, 8)  # those that it has, it keeps
+        former = allow_descriptors(job.process.pid, 3)  # those that it has, it keeps
         kill(job.rank_pid(1))
         job.expect("warned", count=2)
         job.expect("generation", generation=2)
@@ -41,7 +41,7 @@ def test_a_rank_that_cannot_be_started_comes_back_once_it_can(tmp_path: Path) ->
 def test_the_coordinator_is_started_again_once_it_can_be(tmp_path: Path) -> None:
     with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=2) as job:
         job.expect_file(tmp_path / "at-1")
-        former = allow_descriptors(job.process.pid, 8)
+        former = allow_descriptors(job.process.pid, 3)
         (coordinator,) = [process for process in job.processes() if process.name() == "eg-coordinator"]
         kill(coordinator.pid)
         job.expect_line("elasticgang: the coordinator could not be started; trying again: [Errno 24]")

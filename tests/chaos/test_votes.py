@@ -199,19 +199,36 @@ def test_a_rank_keeps_nothing_of_the_blocks_of_former_generations(tmp_path: Path
 
 # SUMS-5
 def test_ranks_without_memory_for_their_votes_go_on_once_there_is_some(tmp_path: Path) -> None:
-    # A collective may wait for a rank whose agent has no descriptor for it: until its timeout, which is short here.
-    options = ["--collective-timeout", "10"]
-    with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=4, options=options) as job:
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=4) as job:
         for rank in range(4):
             job.expect_file(tmp_path / f"at-{rank}")
-        former = allow_descriptors(job.process.pid, 8)  # those that it has, it keeps
-        kill(job.rank_pid(3))  # the next generation, or the one after it, finds no descriptor
-        job.expect("exited", local_rank=3)
+        former = allow_descriptors(job.process.pid, 3)  # those that it has, it keeps
+        kill(job.rank_pid(3))
+        job.expect("generation", generation=2)  # has the block in reserve (DOOR-5)
         kill(job.rank_pid(2))
         job.expect_line("elasticgang: there is no memory for the votes of generation ")
         allow_descriptors(job.process.pid, former)
-        step = int(job.expect_file(tmp_path / "at-0"))
-        wait_until(lambda: int(job.expect_file(tmp_path / "at-0")) > step + 3, "further steps")
-        assert "Traceback" not in job.stderr
-        job.process.terminate()
-        assert job.wait() == 143
+        check_goes_on(job)
+
+
+# DOOR-4
+def test_ranks_that_wait_for_a_descriptor_of_their_agent_go_on_once_there_is_one(tmp_path: Path) -> None:
+    """Nobody waits for the timeout of the rendezvous."""
+    options = ["--collective-timeout", "900"]
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=3, options=options) as job:
+        for rank in range(3):
+            job.expect_file(tmp_path / f"at-{rank}")
+        former = allow_descriptors(job.process.pid, 3)
+        kill(job.rank_pid(2))
+        job.expect_line("elasticgang: ranks wait to be connected, this agent has no free descriptor: [Errno 24]")
+        allow_descriptors(job.process.pid, former)
+        check_goes_on(job)
+
+
+def check_goes_on(job: Job) -> None:
+    """The job commits further steps, then ends."""
+    step = int(job.expect_file(job.directory / "at-0"))
+    wait_until(lambda: int(job.expect_file(job.directory / "at-0")) > step + 3, "further steps")
+    assert "Traceback" not in job.stderr
+    job.process.terminate()
+    assert job.wait() == 143

@@ -7,9 +7,10 @@ import json
 import os
 import re
 import resource
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +20,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError, OperationalError
+from elasticgang.process.parent_death import signal_at_parent_death
 from scripts.benches.comm import open_store
 from tests.integration.rings import Ring
 
 WARM_UP = 30
 GENERATIONS = 1000
 ABORT_EACH = 50  # generations: that one does not end well, and its process is replaced
+NUM_LOW = 64
 _pids = {os.getpid()}  # of this process and of all that it has started
 
 
@@ -96,8 +99,9 @@ def _is_open(fd: str) -> bool:
 
 def with_few_descriptors() -> None:
     """Two ranks of 256 descriptors reduce many tensors in one call; then none is left for a while."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    with open_store() as store:
+    with open_store_beside() as store:
+        take_low_descriptors()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_LOW + 256, NUM_LOW + 256))
         ring = Ring(lambda: ProcessGroupIsolatedGloo(30.0), 2, store)
         for size in (3, 20_000):
             many = [[torch.full((size,), float(number)) for number in range(1500)] for _ in range(2)]
@@ -108,36 +112,49 @@ def with_few_descriptors() -> None:
         assert all(tensor[-1].item() == 2.0 for mine in kept for tensor in mine)
         for pg in ring.groups:
             pg.wait_standby(30.0)
-        held = exhaust()
+        exhaust()
         strided = torch.ones(6_000_000, 2)[:, 0]
         error = failure(lambda: ring[0].allreduce([strided]).wait())
         assert isinstance(error, GangError), repr(error)
         assert "no shared memory" in str(error)
         assert ring[0].errored()
         assert strided.sum().item() == 6_000_000
-        held += exhaust()  # what was given back by that
         ring.configure()  # the standby takes over; another one cannot be started
         assert ring.sums() == [2.0, 2.0]
         ring[0].abort()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 256))  # also of those that the abort gives back a moment later
         error = failure(lambda: ring[0].configure(ring.next_address(), "replica", 0, 2))
         assert isinstance(error, OperationalError), repr(error)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-        for fd in held:
-            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_LOW + 256, NUM_LOW + 256))
         ring.configure()
         assert ring.sums() == [2.0, 2.0]
         ring.close()
 
 
-def exhaust() -> list[int]:
-    """All descriptors that this process may still have."""
-    held = []
+@contextlib.contextmanager
+def open_store_beside() -> Iterator[str]:
+    """The address of a store in a process of its own, which keeps its descriptors."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        signal_at_parent_death(signal.SIGKILL)
+        with open_store() as store:
+            os.write(writer, store.encode())
+            signal.pause()
     try:
-        while True:
-            held.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError:
-        return held
+        yield os.read(reader, 100).decode()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def take_low_descriptors() -> None:
+    """The numbers that are left when there is no descriptor: a limit is also one of `poll`, which goes on."""
+    while os.open(os.devnull, os.O_RDONLY) < NUM_LOW:
+        pass
+
+
+def exhaust() -> None:
+    """From now on this process gets no descriptor, not even one that a thread gives back."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_LOW, NUM_LOW + 256))
 
 
 def failure(act: Callable[[], object]) -> Exception | None:

@@ -166,6 +166,8 @@ def test_a_connection_waits_while_the_agent_has_no_free_descriptor() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         host.clients.append(AgentStoreClient(connection))
         assert await aside(store(host.clients[-1], record).get, "1") == b"one"
+        (line,) = host.lines
+        assert "ranks wait to be connected, this agent has no free descriptor: [Errno 24]" in line
 
     play(test)
 

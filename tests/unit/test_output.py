@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import queue
 import resource
 import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +19,8 @@ from elasticgang.launch.output import PrefixedOutput
 from elasticgang.observe import events
 from elasticgang.observe.events import EventLog
 from tests.support import wait_until
+
+GUARD_S = 30.0
 
 
 class Screen(io.BytesIO):
@@ -59,32 +61,45 @@ def test_the_last_lines_of_each_process_are_kept(output: PrefixedOutput) -> None
     wait_until(lambda: sorted(tails[0]()) == ["error", "first"], "the lines of the first process")
 
 
+class HeldScreen(Screen):
+    """Its first write waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held, self.let_go = threading.Event(), threading.Event()
+
+    def write(self, data: Any) -> int:
+        self.is_held.set()
+        assert self.let_go.wait(GUARD_S)
+        return super().write(data)
+
+
 # RANK-2
-def test_what_was_written_is_read_before_the_call(screen: Screen) -> None:
-    """Others keep the pipes open, and the stream is busy with a line of another rank."""
-    busy, wrote = threading.Event(), threading.Event()
+def test_lines_of_a_rank_are_kept_when_it_is_said_that_they_are_read() -> None:
+    screen, is_read = HeldScreen(), threading.Event()
+    output = PrefixedOutput(screen, screen)
+    stdout, stderr = output.open(0)
+    tail, lines = output.tail(0), []
 
-    def step() -> int:
-        busy.set()
-        assert wrote.wait(60)
-        return 3
+    def on_read() -> None:
+        lines.extend(tail())
+        is_read.set()
 
-    output = PrefixedOutput(Screen(), screen)
-    pipes = [output.open(rank) for rank in range(2)]
-    tail = output.tail(1)
-    output.track_steps(0, step)
-    os.write(pipes[0][1], b"other\n")
-    assert busy.wait(60)
-    os.write(pipes[1][0], b"out\n")
-    os.write(pipes[1][1], b"err\n")
-    found: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-    output.when_read(lambda: found.put(sorted(tail())))
-    wrote.set()
-    assert found.get(timeout=60) == ["err", "out"]
+    others, others_stderr = output.open(1)
+    with (
+        open(stdout, "wb"),
+        open(others, "wb"),
+        open(stderr, "wb", buffering=0) as err,
+        open(others_stderr, "wb", buffering=0) as others_err,
+    ):
+        others_err.write(b"of another rank\n")
+        assert screen.is_held.wait(GUARD_S)  # the thread has looked for output, and not found the next
+        err.write(b"last words\n")
+        output.when_read(0, on_read)
+        screen.let_go.set()
+        assert is_read.wait(GUARD_S)
+        assert lines == ["last words"]
     output.close()
-    for pipe in pipes:
-        for descriptor in pipe:
-            os.close(descriptor)
 
 
 def test_an_error_is_told_once_and_the_next_line_passes(output: PrefixedOutput, screen: Screen) -> None:
