@@ -213,7 +213,7 @@ class QuorumManager:
         `load_state_dict()`. Call it before the first step, with the same names on every rank.
 
         Raises:
-            TypeError: an object has no such methods.
+            TypeError: an object has no such methods, or the extra state of a module cannot be sent.
             InvalidOperationError: an object has parameters or is an optimizer, and the layout has a `fallback`: make it
                 in the function given to `build`.
         """

@@ -7,6 +7,7 @@ REGISTERED-1  Parameters and buffers are known by the names that they have in th
 REGISTERED-2  A module's state dict may have several keys for one tensor, and none for a buffer. Which tensor each key
     is, in the names of REGISTERED-1, is found out when the module is registered, because a state dict may run hooks.
 REGISTERED-3  A state that is received in place is in memory that no two of its tensors share.
+REGISTERED-4  What a module's `get_extra_state` returns is small state, as that of a registered object.
 """
 
 from __future__ import annotations
@@ -38,6 +39,28 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
+class _ExtraState:
+    """The extra state of a module and of the modules in it, by their names; "" is the module itself (REGISTERED-4)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = {
+            name: each
+            for name, each in module.named_modules()
+            if type(each).get_extra_state is not nn.Module.get_extra_state
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: module.get_extra_state() for name, module in self._modules.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        for name, state in state_dict.items():
+            self._modules[name].set_extra_state(state)
+        return None
+
+
 class RegisteredState:
     """`snapshot`: the small state from the beginning of the step. `written`: a mark behind all changes of the state
     until then, after which a stream of its own may read it (PINNED-2)."""
@@ -65,6 +88,9 @@ class RegisteredState:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise TypeError(f"{name} ({type(item).__name__}) must have state_dict() and load_state_dict()")
             if isinstance(item, nn.Module):
+                if extra := _ExtraState(item):
+                    _check_extra(name, extra)
+                    self._others[extra_name(name)] = extra
                 if name_of is not None:
                     self._name_of[name] = functools.cache(name_of)  # it may read the layout, which changes before this
                 self._parameters[name] = self._named(name, item.named_parameters())
@@ -79,6 +105,7 @@ class RegisteredState:
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names."""
         for name in names:
+            self._others.pop(extra_name(name), None)
             kinds = (self._modules, self._name_of, self._parameters, self._keys, self._optimizers, self._others)
             for objects in kinds:
                 objects.pop(name, None)
@@ -98,7 +125,7 @@ class RegisteredState:
         return named
 
     def _keys_of(self, name: str, module: nn.Module) -> dict[str, str]:
-        """REGISTERED-2. What is neither a parameter nor a buffer, such as `get_extra_state` returns, has no name."""
+        """REGISTERED-2. What is neither a parameter nor a buffer, such as extra state, has no name."""
         named: dict[str, torch.Tensor] = {**self._parameters[name], **self._named(name, module.named_buffers())}
         names = {id(tensor): key for key, tensor in named.items()}
         name_of = self._name_of.get(name, str)
@@ -267,6 +294,21 @@ class RegisteredState:
             optimizer = self._optimizers[name]
             optimizer.load_state_dict(_placed(state, optimizer, writer))
         writer.finish()
+
+
+def extra_name(module: str) -> str:
+    """The name of a module's extra state among the registered objects (REGISTERED-4)."""
+    return f"{module}.extra_state"
+
+
+def _check_extra(name: str, extra: _ExtraState) -> None:
+    """Raises TypeError: it cannot be sent."""
+    try:
+        flatten(extra.state_dict())
+    except TypeError as exc:
+        raise TypeError(
+            f"what get_extra_state of {name!r} returns must be made of tensors, numbers, strings, lists, dicts: {exc}"
+        ) from exc
 
 
 def _placed(state: dict[str, Any], optimizer: Any, writer: staging.Writer) -> dict[str, Any]:
