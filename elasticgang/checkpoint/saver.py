@@ -6,9 +6,6 @@ SAVER-2  A save that fails costs that save: training goes on, with a warning.
 SAVER-3  A job never starts anew beside checkpoints of which none can be used.
 SAVER-4  A rank loads the checkpoint that the record names by its manifest's digest, and no other one of that attempt.
 SAVER-5  A rank that holds the state of a committed step goes on where no checkpoint can be read, with a warning.
-SAVER-6  A rank that does not write its share of a save, because it still writes the one before or cannot, says so in
-    its next vote, and all ranks give the save up: the committing writer would wait for that share. A save under way
-    that no vote has confirmed is given up with its generation.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from elasticgang.checkpoint import listing
@@ -97,7 +94,6 @@ class DurableCheckpoints:
         self._last: str = ""  # the directory of the plan that was followed last
         self._loaded: Attempt | None = None
         self._failed: str = ""  # the directory of a plan that could not be followed
-        self._has_left_out = self._has_failed = False  # the newest save, or the one before; and no vote has said so
         self._final: tuple[int, float] = 0, 0.0  # the generation that saves the final state, and its deadline
         self._has_begun_last = self._has_given_up = False  # in that generation
         self._unusable: set[str] = set()  # paths
@@ -105,30 +101,14 @@ class DurableCheckpoints:
 
     # -- saving
 
-    def vote(self) -> tuple[float, float, float]:
-        """1 if this rank proposes a save (SCHEDULE-1); if it has left out the newest one; if its share of the last one
-        that it began has failed (SAVER-6)."""
-        self._note_failure()
-        return float(self._schedule.proposes), float(self._has_left_out), float(self._has_failed)
+    @property
+    def proposes(self) -> bool:
+        """Whether this rank's vote proposes a save (SCHEDULE-1)."""
+        return self._schedule.proposes
 
-    def count(self, sums: Sequence[float], generation: int) -> None:
-        """A vote of `generation` has been counted. `sums`: over all ranks, of what `vote` returned."""
-        num_proposals, num_left_out, num_failed = sums
+    def count(self, num_proposals: float, generation: int) -> None:
+        """A vote of `generation` has been counted."""
         self._schedule.count(num_proposals, generation)
-        self._has_left_out = self._has_failed = False
-        save = self._save
-        if save is None:
-            return
-        if num_failed or (num_left_out and save.plan.directory == self._last):
-            save.is_known = True
-            if self.is_saving:
-                save.cancel()
-        else:
-            save.is_confirmed = True
-
-    def _note_failure(self) -> None:
-        if self._save is not None and self._save.fails:
-            self._has_failed = self._save.is_known = True
 
     def begin(self, member: str, state: MemberState, *, is_last: bool = False) -> None:
         """A step begins, or the job is finished if `is_last`. Start to save the state, if it is due. Raises
@@ -157,7 +137,6 @@ class DurableCheckpoints:
             log.warning(
                 "step %d is not saved: the save of step %d is under way", tip.step, self._save.plan.attempt.step
             )
-            self._has_left_out = True
             return
         self._start(plan, place, record)
 
@@ -176,12 +155,13 @@ class DurableCheckpoints:
                 self._writer.allocate(captured.shard.num_bytes)
 
     def _give_up_incomplete(self, record: Record, committed: Attempt) -> None:
-        """WRITER-2, SAVER-6. A rank may not have begun a save that no vote has confirmed (SCHEDULE-2)."""
+        """WRITER-2. A save that its generation has not outlived by a step is given up: a rank may not have begun it
+        (SCHEDULE-2)."""
         save = self._save
         if save is None or not self.is_saving or save.generation == record.generation:
             return
         save.generation = record.generation
-        if not save.is_confirmed or save.plan.attempt == committed:
+        if save.plan.attempt == committed:
             save.cancel()
         else:
             save.lose({seat.member for seat in record.seats})
@@ -216,9 +196,8 @@ class DurableCheckpoints:
             memory = self._writer.memory(captured.shard.num_bytes)
         except OSError as exc:
             log.warning("step %d is not saved: %s", plan.attempt.step, exc)
-            self._failed, self._has_left_out = plan.directory, True
+            self._failed = plan.directory
             return
-        self._note_failure()
         self._save = _Save(
             plan, record.generation, captured, request, memory, self._writer, self._server, self._on_saved
         )
@@ -419,8 +398,6 @@ class _Save(threading.Thread):
         self._sending = threading.Lock()
         self._is_sent = False
         self._problem = ""
-        self.is_known = False  # that it fails
-        self.is_confirmed = False  # by a vote
         self._began_s = time.monotonic()
         self.has_read = threading.Event()
         server.lend(self)
@@ -428,11 +405,6 @@ class _Save(threading.Thread):
     def has_failed(self, directory: str) -> bool:
         """Whether this was the save in `directory`, and has failed."""
         return self.plan.directory == directory and bool(self._problem)
-
-    @property
-    def fails(self) -> bool:
-        """Whether it has failed, and no other rank knows."""
-        return bool(self._problem) and not self.is_known
 
     def shut(self) -> None:
         """SNAPSHOT-2: an apply waits too long for the copy."""

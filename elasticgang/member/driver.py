@@ -36,7 +36,6 @@ from elasticgang.testing import reached
 log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
-_NO_VOTE = (0.0, 0.0, 0.0)  # of a rank without checkpoints
 
 
 class MemberDriver:
@@ -110,8 +109,8 @@ class MemberDriver:
                 self.contribute()
             case do.StartSum(gang, values, measures):
                 self._is_voting = gang == "control"
-                if self._is_voting:  # SCHEDULE-1, SAVER-6
-                    values = (*values, *(_NO_VOTE if self.checkpoints is None else self.checkpoints.vote()))
+                if self._is_voting:  # SCHEDULE-1
+                    values = (*values, float(self.checkpoints is not None and self.checkpoints.proposes))
                 measured = self._measure() if measures and self._measure is not None else ()
                 self._sums = rendezvous.start_sum([*values, *measured])
             case Do.AWAIT_SUMS:
@@ -119,8 +118,8 @@ class MemberDriver:
                 if self._is_voting:
                     reached("votes_received")
                     if self.checkpoints is not None:
-                        self.checkpoints.count(sums[-3:], self.lifecycle.state.entered)
-                    return sums[:-3]
+                        self.checkpoints.count(sums[-1], self.lifecycle.state.entered)
+                    return sums[:-1]
                 reached("totals_received")
                 return sums
             case Do.FINISH_REDUCTION:

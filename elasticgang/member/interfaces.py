@@ -75,11 +75,12 @@ class Checkpoints(Protocol):
     coverage: Coverage | None
     """Of what was loaded last, if it was saved by other stages."""
 
-    def vote(self) -> tuple[float, float, float]:
-        """What this rank's vote says of saves, 1 or 0 each: it proposes one; it has left one out; one has failed."""
+    @property
+    def proposes(self) -> bool:
+        """Whether this rank's vote proposes to save the state."""
 
-    def count(self, sums: Sequence[float], generation: int) -> None:
-        """A vote of `generation` has been counted. `sums`: over all ranks, of what `vote` returned."""
+    def count(self, num_proposals: float, generation: int) -> None:
+        """A vote of `generation` has been counted, in which so many ranks proposed to save."""
 
     def begin(self, member: str, state: MemberState) -> None:
         """A step begins on the state that `state` describes: save it, if it is due. Does not wait for the disk."""

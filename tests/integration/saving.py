@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +125,6 @@ class Rank:
         tensors = [*self.model.state_dict().items()]
         states = [(index, key, value) for index, each in optim["state"].items() for key, value in each.items()]
         return [*tensors, *states, optim["param_groups"], *self.counter.state.items()]
-
-
-def vote(ranks: Sequence[Rank]) -> tuple[float, ...]:
-    """They vote once in their generation. Returns the sums."""
-    sums = tuple(map(sum, zip(*(rank.checkpoints.vote() for rank in ranks), strict=True)))
-    for rank in ranks:
-        rank.checkpoints.count(sums, rank.state.entered)
-    return sums
 
 
 def same(one: Rank, other: Rank) -> bool:
