@@ -6,6 +6,9 @@ SAVER-2  A save that fails costs that save: training goes on, with a warning.
 SAVER-3  A job never starts anew beside checkpoints of which none can be used.
 SAVER-4  A rank loads the checkpoint that the record names by its manifest's digest, and no other one of that attempt.
 SAVER-5  A rank that holds the state of a committed step goes on where no checkpoint can be read, with a warning.
+SAVER-6  The committing writer waits for no share that will never come. A rank leaves a save out while its former one is
+    under way, and its writer may fail; no message says so. Each vote counts the ranks that save: once the committing
+    rank is the only one, all shares are written that will be. The save of the final state supersedes the one before.
 """
 
 from __future__ import annotations
@@ -106,9 +109,11 @@ class DurableCheckpoints:
         """Whether this rank's vote proposes a save (SCHEDULE-1)."""
         return self._schedule.proposes
 
-    def count(self, num_proposals: float, generation: int) -> None:
-        """A vote of `generation` has been counted."""
+    def count(self, num_proposals: float, num_saving: float, generation: int) -> None:
+        """A vote of `generation` has been counted: so many ranks proposed a save, and had one under way."""
         self._schedule.count(num_proposals, generation)
+        if num_saving == 1:
+            self._stop_waiting()
 
     def begin(self, member: str, state: MemberState, *, is_last: bool = False) -> None:
         """A step begins, or the job is finished if `is_last`. Start to save the state, if it is due. Raises
@@ -166,6 +171,11 @@ class DurableCheckpoints:
         else:
             save.lose({seat.member for seat in record.seats})
 
+    def _stop_waiting(self) -> None:
+        """SAVER-6. The save under way, if this rank has one, has the shares that it will get."""
+        if self._save is not None and self.is_saving:
+            self._save.lose({self._save.member})
+
     def _start(self, plan: SavePlan, place: tuple[tuple[int, int, int], int], record: Record) -> None:
         (model, number), registered = place, self._server.registered
         seated = Seated(record.layout, model)
@@ -198,8 +208,9 @@ class DurableCheckpoints:
             log.warning("step %d is not saved: %s", plan.attempt.step, exc)
             self._failed = plan.directory
             return
+        member = plan.holders[model][number]
         self._save = _Save(
-            plan, record.generation, captured, request, memory, self._writer, self._server, self._on_saved
+            plan, member, record.generation, captured, request, memory, self._writer, self._server, self._on_saved
         )
         self._save.start()
 
@@ -232,6 +243,7 @@ class DurableCheckpoints:
             self._await_save(_ROUND_S)
         is_late = time.monotonic() > self._final[1]
         if not self._has_begun_last and not is_late:  # the save of an earlier step is under way
+            self._stop_waiting()
             return True, False
         if self._has_begun_last and not self._last.startswith(_prefix(state.committed)):  # there is nothing to save
             return False, False
@@ -381,6 +393,7 @@ class _Save(threading.Thread):
     def __init__(
         self,
         plan: SavePlan,
+        member: str,
         generation: int,
         captured: Captured,
         request: dict[str, Any],
@@ -390,7 +403,7 @@ class _Save(threading.Thread):
         on_saved: OnSaved,
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
-        self.plan, self.generation = plan, generation
+        self.plan, self.member, self.generation = plan, member, generation
         self._captured, self._request, self._memory = captured, request, memory
         self._writer, self._server, self._on_saved = writer, server, on_saved
         self._written = server.registered.written
@@ -418,13 +431,14 @@ class _Save(threading.Thread):
 
     def lose(self, members: Collection[str]) -> None:
         """Only `members` are left: no others will write their shares."""
-        lost = [
+        names = [
             part_name(place_name(model), number)
             for model, holders in self.plan.holders.items()
             for number, member in enumerate(holders)
             if member not in members
         ]
         with self._sending:
+            lost = [name for name in names if name not in self._request["lost"]]
             self._request["lost"] += lost
             if self._is_sent and lost:
                 self._writer.send({"lost": lost})

@@ -36,6 +36,7 @@ from elasticgang.testing import reached
 log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
+_NUM_SAVES = 2  # numbers of a vote that are of checkpoints
 
 
 class MemberDriver:
@@ -95,6 +96,11 @@ class MemberDriver:
         for reducer in self.reducers:
             reducer.contribute()
 
+    def _saves(self) -> tuple[float, float]:
+        """What this rank's vote says of checkpoints: it proposes a save, and has one under way."""
+        checkpoints = self.checkpoints
+        return (0.0, 0.0) if checkpoints is None else (float(checkpoints.proposes), float(checkpoints.is_saving))
+
     def _perform(self, instruction: Instruction) -> Any:
         rendezvous, state_server = self._rendezvous, self._state_server
         match instruction:
@@ -109,8 +115,8 @@ class MemberDriver:
                 self.contribute()
             case do.StartSum(gang, values, measures):
                 self._is_voting = gang == "control"
-                if self._is_voting:  # SCHEDULE-1
-                    values = (*values, float(self.checkpoints is not None and self.checkpoints.proposes))
+                if self._is_voting:  # SCHEDULE-1, SAVER-6
+                    values = (*values, *self._saves())
                 measured = self._measure() if measures and self._measure is not None else ()
                 self._sums = rendezvous.start_sum([*values, *measured])
             case Do.AWAIT_SUMS:
@@ -118,8 +124,9 @@ class MemberDriver:
                 if self._is_voting:
                     reached("votes_received")
                     if self.checkpoints is not None:
-                        self.checkpoints.count(sums[-1], self.lifecycle.state.entered)
-                    return sums[:-1]
+                        num_proposals, num_saving = sums[-_NUM_SAVES:]
+                        self.checkpoints.count(num_proposals, num_saving, self.lifecycle.state.entered)
+                    return sums[:-_NUM_SAVES]
                 reached("totals_received")
                 return sums
             case Do.FINISH_REDUCTION:

@@ -79,8 +79,12 @@ class Checkpoints(Protocol):
     def proposes(self) -> bool:
         """Whether this rank's vote proposes to save the state."""
 
-    def count(self, num_proposals: float, generation: int) -> None:
-        """A vote of `generation` has been counted, in which so many ranks proposed to save."""
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank's share of a save is not written yet."""
+
+    def count(self, num_proposals: float, num_saving: float, generation: int) -> None:
+        """A vote of `generation` has been counted, in which so many ranks proposed to save, and were saving."""
 
     def begin(self, member: str, state: MemberState) -> None:
         """A step begins on the state that `state` describes: save it, if it is due. Does not wait for the disk."""

@@ -295,6 +295,55 @@ def test_a_save_is_given_up_at_once_when_a_writer_is_lost_in_a_later_step(
     assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [20]
 
 
+# SAVER-6
+def test_a_save_that_another_rank_has_left_out_is_given_up_once_no_other_rank_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank, other = Rank(tmp_path).train(10).begin(), Rank(tmp_path, "b0")
+    rank.checkpoints.count(0.0, 2.0, 1)  # the share of b0 may come
+    wait_until(lambda: any(tmp_path.glob("*/part-0-0-0-00000.json")), "the own share")
+    assert rank.checkpoints.is_saving
+    rank.checkpoints.count(0.0, 1.0, 1)
+    wait_until(lambda: not rank.checkpoints.is_saving, "the end of the save")
+    assert "is missing: part-0-0-0-00001.json" in caplog.text
+    other.train(20).begin()
+    rank.save(20)
+    other.close()
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [20]
+
+
+# SAVER-6
+def test_a_save_is_complete_with_the_shares_of_ranks_that_save_no_more(tmp_path: Path) -> None:
+    """The committing rank is the slowest."""
+    rank, other = Rank(tmp_path), Rank(tmp_path, "b0")
+    other.train(10).begin().close()
+    copied, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        copied.set()
+        assert go_on.wait(60)
+
+    with testing.fail_at("checkpoint_copied", hold):
+        rank.train(10).begin()
+        assert copied.wait(60)
+        rank.checkpoints.count(0.0, 1.0, 1)
+        go_on.set()
+        rank.close()
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [10]
+
+
+# SAVER-6
+def test_the_final_state_waits_for_no_save_that_another_rank_has_left_out(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, member) for member in MEMBERS]
+    ranks[0].train(10).begin()
+    for rank in ranks:
+        rank.train(13)
+    assert rounds(*ranks) == [(False, False)] * 2
+    for rank in ranks:
+        rank.close()
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [13]
+
+
 def test_a_save_outlives_a_rank_that_leaves_after_its_share_is_written(tmp_path: Path) -> None:
     rank, other = Rank(tmp_path), Rank(tmp_path, "b0")
     copied, go_on = threading.Event(), threading.Event()
@@ -328,8 +377,8 @@ def test_saves_follow_the_clock_of_any_rank(tmp_path: Path) -> None:
         num_proposals = float(sum(rank.checkpoints.proposes for rank in ranks))
         assert num_proposals == 1
         for rank in ranks:
-            rank.checkpoints.count(num_proposals, 1)
+            rank.checkpoints.count(num_proposals, 0.0, 1)
     assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [3, 2]
     for rank in ranks:
-        rank.checkpoints.count(0.0, 1)
+        rank.checkpoints.count(0.0, 0.0, 1)
         rank.close()

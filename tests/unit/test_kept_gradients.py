@@ -233,7 +233,7 @@ def test_nothing_is_kept_of_step_0(undisturbed: list[Tensor]) -> None:
 # DIVISION-5
 def test_nothing_is_kept_if_the_job_goes_back_to_a_checkpoint(undisturbed: list[Tensor]) -> None:
     """Of the same attempt, maybe of another job in the same directory. This one has the present state."""
-    checkpoints = create_autospec(DurableCheckpoints, instance=True, proposes=False, coverage=None)
+    checkpoints = create_autospec(DurableCheckpoints, instance=True, proposes=False, is_saving=False, coverage=None)
     checkpoints.newest.return_value = None
     checkpoints.save_last.return_value = (False, False)
     run = Run(checkpoints=checkpoints)
