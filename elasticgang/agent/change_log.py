@@ -54,6 +54,8 @@ class ChangeLog:
             rolled_forward=record.rolled_forward,
             ranks=sorted(seat.local_rank for seat in record.seats),
             seats=_seats(record),
+            counted_to=self.pace.counted_to,
+            step_s=self.pace.step_s,
             **self._counts,
         )
 
