@@ -55,6 +55,8 @@ class ChangeLog:
             saved=None if record.saved is None else record.saved.attempt.step,
             ranks=sorted(seat.local_rank for seat in record.seats),
             seats=_seats(record),
+            counted_to=self.pace.counted_to,
+            step_s=self.pace.step_s,
             **self._counts,
         )
 

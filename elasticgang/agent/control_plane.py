@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elasticgang.errors import OperationalError
+from elasticgang.observe.event_names import EventName
 from elasticgang.process.lease import Lease
 from elasticgang.protocol.agent_events import (
     CoordinatorTimedOut,
@@ -89,7 +90,7 @@ class ControlPlaneCallbacks(Protocol):
 
     def write_line(self, line: str) -> None: ...
 
-    def log(self, event: str, **fields: Any) -> None: ...
+    def log(self, event: EventName, **fields: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,7 @@ class ControlPlane:
             case "lost" | "left":
                 (self._lost_agents if notice.topic == "lost" else self._left_agents).update(notice.agents)
                 for agent in notice.agents:
-                    self._callbacks.log(f"host {notice.topic}", agent=agent)
+                    self._callbacks.log("host lost" if notice.topic == "lost" else "host left", agent=agent)
                 num_successors = [self._successors.pop(agent, 0) for agent in notice.agents]
                 if any(num_successors):
                     self._callbacks.on_successors_changed()

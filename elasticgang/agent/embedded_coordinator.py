@@ -16,6 +16,7 @@ from elasticgang.agent.process_supervisor import ProcessSupervisor
 from elasticgang.agent.rank_processes import kill_group
 from elasticgang.coordinator.server import ReservedPort
 from elasticgang.errors import OperationalError
+from elasticgang.observe.event_names import EventName
 from elasticgang.process.forkserver import ForkServerClient, Spawned
 from elasticgang.protocol.record import Record
 from elasticgang.session.credentials import Credentials
@@ -77,7 +78,7 @@ class EmbeddedCoordinatorCallbacks(Protocol):
     @property
     def record(self) -> Record | None: ...
 
-    def log(self, event: str, **fields: Any) -> None: ...
+    def log(self, event: EventName, **fields: Any) -> None: ...
 
     def warn(self, text: str) -> None: ...
 

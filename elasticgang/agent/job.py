@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from elasticgang.observe.event_names import EventName
 from elasticgang.session.credentials import Credentials
 
 
@@ -29,7 +30,7 @@ class Output(Protocol):
 
 
 class Events(Protocol):
-    def write(self, event: str, **fields: Any) -> None: ...
+    def write(self, event: EventName, **fields: Any) -> None: ...
 
     def write_file(self, name: str, text: str) -> None:
         """Write a file beside the events."""

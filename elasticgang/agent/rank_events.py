@@ -12,6 +12,7 @@ from elasticgang.agent.change_log import ChangeLog
 from elasticgang.agent.job import Events, Output
 from elasticgang.agent.rank_processes import RankProcess
 from elasticgang.errors import WireError
+from elasticgang.observe.event_names import DATA_WORKER_LOSSES
 from elasticgang.protocol.agent_events import (
     AgentEvent,
     Committed,
@@ -87,6 +88,11 @@ class RankEvents:
                 reporter.entered(rank.member, phases["generation"], phases)
                 self._events.write("entered", member=rank.member, local_rank=rank.local_rank, **phases)
                 self._handle(RankEntered())
+            case "data_worker_lost":
+                loss = {name: message["loss"][name] for name in ("worker", "pid", "kind", "reason", "step", "slot")}
+                if loss["kind"] not in DATA_WORKER_LOSSES:
+                    raise ValueError(f"unknown kind of loss {loss['kind']!r}")
+                self._events.write("data_worker_lost", member=rank.member, local_rank=rank.local_rank, **loss)
             case "spare":
                 self._events.write(
                     "spare",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any, get_args
 
 from elasticgang.comm.kinds import PROCESS_GROUPS
 from elasticgang.errors import LayoutError
 from elasticgang.layout.parallel_layout import NOTATION, NOTATION_HELP, ParallelLayout
+from elasticgang.observe.event_names import EventName
 
 COORDINATOR_PORT = 29400
 _LEAST_HANG_S = 0.5
@@ -55,6 +57,17 @@ coordinator refuses a grant that the job does not wait for.
 """
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of one command. An option that it does not know is its error, with its usage; argparse would leave it
+    to the parser of all commands."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 class _PrintVersion(argparse.Action):
     """Looks up the version only on request."""
 
@@ -70,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="elasticgang", description="Run training jobs that go on while ranks die, hang, leave and return."
     )
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND", parser_class=_CommandParser)
     run = commands.add_parser(
         "run",
         help="run a script on the ranks of this host",
@@ -202,7 +215,11 @@ def _add_events_arguments(events: argparse.ArgumentParser) -> None:
     events.add_argument("log_dir", metavar="LOG_DIR", help="the --log-dir of the job, or the file events.jsonl in it")
     events.add_argument("-f", "--follow", action="store_true", help="wait for further events, until Ctrl-C")
     events.add_argument(
-        "--event", action="append", metavar="NAME", help="only events of this name; may be given several times"
+        "--event",
+        action="append",
+        type=_event_name,
+        metavar="NAME",
+        help="only events of this name; may be given several times. Names: " + ", ".join(get_args(EventName)),
     )
     events.add_argument("--json", action="store_true", help="the lines as they are in the file")
 
@@ -457,6 +474,13 @@ def layout_of(text: str) -> ParallelLayout:
         return ParallelLayout.parse(text)
     except LayoutError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _event_name(text: str) -> str:
+    if text not in get_args(EventName):
+        known = ", ".join(get_args(EventName))
+        raise argparse.ArgumentTypeError(f"there is no event {text!r}; the names are {known}")
+    return text
 
 
 def _at_least_one(text: str) -> int:

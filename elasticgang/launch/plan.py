@@ -10,6 +10,7 @@ from elasticgang.errors import LayoutError
 from elasticgang.layout import Member, ParallelLayout, Plan, plan
 from elasticgang.layout.plan_change import PlanChange, change_plan, layout_filled
 
+MAX_RANKS = 100_000  # which take some seconds
 _MAX_NAMED = 8
 _NAME = re.compile(r"host(0|[1-9]\d*)(?:/rank(0|[1-9]\d*))?", re.ASCII)
 
@@ -18,6 +19,12 @@ class Fleet:
     """The ranks of all hosts, and which of them are there."""
 
     def __init__(self, num_hosts: int, num_ranks: int) -> None:
+        """Raises ValueError: there are more than `MAX_RANKS`."""
+        if num_hosts * num_ranks > MAX_RANKS:
+            raise ValueError(
+                f"a plan is of at most {MAX_RANKS:,} ranks, but --hosts {num_hosts} times --ranks-per-host {num_ranks} "
+                f"are {num_hosts * num_ranks:,}"
+            )
         self._num_ranks = num_ranks
         self._present: dict[str, Member] = {}
         for host in range(num_hosts):
@@ -27,11 +34,13 @@ class Fleet:
         return list(self._present.values())
 
     def add(self, name: str) -> None:
-        """Raises ValueError: it is no name, or is there already."""
+        """Raises ValueError: it is no name, or is there already, or is one too many."""
         for member in self._named(name):
             if member.id in self._present:
                 raise ValueError(f"--join {name}: {member.id} is there already")
             self._present[member.id] = member
+        if len(self._present) > MAX_RANKS:
+            raise ValueError(f"--join {name}: a plan is of at most {MAX_RANKS:,} ranks")
 
     def remove(self, name: str) -> None:
         """Raises ValueError: it is no name, or is not there."""

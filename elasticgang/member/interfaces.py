@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -216,6 +216,9 @@ class Rendezvous(Protocol):
     def ban(self, ban: Ban | None) -> Ban | None:
         """Refuse the collectives that this thread starts on the gangs (`gang/bans.py`); None: no longer. Returns the
         ban until now."""
+
+    def data_worker_lost(self, loss: dict[str, Any]) -> None:
+        """A data worker of this rank is lost; `loss` has the fields of the event. Any thread may call it."""
 
     def poison(self, error: GangError) -> None:
         """End the present generation. A generation keeps its first error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +98,9 @@ class LocalRendezvous:
 
     def ban(self, ban: Ban | None) -> Ban | None:
         return self._bans.replace(ban)
+
+    def data_worker_lost(self, loss: dict[str, Any]) -> None:
+        """Does nothing: nobody writes events."""
 
     def poison(self, error: GangError) -> None:
         self.error = self.error or error

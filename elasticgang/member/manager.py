@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,11 @@ class Step:
         keeper = self._manager.keeper()
         if keeper is not None and self.slot is not None:
             keeper.end_slot(self.slot)
+
+    def data_worker_lost(self, loss: dict[str, Any]) -> None:
+        """A data worker of this rank is lost: the agent writes an event with the fields of `loss`. A loader calls it,
+        from any thread, also after the step."""
+        self._manager._rendezvous.data_worker_lost(loss)
 
     def contribute(self) -> None:
         """Reduce this rank's gradients now. Call it on a rank without slots where the other ranks run backward: they

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -428,6 +428,9 @@ class ElasticRendezvous:
         generation = self._generation
         if generation is not None and self._aborted.ends(generation.record.generation):
             generation.groups.kill(PeerLostError(reason), halt=True)  # RENDEZVOUS-3
+
+    def data_worker_lost(self, loss: dict[str, Any]) -> None:
+        self._link.send("data_worker_lost", loss=loss)
 
     def _on_join(self, number: int) -> None:
         """On the link's thread."""

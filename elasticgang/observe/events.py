@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from elasticgang.errors import OperationalError
+from elasticgang.observe.event_names import EventName
 
 MAX_FILES = 64
 MAX_BYTES = 64 << 20
@@ -56,7 +57,7 @@ class EventLog:
         except OSError as exc:  # the job goes on without it
             self._say(f"elasticgang: cannot write {path}: {exc.strerror}")
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: EventName, **fields: Any) -> None:
         """Append one event. Its `t` is CLOCK_MONOTONIC in seconds, which all processes of a host share."""
         if self._file is None:
             return

@@ -24,14 +24,25 @@ def steps_per_second(commits: Commits, since_s: float) -> float:
     return (chosen[-1][0] - chosen[0][0]) / (chosen[-1][1] - chosen[0][1])
 
 
+def seconds_lost(
+    since: tuple[int, float], newest: tuple[int, float] | None, step_s: float | None, now_s: float
+) -> float:
+    """What a generation change has cost by now: the time from the commit `since` before it to the newest commit after
+    it, less the usual time of the steps between them; all of the time to now, while there is none."""
+    step, since_s = since
+    if newest is None or newest[1] <= since_s:
+        return max(0.0, now_s - since_s)
+    return max(0.0, newest[1] - since_s - (newest[0] - step) * (step_s or 0.0))
+
+
 class Pace:
-    """The commits that one agent sees. A change costs the time from the last commit before it to the newest commit
-    after it, less the usual time of the steps between them. What one change has cost, the next one does not."""
+    """The commits that one agent sees, and what its changes cost (`seconds_lost`). What one change has cost, the next
+    one does not. `counted_to`: the commit up to which changes are counted."""
 
     def __init__(self, now_s: float) -> None:
         self.step_s: float | None = None
         self._newest: tuple[int, float] | None = None
-        self._counted_to: tuple[int, float] = (0, now_s)
+        self.counted_to: tuple[int, float] = (0, now_s)
 
     def read(self, commits: Commits) -> None:
         """The last commits of a rank."""
@@ -42,21 +53,17 @@ class Pace:
     @property
     def step(self) -> int:
         """The number of committed steps."""
-        return self._counted_to[0] if self._newest is None else self._newest[0]
+        return self.counted_to[0] if self._newest is None else self._newest[0]
 
     def begin(self, committed: int) -> None:
         """A generation begins with so many committed steps."""
         if self._newest is None:
-            self._counted_to = (committed, self._counted_to[1])
-        elif self._newest[1] > self._counted_to[1]:
-            self._counted_to = self._newest
+            self.counted_to = (committed, self.counted_to[1])
+        elif self._newest[1] > self.counted_to[1]:
+            self.counted_to = self._newest
 
     def cost(self, now_s: float) -> float:
         """The seconds that the change, which is over, has cost."""
-        step, since_s = self._counted_to
-        until = (step, now_s)  # no step was committed since then: all of the time is lost
-        if self._newest is not None and self._newest[1] > since_s:
-            until = self._newest
-        self._counted_to = until
-        useful_s = 0.0 if self.step_s is None else (until[0] - step) * self.step_s
-        return max(0.0, until[1] - since_s - useful_s)
+        since, newest = self.counted_to, self._newest
+        self.counted_to = (since[0], now_s) if newest is None or newest[1] <= since[1] else newest
+        return seconds_lost(since, newest, self.step_s, now_s)

@@ -67,7 +67,7 @@ def _tell_change(change: Event, events: Sequence[Event]) -> Iterator[str]:
     yield f"{_clock(began or change)}  generation {change['generation']} began: {change.get('cause', 'unknown')}"
     for member in change.get("left", ()):
         yield f"  {member} left{_end_of(member, events)}"
-    for event in _before(change, events, ("hung", "warned", "signal")):
+    for event in _before(change, events, ("hung", "warned", "signal", "data_worker_lost")):
         yield f"  before it: {line_of(event)}"
     for doubt in change.get("in_doubt", ()):
         yield f"  step {doubt['step']} was in doubt, and was {doubt['outcome']}"
@@ -152,12 +152,12 @@ def _rank_of(member: str, events: Iterable[Event]) -> Any:
 
 
 def _before(change: Event, events: Sequence[Event], names: Sequence[str]) -> Iterator[Event]:
-    """Events of these names between the change before this one and this one."""
+    """The last `_NUM_LINES` events of these names between the change before this one and this one."""
     found: list[Event] = []
     for event in events:
         if event["event"] == "generation":
             if event.get("generation") == change["generation"]:
-                yield from found
+                yield from found[-_NUM_LINES:]
                 return
             found = []
         elif event["event"] in names:

@@ -16,8 +16,16 @@ from torch.utils.data import Dataset
 from elasticgang.errors import OperationalError
 from elasticgang.member.manager import Step
 from elasticgang.train.data import GlobalBatch, Slot, Slots
-from elasticgang.train.data_worker import DatasetFetcher, Fetched, Request, WorkerOptions, context_of, fetch_here
-from elasticgang.train.fetch_pool import FetchPool
+from elasticgang.train.data_worker import (
+    DatasetFetcher,
+    Fetched,
+    Request,
+    WorkerOptions,
+    context_of,
+    fetch_here,
+    timeouts,
+)
+from elasticgang.train.fetch_pool import CLOSED, FetchPool
 
 
 class LoadedSlots:
@@ -80,7 +88,7 @@ class DataLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         prefetch_likely: bool = False,
-        timeout: float = 300.0,
+        timeout: float | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
     ) -> None:
@@ -90,7 +98,9 @@ class DataLoader:
         there, fetch for the same steps the slots that this rank gets when one replica group leaves or joins, so that
         the first step after a death need not wait for data. In the middle of few ranks these are more than its own, and
         most are never used. `timeout`: seconds that a worker may need for
-        one slot. The rest is as of torch's `DataLoader`.
+        one slot; a hung one is replaced then. The default is half of `--collective-timeout` (30 s), so that the other
+        ranks still wait when the slot is there, but 300 s for the first slot of a worker, and always in a job without
+        an agent. The rest is as of torch's `DataLoader`.
 
         Raises:
             ValueError: a number is too small, the dataset has another number of samples than `batches`, or there is no
@@ -110,8 +120,9 @@ class DataLoader:
             )
         self.batches = batches
         self._prefetch, self._prefetches_likely = prefetch, prefetch_likely
+        self._closing = Closing()
         self._fetcher = DatasetFetcher(dataset, collate_fn)
-        options = WorkerOptions(pin_memory, timeout, worker_init_fn, context_of(multiprocessing_context))
+        options = WorkerOptions(pin_memory, *timeouts(timeout), worker_init_fn, context_of(multiprocessing_context))
         self._pool = FetchPool(self._fetcher, options, num_workers) if num_workers else None
         if self._pool is not None:
             weakref.finalize(self, self._pool.close)
@@ -119,11 +130,15 @@ class DataLoader:
     def slots(self, step: Step) -> LoadedSlots:
         """This rank's share of `step`. Iterating over it yields `(slot, batch)`.
 
+        Raises:
+            OperationalError: the loader is closed.
+
         Raises, while iterating:
             StepAborted: the step is lost; `with step` catches it.
-            OperationalError: the dataset or the collate function has raised, which is its cause; or workers have died
-                or timed out at the same slot three times.
+            OperationalError: the dataset or the collate function has raised, which is its cause; workers have died or
+                timed out at the same slot three times; or the loader is closed.
         """
+        self._closing.check()
         slots = self.batches.slots(step)  # DATALOADER-1
         if self._pool is None:
             return LoadedSlots(slots, lambda slot: self._fetch_here(step, slot))
@@ -139,21 +154,38 @@ class DataLoader:
 
     def _fetch_here(self, step: Step, slot: Slot) -> Any:
         step.check()
+        self._closing.check()
         return _batch(fetch_here(self._fetcher, _request(step.index, slot)), slot)
 
     def close(self) -> None:
-        """End the workers. They also end with this object and with the process."""
+        """End the workers, which also end with this object and with the process. The loader cannot be used any more."""
+        self._closing.close()
         if self._pool is not None:
             self._pool.close()
             self._pool.join()
 
 
-def check_options(num_workers: int, prefetch: int, timeout: float) -> None:
+class Closing:
+    """Whether a loader is closed."""
+
+    def __init__(self) -> None:
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def check(self) -> None:
+        """Raises OperationalError: it is closed."""
+        if self._is_closed:
+            raise OperationalError(CLOSED)
+
+
+def check_options(num_workers: int, prefetch: int, timeout: float | None) -> None:
     """Raises ValueError: a number is too small."""
     for name, value in (("num_workers", num_workers), ("prefetch", prefetch)):
         if value < 0:
             raise ValueError(f"`{name}` must be at least 0, but is {value} instead.")
-    if not timeout > 0:
+    if timeout is not None and not timeout > 0:
         raise ValueError(f"`timeout` must be greater than 0, but is {timeout} instead.")
 
 

@@ -12,6 +12,9 @@ DATAWORKER-3  The feeding thread owns its torch `DataLoader`. Therefore torch in
 DATAWORKER-4  A feeding thread that reads the rest of a batch looks at no clock. The thread that waits for the batch
     kills a worker that is late by `_LATE_S`, and the end of its connections ends the reading.
 DATAWORKER-5  This process takes no lock that a worker may hold when it is killed.
+DATAWORKER-6  By default a worker may need half of the job's collective timeout for a slot: the other ranks still wait
+    when another worker has fetched it. The first slot of a worker, and the first one from a split, may take `OPEN_S`:
+    files are opened then, and modules imported.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,12 +39,14 @@ import torch
 import torch.utils.data
 from torch.utils.data import default_collate
 
+from elasticgang.member.rank_context import inherited
 from elasticgang.torch_private import close_result_writer, pinned, replace_done_event, shut_down_loader
 from elasticgang.train.prefetch import Key
 
 _POLL_S = 0.25
 _EXIT_S = 5.0
 _LATE_S = 1.0  # beyond the timeout of a slot
+OPEN_S = 300.0  # by default, for a slot for which a worker opens something
 _NUM_IN_FLIGHT = 1  # of two, nobody could say at which the worker died
 _TIMED_OUT = "DataLoader timed out"  # how torch's error begins
 
@@ -51,8 +56,9 @@ Collate = Callable[[list[Any]], Any]
 class Request(NamedTuple):
     """A slot to fetch. `samples`: which ones, as its fetcher takes them.
 
-    The rest is of streams. `start`: the state to read from. `follows`: the request whose end is that state, once it is
-    known. `worker`: the number of the worker that has to fetch it; None: any.
+    The rest is of streams. `source`: what the worker opens for it, and keeps open. `start`: the state to read from.
+    `follows`: the request whose end is that state, once it is known. `worker`: the number of the worker that has to
+    fetch it; None: any.
     """
 
     key: Key
@@ -61,6 +67,7 @@ class Request(NamedTuple):
     start: str | None = None
     follows: Key | None = None
     worker: int | None = None
+    source: int | None = None
 
 
 class Fetched(NamedTuple):
@@ -110,7 +117,24 @@ class DatasetFetcher(Fetcher):
             raise ValueError(
                 f"`__getitems__` of the dataset has returned {len(samples)} samples for {len(index)} indices"
             )
-        return self._collate(samples), None
+        try:
+            return self._collate(samples), None
+        except Exception as exc:
+            if self._collate is default_collate and len(shapes := {_shapes(sample) for sample in samples}) > 1:
+                raise ValueError(  # torch's own message depends on which sample comes first
+                    f"the samples of a slot have different shapes ({' and '.join(sorted(shapes)[:2])}): give the "
+                    "loader a `collate_fn` that makes a batch of them"
+                ) from exc
+            raise
+
+
+def _shapes(sample: Any) -> str:
+    """The shapes of its tensors and arrays."""
+    if isinstance(sample, Mapping):
+        return ", ".join(_shapes(each) for each in sample.values())
+    if isinstance(sample, list | tuple):
+        return ", ".join(map(_shapes, sample))
+    return str(list(getattr(sample, "shape", ())))
 
 
 def fetch_here(fetcher: Fetcher, request: Request) -> Fetched:
@@ -154,19 +178,22 @@ def _pickled(exc: Exception) -> Exception | None:
 
 
 class WorkerLost(Exception):
-    """The worker has died, hangs, or delivers nothing. `why` says so. `blamed`: what it was fetching."""
+    """The worker delivers nothing more. `kind`: it "died", "hung", or "failed" to start or to send. `why` says more.
+    `blamed`: what it was fetching."""
 
-    def __init__(self, why: str, blamed: Key | None) -> None:
+    def __init__(self, kind: str, why: str, blamed: Key | None) -> None:
         super().__init__(why)
-        self.why, self.blamed = why, blamed
+        self.kind, self.why, self.blamed = kind, why, blamed
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """As of torch's `DataLoader`. `timeout`: seconds for one slot. `context`: as `context_of` returns it."""
+    """As of torch's `DataLoader`. `timeout`: seconds for one slot. `open_timeout`: for one for which the worker opens
+    something. `context`: as `context_of` returns it."""
 
     pin_memory: bool
     timeout: float
+    open_timeout: float
     worker_init_fn: Callable[[int], None] | None
     context: Any
 
@@ -183,6 +210,7 @@ class Worker:
         self._batches: Iterator[Fetched] | None = None
         self._done_event: Any = None  # while the worker may open it
         self._is_late_at, self._was_late = math.inf, False
+        self._opened: set[object] = set()  # DATAWORKER-6
 
     def start(self, fetcher: Fetcher) -> None:
         """Raises WorkerLost: no process can be started."""
@@ -204,7 +232,7 @@ class Worker:
             close_result_writer(self._batches)
             self._done_event = replace_done_event(self._batches)  # DATAWORKER-5
         except Exception as exc:
-            raise WorkerLost(f"cannot be started ({type(exc).__name__}: {exc})", None) from exc
+            raise WorkerLost("failed", f"cannot be started ({type(exc).__name__}: {exc})", None) from exc
 
     @property
     def _process(self) -> Any:
@@ -236,20 +264,25 @@ class Worker:
         Raises:
             WorkerLost: there will be none.
         """
-        begun_at = time.monotonic()
-        self._is_late_at = begun_at + self._options.timeout + _LATE_S
+        begun_at, head = time.monotonic(), self.in_flight[0]
+        opens = None if head is None else head.source
+        timeout = self._options.timeout if opens in self._opened else self._options.open_timeout  # DATAWORKER-6
+        self._is_late_at = begun_at + timeout + _LATE_S
         try:
-            return self._receive(begun_at)
+            fetched = self._receive(begun_at, timeout)
         finally:
             self._is_late_at = math.inf
+        if head is not None:
+            self._opened.add(opens)
+        return fetched
 
-    def _receive(self, begun_at: float) -> Fetched:
+    def _receive(self, begun_at: float, timeout: float) -> Fetched:
         assert self._batches is not None
         while True:
             head = self.in_flight[0]
             blamed = None if head is None else head.key
             if not self._process.is_alive():
-                raise WorkerLost(f"has {_describe(self._process.exitcode)}", blamed)
+                raise WorkerLost("died", f"has {_describe(self._process.exitcode)}", blamed)
             try:
                 fetched = next(self._batches)
             except Exception as exc:
@@ -257,11 +290,11 @@ class Worker:
                     # It has closed its files, perhaps in the middle of a message, and exits.
                     self._process.join(_EXIT_S)
                 if not (self._was_late or self._process.is_alive()):
-                    raise WorkerLost(f"has {_describe(self._process.exitcode)}", blamed) from exc
-                if self._was_late or time.monotonic() - begun_at > self._options.timeout:
-                    raise WorkerLost(f"has not answered for {self._options.timeout:g} s", blamed) from exc
+                    raise WorkerLost("died", f"has {_describe(self._process.exitcode)}", blamed) from exc
+                if self._was_late or time.monotonic() - begun_at > timeout:
+                    raise WorkerLost("hung", f"has not answered for {timeout:g} s", blamed) from exc
                 if not str(exc).startswith(_TIMED_OUT):
-                    raise WorkerLost(f"cannot be read ({type(exc).__name__}: {exc})", blamed) from exc
+                    raise WorkerLost("failed", f"cannot be read ({type(exc).__name__}: {exc})", blamed) from exc
                 continue
             self.in_flight.popleft()
             # DATAWORKER-5: torch's thread that pins shares a lock with the worker.
@@ -290,6 +323,15 @@ class Worker:
             self._process.join(_POLL_S)
             with suppress(ValueError):  # it is still alive, in a system call that cannot be interrupted
                 self._process.close()
+
+
+def timeouts(timeout: float | None) -> tuple[float, float]:
+    """The seconds that a worker may need for a slot, and for one for which it opens something (DATAWORKER-6)."""
+    if timeout is not None:
+        return timeout, timeout
+    context = inherited()
+    usual = OPEN_S if context is None else context.collective_timeout / 2
+    return usual, max(usual, OPEN_S)
 
 
 def _init_worker(init: Callable[[int], None], number: int, _: int) -> None:

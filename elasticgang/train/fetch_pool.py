@@ -29,7 +29,9 @@ from elasticgang.train.prefetch import MAX_ATTEMPTS, Key, Prefetch
 
 _CHECK_S = 0.02  # while a step waits for data
 _JOIN_S = 5.0
+_MAX_REASON = 500
 SLOW_S = 10.0
+CLOSED = "the data loader is closed"
 
 log = logging.getLogger("elasticgang")
 
@@ -106,6 +108,9 @@ class _SlowWarning:
         )
 
 
+def _ignore(loss: dict[str, Any]) -> None: ...
+
+
 class FetchPool:
     """The workers, and the threads that feed them. It does not refer to the loader, whose end ends it."""
 
@@ -118,6 +123,7 @@ class FetchPool:
         self._workers: set[Worker] = set()
         self._is_awaited = False  # DATAWORKER-2
         self._is_closed = False
+        self._report: Callable[[dict[str, Any]], None] = _ignore  # of a step: tells the agent of a lost worker
         self._fault: Exception | None = None  # of a feeding thread
         _pools.add(self)
 
@@ -162,7 +168,7 @@ class FetchPool:
         key = (step.index, slot.number)
         slow = _SlowWarning(time.monotonic())
         with self._changed:
-            self._is_awaited = True
+            self._is_awaited, self._report = True, step.data_worker_lost
             self._changed.notify_all()
             try:
                 while True:
@@ -185,7 +191,7 @@ class FetchPool:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise OperationalError("the data loader is closed")
+            raise OperationalError(CLOSED)
         if self._fault is not None:
             raise OperationalError(f"the data loader has failed: {self._fault!r}") from self._fault
 
@@ -273,17 +279,22 @@ class FetchPool:
         return before is not None and fetched.start == before.fetched.end
 
     def _lost(self, number: int, worker: Worker, lost: WorkerLost) -> None:
-        """PREFETCH-3."""
+        """PREFETCH-3. The agent is told of it without the lock: it could be slow to read."""
         with self._changed:
             if self._is_closed:
                 return
+            report = self._report
             keys = [request.key for request in worker.in_flight if request is not None]
             self._prefetch.returned(keys)
             blamed = lost.blamed if worker.has_started else self._prefetch.first(number)
             if blamed is not None and not self._prefetch.interrupted(blamed):
-                what = f"{MAX_ATTEMPTS} data workers were lost at it; the last one {lost.why}"
+                hint = "; the loader's `timeout` is how long one may take" if lost.kind == "hung" else ""
+                what = f"{MAX_ATTEMPTS} data workers were lost at it; the last one {lost.why}{hint}"
                 self._prefetch.arrived(blamed, _Loaded(Fetched(blamed, error=what)))
-            where = "" if lost.blamed is None else f" at slot {lost.blamed[1]} of step {lost.blamed[0]}"
+            step, slot = lost.blamed or (None, None)
+            where = "" if lost.blamed is None else f" at slot {slot} of step {step}"
             process = "" if worker.pid is None else f" (process {worker.pid})"
             log.warning("data worker %d%s %s%s: replacing it", number, process, lost.why, where)
             self._changed.notify_all()
+        reason = lost.why[:_MAX_REASON]
+        report({"worker": number, "pid": worker.pid, "kind": lost.kind, "reason": reason, "step": step, "slot": slot})

@@ -26,11 +26,11 @@ from elasticgang.gang import Gang
 from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.protocol.member_state import Share
 from elasticgang.train.data import Slot, Slots, check_sizes, mixed, numbers_of
-from elasticgang.train.data_loader import LoadedSlots, check_options
-from elasticgang.train.data_worker import Fetched, Request, WorkerOptions, context_of, fetch_here
+from elasticgang.train.data_loader import Closing, LoadedSlots, check_options
+from elasticgang.train.data_worker import Fetched, Request, WorkerOptions, context_of, fetch_here, timeouts
 from elasticgang.train.fetch_pool import FetchPool
 from elasticgang.train.prefetch import Key, divided
-from elasticgang.train.stream_reader import Reading, Split, StreamFetcher
+from elasticgang.train.stream_reader import MAX_STATES_BYTES, Reading, Split, StreamFetcher
 
 _LENGTH_BYTES, _ROW_BYTES = 8, 2048  # what a rank sends in the first collective of an exchange
 
@@ -62,7 +62,7 @@ class StreamLoader:
         prefetch: int = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
-        timeout: float = 300.0,
+        timeout: float | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
     ) -> None:
@@ -73,7 +73,8 @@ class StreamLoader:
         `num_workers`: processes of this rank, each of which reads splits of its own; 0: the step itself reads. A worker
         cannot start processes: a split reads within its own. `prefetch`: steps ahead of the present one for which this
         rank's slots are read. `timeout`: seconds that a worker may need for one slot, with the opening of its split.
-        The rest is as of torch's `DataLoader`.
+        The default is as of `DataLoader`, with 300 s for a worker's first slot of each split. The rest is as of torch's
+        `DataLoader`.
 
         Raises:
             ValueError: a number is too small, `size` is not a multiple of `slot`, or `num_splits` is not one of
@@ -87,9 +88,9 @@ class StreamLoader:
                 f"a split of its own, but is {num_splits} instead."
             )
         self.size, self.slot, self.seed, self.num_splits = size, slot, seed, num_splits
-        self._manager, self._prefetch = manager, prefetch
+        self._manager, self._prefetch, self._closing = manager, prefetch, Closing()
         self._fetcher = StreamFetcher(open_split, collate_fn)
-        options = WorkerOptions(pin_memory, timeout, worker_init_fn, context_of(multiprocessing_context))
+        options = WorkerOptions(pin_memory, *timeouts(timeout), worker_init_fn, context_of(multiprocessing_context))
         self._pool = FetchPool(self._fetcher, options, num_workers) if num_workers else None
         if self._pool is not None:
             weakref.finalize(self, self._pool.close)
@@ -113,11 +114,14 @@ class StreamLoader:
         Raises:
             InvalidOperationError: the loader is not registered; or the loop over the slots of the step before was left
                 early.
+            OperationalError: the loader is closed.
 
         Raises, while iterating:
             StepAborted: the step is lost; `with step` catches it.
-            OperationalError: a split cannot be read; or the ranks have read other splits than the step has.
+            OperationalError: a split cannot be read; the ranks have read other splits than the step has; or the loader
+                is closed.
         """
+        self._closing.check()
         if not self._is_registered:
             raise InvalidOperationError("register the loader before the first step: `register_state(stream=loader)`")
         if self._unfinished is not None and self._unfinished < step.index:
@@ -140,7 +144,9 @@ class StreamLoader:
         )
 
     def close(self) -> None:
-        """End the workers. They also end with this object and with the process."""
+        """End the workers, which also end with this object and with the process. The loader cannot be used any more;
+        its state can be saved."""
+        self._closing.close()
         if self._pool is not None:
             self._pool.close()
             self._pool.join()
@@ -184,11 +190,12 @@ class StreamLoader:
                 requests.append(
                     Request(
                         key,
-                        Reading(split, self.slot, len(numbers) * cycle),
+                        Reading(split, self.slot, len(numbers) * cycle, MAX_STATES_BYTES // self.num_splits),
                         mixed(self.seed, *key),
                         start=self._states.get(split) if follows is None else None,
                         follows=follows,
                         worker=self._workers.get(split),
+                        source=split,
                     )
                 )
                 latest[split] = key
@@ -198,6 +205,7 @@ class StreamLoader:
         fetched: Fetched
         if self._pool is None:
             step.check()
+            self._closing.check()
             fetched = fetch_here(self._fetcher, request)
         else:
             fetched = self._pool.take(step, slot)

@@ -2,6 +2,8 @@
 
 STREAMREADER-1  A split is read from the state that the request names. An open one in any other state is dropped, and
     the split is opened anew.
+STREAMREADER-2  The states of all splits together fit into the manifest of a heal, and are exchanged in each step:
+    `MAX_STATES_BYTES`, of which each split may have its share.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from elasticgang.state.serialization import as_bytes, flatten, unflatten
 from elasticgang.state.transport import allocate, shapes_of
 from elasticgang.train.data_worker import Collate, Fetcher, Request
 
+MAX_STATES_BYTES = 32 << 20
+
 
 class Reading(NamedTuple):
     """The samples of a slot: the next `num_samples` of split `number`. `most_open`: the splits that the reader may keep
-    open."""
+    open. `max_state_bytes`: of the split's state as text."""
 
     number: int
     num_samples: int
     most_open: int
+    max_state_bytes: int
 
 
 class Split(Protocol):
@@ -53,9 +58,9 @@ class StreamFetcher(Fetcher):
         if split is None or split.state != request.start:  # STREAMREADER-1
             split = _OpenSplit(self._open_split(reading.number), request.start)
         batch = self._collate(split.read(reading.num_samples))
+        state = split.save(reading.max_state_bytes)
         self._opened[reading.number] = split
-        assert split.state is not None
-        return batch, split.state
+        return batch, state
 
 
 class _OpenSplit:
@@ -75,8 +80,21 @@ class _OpenSplit:
             if not further:
                 raise ValueError("the split has no samples")
             samples += further
-        self.state = _to_text(self._split.state_dict())
         return samples
+
+    def save(self, max_bytes: int) -> str:
+        """The state as text. Raises ValueError: it is too large (STREAMREADER-2)."""
+        try:
+            self.state = state = _to_text(self._split.state_dict())
+        except Exception as exc:
+            raise ValueError(f"the `state_dict` of the split cannot be saved: {type(exc).__name__}: {exc}") from exc
+        num_bytes = len(json.dumps(state))  # as in the manifest of a heal
+        if num_bytes > max_bytes:
+            raise ValueError(
+                f"the `state_dict` of the split has {num_bytes:,} bytes as text, and may have {max_bytes:,}: the ranks "
+                "exchange it in each step. Keep positions in it, not samples"
+            )
+        return state
 
 
 def _to_text(state: object) -> str:

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from elasticgang.observe.change_report import CAUSES, PHASES
+from elasticgang.observe.event_names import DATA_WORKER_LOSSES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # what `generate_latest` writes
 
@@ -38,6 +39,11 @@ class _JobCollector(Collector):
         yield from _of_changes(status)
         healed = "Bytes of training state that ranks of this host have received from peers."
         yield CounterMetricFamily("elasticgang_healing_received_bytes", healed, value=status["healed_bytes"])
+        text = "Data workers of this host's ranks that were lost, by kind. Each is replaced."
+        workers = CounterMetricFamily("elasticgang_data_workers_lost", text, labels=["kind"])
+        for kind in DATA_WORKER_LOSSES:
+            workers.add_metric([kind], status["data_workers_lost"][kind])
+        yield workers
         reported = GaugeMetricFamily(
             "elasticgang_reported",
             "The mean over this host's ranks of a number that the script reports.",
@@ -74,16 +80,21 @@ def _of_job(status: Mapping[str, Any]) -> Iterator[Metric]:
 def _of_changes(status: Mapping[str, Any]) -> Iterator[Metric]:
     """One value for every cause and phase from the start on, as rates need it."""
     changes = CounterMetricFamily("elasticgang_generation_changes", "Generation changes by cause.", labels=["cause"])
-    lost = CounterMetricFamily("elasticgang_lost_seconds", "Seconds lost, by cause.", labels=["cause"])
+    text = "Seconds lost by generation changes that are over, by cause."
+    lost = CounterMetricFamily("elasticgang_lost_seconds", text, labels=["cause"])
     for cause in CAUSES:
         changes.add_metric([cause], status["num_changes"].get(cause, 0))
         lost.add_metric([cause], status["lost_s"].get(cause, 0.0))
+    text = "Seconds that the generation change under way has lost so far. Goodput counts them with the lost seconds."
+    under_way = GaugeMetricFamily(
+        "elasticgang_generation_change_under_way_seconds", text, value=status["lost_s"].get("under_way", 0.0)
+    )
     phases = CounterMetricFamily(
         "elasticgang_generation_change_phase_seconds", "Seconds in each phase of generation changes.", labels=["phase"]
     )
     for phase in PHASES:
         phases.add_metric([phase], status["phase_s"].get(phase, 0.0))
-    yield from (changes, lost, phases)
+    yield from (changes, lost, under_way, phases)
 
 
 def _or_nan(value: float | None) -> float:

@@ -51,7 +51,7 @@ def scalars_of(status: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     yield "elasticgang/healing_received_bytes", status["healed_bytes"]
     if status["checkpoint"] is not None:
         yield "elasticgang/checkpoint_step", status["checkpoint"]["step"]
-    for name in ("seats", "num_changes", "lost_s", "phase_s"):
+    for name in ("seats", "num_changes", "lost_s", "phase_s", "data_workers_lost"):
         for label, value in status[name].items():
             yield f"elasticgang/{_TAGS[name]}/{label}", value
     for label, value in status["numbers"].items():
@@ -66,4 +66,5 @@ _TAGS = {
     "num_changes": "generation_changes",
     "lost_s": "lost_seconds",
     "phase_s": "generation_change_phase_seconds",
+    "data_workers_lost": "data_workers_lost",
 }

@@ -1,10 +1,12 @@
 """What a job does, from the events of one agent and the status pages of its ranks, as plain data. Pure.
 
-Steps, changes and lost seconds are the whole job's, as this agent sees them. Reported numbers, and who is healed how
-far, are those of the ranks of its host.
+Steps, changes and lost seconds are the whole job's, as this agent sees them. Reported numbers, who is healed how far,
+and lost data workers are those of the ranks of its host.
 
 SUMMARY-1  Events go in one by one, and what is kept of them is bounded, so that a job of any length can be followed.
 SUMMARY-2  Once a step is committed in a generation, its learners have healed, and count as active.
+SUMMARY-3  The seconds of a change under way are counted by the rule by which the agent counts those of one that is
+    over, less those of the step under way. Goodput contains both, in the status, on the page and in the metrics.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticgang.observe.pace import Commits, step_seconds, steps_per_second
+from elasticgang.observe.event_names import DATA_WORKER_LOSSES
+from elasticgang.observe.pace import Commits, seconds_lost, step_seconds, steps_per_second
 
 Event = Mapping[str, Any]
 
@@ -50,7 +53,7 @@ class Summary:
         self._last: Event | None = None
         self._generation: Event | None = None
         self._is_settled = False  # the present generation has committed a step
-        self._counted_to = 0.0
+        self._counted_to = (0, 0.0)  # the commit up to which `_lost_s` counts
         self._step_s: float | None = None
         self._changes: deque[dict[str, Any]] = deque(maxlen=NUM_CHANGES)  # SUMMARY-1
         self._num_changes: Counter[str] = Counter()
@@ -58,6 +61,7 @@ class Summary:
         self._phase_s: defaultdict[str, float] = defaultdict(float)
         self._healed_bytes = 0
         self._device_faults: dict[int | str, dict[str, Any]] = {}  # by index, or by UUID
+        self._data_workers_lost: Counter[str] = Counter()  # by kind
         self._exiting: Event = {}
         self._saved: Event | None = None  # of the newest checkpoint that this agent knows
 
@@ -69,7 +73,7 @@ class Summary:
                     self.__init__()  # type: ignore[misc]  # another job's events follow in the same file
                     self._last = event
                 self._started, self._agent = self._started or event, event["agent"]
-                self._counted_to = self._counted_to or event["monotonic"]
+                self._counted_to = self._counted_to if self._counted_to[1] else (0, event["monotonic"])
             case "spawned":
                 self.pids[event["member"]] = event["pid"]
                 self._local_ranks[event["member"]] = event["local_rank"]
@@ -79,12 +83,17 @@ class Summary:
             case "generation":
                 self._generation, self._is_settled = event, False
                 self._add_saved(event)
+                step, at_s = event.get("counted_to") or (event["committed"][0], self._counted_to[1])
+                self._counted_to = (step, at_s)
+                self._step_s = event.get("step_s") or self._step_s
             case "generation_change":
                 self._count(event)
             case "healed":
                 self._healed_bytes += event["bytes"]
             case "saved":
                 self._saved = event
+            case "data_worker_lost":
+                self._data_workers_lost[event["kind"]] += 1
             case "device_fault":
                 self._add_device_fault(event)
             case "exiting":
@@ -100,7 +109,7 @@ class Summary:
         self._lost_s[kind] += lost_s
         for name, ms in (change.get("phases_ms") or {}).items():
             self._phase_s[name] += (ms or 0.0) / 1e3
-        self._counted_to, self._step_s = change["t"], change.get("step_s")
+        self._counted_to, self._step_s = (0, change["t"]), change.get("step_s") or self._step_s
         self._is_settled = self._generation is not None and change["generation"] == self._generation["generation"]
         kept = {name: change.get(name) for name in _KEPT}
         numbers = {name: len(change.get(name) or ()) for name in ("left", "joined", "moved")}
@@ -135,11 +144,9 @@ class Summary:
         step = max([began_at, self._exiting.get("step", 0), *(status.step for status in ranks.values())])
         has_learners = not self._is_settled and step <= began_at
         rate = steps_per_second(commits, generation.get("t", 0.0))
-        last_commit_s = max(self._counted_to, _newest(commits)[0])
         lost: dict[str, float] = dict(self._lost_s)
         if is_alive and not self._is_settled and self._started is not None:
-            under_way_s = now_s - last_commit_s - (step_seconds(commits) or self._step_s or 0.0)
-            lost["under_way"] = max(0.0, under_way_s)
+            lost["under_way"] = self._lost_under_way(commits, now_s)
         lost_s = sum(lost.values())
         tokens = [status.numbers["tokens"][1] for status in ranks.values() if "tokens" in status.numbers]
         return {
@@ -166,9 +173,17 @@ class Summary:
             "healed_bytes": self._healed_bytes,
             "healing": self._healing(ranks),
             "checkpoint": self._checkpoint(now_s),
+            "data_workers_lost": {kind: self._data_workers_lost[kind] for kind in DATA_WORKER_LOSSES},
             "device_faults": [self._device_faults[device] for device in sorted(self._device_faults, key=str)],
             "changes": list(self._changes),
         }
+
+    def _lost_under_way(self, commits: Commits, now_s: float) -> float:
+        """SUMMARY-3."""
+        step_s = step_seconds(commits) or self._step_s or 0.0
+        newest = commits[-1] if commits and commits[-1][1] > self._counted_to[1] else None
+        lost_s = seconds_lost(self._counted_to, newest, step_s, now_s)
+        return lost_s if newest is not None else max(0.0, lost_s - step_s)
 
     def _state(self, is_alive: bool) -> dict[str, Any]:
         if self._end is not None:

@@ -25,6 +25,8 @@ import elasticgang as eg
 from tests.chaos.job import Counter, Faults, History, digest_of
 from tests.chaos.resumed_job import held
 
+PADDING = int(os.environ.get("STREAM_JOB_PADDING", "4000"))
+RAISES = Path(os.environ.get("STREAM_JOB_RAISES", os.devnull + "/none"))  # while it is there, once
 NUM_SPLITS, SIZE, SLOT = 8, 8, 2
 SPLIT_SAMPLES = 3
 NUM_SAMPLES = NUM_SPLITS * SPLIT_SAMPLES
@@ -44,7 +46,10 @@ class Numbers(IterableDataset[int]):
         self._place = 0
 
     def state_dict(self) -> dict[str, Any]:
-        padding = "x" * 4000 * (self._split >= NUM_SPLITS // 2)  # too long for the first collective of an exchange
+        if self._split == 5 and self._place == 2 and RAISES.exists():
+            RAISES.unlink()
+            raise ArithmeticError("this state cannot be saved")
+        padding = "x" * PADDING * (self._split >= NUM_SPLITS // 2)  # too long for the first collective of an exchange
         return {"place": self._place, "padding": padding}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

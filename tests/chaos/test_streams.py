@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -108,3 +109,39 @@ def test_a_job_goes_on_in_its_streams_with_other_ranks(tmp_path: Path) -> None:
         assert job.wait() == 0, job.stderr
         assert f"continues at the checkpoint of step {EVERY};" in job.stderr
     assert check(tmp_path) == alone()
+
+
+# STREAMREADER-2
+def test_states_of_megabytes_move_with_their_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are exchanged, healed and saved: 12 MB of them."""
+    monkeypatch.setenv("STREAM_JOB_PADDING", str(3_000_000))
+    with run(tmp_path, 3, [at("body", 1), at("forward", 0, "workers")], EVERY, workers=1) as job:
+        assert job.wait() == 0, job.stderr
+        assert [event for event in job.events() if event["event"] == "healed"]
+    assert len(check(tmp_path)) == 1
+    (newest, *_) = listing.scan(storage_at(tmp_path / "checkpoints"))
+    assert newest.attempt.step == NUM_STEPS
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_that_raises_once_costs_its_rank_alone(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAM_JOB_RAISES", str(tmp_path / "raises"))
+    (tmp_path / "hold").write_text(str(NUM_STEPS // 2))
+    with run(tmp_path, 3, [], workers=workers) as job:
+        wait_until(lambda: _committed(tmp_path) == [NUM_STEPS // 2 - 1] * 3, "the step in which all ranks wait")
+        (tmp_path / "raises").touch()
+        (tmp_path / "hold").unlink()
+        assert job.wait() == 0, job.stderr
+        events, stderr = job.events(), job.stderr
+    assert [event["status"] for event in events if event["event"] == "exited"].count(1) == 1
+    assert re.search(r"slot 1 of step \d+ cannot be read from split 5:", stderr)
+    assert "the `state_dict` of the split cannot be saved: ArithmeticError: this state cannot be saved" in stderr
+    assert check(tmp_path) == alone()
+
+
+def _committed(directory: Path) -> list[int]:
+    """The last step that each rank has committed."""
+    found = [[line["step"] for line in history if line["kind"] == "committed"] for history in histories(directory)]
+    return [max(steps, default=-1) for steps in found]

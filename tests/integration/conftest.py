@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
+import elasticgang as eg
 from elasticgang.checkpoint import plan
 from elasticgang.comm.arena import Arena
 from elasticgang.comm.comm_process import CommProcess, GroupSpec
@@ -23,6 +24,7 @@ from elasticgang.errors import GangError
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
 from scripts.benches.comm import open_store
 from tests.integration import saving
+from tests.integration.loading import NUM_SAMPLES, SIZE, SLOT
 from tests.integration.rings import Ring
 from tests.integration.state_ranks import Rank, Ranks
 from tests.support import DEADLINE_S, REPOSITORY
@@ -159,6 +161,21 @@ def ranks() -> Iterator[Ranks]:
     yield make
     for rank in made:
         rank.server.close()
+
+
+@pytest.fixture
+def batches() -> eg.GlobalBatch:
+    """Of the dataset of `loading.py`."""
+    return eg.GlobalBatch(NUM_SAMPLES, size=SIZE, slot=SLOT, seed=3)
+
+
+@pytest.fixture
+def loaders() -> Iterator[list[eg.DataLoader]]:
+    """They are closed after the test."""
+    made: list[eg.DataLoader] = []
+    yield made
+    for loader in made:
+        loader.close()
 
 
 @pytest.fixture

@@ -86,6 +86,7 @@ class OneStep:
     def __init__(self, index: int, share: Share | None) -> None:
         self.index, self.share = index, share
         self.is_lost = False
+        self.losses: list[dict[str, Any]] = []  # of data workers
 
     def check(self) -> None:
         if self.is_lost:
@@ -98,6 +99,9 @@ class OneStep:
         pass
 
     def contribute(self) -> None: ...
+
+    def data_worker_lost(self, loss: dict[str, Any]) -> None:
+        self.losses.append(loss)
 
 
 def step(index: int, place: int = 0, count: int = 1) -> Step:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import elasticgang as eg
 from elasticgang.errors import OperationalError
-from tests.integration.loading import step
-
-NUM_SAMPLES, SIZE, SLOT = 12, 6, 2
+from tests.integration.loading import NUM_SAMPLES, SIZE, SLOT, step
 
 
 class Texts:
@@ -35,19 +31,6 @@ def num_workers(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture
-def batches() -> eg.GlobalBatch:
-    return eg.GlobalBatch(NUM_SAMPLES, size=SIZE, slot=SLOT, seed=3)
-
-
-@pytest.fixture
-def loaders() -> Iterator[list[eg.DataLoader]]:
-    made: list[eg.DataLoader] = []
-    yield made
-    for loader in made:
-        loader.close()
-
-
 def test_the_batches_of_slots_may_have_different_shapes(
     num_workers: int, batches: eg.GlobalBatch, loaders: list[eg.DataLoader]
 ) -> None:
@@ -64,13 +47,15 @@ def test_the_batches_of_slots_may_have_different_shapes(
 def test_a_slot_that_cannot_be_collated_is_named_and_the_loader_goes_on(
     num_workers: int, batches: eg.GlobalBatch, loaders: list[eg.DataLoader]
 ) -> None:
-    """torch's own collate function stacks, and wants samples of one size."""
+    """torch's own collate function stacks, and wants samples of one size. What it says depends on which sample comes
+    first, and on whether a worker calls it."""
     loaders.append(loader := eg.DataLoader(Texts(), batches, num_workers=num_workers))
     slots = iter(loader.slots(step(0)))
     with pytest.raises(OperationalError) as info:
         next(slots)
     one, other = batches.samples(0)[:SLOT].tolist()
     assert f"slot 0 of step 0 (the samples {one}, {other}) cannot be loaded" in str(info.value)
-    assert "stack expects each tensor to be equal size" in str(info.value)
+    shapes = " and ".join(sorted((f"[{one + 1}]", f"[{other + 1}]")))
+    assert f"the samples of a slot have different shapes ({shapes}): give the loader a `collate_fn`" in str(info.value)
     with pytest.raises(OperationalError, match="slot 0 of step 1 "):
         next(iter(loader.slots(step(1))))

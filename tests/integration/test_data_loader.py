@@ -149,12 +149,17 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_nothing_is_lost(
 ) -> None:
     loader = make(timeout=SLOT_S[fault])
     dataset.prepare(fault, int(loader.batches.samples(1)[3]))
+    steps = [OneStep(index, Share(0, 1)) for index in range(3)]
     with caplog.at_level(logging.WARNING):
-        found = [each for index in range(3) for each in indices(loader, step(index))]
+        found = [each for one in steps for each in indices(loader, cast(Step, one))]
     assert sorted(found) == list(range(NUM_SAMPLES))
     (record,) = [record for record in caplog.records if "data worker" in record.message]
     said = "has been killed by signal 9" if fault == "kill" else "has not answered for 4 s"
     assert f"{said} at slot 1 of step 1: replacing it" in record.message
+    (loss,) = wait_until(lambda: [loss for one in steps for loss in one.losses], "the report", GUARD_S)
+    assert f"data worker {loss['worker']} (process {loss['pid']}) {said} at slot 1" in record.message
+    assert loss["kind"] == ("died" if fault == "kill" else "hung")
+    assert (loss["reason"], loss["step"], loss["slot"]) == (said, 1, 1)
 
 
 def cut_a_message(number: int) -> None:
@@ -319,6 +324,20 @@ def test_a_step_that_is_lost_loads_no_further_batches(num_workers: int, make: Ma
 
 
 # FETCHPOOL-2
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_closed_loader_loads_nothing(num_workers: int, make: Make, dataset: Noted) -> None:
+    loader = make(num_workers=num_workers, prefetch=0)
+    slots = iter(loader.slots(step(0)))
+    next(slots)
+    loader.close()
+    num_fetched = len(dataset.fetched())
+    with pytest.raises(OperationalError, match="the data loader is closed"):
+        next(slots)
+    with pytest.raises(OperationalError, match="the data loader is closed"):
+        loader.slots(step(1))
+    assert len(dataset.fetched()) == num_fetched
+
+
 def test_a_closed_loader_is_not_waited_for(make: Make) -> None:
     loader = make()
     waiting = OneStep(0, Share(0, 1))

@@ -33,6 +33,7 @@ def test_the_scalars_are_the_numbers_of_the_summary(tmp_path: Path) -> None:
         **{f"elasticgang/generation_changes/{kind}": count for kind, count in status["num_changes"].items()},
         **{f"elasticgang/lost_seconds/{kind}": seconds for kind, seconds in status["lost_s"].items()},
         **{f"elasticgang/generation_change_phase_seconds/{name}": s for name, s in status["phase_s"].items()},
+        **{f"elasticgang/data_workers_lost/{kind}": count for kind, count in status["data_workers_lost"].items()},
         "reported/loss": status["numbers"]["loss"],
         "reported/tokens": status["numbers"]["tokens"],
     }

@@ -224,6 +224,16 @@ def test_a_loader_that_is_not_registered_is_refused() -> None:
         job.train(1)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_closed_loader_reads_nothing(num_workers: int) -> None:
+    job = Alone(Numbers, num_workers=num_workers)
+    job.register()
+    with pytest.raises(OperationalError, match="the data loader is closed"):
+        job.train(3, lambda manager: job.loader.close())
+    assert len(job.committed) == 1
+    assert job.loader.state_dict()["splits"], "a checkpoint can still be saved"
+
+
 # STREAM-3
 def test_a_loop_that_was_left_early_is_refused_in_the_next_step() -> None:
     job = Alone(Numbers)

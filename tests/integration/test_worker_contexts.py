@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 import elasticgang as eg
 from elasticgang.errors import OperationalError
 from elasticgang.train import fetch_pool
-from tests.integration.loading import NUM_SAMPLES, SIZE, SLOT, Noted, indices, step
+from tests.integration.loading import NUM_SAMPLES, Noted, indices, step
 
 
 class Answers:
@@ -50,19 +50,6 @@ class Stream(IterableDataset[int]):
 class NeverPickled:
     def __reduce__(self) -> Any:
         raise ArithmeticError("not this one")
-
-
-@pytest.fixture
-def batches() -> eg.GlobalBatch:
-    return eg.GlobalBatch(NUM_SAMPLES, size=SIZE, slot=SLOT, seed=3)
-
-
-@pytest.fixture
-def loaders() -> Iterator[list[eg.DataLoader]]:
-    made: list[eg.DataLoader] = []
-    yield made
-    for loader in made:
-        loader.close()
 
 
 # DATAWORKER-5

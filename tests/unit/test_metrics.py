@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticgang.watch.metrics import exposition
@@ -44,10 +45,24 @@ def test_the_metrics_are_the_numbers_of_the_summary() -> None:
         ("elasticgang_generation_changes_total", "num_changes"),
         ("elasticgang_lost_seconds_total", "lost_s"),
         ("elasticgang_generation_change_phase_seconds_total", "phase_s"),
+        ("elasticgang_data_workers_lost_total", "data_workers_lost"),
         ("elasticgang_reported", "numbers"),
     ):
         assert status[key]
         assert {label: found[name, (label,)] for label in status[key]} == status[key]
+
+
+# SUMMARY-3
+@pytest.mark.parametrize("is_over", [False, True])
+def test_goodput_is_what_the_lost_seconds_leave(is_over: bool) -> None:
+    events = [*RUNS, generation(20.1, 2, 8), *([change(25.0, 2, "killed", 3.5)] if is_over else [])]
+    status = report(events, PAGES, 25.0)
+    found = samples(status)
+    lost_s = sum(value for (name, _), value in found.items() if name == "elasticgang_lost_seconds_total")
+    under_way_s = found["elasticgang_generation_change_under_way_seconds", ()]
+    assert (under_way_s == 0) == is_over
+    goodput = found["elasticgang_goodput_ratio", ()]
+    assert goodput == pytest.approx(1 - (lost_s + under_way_s) / status["elapsed_s"], abs=1e-4)
 
 
 def test_a_job_that_starts_has_metrics_too() -> None:

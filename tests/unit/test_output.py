@@ -123,17 +123,17 @@ def test_an_error_is_told_once_and_the_next_line_passes(output: PrefixedOutput, 
 def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
     said: list[str] = []
     log = EventLog(str(tmp_path), said.append)
-    log.write("first", number=1)
+    log.write("started", number=1)
     file = tmp_path / "events.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, hard))
     try:
-        log.write("second")
-        log.write("third")
+        log.write("spawned")
+        log.write("exited")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert said == [f"elasticgang: stopped writing events to {file}: File too large"]
-    assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["first"]
+    assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["started"]
 
 
 def test_a_directory_that_nobody_has_given_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_directory_that_nobody_has_given_is_bounded(tmp_path: Path, monkeypatc
     for number in range(events.MAX_FILES + 2):
         log.write_file(f"incident-{number}.json", "{}")
     for _ in range(20):
-        log.write("large", text="x" * (1 << 16))
+        log.write("warned", text="x" * (1 << 16))
     file = tmp_path / "events.jsonl"
     assert said == [f"elasticgang: stopped writing events to {file}: it has 1 MiB; with --log-dir there is no limit"]
     assert len(file.read_text().splitlines()) == 15

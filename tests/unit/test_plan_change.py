@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticgang.launch import plan as plan_command
 from elasticgang.launch.cli import main
 from elasticgang.layout import Member, ModelCoordinates, ParallelLayout, is_filled, plan
 from elasticgang.layout.overlap import Part, common_share, sizes_of
@@ -142,6 +143,23 @@ def test_wrong_names_are_refused(arguments: tuple[str, ...], named: str, capsys:
 # -- fallback layouts
 
 PAIRS_ELSE_ONES = ParallelLayout(sdp=2, min_replicas=2, within_host=(), fallback=(ParallelLayout(),))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--hosts", "100000", "--ranks-per-host", "8"), "at most 100,000 ranks, but --hosts 100000 times"),
+        (("--hosts", "10", "--ranks-per-host", "10000", "--join", "host10"), "--join host10: a plan is of at most"),
+    ],
+)
+def test_a_fleet_that_would_take_minutes_is_refused(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "--join" in arguments:
+        monkeypatch.setattr(plan_command, "MAX_RANKS", 100)
+        arguments = tuple("10" if each == "10000" else each for each in arguments)
+    assert main(["plan", *arguments]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_lost_rank_changes_the_layout_and_every_other_one_fetches_what_it_lacks() -> None:

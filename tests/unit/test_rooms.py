@@ -91,6 +91,7 @@ PURE_MODULES = (
     "elasticgang.doctor.verdicts",
     "elasticgang.integers",
     "elasticgang.observe.change_report",
+    "elasticgang.observe.event_names",
     "elasticgang.observe.pace",
     "elasticgang.observe.story",
     "elasticgang.progress",

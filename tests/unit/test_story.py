@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,26 @@ def test_a_directory_without_events_is_refused(
 ) -> None:
     assert main([command, str(tmp_path)]) == 2
     assert "`elasticgang run --log-dir DIR` writes them" in capsys.readouterr().err
+
+
+def test_an_unknown_event_is_refused_with_the_names(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["events", str(log_dir), "--event", "nosuch"])
+    said = capsys.readouterr().err
+    assert "argument --event: there is no event 'nosuch'; the names are started, spawned, " in said
+    assert {each["event"] for each in LOSS} <= set(re.findall(r"[\w ]+?(?=,|\n)", said.replace(", ", ",")))
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "events", "status", "coordinator"])
+def test_an_unknown_option_shows_the_usage_of_its_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--nosuch"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: elasticgang {command} ")
+    assert f"elasticgang {command}: error: " in said
+    with pytest.raises(SystemExit, match="2"):
+        main(["events", "directory", "--nosuch"])
+    assert "elasticgang events: error: unrecognized arguments: --nosuch\n" in capsys.readouterr().err
 
 
 def test_an_unknown_generation_is_refused(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elasticgang.observe.pace import Pace
 from elasticgang.watch.summary import NUM_CHANGES, RankStatus, Summary
 from elasticgang.watch.terminal import lines_of
 
@@ -16,11 +17,18 @@ def event(at: float, name: str, **fields: Any) -> dict[str, Any]:
     return {"t": at, "wall": 1_000_000.0 + at, "event": name, **fields}
 
 
-def generation(at: float, number: int, step: int, *, learner: int = 0) -> dict[str, Any]:
+def generation(
+    at: float, number: int, step: int, *, learner: int = 0, counted_to: tuple[int, float] | None = None
+) -> dict[str, Any]:
+    """`counted_to`: by default, the last one of `COMMITS` until then."""
+    last = max((commit for commit in COMMITS if commit[1] <= at), default=(0, 8.0))
     here = {"agent": "h-1", "host": "h", "seats": [[0, 0, "active"], [1, 1, "learner" if learner else "active"]]}
     there = {"agent": "k-1", "host": "k", "seats": [[0, None, "spare"]]}
     counts = {"active": 2 - learner, "learner": learner, "spare": 1}
-    return event(at, "generation", generation=number, committed=[step, number - 1], seats=[here, there], **counts)
+    pace = {"counted_to": list(counted_to or last), "step_s": 1.0}
+    return event(
+        at, "generation", generation=number, committed=[step, number - 1], seats=[here, there], **counts, **pace
+    )
 
 
 def change(at: float, number: int, kind: str, lost_s: float) -> dict[str, Any]:
@@ -44,8 +52,8 @@ STARTED = [
     event(10.1, "spawned", member="h-1/0/a", local_rank=0, pid=70),
     event(10.1, "spawned", member="h-1/1/b", local_rank=1, pid=71),
 ]
-RUNS = [*STARTED, generation(12.0, 1, 0), change(13.0, 1, "start", 4.5)]
 COMMITS = [(step, 12.0 + step) for step in range(1, 9)]  # the last at 20.0
+RUNS = [*STARTED, generation(12.0, 1, 0), change(13.0, 1, "start", 4.5)]
 PAGES = {
     "h-1/0/a": RankStatus(8, 1, "WAITING", COMMITS, (0, 0), {"loss": (2.0, 3.0), "tokens": (10.0, 12.0)}),
     "h-1/1/b": RankStatus(8, 1, "USER_CODE", COMMITS, (30, 120), {"loss": (4.0, 3.0), "tokens": (10.0, 8.0)}),
@@ -127,6 +135,35 @@ def test_the_time_of_a_change_under_way_is_lost_while_it_lasts() -> None:
     found = report([*events, change(26.0, 2, "killed", 5.25)], PAGES, 26.0)
     assert found["lost_s"] == {"killed": 5.25, "start": 4.5}
     assert found["num_changes"] == {"killed": 1, "start": 1}
+
+
+# SUMMARY-3
+def test_a_change_under_way_has_cost_what_it_costs_once_it_is_over() -> None:
+    """From its first commit on, although not all ranks have committed."""
+    events = [*RUNS, generation(20.5, 2, 8)]
+    pace = Pace(8.0)
+    pace.read(COMMITS)
+    pace.begin(8)
+    commits = [*COMMITS, (9, 24.5), (10, 25.5)]
+    pages = {"h-1/0/a": RankStatus(10, 2, "WAITING", commits)}
+    found = report(events, pages, 25.6)["lost_s"]["under_way"]
+    pace.read(commits)
+    assert found == pytest.approx(pace.cost(25.6)) == pytest.approx(3.5)
+
+
+def test_ranks_that_were_all_replaced_do_not_turn_the_time_before_into_a_loss() -> None:
+    events = [*RUNS, generation(1000.0, 2, 988, counted_to=(988, 999.5))]
+    assert report(events, {"h-1/0/a": RankStatus()}, 1003.5)["lost_s"]["under_way"] == pytest.approx(3.0)
+
+
+def test_lost_data_workers_are_counted_by_kind() -> None:
+    lost = [
+        event(19.0, "data_worker_lost", member="h-1/0/a", local_rank=0, kind=kind) for kind in ("died", "hung", "died")
+    ]
+    found = report([*RUNS, *lost], PAGES, 20.25)
+    assert found["data_workers_lost"] == {"died": 2, "hung": 1, "failed": 0}
+    assert "  data workers of this agent's ranks that were lost, and replaced: 2 died, 1 hung" in lines_of(found)
+    assert "data workers" not in "\n".join(lines_of(report(RUNS, PAGES, 20.25)))
 
 
 @pytest.mark.parametrize(

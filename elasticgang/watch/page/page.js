@@ -41,6 +41,8 @@ function showTiles(status) {
   ];
   if (status.tokens_per_s !== null) found.push(["tokens/s, this host", Math.round(status.tokens_per_s).toLocaleString("en")]);
   for (const [name, value] of Object.entries(status.numbers)) if (name !== "tokens") found.push([`${name}, this host`, short(value)]);
+  const workers = Object.entries(status.data_workers_lost).filter(([, number]) => number);
+  if (workers.length) found.push(["data workers lost, this host", workers.map(([kind, number]) => `${number} ${kind}`).join(", ")]);
   if (status.last_commit_age_s !== null) found.push(["since the last commit", `${status.last_commit_age_s.toFixed(1)} s`]);
   if (status.checkpoint !== null) found.push(["newest checkpoint", `step ${status.checkpoint.step.toLocaleString("en")}`]);
   fill("tiles", found.map(([name, value]) => {
