@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import threading
 
-from elasticgang.errors import InvalidOperationError, OperationalError
+from elasticgang.errors import InvalidOperationError
 
 _WHERE_INSTEAD = (
     "Call it before `optim.step` in the same step, or at the beginning of the next step. An evaluation whose forward "
@@ -62,8 +62,8 @@ class Bans:
             raise InvalidOperationError(f"The gang {gang} cannot be used to communicate {ban.value}")
 
     def check_step(self, gang: str, call: str) -> None:
-        """Raises OperationalError: the step has been voted on, or no step is open, so that `call` cannot be started on
-        the gang of that name (BAN-1)."""
+        """Raises InvalidOperationError: the step has been voted on, or no step is open, so that `call` cannot be started
+        on the gang of that name (BAN-1)."""
         ban = self._here
         if ban in (Ban.COMMITTED, Ban.DROPPED, Ban.NO_STEP):
-            raise OperationalError(f"`{call}` of the gang {gang} is refused {ban.value}")
+            raise InvalidOperationError(f"`{call}` of the gang {gang} is refused {ban.value}")

@@ -124,8 +124,7 @@ class ElasticGang(CheckedGang):
         """The present binding, for a call that communicates.
 
         Raises:
-            InvalidOperationError: there is none; or as `Bans.check_work`.
-            OperationalError: as `Bans.check_step`.
+            InvalidOperationError: there is none; or as `Bans.check_work` and `Bans.check_step`.
         """
         self.bans.check_work(self._name, self.size)
         if self._closed:

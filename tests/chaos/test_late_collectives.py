@@ -45,7 +45,7 @@ def test_a_collective_after_the_vote_ends_the_job_in_its_first_step(where: str, 
         done = run_preloaded([sys.executable, str(path)], env={"LOCAL_RANK": "0"})
         assert done.returncode == 1
         stderr = done.stderr
-    assert "elasticgang.errors.OperationalError: `all_reduce` of the gang" in stderr
+    assert "elasticgang.errors.InvalidOperationError: `all_reduce` of the gang" in stderr
     assert where in stderr
     assert "Call it before `optim.step` in the same step, or at the beginning of the next step." in stderr
     assert not list(tmp_path.glob("passed-*"))
@@ -137,5 +137,5 @@ def test_every_form_of_torch_is_refused_after_the_vote_and_none_before_it(tmp_pa
         assert set(found["before the vote"].values()) == {""}, found
         assert len(found["after it"]) == 12
         for name, error in found["after it"].items():
-            assert error.startswith("OperationalError: `"), (name, error)
+            assert error.startswith("InvalidOperationError: `"), (name, error)
             assert "is refused after `optim.step`: the step is committed" in error

@@ -33,7 +33,7 @@ def refused(gang: eg.Gang) -> list[str]:
     """The errors of `calls`, each of which is refused."""
     errors = []
     for name, call in calls(gang).items():
-        with pytest.raises(eg.OperationalError, match=rf"^`{name}` of the gang .* is refused") as caught:
+        with pytest.raises(eg.InvalidOperationError, match=rf"^`{name}` of the gang .* is refused") as caught:
             call()
         errors.append(str(caught.value))
     return errors
