@@ -209,20 +209,27 @@ def lose_and_tell_to_go(job: Job) -> None:
 
 def test_the_only_one_with_state_stays_for_one_that_is_started_again(tmp_path: Path) -> None:
     after = '(here / f"after-{rank}").write_text(f"{manager.committed_steps}\\n")'
-    body = 'if rank == 0 or not (here / "go").exists(): time.sleep(0.005)'  # so that rank 0 does not finish before
-    path = training(tmp_path, steps=3000, setup=SLOW, body=body, after=after)
+    body = """
+                while rank == 0 and not manager.poisoned and (
+                    step.index == 100 and not manager.leave_requested or step.index == 110 and not manager.join_noticed
+                ): time.sleep(0.005)
+    """
+    path = training(tmp_path, steps=200, setup=SLOW, body=body, after=after)
     with Job(tmp_path, path, ranks=2) as job:
         lose_and_tell_to_go(job)
         (tmp_path / "go").touch()
         assert job.expect("exited", local_rank=0)["status"] == 0
         assert job.wait() == 0, job.stderr
-    assert (tmp_path / "after-1").read_text() == "3000\n"
+    assert (tmp_path / "after-1").read_text() == "200\n"
     assert job.stderr.count(STAYS) == 1
 
 
 def test_a_spare_follows_the_only_one_with_state(tmp_path: Path) -> None:
     after = '(here / f"after-{rank}").write_text(f"{manager.committed_steps}\\n")'
-    path = training(tmp_path, steps=2000, body=UNHURRIED, after=after)
+    body = """
+                while step.index == 100 and not (manager.leave_requested or (here / "go").exists()): time.sleep(0.005)
+    """
+    path = training(tmp_path, steps=200, body=body, after=after)
     with Job(tmp_path, path, ranks=1, options=("--spares", "1")) as job:
         (spare,) = {0, 1} - {job.expect("entered")["local_rank"]}
         job.expect("spare", local_rank=spare)
@@ -230,7 +237,7 @@ def test_a_spare_follows_the_only_one_with_state(tmp_path: Path) -> None:
         assert job.expect("exited", local_rank=1 - spare)["status"] == 0
         (tmp_path / "go").touch()
         assert job.wait() == 0, job.stderr
-        assert (tmp_path / f"after-{spare}").read_text() == "2000\n"
+        assert (tmp_path / f"after-{spare}").read_text() == "200\n"
         assert f"rank {1 - spare} drains, and a spare may replace it" in job.stderr
         assert not [event for event in job.events() if event["event"] == "warned"]
 
@@ -248,22 +255,24 @@ def test_last_holder_leaves_when_no_successor_can_start(tmp_path: Path) -> None:
 
 def test_what_follows_the_loop_is_for_those_who_stay_and_for_those_who_left_of_themselves(tmp_path: Path) -> None:
     body = """
-                time.sleep(0.01)
                 if step.index == 5 and rank == 1:
                     manager.leave()
+                while rank == 0 and step.index == 20 and not (here / "told").exists():
+                    time.sleep(0.005)
     """
     after = """
         (here / f"after-{rank}").write_text(f"{manager.committed_steps}\\n")
     """
-    path = training(tmp_path, steps=300, body=body, after=after)
+    path = training(tmp_path, steps=40, body=body, after=after)
     with Job(tmp_path, path, ranks=3) as job:
         job.expect("exited", local_rank=1, status=0)
         assert (tmp_path / "after-1").read_text() == "6\n"
         os.kill(job.rank_pid(2), signal.SIGTERM)
+        (tmp_path / "told").touch()
         job.expect("exited", local_rank=2, status=0)
         assert not (tmp_path / "after-2").exists()
         assert job.wait() == 0
-        assert (tmp_path / "after-0").read_text() == "300\n"
+        assert (tmp_path / "after-0").read_text() == "40\n"
     assert "Traceback" not in job.stderr
 
 
