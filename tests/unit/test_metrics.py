@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticgang.watch.metrics import exposition
 from elasticgang.watch.summary import RankStatus
 from tests.documents import REPOSITORY
-from tests.unit.test_summary import PAGES, RUNS, STARTED, change, generation, report
+from tests.unit.test_summary import PAGES, RUNS, STARTED, change, event, generation, report
 
 
 def samples(status: dict[str, Any]) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -68,6 +68,20 @@ def test_a_job_that_starts_has_metrics_too() -> None:
     assert found["elasticgang_generation", ()] == 0
     assert found["elasticgang_lost_seconds_total", ("killed",)] == 0, "so that the first kill is an increase"
     assert ("elasticgang_tokens_per_second", ()) not in found
+
+
+def test_device_faults_are_those_of_the_status() -> None:
+    fault = {"uuid": "", "reason": "ECC", "local_rank": 0}
+    faults = [
+        event(19.0 + at, "device_fault", device=device, is_quarantined=at == 2, **fault)
+        for at, device in enumerate((0, 1, 1))
+    ]
+    status = report([*RUNS, *faults], PAGES, 22.0)
+    found = samples(status)
+    assert (
+        found["elasticgang_device_faults_total", ()] == 3 == sum(each["num_faults"] for each in status["device_faults"])
+    )
+    assert found["elasticgang_quarantined_devices", ()] == 1
 
 
 def test_a_number_that_is_not_finite_is_exported_as_such() -> None:
