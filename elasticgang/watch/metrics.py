@@ -44,6 +44,13 @@ class _JobCollector(Collector):
         for kind in DATA_WORKER_LOSSES:
             workers.add_metric([kind], status["data_workers_lost"][kind])
         yield workers
+        faults = status["device_faults"]
+        text = "Faults of this host's devices."
+        num_faults = sum(fault["num_faults"] for fault in faults)
+        yield CounterMetricFamily("elasticgang_device_faults", text, value=num_faults)
+        text = "Devices of this host that are quarantined after faults."
+        num_quarantined = sum(fault["is_quarantined"] for fault in faults)
+        yield GaugeMetricFamily("elasticgang_quarantined_devices", text, value=num_quarantined)
         reported = GaugeMetricFamily(
             "elasticgang_reported",
             "The mean over this host's ranks of a number that the script reports.",

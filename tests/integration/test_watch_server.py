@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticgang.watch import server as watch_server
 from elasticgang.watch.serving import serve
 from tests.support import DEADLINE_S, wait_until
-from tests.unit.test_summary import RUNS, change, generation
+from tests.unit.test_summary import RUNS, change, event, generation
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ATTACK = "<img src=x onerror=alert(1)>"
@@ -242,7 +242,8 @@ def test_metrics_are_served_on_a_port_of_their_own(tmp_path: Path) -> None:
 def test_a_browser_shows_the_numbers(tmp_path: Path) -> None:
     """What Chromium makes of the page, with the real numbers, and text that is no markup."""
     assert CHROMIUM is not None
-    with serving(tmp_path, EVENTS) as port:
+    lost = event(20.3, "data_worker_lost", member="h-1/0/a", local_rank=0, kind="hung")
+    with serving(tmp_path, [*EVENTS, lost]) as port:
         alone = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
         options = ["--headless", "--no-sandbox", "--disable-gpu", *alone, f"--user-data-dir={tmp_path / 'browser'}"]
         budget = ["--virtual-time-budget=3000", "--dump-dom", f"http://127.0.0.1:{port}/"]
@@ -252,6 +253,7 @@ def test_a_browser_shows_the_numbers(tmp_path: Path) -> None:
     assert dom.count("<tr>") == 3, dom  # the heading, and two changes
     assert f"<b>{status['generation']}</b><span>generation</span>" in dom
     assert f"<b>{status['step']}</b><span>step</span>" in dom
+    assert "<b>1 hung</b><span>data workers lost, this host</span>" in dom
     assert '<span id="state" class="badge running">running</span>' in dom
     assert len(re.findall(r'<i class="seat (active|learner|spare|gone)" title', dom)) == 3
     assert "killed</span>" in dom

@@ -72,6 +72,20 @@ def test_a_job_that_starts_has_metrics_too() -> None:
     assert ("elasticgang_tokens_per_second", ()) not in found
 
 
+def test_device_faults_are_those_of_the_status() -> None:
+    fault = {"uuid": "", "reason": "ECC", "local_rank": 0}
+    faults = [
+        event(19.0 + at, "device_fault", device=device, is_quarantined=at == 2, **fault)
+        for at, device in enumerate((0, 1, 1))
+    ]
+    status = report([*RUNS, *faults], PAGES, 22.0)
+    found = samples(status)
+    assert (
+        found["elasticgang_device_faults_total", ()] == 3 == sum(each["num_faults"] for each in status["device_faults"])
+    )
+    assert found["elasticgang_quarantined_devices", ()] == 1
+
+
 def test_a_number_that_is_not_finite_is_exported_as_such() -> None:
     pages = {"h-1/0/a": RankStatus(8, 1, "WAITING", (), (0, 0), {"loss": (float("inf"), 0.0)})}
     assert samples(report(RUNS, pages, 20.25))["elasticgang_reported", ("loss",)] == float("inf")
