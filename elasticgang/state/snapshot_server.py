@@ -4,12 +4,16 @@ SNAPSHOT-1  The served state belongs to exactly one attempt: live large state be
     small state from the beginning of the step (RULE-6). A learner runs no forward. It therefore also fetches the small
     state after the step's forward, and loads it right before the step's apply, which may change some of it.
 SNAPSHOT-2  An apply waits for the readers, up to `EXCLUSIVE_TIMEOUT_S`, then closes their connections. It never
-    overlaps a read.
+    overlaps a read of this rank's. A healer that reads this rank's memory (PEERMEM-1) and is later than that gets bytes
+    without the right digest, which it drops (RECEIVED-2).
+SNAPSHOT-3  A rank that wants to apply stops a thread of its own that computes digests for a healer, once the connection
+    of that healer is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -23,6 +27,7 @@ from elasticgang.state import staging, striped_fetch, transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.digests import digest_for
 from elasticgang.state.healer import Healer
+from elasticgang.state.peer_memory import Lender
 from elasticgang.state.registered_state import RegisteredState
 from elasticgang.state.state_listener import StateListener
 from elasticgang.state.transport import Channel
@@ -69,6 +74,7 @@ class SnapshotServer:
         self._forward_mark: Any = None  # behind what forward has changed (PINNED-2)
         self._readers: set[Reader] = set()
         self._digests = striped_fetch.Digests(digest_for(authenticator.credentials))
+        self._lender = Lender(are_authenticated=authenticator.credentials.are_given)
         self._listener = None if host is None else StateListener(host, authenticator, self._serve)
         self.address = "" if self._listener is None else self._listener.address
 
@@ -119,6 +125,8 @@ class SnapshotServer:
                 self._changed.wait(left)
             for reader in self._readers:
                 reader.shut()
+            if self._readers:
+                self._digests.stop()  # SNAPSHOT-3
             # A reader whose connection is closed ends at its next byte.
             if not self._changed.wait_for(lambda: not self._readers, EXCLUSIVE_TIMEOUT_S):
                 raise OperationalError(
@@ -144,6 +152,7 @@ class SnapshotServer:
 
     def close(self) -> None:
         self._healer.forget()
+        self._digests.stop()
         with self._changed:
             self._serving = None
             self._changed.notify_all()
@@ -166,9 +175,10 @@ class SnapshotServer:
             reached("serving")
             state, digests = self._state, self._digests
             if request["after"]:
-                striped_fetch.serve(channel, attempt, state.small(cloned=False), None, digests, self._forward_mark)
+                striped_fetch.serve_small(channel, state.small(cloned=False), self._forward_mark)
             else:
-                striped_fetch.serve(channel, attempt, state.snapshot, state.large(), digests, state.written)
+                lend = functools.partial(self._lender.lend, request.get("memory"))
+                striped_fetch.serve(channel, attempt, state.snapshot, state.large(), digests, state.written, lend)
         except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
             log.debug("dropped a healer: %r", exc)
         finally:
