@@ -3,12 +3,12 @@
 PEERMEM-1  A healer reads only from the process at the other end of its connection. That process shows, at an address of
     its memory, the nonce that the healer sent. The healer opens its pidfd before it looks. Bytes count only if the
     process is alive after the read, so that no later process of the same id is read.
-PEERMEM-2  A healer reads only inside the tensors that the holder announced. Their sizes are those of the manifest, which
-    the healer has compared with its own tensors. The holder announces nothing else, and writes nowhere.
-PEERMEM-3  Under Yama's ptrace_scope 1 the holder names the healer as its tracer (PR_SET_PTRACER): one healer at a time,
-    an authenticated one, until it has closed its connection. Under other scopes the holder changes nothing.
-PEERMEM-4  What cannot be read from memory comes over the connection: state on a device, tensors that are not contiguous,
-    all of it if the kernel refuses. A log line says so once for each reason.
+PEERMEM-2  A healer reads only inside the tensors that the holder announced. Their sizes are those of the manifest,
+    which the healer has compared with its own tensors. The holder announces nothing else, and writes nowhere.
+PEERMEM-3  Under Yama's ptrace_scope 1 the holder names the healer as its tracer (PR_SET_PTRACER): one healer at a
+    time, an authenticated one, until it has closed its connection. Under other scopes the holder changes nothing.
+PEERMEM-4  What cannot be read from memory comes over the connection: state on a device, tensors that are not
+    contiguous, all of it if the kernel refuses. A log line says so once for each reason.
 """
 
 from __future__ import annotations

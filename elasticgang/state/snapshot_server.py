@@ -8,6 +8,8 @@ SNAPSHOT-2  An apply waits for the readers, up to `EXCLUSIVE_TIMEOUT_S`, then cl
     without the right digest, which it drops (RECEIVED-2).
 SNAPSHOT-3  A rank that wants to apply stops a thread of its own that computes digests for a healer, once the connection
     of that healer is closed.
+SNAPSHOT-4  A holder that enters a generation with learners computes the digests meanwhile, before they are requested.
+    What is to change the state stops that at once.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from elasticgang.state.digests import digest_for
 from elasticgang.state.healer import Healer
 from elasticgang.state.peer_memory import Lender
 from elasticgang.state.registered_state import RegisteredState
+from elasticgang.state.serialization import flatten
 from elasticgang.state.state_listener import StateListener
 from elasticgang.state.transport import Channel
 from elasticgang.testing import reached
@@ -45,6 +48,16 @@ class Reader(Protocol):
 
     def shut(self) -> None:
         """End the read soon. The reader is removed once it has ended."""
+
+
+class _Preparation:
+    """SNAPSHOT-4"""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+
+    def shut(self) -> None:
+        self.stopped.set()
 
 
 class SnapshotServer:
@@ -97,6 +110,26 @@ class SnapshotServer:
 
     # -- steps
 
+    def prepare(self, attempt: Attempt) -> None:
+        """SNAPSHOT-4: learners are about to request the state of `attempt`, which this rank holds."""
+        preparation, mark = _Preparation(), staging.device.mark()
+        self.lend(preparation)
+        thread = threading.Thread(target=self._prepare, args=(attempt, preparation, mark), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as exc:  # no thread is left
+            self.give_back(preparation)
+            log.debug("could not prepare the digests of the state: %r", exc)
+
+    def _prepare(self, attempt: Attempt, preparation: _Preparation, mark: Any) -> None:
+        try:
+            _, tensors = flatten(self._state.large())
+            self._digests.of(attempt, tensors, staging.Chunks(tensors, mark), preparation.stopped)
+        except (WireError, TypeError, ValueError, RuntimeError) as exc:
+            log.debug("could not prepare the digests of the state: %r", exc)
+        finally:
+            self.give_back(preparation)
+
     def begin(self, attempt: Attempt | None) -> None:
         if attempt is not None:
             self._healer.forget()
@@ -121,6 +154,9 @@ class SnapshotServer:
         with self._changed:
             self._serving = None
             self._changed.notify_all()
+            for reader in self._readers:
+                if isinstance(reader, _Preparation):
+                    reader.shut()
             while self._readers and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             for reader in self._readers:

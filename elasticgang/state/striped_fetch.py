@@ -63,26 +63,28 @@ class Digests:
         self._known: tuple[Attempt, list[str]] | None = None
         self._is_stopped = threading.Event()
 
-    def of(self, attempt: Attempt, tensors: Sequence[Tensor], chunks: Chunks) -> list[str]:
-        """`chunks`: of `tensors`. Raises WireError: `stop` was called meanwhile."""
+    def of(
+        self, attempt: Attempt, tensors: Sequence[Tensor], chunks: Chunks, stopped: threading.Event | None = None
+    ) -> list[str]:
+        """`chunks`: of `tensors`. Raises WireError: `stop` was called meanwhile, or `stopped` is set."""
         with self._lock:
             if self._known is None or self._known[0] != attempt:
-                self._known = attempt, self._digest_all(tensors, chunks)
+                self._known = attempt, self._digest_all(tensors, chunks, stopped or self._is_stopped)
             return self._known[1]
 
-    def _digest_all(self, tensors: Sequence[Tensor], chunks: Chunks) -> list[str]:
+    def _digest_all(self, tensors: Sequence[Tensor], chunks: Chunks, stopped: threading.Event) -> list[str]:
         num_threads = NUM_DIGESTERS if all(map(is_lendable, tensors)) else 1  # PINNED-1
         parts = [
             range(len(chunks) * k // num_threads, len(chunks) * (k + 1) // num_threads) for k in range(num_threads)
         ]
         found: list[list[str]] = [[] for _ in parts]
         threads = [
-            threading.Thread(target=self._digest_part, args=(Chunks(tensors, None), *each), daemon=True)
+            threading.Thread(target=self._digest_part, args=(Chunks(tensors, None), *each, stopped), daemon=True)
             for each in zip(parts[1:], found[1:], strict=True)
         ]
         for thread in threads:
             thread.start()
-        self._digest_part(chunks, parts[0], found[0])
+        self._digest_part(chunks, parts[0], found[0], stopped)
         for thread in threads:
             thread.join()
         digests = list(itertools.chain.from_iterable(found))
@@ -90,9 +92,9 @@ class Digests:
             raise WireError("the digests of the state were stopped for an apply, or have failed")
         return digests
 
-    def _digest_part(self, chunks: Chunks, numbers: range, found: list[str]) -> None:
+    def _digest_part(self, chunks: Chunks, numbers: range, found: list[str], stopped: threading.Event) -> None:
         for number in numbers:
-            if self._is_stopped.is_set():
+            if self._is_stopped.is_set() or stopped.is_set():
                 return
             found.append(self._digest(chunks[number]))
 

@@ -166,6 +166,29 @@ def test_a_healer_that_may_not_read_heals_over_the_connection() -> None:
     assert "Operation not permitted" in errors
 
 
+# FETCH-7, FETCH-5
+def test_memory_that_cannot_be_read_any_more_is_sent(
+    fetches: list[striped_fetch.StripedFetch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, healer = Rank(2, size=SIZE), Rank(1, size=SIZE)
+    source.server.begin(AT)
+    read, lock, num = PeerMemory.read, threading.Lock(), 0
+
+    def at_first(memory: PeerMemory, *place: Any) -> None:
+        nonlocal num
+        with lock:
+            num += 1
+            if num > 50:
+                raise UnreadableError("not permitted any more")
+        read(memory, *place)
+
+    monkeypatch.setattr(PeerMemory, "read", at_first)
+    assert healer.server.heal([source.server.address], AT)
+    assert same(healer.large(), source.large())
+    assert (fetches[0].num_from_memory, len(fetches)) == (50, 1)
+    assert sum(fetches[0].num_from.values()) < healer_chunks(healer)  # the other thread's are not counted there
+
+
 # PEERMEM-4, FETCH-7
 def test_a_holder_on_another_host_sends_its_part(fetches: list[striped_fetch.StripedFetch]) -> None:
     with process("holder") as here, process("elsewhere") as there:
