@@ -22,7 +22,9 @@ from elasticgang.session.credentials import Credentials
 from elasticgang.state import peer_memory, snapshot_server, staging, striped_fetch
 from elasticgang.state.peer_memory import Lender, Offer, PeerMemory, UnreadableError
 from tests.integration.memory_holder import CHUNK, after
-from tests.integration.state_ranks import AT, DEADLINE_S, Background, Rank, same
+from tests.integration.state_ranks import AT, Background, Rank, same
+from tests.preloaded import PreloadedProcess
+from tests.support import DEADLINE_S, REPOSITORY, environment
 
 SIZE = 20_000  # 3 floats each, thrice with the optimizer's state: about 240 chunks
 MANY = 150
@@ -49,7 +51,9 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[striped_fetch.StripedFetch]
 def process(role: str, *sources: str, seed: int = 2) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.integration.memory_holder", role, str(seed), str(SIZE), *sources]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as started:
+    with PreloadedProcess(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=REPOSITORY, env=environment()
+    ) as started:
         try:
             yield started
         finally:
