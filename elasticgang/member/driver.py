@@ -189,6 +189,8 @@ class MemberDriver:
                 rendezvous.perform(instruction)
                 reached("commit_recorded")
             case do.Configure():
+                if self.lifecycle.state.tip is not None and self.lifecycle.state.has_learners:
+                    state_server.prepare(self.lifecycle.state.tip)  # SNAPSHOT-4
                 rendezvous.perform(instruction)
                 if compiled.drop_stale():
                     self._page.forget_steps()  # the next one may take long: it compiles

@@ -38,6 +38,9 @@ class StateServer(Protocol):
     def unregister(self, names: Sequence[str]) -> None:
         """Drop the objects of these names."""
 
+    def prepare(self, attempt: Attempt) -> None:
+        """Learners are about to request the state of `attempt`, which this rank holds. Does not block."""
+
     def begin(self, attempt: Attempt | None) -> None:
         """Begin a step on the state of `attempt` (None: on no state): snapshot what forward changes, and serve
         learners."""

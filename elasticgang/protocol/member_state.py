@@ -222,6 +222,12 @@ class MemberState:
         """Whether a member of the generation has yet to become active."""
         return any(member not in self.active for member in self._learners())
 
+    @property
+    def has_learners(self) -> bool:
+        """Whether a learner of the generation needs the part of the state that this rank holds."""
+        assert self.record is not None
+        return any(self.record.model_coordinates(member) == self.holds for member in self._learners())
+
     def _learners(self) -> list[str]:
         assert self.record is not None
         return [seat.member for seat in self.record.seats if seat.status == LEARNER]

@@ -4,7 +4,8 @@ RECEIVED-1  A chunk for a tensor on the host is received in the tensor's own mem
     pinned buffer, and one for a tensor that is not contiguous through a copy of that tensor, dropped once it is whole.
 RECEIVED-2  A chunk counts as received once its digest is right. One from an earlier fetch counts only if its bytes have
     that digest still, and it is expected still: so a state that takes longer than one generation arrives over several,
-    and a state that has been written to since is fetched again.
+    and a state that has been written to since is fetched again. Threads that receive compute these digests, each when
+    it is about to request the chunk, and without the lock: others make progress meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from elasticgang.state.serialization import as_bytes
 Targets: TypeAlias = Callable[[Any, list[Any], int, list[Tensor]], list[Tensor]]
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a chunk goes: the number of its tensor, and its bytes there."""
 
     tensor: int
@@ -43,9 +44,10 @@ class ReceivedChunks:
         self.changed = threading.Condition()
         self.tensors: list[Tensor] = []
         self.missing: set[int] = set()
+        self._unchecked: set[int] = set()  # of the missing: an earlier fetch has received them (RECEIVED-2)
         self.num_received = 0
         self._shapes: list[Any] | None = None
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
         self._digests: list[str] = []
         self._copies: dict[int, Tensor] = {}  # of tensors that are not contiguous, by their numbers (RECEIVED-1)
         self._after = staging.device.mark()  # this rank's own use of the tensors
@@ -60,26 +62,44 @@ class ReceivedChunks:
         if len(places) != len(digests):
             raise WireError(f"{len(digests)} digests do not match {len(places)} chunks")
         received = set(range(len(places))) - self.missing if is_same else set()
-        kept = {index for index in received if self._digests[index] == digests[index]}
+        unchecked = {
+            index
+            for index in received | (self._unchecked if is_same else set())
+            if self._digests[index] == digests[index]
+        }
         copies = self._copies if is_same and all(map(operator.is_, tensors, self.tensors)) else {}
         for mark in (self._after, staging.device.mark()):  # PINNED-4
             if mark is not None:
                 mark.synchronize()
         self.tensors, self._places, self._digests, self._copies = tensors, places, digests, copies
         self._shapes, self._after = shapes, None
-        reader = staging.Reader(None)
-        self.missing = {
-            index
-            for index in range(len(places))
-            if index not in kept or self._digest_of(self._read(reader, index)) != digests[index]
-        }
-        total = sum(place.end - place.start for place in places)
-        self._count(total - sum(places[index].end - places[index].start for index in self.missing), total)
+        self.missing, self._unchecked = set(range(len(places))), unchecked
+        self._count(0, sum(place.end - place.start for place in places))
 
-    def _read(self, reader: staging.Reader, index: int) -> memoryview:
+    def place(self, index: int) -> Place:
+        return self._places[index]
+
+    def is_here(self, index: int, reader: staging.Reader) -> bool:
+        """RECEIVED-2: whether an earlier fetch has received this missing chunk. It is then no longer missing."""
+        with self.changed:
+            if index not in self._unchecked:
+                return False
+            number, start, end = self._places[index]
+            copy = self._copies.get(number)
+        data = reader.read(self.tensors[number] if copy is None else copy, start, end)
+        is_right = self._digest_of(data) == self._digests[index]
+        with self.changed:
+            self._unchecked.discard(index)
+            if is_right:
+                self._finish(index)
+        return is_right
+
+    def _finish(self, index: int) -> None:
         number, start, end = self._places[index]
-        copy = self._copies.get(number)
-        return reader.read(self.tensors[number] if copy is None else copy, start, end)
+        self.missing.discard(index)
+        self._finish_copy(number)
+        self._count(self._bytes[0] + end - start, self._bytes[1])
+        self.changed.notify_all()
 
     def _count(self, received: int, total: int) -> None:
         self._bytes = (received, total)
@@ -106,11 +126,8 @@ class ReceivedChunks:
         if is_staged:
             writer.write(target, start, end - start)
         with self.changed:
-            self.missing.discard(index)
-            self._finish_copy(number)
+            self._finish(index)
             self.num_received += 1
-            self._count(self._bytes[0] + end - start, self._bytes[1])
-            self.changed.notify_all()
 
     def _on_host(self, number: int, target: Tensor) -> Tensor:
         """RECEIVED-1."""
@@ -126,8 +143,8 @@ class ReceivedChunks:
             self.tensors[number].detach().copy_(self._copies.pop(number))
 
 
-def _places(tensors: list[Tensor]) -> Iterator[_Place]:
+def _places(tensors: list[Tensor]) -> Iterator[Place]:
     size = staging.CHUNK_BYTES
     for number, tensor in enumerate(tensors):
         for start in range(0, tensor.nbytes, size):
-            yield _Place(number, start, min(start + size, tensor.nbytes))
+            yield Place(number, start, min(start + size, tensor.nbytes))

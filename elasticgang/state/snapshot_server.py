@@ -4,12 +4,18 @@ SNAPSHOT-1  The served state belongs to exactly one attempt: live large state be
     small state from the beginning of the step (RULE-6). A learner runs no forward. It therefore also fetches the small
     state after the step's forward, and loads it right before the step's apply, which may change some of it.
 SNAPSHOT-2  An apply waits for the readers, up to `EXCLUSIVE_TIMEOUT_S`, then closes their connections. It never
-    overlaps a read.
+    overlaps a read of this rank's. A healer that reads this rank's memory (PEERMEM-1) and is later than that gets bytes
+    without the right digest, which it drops (RECEIVED-2).
+SNAPSHOT-3  A rank that wants to apply stops a thread of its own that computes digests for a healer, once the connection
+    of that healer is closed.
+SNAPSHOT-4  A holder that enters a generation with learners computes the digests meanwhile, before they are requested.
+    What is to change the state stops that at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -23,7 +29,9 @@ from elasticgang.state import staging, striped_fetch, transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.digests import digest_for
 from elasticgang.state.healer import Healer
+from elasticgang.state.peer_memory import Lender
 from elasticgang.state.registered_state import RegisteredState
+from elasticgang.state.serialization import flatten
 from elasticgang.state.state_listener import StateListener
 from elasticgang.state.transport import Channel
 from elasticgang.testing import reached
@@ -40,6 +48,16 @@ class Reader(Protocol):
 
     def shut(self) -> None:
         """End the read soon. The reader is removed once it has ended."""
+
+
+class _Preparation:
+    """SNAPSHOT-4"""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+
+    def shut(self) -> None:
+        self.stopped.set()
 
 
 class SnapshotServer:
@@ -69,6 +87,7 @@ class SnapshotServer:
         self._forward_mark: Any = None  # behind what forward has changed (PINNED-2)
         self._readers: set[Reader] = set()
         self._digests = striped_fetch.Digests(digest_for(authenticator.credentials))
+        self._lender = Lender(are_authenticated=authenticator.credentials.are_given)
         self._listener = None if host is None else StateListener(host, authenticator, self._serve)
         self.address = "" if self._listener is None else self._listener.address
 
@@ -90,6 +109,26 @@ class SnapshotServer:
         self._kinds[kind] = serve
 
     # -- steps
+
+    def prepare(self, attempt: Attempt) -> None:
+        """SNAPSHOT-4: learners are about to request the state of `attempt`, which this rank holds."""
+        preparation, mark = _Preparation(), staging.device.mark()
+        self.lend(preparation)
+        thread = threading.Thread(target=self._prepare, args=(attempt, preparation, mark), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as exc:  # no thread is left
+            self.give_back(preparation)
+            log.debug("could not prepare the digests of the state: %r", exc)
+
+    def _prepare(self, attempt: Attempt, preparation: _Preparation, mark: Any) -> None:
+        try:
+            _, tensors = flatten(self._state.large())
+            self._digests.of(attempt, tensors, staging.Chunks(tensors, mark), preparation.stopped)
+        except (WireError, TypeError, ValueError, RuntimeError) as exc:
+            log.debug("could not prepare the digests of the state: %r", exc)
+        finally:
+            self.give_back(preparation)
 
     def begin(self, attempt: Attempt | None) -> None:
         if attempt is not None:
@@ -115,10 +154,15 @@ class SnapshotServer:
         with self._changed:
             self._serving = None
             self._changed.notify_all()
+            for reader in self._readers:
+                if isinstance(reader, _Preparation):
+                    reader.shut()
             while self._readers and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             for reader in self._readers:
                 reader.shut()
+            if self._readers:
+                self._digests.stop()  # SNAPSHOT-3
             # A reader whose connection is closed ends at its next byte.
             if not self._changed.wait_for(lambda: not self._readers, EXCLUSIVE_TIMEOUT_S):
                 raise OperationalError(
@@ -144,6 +188,7 @@ class SnapshotServer:
 
     def close(self) -> None:
         self._healer.forget()
+        self._digests.stop()
         with self._changed:
             self._serving = None
             self._changed.notify_all()
@@ -166,9 +211,10 @@ class SnapshotServer:
             reached("serving")
             state, digests = self._state, self._digests
             if request["after"]:
-                striped_fetch.serve(channel, attempt, state.small(cloned=False), None, digests, self._forward_mark)
+                striped_fetch.serve_small(channel, state.small(cloned=False), self._forward_mark)
             else:
-                striped_fetch.serve(channel, attempt, state.snapshot, state.large(), digests, state.written)
+                lend = functools.partial(self._lender.lend, request.get("memory"))
+                striped_fetch.serve(channel, attempt, state.snapshot, state.large(), digests, state.written, lend)
         except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
             log.debug("dropped a healer: %r", exc)
         finally:

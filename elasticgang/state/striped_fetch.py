@@ -8,6 +8,8 @@ FETCH-4  Once `run` has returned, no thread of the fetch writes to the state.
 FETCH-5  A received chunk is not requested again, in this fetch or the next, while its digest stays the agreed one
     (RECEIVED-2).
 FETCH-6  A small state comes from one holder, which takes less time than from several. The others are asked if it fails.
+FETCH-7  From the memory of a holder on the same host, `NUM_MEMORY_READERS` threads read. If the memory of a live holder
+    cannot be read, its chunks come over a connection.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.device_errors import device_fault
-from elasticgang.state import staging, transport
+from elasticgang.state import peer_memory, staging, transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.digests import Digest
+from elasticgang.state.peer_memory import Offer, PeerMemory, UnreadableError, is_lendable
 from elasticgang.state.received_chunks import ReceivedChunks
 from elasticgang.state.serialization import flatten, unflatten
 from elasticgang.state.staging import Chunks
@@ -35,6 +41,8 @@ from elasticgang.testing import reached
 log = logging.getLogger("elasticgang")
 
 RUN = 4  # chunks in one request
+NUM_DIGESTERS = 2  # threads
+NUM_MEMORY_READERS = 2
 NUM_REQUESTS = 2  # under way on one connection: the holder sends the next run while this rank receives one
 STRIPE_BYTES = 16 << 20  # of the state for each holder that is asked at once (FETCH-6)
 WRITE_END_S = 10.0
@@ -53,30 +61,83 @@ class Digests:
         self._digest = digest
         self._lock = threading.Lock()
         self._known: tuple[Attempt, list[str]] | None = None
+        self._is_stopped = threading.Event()
 
-    def of(self, attempt: Attempt, parts: Sequence[memoryview]) -> list[str]:
+    def of(
+        self, attempt: Attempt, tensors: Sequence[Tensor], chunks: Chunks, stopped: threading.Event | None = None
+    ) -> list[str]:
+        """`chunks`: of `tensors`. Raises WireError: `stop` was called meanwhile, or `stopped` is set."""
         with self._lock:
             if self._known is None or self._known[0] != attempt:
-                self._known = attempt, list(map(self._digest, parts))
+                self._known = attempt, self._digest_all(tensors, chunks, stopped or self._is_stopped)
             return self._known[1]
+
+    def _digest_all(self, tensors: Sequence[Tensor], chunks: Chunks, stopped: threading.Event) -> list[str]:
+        num_threads = NUM_DIGESTERS if all(map(is_lendable, tensors)) else 1  # PINNED-1
+        parts = [
+            range(len(chunks) * k // num_threads, len(chunks) * (k + 1) // num_threads) for k in range(num_threads)
+        ]
+        found: list[list[str]] = [[] for _ in parts]
+        threads = [
+            threading.Thread(target=self._digest_part, args=(Chunks(tensors, None), *each, stopped), daemon=True)
+            for each in zip(parts[1:], found[1:], strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        self._digest_part(chunks, parts[0], found[0], stopped)
+        for thread in threads:
+            thread.join()
+        digests = list(itertools.chain.from_iterable(found))
+        if len(digests) < len(chunks):
+            raise WireError("the digests of the state were stopped for an apply, or have failed")
+        return digests
+
+    def _digest_part(self, chunks: Chunks, numbers: range, found: list[str], stopped: threading.Event) -> None:
+        for number in numbers:
+            if self._is_stopped.is_set() or stopped.is_set():
+                return
+            found.append(self._digest(chunks[number]))
+
+    def stop(self) -> None:
+        """End `of` soon, until `forget` (SNAPSHOT-3)."""
+        self._is_stopped.set()
 
     def forget(self) -> None:
         """The state is about to change, and has no readers."""
         with self._lock:
             self._known = None
+        self._is_stopped.clear()
 
 
-def serve(channel: Channel, attempt: Attempt, small: Any, large: Any, digests: Digests, written: Any) -> None:
-    """Answer a `StripedFetch` until it closes the connection. `large`: None if it wants the small state alone.
-    `written`: a mark behind the last change of the state (PINNED-2)."""
+Lend: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[dict[str, Any] | None]]
+
+
+def serve(
+    channel: Channel, attempt: Attempt, small: Any, large: Any, digests: Digests, written: Any, lend: Lend
+) -> None:
+    """Answer a `StripedFetch` until it closes the connection. `written`: a mark behind the last change of the state
+    (PINNED-2). `lend`: lets the healer read the memory of these tensors, as `Lender`."""
     small_spec, small_tensors = flatten(small)
     manifest: dict[str, Any] = {"small": [small_spec, transport.shapes_of(small_tensors)]}
-    parts, small_parts = Chunks([], written), Chunks(small_tensors, written)
-    if large is not None:
-        large_spec, large_tensors = flatten(large)
-        parts = Chunks(large_tensors, written)
-        manifest["large"] = [large_spec, transport.shapes_of(large_tensors), digests.of(attempt, parts)]
-    channel.send(manifest)
+    spec, tensors = flatten(large)
+    parts = Chunks(tensors, written)
+    manifest["large"] = [spec, transport.shapes_of(tensors), digests.of(attempt, tensors, parts)]
+    with lend(tensors) as announced:
+        if announced is not None:
+            manifest["memory"] = announced
+        channel.send(manifest)
+        _send_chunks(channel, Chunks(small_tensors, written), parts)
+
+
+def serve_small(channel: Channel, small: Any, written: Any) -> None:
+    """As `serve`, to one that wants the small state alone."""
+    spec, tensors = flatten(small)
+    channel.send({"small": [spec, transport.shapes_of(tensors)]})
+    _send_chunks(channel, Chunks(tensors, written), Chunks([], written))
+
+
+def _send_chunks(channel: Channel, small_parts: Chunks, parts: Chunks) -> None:
+    """A healer that reads from memory requests no chunks, now and then, to show that it lives."""
     while True:
         wanted = channel.receive(_MAX_REQUEST_BYTES)
         if wanted == "small":
@@ -95,6 +156,18 @@ class _Request(NamedTuple):
 
     is_small: bool
     chunks: list[int]
+
+
+class _Connection(NamedTuple):
+    """To one holder that agrees. `requests`: sent, and not answered."""
+
+    source: str
+    channel: Channel
+    memory: PeerMemory | None
+    small: list[Any]  # its manifest
+    writer: staging.ChunkWriter
+    requests: deque[_Request]
+    reader: staging.Reader
 
 
 class StripedFetch:
@@ -129,6 +202,9 @@ class StripedFetch:
         self._fault: Exception | None = None  # of this rank's device
         self._num_writing = 0  # threads that may write to the state
         self.num_from: dict[str, int] = {}  # received chunks by source
+        self.num_from_memory = 0  # of these
+        self._offers_memory = received is not None and num_bytes >= peer_memory.MIN_BYTES
+        self._unreadable: set[str] = set()  # sources, by FETCH-7
 
     def run(self) -> dict[str, Any] | None:
         """The state, or None if these sources cannot deliver it. The tensors of its large part are those that
@@ -189,13 +265,23 @@ class StripedFetch:
         has_agreed = False
         try:
             with self._authenticator.connect(source) as channel, self._writing(channel) as writer:
-                small_manifest = self._agree(channel)
+                offer = Offer() if self._offers_memory and source not in self._unreadable else None
+                manifest = self._agree(channel, offer)
                 has_agreed = True
                 if self._received is not None:
                     reached("source_agreed")
-                while self._request(channel, requests):
-                    self._receive(channel, requests[0], small_manifest, writer, source)
-                    requests.popleft()
+                with self._memory_of(manifest, offer) as memory:
+                    reader = staging.Reader(None)
+                    connection = _Connection(source, channel, memory, manifest["small"], writer, requests, reader)
+                    while self._request(connection):
+                        self._receive(connection, requests[0])
+                        requests.popleft()
+        except UnreadableError as exc:
+            if not self.is_over:  # FETCH-7
+                _note_unreadable(str(exc))
+            with self._changed:
+                self._unreadable.add(source)
+                self._left.appendleft(source)
         except _FAILURES as exc:
             if device_fault(exc) is not None:  # HEALER-3
                 self._fault = exc
@@ -213,13 +299,14 @@ class StripedFetch:
                 self._changed.notify_all()
 
     @contextlib.contextmanager
-    def _writing(self, channel: Channel) -> Iterator[staging.ChunkWriter]:
+    def _writing(self, channel: Channel | None = None) -> Iterator[staging.ChunkWriter]:
         """FETCH-4: in this context a thread may write to the state."""
         with self._changed:
             self._connecting.discard(threading.current_thread())
             if self.is_over:
                 raise WireError("the fetch is over")
-            self._channels.append(channel)
+            if channel is not None:
+                self._channels.append(channel)
             self._num_writing += 1
         writer = staging.ChunkWriter()
         try:
@@ -232,20 +319,20 @@ class StripedFetch:
                     self._num_writing -= 1
                     self._changed.notify_all()
 
-    def _agree(self, channel: Channel) -> list[Any]:
-        """FETCH-1. Returns the manifest of the small state at this source."""
+    def _agree(self, channel: Channel, offer: Offer | None) -> dict[str, Any]:
+        """FETCH-1. Returns the manifest of this source."""
         after = self._received is None
-        channel.send({"attempt": list(self._attempt), "after": after})
+        request = {"attempt": list(self._attempt), "after": after}
+        channel.send(request if offer is None else {**request, "memory": offer.to_json()})
         limit_s = transport.HEAL_TIMEOUT_S + after * transport.FORWARD_TIMEOUT_S
         transport.await_answer(channel.sock, lambda: self.is_over or self._cancelled(), limit_s)
-        manifest = channel.receive(transport.MAX_MANIFEST_BYTES)
+        manifest: dict[str, Any] = channel.receive(transport.MAX_MANIFEST_BYTES)
         if "refused" in manifest:
             raise WireError(manifest["refused"])
-        small: list[Any] = manifest["small"]
         with self._changed:
             if self._received is None:
                 self._num_agreed += 1
-                return small
+                return manifest
             if self._agreed is None:
                 if self.is_over:
                     raise WireError("the generation ended")
@@ -256,17 +343,81 @@ class StripedFetch:
                 raise WireError("its state differs from another holder's state of the same step")
             self._num_agreed += 1
             self._changed.notify_all()
-        return small
+        return manifest
 
-    def _request(self, channel: Channel, requests: deque[_Request]) -> bool:
+    @contextlib.contextmanager
+    def _memory_of(self, manifest: dict[str, Any], offer: Offer | None) -> Iterator[PeerMemory | None]:
+        """FETCH-7: with the threads that read beside this one. They have ended at the end of the context."""
+        announced = manifest.get("memory")
+        if announced is None or offer is None or self._received is None:
+            yield None
+            return
+        try:
+            memory = PeerMemory(announced, offer, [tensor.nbytes for tensor in self._received.tensors])
+        except UnreadableError as exc:
+            _note_unreadable(str(exc))
+            yield None
+            return
+        with memory:
+            beside = [
+                threading.Thread(target=self._read_beside, args=(memory,), name="memory-reader", daemon=True)
+                for _ in range(NUM_MEMORY_READERS - 1)
+            ]
+            for thread in beside:
+                thread.start()
+            try:
+                yield memory
+            finally:
+                memory.stop()
+                for thread in beside:
+                    thread.join()
+
+    def _request(self, to: _Connection) -> bool:
         """Keep `NUM_REQUESTS` requests under way. False: none is, and all has arrived."""
-        while len(requests) < NUM_REQUESTS:
-            request = self._take(waits=not requests)
+        while len(to.requests) < NUM_REQUESTS:
+            request = self._take(waits=not to.requests)
             if request is None:
                 break
-            requests.append(request)
-            channel.send("small" if request.is_small else request.chunks)
-        return bool(requests)
+            to.requests.append(request)
+            if request.is_small:
+                to.channel.send("small")
+                continue
+            self._drop_those_here(request.chunks, to.reader)
+            to.channel.send([index for index in request.chunks if not self._is_in(to.memory, index)])
+        return bool(to.requests)
+
+    def _is_in(self, memory: PeerMemory | None, index: int) -> bool:
+        return memory is not None and self._received is not None and memory.has(self._received.place(index).tensor)
+
+    def _drop_those_here(self, chunks: list[int], reader: staging.Reader) -> None:
+        """FETCH-5."""
+        assert self._received is not None
+        for index in list(chunks):
+            if self._received.is_here(index, reader):
+                with self._changed:
+                    chunks.remove(index)
+
+    def _read_beside(self, memory: PeerMemory) -> None:
+        """Read chunks as long as there are open ones."""
+        assert self._received is not None
+        chunks: list[int] = []
+        try:
+            with self._writing() as writer:
+                reader = staging.Reader(None)
+                while not memory.is_stopped and (chunks := self._take_those_in(memory)):
+                    self._drop_those_here(chunks, reader)
+                    for index in list(chunks):
+                        self._read(memory, index, writer)
+                        with self._changed:
+                            chunks.remove(index)
+        except _FAILURES as exc:  # the thread of the connection meets it too, or is not concerned
+            if device_fault(exc) is not None:  # HEALER-3
+                self._fault = exc
+            log.debug("stopped to read from memory: %s", exc)
+        finally:
+            with self._changed:
+                self._open += chunks  # FETCH-3
+                self._changed.notify_all()
 
     def _take(self, waits: bool) -> _Request | None:
         """What to request next: the small state (FETCH-2), or chunks. `waits`: while other holders have open requests.
@@ -284,19 +435,39 @@ class StripedFetch:
                 self._changed.wait(_POLL_S)
         return None
 
-    def _receive(
-        self, channel: Channel, request: _Request, small: list[Any], writer: staging.ChunkWriter, source: str
-    ) -> None:
+    def _take_those_in(self, memory: PeerMemory) -> list[int]:
+        with self._changed:
+            if self.is_over or self._is_done():
+                return []
+            first = next((place for place, index in enumerate(self._open) if self._is_in(memory, index)), 0)
+            run = self._open[first : first + RUN]
+            chunks = [index for index in run if self._is_in(memory, index)]
+            self._open[first : first + RUN] = [index for index in run if index not in chunks]
+            return chunks
+
+    def _receive(self, to: _Connection, request: _Request) -> None:
         if request.is_small:
-            self._receive_small(channel, *small)
+            self._receive_small(to.channel, *to.small)
             return
         assert self._received is not None
-        for index in list(request.chunks):
-            self._received.receive(index, writer, lambda data: transport.receive_into(channel.sock, data))
+        for index in sorted(request.chunks, key=lambda index: self._is_in(to.memory, index)):  # those on the wire first
+            if to.memory is not None and self._is_in(to.memory, index):
+                self._read(to.memory, index, to.writer)
+            else:
+                self._received.receive(index, to.writer, lambda data: transport.receive_into(to.channel.sock, data))
             with self._changed:
                 request.chunks.remove(index)
-                self.num_from[source] = self.num_from.get(source, 0) + 1
+                self.num_from[to.source] = self.num_from.get(to.source, 0) + 1
             reached("chunk_received")
+
+    def _read(self, memory: PeerMemory, index: int, writer: staging.ChunkWriter) -> None:
+        assert self._received is not None
+        if self.is_over:
+            raise WireError("the fetch is over")
+        place = self._received.place(index)
+        self._received.receive(index, writer, lambda data: memory.read(data, place.tensor, place.start))
+        with self._changed:
+            self.num_from_memory += 1
 
     def _receive_small(self, channel: Channel, spec: Any, shapes: list[Any]) -> None:
         tensors = transport.allocate(shapes)
@@ -307,3 +478,13 @@ class StripedFetch:
         with self._changed:
             self._small = state
             self._changed.notify_all()
+
+
+_noted: set[str] = set()
+
+
+def _note_unreadable(reason: str) -> None:
+    """PEERMEM-4."""
+    if reason not in _noted:
+        _noted.add(reason)
+        log.info("state of a rank on this host comes over a connection, since its memory cannot be read: %s", reason)

@@ -146,3 +146,14 @@ def test_a_share_is_that_of_its_place_among_all() -> None:
         at = state.record.plan.coordinates(state.member)
         assert state.share(layout) == state.shares(layout)[at["rdp"] * layout.sdp + at["sdp"]]
     assert sorted(share.index for state in made.values() if (share := state.share(layout)) is not None) == [0, 1, 2, 3]
+
+
+# SNAPSHOT-4
+def test_a_holder_knows_which_learners_need_its_part() -> None:
+    members = {"a0": ACTIVE, "a1": ACTIVE, "b0": ACTIVE, "b1": LEARNER}
+    made = ledgers(members, PAIRS)
+    parts = {name: state.holds for name, state in made.items()}
+    needed = {name for name, state in made.items() if state.tip is not None and state.has_learners}
+    assert needed == {name for name in ("a0", "a1", "b0") if parts[name] == parts["b1"]}
+    assert 0 < len(needed) < 3
+    assert not any(state.has_learners for state in ledgers(dict.fromkeys(members, ACTIVE), PAIRS).values())

@@ -1,0 +1,150 @@
+"""A holder computes digests for learners: before they are requested, and not beside an apply."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import xxhash
+from torch import Tensor
+
+from elasticgang.state import snapshot_server, staging, striped_fetch, transport
+from elasticgang.state.serialization import flatten
+from tests.integration.state_ranks import AT, DEADLINE_S, Background, Rank, Wire, same
+from tests.support import wait_until
+
+SIZE = 20_000
+CHUNK = 4000
+
+
+class Counted:
+    """The digest of a holder. `before` is called for each chunk."""
+
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        self.num = 0
+        self._before, self._lock = before, threading.Lock()
+
+    def __call__(self, data: memoryview) -> str:
+        self._before()
+        with self._lock:
+            self.num += 1
+        return xxhash.xxh3_128_hexdigest(data)
+
+
+class LastReader:
+    """Waits to be shut."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank, self.is_shut = rank, threading.Event()
+        rank.server.lend(self)
+
+    def shut(self) -> None:
+        self.is_shut.set()
+        # The caller holds the server's lock.
+        threading.Thread(target=self._rank.server.give_back, args=(self,)).start()
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "CHUNK_BYTES", CHUNK)
+
+
+def holder_with(digest: Counted, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    monkeypatch.setattr(snapshot_server, "digest_for", lambda credentials: digest)
+    return Rank(2, size=SIZE)
+
+
+def num_chunks(rank: Rank) -> int:
+    return sum(len(transport.chunks(tensor)) for tensor in flatten(rank.large())[1])
+
+
+# SNAPSHOT-4
+def test_prepared_digests_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = Counted()
+    source = holder_with(digest, monkeypatch)
+    source.server.prepare(AT)
+    wait_until(lambda: digest.num == num_chunks(source), "the digests")
+    source.server.begin(AT)
+    monkeypatch.setattr("elasticgang.state.healer.digest_for", lambda credentials: xxhash.xxh3_128_hexdigest)
+    healer = Rank(1, size=SIZE)
+    assert healer.server.heal([source.server.address], AT)
+    assert same(healer.large(), source.large())
+    assert digest.num == num_chunks(source)
+
+
+# SNAPSHOT-4
+def test_an_apply_stops_the_preparation_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_server, "EXCLUSIVE_TIMEOUT_S", 0.5)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        assert goes_on.wait(DEADLINE_S)
+
+    digest = Counted(block)
+    source = holder_with(digest, monkeypatch)
+    source.server.prepare(AT)
+    assert begun.wait(DEADLINE_S)
+    last = LastReader(source)
+    applying = Background(lambda: apply_once(source))
+    assert last.is_shut.wait(DEADLINE_S)
+    goes_on.set()
+    assert applying.result()
+    assert digest.num <= striped_fetch.NUM_DIGESTERS
+
+
+def apply_once(rank: Rank) -> bool:
+    with rank.server.exclusive():
+        return True
+
+
+# SNAPSHOT-3
+def test_an_apply_stops_digests_that_a_healer_has_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them take longer than the apply waits."""
+    monkeypatch.setattr(snapshot_server, "EXCLUSIVE_TIMEOUT_S", 1.0)
+    begun = threading.Event()
+
+    def take_long() -> None:
+        begun.set()
+        time.sleep(0.1)
+
+    digest = Counted(take_long)
+    source = holder_with(digest, monkeypatch)
+    source.server.begin(AT)
+    healer = Rank(1, size=SIZE)
+    healing = Background(lambda: healer.server.heal([source.server.address], AT))
+    assert begun.wait(DEADLINE_S)
+    assert apply_once(source)
+    assert healing.result() is False
+    assert 0 < digest.num < num_chunks(source)
+
+
+# RECEIVED-2
+def test_chunks_that_were_received_into_memory_which_is_replaced_are_not_used() -> None:
+    """A weight that was not contiguous is half received, in a copy, when a contiguous one takes its place."""
+    source, healer = Rank(2, size=SIZE), Rank(1, size=SIZE)
+    weight = healer.model[0].weight
+    assert isinstance(weight, Tensor)
+    weight.data = weight.data.t().contiguous().t()
+    source.server.begin(AT)
+    with Wire(source, cut=300_000) as wire:
+        assert not healer.server.heal([wire.address], AT)
+    assert healer.server.num_received > 10
+    weight.data = weight.data.clone().contiguous()
+    assert weight.is_contiguous()
+    assert healer.server.heal([source.server.address], AT)
+    assert same(healer.large(), source.large())
+
+
+def test_an_object_that_is_no_longer_registered_has_no_received_chunks() -> None:
+    source, healer = Rank(2, size=SIZE), Rank(1, size=SIZE)
+    source.server.begin(AT)
+    with Wire(source, cut=300_000) as wire:
+        assert not healer.server.heal([wire.address], AT)
+    assert healer.server.num_received > 10
+    with healer.server.exclusive():
+        healer.server.unregister(["model", "optim", "counter"])
+    assert healer.server.num_received == 0
+    assert not healer.server.is_registered(healer.model)
