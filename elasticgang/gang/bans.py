@@ -62,8 +62,8 @@ class Bans:
             raise InvalidOperationError(f"The gang {gang} cannot be used to communicate {ban.value}")
 
     def check_step(self, gang: str, call: str) -> None:
-        """Raises InvalidOperationError: the step has been voted on, or no step is open, so that `call` cannot be started
-        on the gang of that name (BAN-1)."""
+        """Raises InvalidOperationError: `call` cannot be started on the gang of that name, because the step has been
+        voted on, or no step is open (BAN-1)."""
         ban = self._here
         if ban in (Ban.COMMITTED, Ban.DROPPED, Ban.NO_STEP):
             raise InvalidOperationError(f"`{call}` of the gang {gang} is refused {ban.value}")
