@@ -734,6 +734,9 @@ class CoordinatorState:
         return [Persist(self.term, decision, self.finished, frozenset([self.address]))]
 
     def _persist(self, decision: Decision | None) -> Instructions:
+        """PERSIST: a decision that is being written is not replaced by the one before."""
+        if self._deciding is not None:
+            return self._propose(self._deciding)
         return [Persist(self.term, decision, self.finished, self.addresses)] if self.has_directory else []
 
     def _persisted(self, digest: str) -> Instructions:

@@ -83,6 +83,7 @@ class Cluster:
         self.zone_of: dict[str, str] = {}  # of each address
         self.disk = Disk() if setting.has_directory else None
         self.given_up = ""
+        self._held_when_lost: set[Rank] = set()  # when a coordinator last said that the state is lost
         self.finished = False
         self.has_saved_last = False
         self.log: list[str] = []
@@ -298,11 +299,19 @@ class Cluster:
     def lose_state(self, host: Host, reason: str) -> None:
         """The agent of `host` ends because the job's state is lost."""
         led_elsewhere = promises.led_elsewhere(self, host)
+        others = {rank for rank in self._holders() if rank.host in led_elsewhere or rank not in self._held_when_lost}
         if self.chain.record is not None:
-            left = [rank for rank in self.chain.counting() if rank.host not in led_elsewhere]
+            left = [rank for rank in self.chain.counting() if rank not in others and rank.host not in led_elsewhere]
             self.chain.invariants.lose(self.chain.record, left)
-        if not any(r.alive and r.state is not None and r.host in led_elsewhere for r in self.ranks.values()):
+        if not others:
             self.given_up = reason
+
+    def note_lost_state(self) -> None:
+        """A coordinator says that the state is lost. Who comes back before an agent has read that may get state."""
+        self._held_when_lost = self._holders()
+
+    def _holders(self) -> set[Rank]:
+        return {rank for rank in self.ranks.values() if rank.alive and rank.state is not None}
 
     def note(self, notice: Notice) -> None:
         """What agents tell their users."""

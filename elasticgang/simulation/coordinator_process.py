@@ -21,6 +21,7 @@ from elasticgang.protocol.coordinator_messages import (
     CoordinatorMessage,
     Decision,
     Hello,
+    JobUnrecoverable,
     OfficeGranted,
     Persist,
     Persisted,
@@ -91,6 +92,7 @@ class CoordinatorProcess:
         self.zone, self.address = zone, address
         self.disk = disk
         self.is_granted = is_founder or disk is not None
+        self.word = ""  # of the operator: the digest of the record for which it was given
         self.promises: set[str] = set()
         self.heard_s: dict[str, float] = {}  # by agent: when it was heard, by a clock that stops with this process
         self.idle_s = 0.0  # for how long it was stopped
@@ -188,6 +190,7 @@ class CoordinatorProcess:
                     cluster.chain.begin_anew()
                 cluster.seen.add("founded anew" if self.state.record is None else "operator's word")
                 self.is_granted = True
+                self.word = "" if self.state.record is None else self.state.record.digest
                 self.do(cluster, OfficeGranted())
             case _:
                 raise ValueError(verb)
@@ -209,6 +212,8 @@ class CoordinatorProcess:
         if instructions:
             self._note_all(cluster, instructions, state.number)
             for instruction in instructions:
+                if isinstance(instruction, Send) and isinstance(instruction.message, JobUnrecoverable):
+                    cluster.note_lost_state()
                 if not isinstance(instruction, Persist):
                     self.outbox.append(instruction)
                 elif self.disk is None:

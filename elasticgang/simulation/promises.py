@@ -8,7 +8,7 @@ OFFICE-1 A coordinator that decides holds its directory, was granted its office,
 PRESENT-1 A record leaves out no agent of the record before, unless it says that the agent is lost.
 REPORT-1 Every agent of a record has a session with the coordinator that decides it, and has promised its term.
 ACCEPT-1 A joiner is sent a record without a directory only after an agent of the record before has accepted it, or when
-         the ranks of all of these are dead.
+         the ranks of all of these are dead, or on the operator's word.
 FOUNDER  The operator founds a job without a directory anew only when no living host knows a record of it.
 WORD     The operator grants an office only when no other coordinator lives, this one runs, whoever is absent is dead or
          fenced, and no living agent, and no state directory, knows a newer record.
@@ -125,6 +125,8 @@ def check_push(
     record = decision.record
     before = cluster.chain.decided.get(record.parent)
     if coordinator.disk is not None or before is None or session.agent in before.agents:
+        return
+    if coordinator.word == record.digest:
         return
     parents = [other for other in cluster.hosts.values() if other.id in before.agents and other.id in record.agents]
     for other in parents:

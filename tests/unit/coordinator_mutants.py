@@ -27,6 +27,10 @@ _welcome = CoordinatorState._welcome
 _renew = AgentSession._renew
 
 
+def _write_the_adopted(self: CoordinatorState, decision: Decision | None) -> list[CoordinatorInstruction]:
+    return [Persist(self.term, decision, self.finished, self.addresses)] if self.has_directory else []
+
+
 def _push_then_write(self: CoordinatorState, decision: Decision) -> Any:
     out = self._adopt(decision)
     return [*out, *self._persist(decision)]
@@ -214,6 +218,7 @@ def _tell_undecided_once(self: CoordinatorState) -> Any:
 
 COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "pushed before it is written": ((CoordinatorState, "_propose", _push_then_write),),
+    "the decision before is written over the next": ((CoordinatorState, "_persist", _write_the_adopted),),
     "the first to come is trusted": ((CoordinatorState, "_has_all_promises", _trust_the_first),),
     "a majority is trusted": ((CoordinatorState, "_has_all_promises", _trust_a_majority),),
     "anybody founds a job": ((CoordinatorState, "in_office", property(_anybody_founds)),),

@@ -87,6 +87,7 @@ TOLD = [
     ("promise_outlives_its_session", "others' records are not learned", "RULE-7: "),
     ("promise_outlives_its_session", "promises count by sessions", "RULE-7: "),
     ("pushed_before_written", "pushed before it is written", "RULE-1: "),
+    ("written_as_a_term_is_learned", "the decision before is written over the next", "RULE-1: "),
     ("raised_and_hangs", "a script that has raised is waited for", "a0 holds 2@1; b0 holds 2@1"),
     ("raised_and_hangs", "an agent exits before its restarts", "SIMHOST-1: "),
     ("ready_and_gone", "reports outlive their session", "REPORT-1: "),

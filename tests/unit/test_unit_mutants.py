@@ -132,7 +132,7 @@ RULES = {
         "what is lost stays lost",
         "what is lost stays lost out of office",
     ),
-    "PERSIST": ("pushed before it is written",),
+    "PERSIST": ("pushed before it is written", "the decision before is written over the next"),
     "PRESENT": ("absent agents are not waited for",),
     "PROMISE": ("a promise is not told", "an agent accepts earlier terms"),
     "FORM-DIGEST": ("a digest covers no order",),
