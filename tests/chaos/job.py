@@ -18,6 +18,7 @@ the same effect.
     step    only in this step
     later   only in a generation after that of the fault before
     slots   it first waits until other ranks have finished so many slots in this try of the step
+    voted   it first waits until so many other ranks have voted in this try of the step
     votes   only within the vote of a step, of the sums that a step has
 
 `--holds` are steps in which every rank waits for a file, `go-STEP`, or for the end of the generation.
@@ -121,12 +122,16 @@ class Faults:
     def at(self, place: str) -> None:
         if place in ("step", "totals_received", "votes_received"):
             self._is_voting = place == "totals_received"
+        if place == "sum_published" and self._is_voting and any("voted" in spec for spec in self._specs):
+            (self._directory / f"voted-{self._try}-{self.rank}").touch()
         for number, spec in enumerate(self._specs):
             if spec["at"] != place or spec["rank"] not in (self.rank, None) or not self._is_due(number, spec):
                 continue
             generation = 0 if self.manager is None else self.manager.generation
             if "slots" in spec:
-                self._wait_for_slots(spec["slots"])
+                self._wait_for("slot", spec["slots"])
+            if "voted" in spec:
+                self._wait_for("voted", spec["voted"])
             with contextlib.suppress(FileExistsError), self._fired(number).open("x") as file:
                 file.write(str(generation))
                 file.flush()
@@ -141,12 +146,15 @@ class Faults:
         assert self.manager is not None
         return f"{self.manager.step.index}-{self.manager.generation}"
 
-    def _wait_for_slots(self, number: int) -> None:
-        def are_done() -> bool:
-            done = {path.name for path in self._directory.glob(f"slot-{self._try}-*")}
-            return sum(not name.startswith(f"slot-{self._try}-{self.rank}-") for name in done) >= number
+    def _wait_for(self, what: str, number: int) -> None:
+        """Until other ranks have made so many files of this kind in this try of the step."""
+        prefix = f"{what}-{self._try}-"
 
-        wait_until(are_done, f"{number} slots of other ranks")
+        def are_done() -> bool:
+            done = [path.name.removeprefix(prefix) for path in self._directory.glob(f"{prefix}*")]
+            return sum(name.partition("-")[0] != str(self.rank) for name in done) >= number
+
+        wait_until(are_done, f"{number} of {what!r} of other ranks")
 
     def finish(self) -> None:
         """This rank has finished. A rank that meets the fault before may be slower."""

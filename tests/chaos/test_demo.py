@@ -42,7 +42,7 @@ def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
         retired = {event["member"] for event in events if event["event"] == "retired"}  # at the end, without state
         exited = [event for event in events if event["event"] == "exited" and event["member"] not in retired]
         killed = [event["pid"] for event in exited if event["status"] == -signal.SIGKILL]
-        assert killed == [kill["pid"] for kill in schedule["carried_out"] if kill["happened"]]
+        assert sorted(killed) == sorted(kill["pid"] for kill in schedule["carried_out"] if kill["happened"])
         assert len(killed) == summary["kills"]
         assert summary["generations"] == sum(event["event"] == "generation" for event in events)
         assert summary["recovery_ms"]["p50"] <= summary["recovery_ms"]["max"]

@@ -16,7 +16,8 @@ GUARD_S = 30.0
 
 
 def test_a_kill_in_doubt_and_the_return_are_told(tmp_path: Path) -> None:
-    faults = json.dumps([at("totals_received", 1), at("applied", 2)])  # the second waits until rank 1 is back
+    # Both others have prepared the step; the second fault waits until rank 1 is back.
+    faults = json.dumps([at("totals_received", 1, voted=2), at("applied", 2)])
     with Job(tmp_path, JOB, "--output-dir", str(tmp_path), "--faults", faults, ranks=3) as job:
         assert job.wait() == 0, job.stderr
         events, stderr = job.events(), job.stderr

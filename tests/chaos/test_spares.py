@@ -66,7 +66,7 @@ def test_the_death_of_a_spare_costs_nobody_a_step(tmp_path: Path, reference: Ref
 
 def test_a_spare_that_waits_costs_no_time(tmp_path: Path) -> None:
     """Its standby is there, and neither of the two does anything."""
-    with start(tmp_path, PAIRS, [], steps=2000) as job:
+    with start(tmp_path, PAIRS, [], steps=1_000_000) as job:
         member = job.expect("spare")["member"]
         pid = next(event["pid"] for event in job.events() if event["event"] == "spawned" and event["member"] == member)
         wait_until(lambda: comm_processes(pid), "its standby")
