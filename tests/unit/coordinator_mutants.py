@@ -13,6 +13,7 @@ from elasticgang.protocol.coordinator_messages import (
     Decision,
     DecisionRef,
     Hello,
+    Persist,
     Push,
     Term,
     Welcome,
@@ -27,7 +28,7 @@ _welcome = CoordinatorState._welcome
 _renew = AgentSession._renew
 
 
-def _write_the_adopted(self: CoordinatorState, decision: Decision | None) -> list[CoordinatorInstruction]:
+def _write_the_adopted(self: CoordinatorState, decision: Decision | None) -> Any:
     return [Persist(self.term, decision, self.finished, self.addresses)] if self.has_directory else []
 
 
