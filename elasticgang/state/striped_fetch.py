@@ -270,7 +270,7 @@ class StripedFetch:
                 has_agreed = True
                 if self._received is not None:
                     reached("source_agreed")
-                with self._memory_of(manifest, offer) as memory:
+                with self._memory_of(source, manifest, offer) as memory:
                     reader = staging.Reader(None)
                     connection = _Connection(source, channel, memory, manifest["small"], writer, requests, reader)
                     while self._request(connection):
@@ -346,7 +346,7 @@ class StripedFetch:
         return manifest
 
     @contextlib.contextmanager
-    def _memory_of(self, manifest: dict[str, Any], offer: Offer | None) -> Iterator[PeerMemory | None]:
+    def _memory_of(self, source: str, manifest: dict[str, Any], offer: Offer | None) -> Iterator[PeerMemory | None]:
         """FETCH-7: with the threads that read beside this one. They have ended at the end of the context."""
         announced = manifest.get("memory")
         if announced is None or offer is None or self._received is None:
@@ -360,7 +360,7 @@ class StripedFetch:
             return
         with memory:
             beside = [
-                threading.Thread(target=self._read_beside, args=(memory,), name="memory-reader", daemon=True)
+                threading.Thread(target=self._read_beside, args=(memory, source), name="memory-reader", daemon=True)
                 for _ in range(NUM_MEMORY_READERS - 1)
             ]
             for thread in beside:
@@ -397,7 +397,7 @@ class StripedFetch:
                 with self._changed:
                     chunks.remove(index)
 
-    def _read_beside(self, memory: PeerMemory) -> None:
+    def _read_beside(self, memory: PeerMemory, source: str) -> None:
         """Read chunks as long as there are open ones."""
         assert self._received is not None
         chunks: list[int] = []
@@ -408,8 +408,7 @@ class StripedFetch:
                     self._drop_those_here(chunks, reader)
                     for index in list(chunks):
                         self._read(memory, index, writer)
-                        with self._changed:
-                            chunks.remove(index)
+                        self._count(source, chunks, index)
         except _FAILURES as exc:  # the thread of the connection meets it too, or is not concerned
             if device_fault(exc) is not None:  # HEALER-3
                 self._fault = exc
@@ -455,10 +454,13 @@ class StripedFetch:
                 self._read(to.memory, index, to.writer)
             else:
                 self._received.receive(index, to.writer, lambda data: transport.receive_into(to.channel.sock, data))
-            with self._changed:
-                request.chunks.remove(index)
-                self.num_from[to.source] = self.num_from.get(to.source, 0) + 1
-            reached("chunk_received")
+            self._count(to.source, request.chunks, index)
+
+    def _count(self, source: str, chunks: list[int], index: int) -> None:
+        with self._changed:
+            chunks.remove(index)
+            self.num_from[source] = self.num_from.get(source, 0) + 1
+        reached("chunk_received")
 
     def _read(self, memory: PeerMemory, index: int, writer: staging.ChunkWriter) -> None:
         assert self._received is not None
