@@ -4,10 +4,13 @@ LOADER-1  Nothing of the state changes before all of it is read and every digest
 LOADER-2  A tensor is read only after its name, shape and dtype are found to be the model's.
 LOADER-3  Another layout loads a plain tensor only if all seats along the axes that differ have saved the same bytes. So
     does another pipeline load a tensor that two stages have, and what MERGE-1 says.
+LOADER-4  A checkpoint without any extra state of modules, as versions before REGISTERED-4 wrote it, is loaded all the
+    same: the modules keep theirs.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,7 +27,10 @@ from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.protocol.coverage import Coverage
+from elasticgang.state.registered_state import is_extra_state
 from elasticgang.state.serialization import unflatten
+
+log = logging.getLogger("elasticgang")
 
 
 def read_state(
@@ -52,9 +58,10 @@ def state_of(reader: BlockReader, state: dict[str, Any], seated: Seated) -> tupl
         saved = SavedObjects(reader.manifest, seated.place, reader.other_axes)
         present = _check_model(reader, saved.tensors, state, seated, has_all=has_all)
         _check_names("optimizer", set(saved.optimizers), set(state["optimizers"]), has_all=has_all)
-        _check_names("registered object", set(saved.others), set(state["others"]), has_all=has_all)
+        present_others = _without_unsaved_extra(set(saved.others), state["others"])
+        _check_names("registered object", set(saved.others), present_others, has_all=has_all)
         read = {kind: _read_like(reader, state[kind], seated) for kind in ("parameters", "buffers")}
-        others = {name: unflatten(saved.others[name], _Whole(reader)) for name in state["others"]}  # type: ignore[arg-type]
+        others = {name: unflatten(saved.others[name], _Whole(reader)) for name in sorted(present_others)}  # type: ignore[arg-type]
         optimizers = {
             name: _Optimizer(reader, name, state, saved.optimizers[name], seated).read(has_all=has_all)
             for name in state["optimizers"]
@@ -68,7 +75,7 @@ def state_of(reader: BlockReader, state: dict[str, Any], seated: Seated) -> tupl
     if has_all:
         return loaded, None
     names = _all_names(saved.tensors, saved.optimizers, saved.others)
-    own = _all_names(present, state["optimizers"], state["others"])
+    own = _all_names(present, state["optimizers"], present_others)
     return loaded, Coverage(tuple(sorted(names)), own)
 
 
@@ -88,6 +95,15 @@ def _check_names(what: str, saved: set[str], present: set[str], *, has_all: bool
         raise ModelMismatch(f"it has the {what} {unknown[0]!r}, and this job has none of that name")
     if missing := sorted(present - saved):
         raise ModelMismatch(f"it has no {what} {missing[0]!r}, and this job has one")
+
+
+def _without_unsaved_extra(saved: set[str], present: Iterable[str]) -> set[str]:
+    """LOADER-4. The names of registered objects without the extra state of modules, if `saved` has none of any."""
+    extra = {name for name in present if is_extra_state(name)}
+    if extra and not any(map(is_extra_state, saved)):
+        log.warning("the checkpoint has no extra state of modules, so that they keep what they have: %s", min(extra))
+        return set(present) - extra
+    return set(present)
 
 
 class _Whole:

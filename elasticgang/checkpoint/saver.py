@@ -8,7 +8,8 @@ SAVER-4  A rank loads the checkpoint that the record names by its manifest's dig
 SAVER-5  A rank that holds the state of a committed step goes on where no checkpoint can be read, with a warning.
 SAVER-6  The committing writer waits for no share that will never come. A rank leaves a save out while its former one is
     under way, and its writer may fail; no message says so. Each vote counts the ranks that save: once the committing
-    rank is the only one, all shares are written that will be. The save of the final state supersedes the one before.
+    rank is the only one, all shares are written that will be, and it waits `ALONE_S` more: a shared file system may
+    show a file so late. The save of the final state supersedes the one before.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from elasticgang.testing import reached
 log = logging.getLogger("elasticgang")
 
 FINISH_TIMEOUT_S = 600.0
+ALONE_S = 60.0  # NFS keeps that a file is missing for up to so long
 _ROUND_S = 1.0
 _COMMITTER = ((0, 0, 0), 0)  # the part and the number of the writer that writes the manifest
 _EXIT_TIMEOUT_S = 5.0
@@ -174,7 +176,7 @@ class DurableCheckpoints:
     def _stop_waiting(self) -> None:
         """SAVER-6. The save under way, if this rank has one, has the shares that it will get."""
         if self._save is not None and self.is_saving:
-            self._save.lose({self._save.member})
+            self._save.end_within(ALONE_S)
 
     def _start(self, plan: SavePlan, place: tuple[tuple[int, int, int], int], record: Record) -> None:
         (model, number), registered = place, self._server.registered
@@ -188,6 +190,7 @@ class DurableCheckpoints:
             "shard": captured.shard.to_json(),
             "commit": None,
             "lost": [],
+            "within_s": None,
         }
         if (model, number) == _COMMITTER:
             request["commit"] = {
@@ -208,9 +211,8 @@ class DurableCheckpoints:
             log.warning("step %d is not saved: %s", plan.attempt.step, exc)
             self._failed = plan.directory
             return
-        member = plan.holders[model][number]
         self._save = _Save(
-            plan, member, record.generation, captured, request, memory, self._writer, self._server, self._on_saved
+            plan, record.generation, captured, request, memory, self._writer, self._server, self._on_saved
         )
         self._save.start()
 
@@ -393,7 +395,6 @@ class _Save(threading.Thread):
     def __init__(
         self,
         plan: SavePlan,
-        member: str,
         generation: int,
         captured: Captured,
         request: dict[str, Any],
@@ -403,7 +404,7 @@ class _Save(threading.Thread):
         on_saved: OnSaved,
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
-        self.plan, self.member, self.generation = plan, member, generation
+        self.plan, self.generation = plan, generation
         self._captured, self._request, self._memory = captured, request, memory
         self._writer, self._server, self._on_saved = writer, server, on_saved
         self._written = server.registered.written
@@ -431,17 +432,24 @@ class _Save(threading.Thread):
 
     def lose(self, members: Collection[str]) -> None:
         """Only `members` are left: no others will write their shares."""
-        names = [
+        lost = [
             part_name(place_name(model), number)
             for model, holders in self.plan.holders.items()
             for number, member in enumerate(holders)
             if member not in members
         ]
         with self._sending:
-            lost = [name for name in names if name not in self._request["lost"]]
             self._request["lost"] += lost
             if self._is_sent and lost:
                 self._writer.send({"lost": lost})
+
+    def end_within(self, seconds: float) -> None:
+        """SAVER-6"""
+        with self._sending:
+            if self._request["within_s"] is None:
+                self._request["within_s"] = seconds
+                if self._is_sent:
+                    self._writer.send({"within_s": seconds})
 
     def run(self) -> None:
         attempt, outcome = self.plan.attempt, Outcome()

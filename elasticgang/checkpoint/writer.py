@@ -61,7 +61,7 @@ def save(memory: int, request: dict[str, Any], news: Callable[[float], dict[str,
             data = memoryview(mmap.mmap(memory, shard.num_bytes, prot=mmap.PROT_READ))
         write_shard(folder, shard, data)
         commit = request["commit"]
-        return Outcome() if commit is None else _commit(storage, folder, commit, set(request["lost"]), news)
+        return Outcome() if commit is None else _commit(storage, folder, request, news)
     except OSError as exc:
         return Outcome(f"{exc.filename or request['directory']}: {exc.strerror or exc}")
     except (NotSupportedError, OperationalError) as exc:
@@ -71,9 +71,10 @@ def save(memory: int, request: dict[str, Any], news: Callable[[float], dict[str,
 
 
 def _commit(
-    storage: Storage, folder: Folder, commit: dict[str, Any], lost: set[str], news: Callable[[float], dict[str, Any]]
+    storage: Storage, folder: Folder, request: dict[str, Any], news: Callable[[float], dict[str, Any]]
 ) -> Outcome:
-    deadline = time.monotonic() + PARTS_TIMEOUT_S
+    commit, lost, within_s = request["commit"], set(request["lost"]), request.get("within_s")
+    deadline = time.monotonic() + (PARTS_TIMEOUT_S if within_s is None else within_s)
     said: dict[str, Any] = {}
     while True:
         parts, missing = read_parts(folder, commit["places"])
@@ -83,6 +84,8 @@ def _commit(
             return Outcome(f"a share of {folder.name} is missing: {min(missing)}")
         said = news(max(_POLL_S, storage.poll_s))
         lost.update(said.get("lost", ()))
+        if "within_s" in said:  # SAVER-6
+            deadline = min(deadline, time.monotonic() + said["within_s"])
     attempt = Attempt(*commit["attempt"])
     manifest = write_manifest(folder, attempt, commit["job"], commit["record"], commit["layout"], parts)
     try:

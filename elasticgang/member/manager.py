@@ -255,7 +255,8 @@ class QuorumManager:
 
         A tensor is known by its name in its module. Where a stage of a pipeline has other names than the whole model,
         or the same ones for other tensors, `names(seat, name)` returns the whole model's name of the parameter or
-        buffer that the module calls `name`. State moves between layouts of other `pp` by these names.
+        buffer that the module calls `name`, and likewise of the key of an extra state, as `layers.0._extra_state`.
+        State moves between layouts of other `pp` by these names.
 
         Raises:
             InvalidOperationError: it was called before, or the first step has begun. Nothing has changed.

@@ -39,7 +39,7 @@ from elasticgang.protocol.record import (
     Undecided,
     Unrecoverable,
 )
-from elasticgang.protocol.recovery import CommittedState, newest_checkpoint, recover, without_witness
+from elasticgang.protocol.recovery import CommittedState, recover, without_witness
 
 
 def next_record(
@@ -120,7 +120,7 @@ def next_record(
 
 def _saved(record: Record | None, reports: Sequence[Report], committed: Attempt) -> CheckpointRef | None:
     """NEXT-8."""
-    named = [newest_checkpoint(reports), None if record is None else record.saved]
+    named = [*(report.checkpoint for report in reports), None if record is None else record.saved]
     return max((each for each in named if each is not None and each.attempt <= committed), default=None)
 
 

@@ -219,7 +219,11 @@ def _unread(record: Record, checkpoint: CheckpointRef | None) -> CheckpointRef |
     """The checkpoint that the record names, if it is newer than `checkpoint`, the newest that a present agent can load,
     and has not been tried in the recorded generation."""
     saved = record.saved
-    if saved is None or saved.digest == record.checkpoint or (checkpoint is not None and saved <= checkpoint):
+    if (
+        saved is None
+        or saved.digest == record.checkpoint
+        or (checkpoint is not None and saved.attempt <= checkpoint.attempt)
+    ):
         return None
     return saved
 

@@ -7,7 +7,8 @@ REGISTERED-1  Parameters and buffers are known by the names that they have in th
 REGISTERED-2  A module's state dict may have several keys for one tensor, and none for a buffer. Which tensor each key
     is, in the names of REGISTERED-1, is found out when the module is registered, because a state dict may run hooks.
 REGISTERED-3  A state that is received in place is in memory that no two of its tensors share.
-REGISTERED-4  What a module's `get_extra_state` returns is small state, as that of a registered object.
+REGISTERED-4  What `get_extra_state` of a module returns is small state, as that of a registered object. The object is
+    called by the module's key in the state dict of the whole model (REGISTERED-1), so that it finds its stage.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from elasticgang.state.serialization import flatten, unflatten
 log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
+_EXTRA = ":"  # between the name of a module and the key of an extra state in it
 
 
 class Stateful(Protocol):
@@ -40,25 +42,16 @@ class Stateful(Protocol):
 
 
 class _ExtraState:
-    """The extra state of a module and of the modules in it, by their names; "" is the module itself (REGISTERED-4)."""
+    """The extra state of one module (REGISTERED-4)."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = {
-            name: each
-            for name, each in module.named_modules()
-            if type(each).get_extra_state is not nn.Module.get_extra_state
-        }
-
-    def __bool__(self) -> bool:
-        return bool(self._modules)
+        self._module = module
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: module.get_extra_state() for name, module in self._modules.items()}
+        return {"extra_state": self._module.get_extra_state()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        for name, state in state_dict.items():
-            self._modules[name].set_extra_state(state)
-        return None
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._module.set_extra_state(state_dict["extra_state"])
 
 
 class RegisteredState:
@@ -88,14 +81,13 @@ class RegisteredState:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise TypeError(f"{name} ({type(item).__name__}) must have state_dict() and load_state_dict()")
             if isinstance(item, nn.Module):
-                if extra := _ExtraState(item):
-                    _check_extra(name, extra)
-                    self._others[extra_name(name)] = extra
                 if name_of is not None:
                     self._name_of[name] = functools.cache(name_of)  # it may read the layout, which changes before this
+                extra = self._extra_states(name, item)
                 self._parameters[name] = self._named(name, item.named_parameters())
                 self._keys[name] = self._keys_of(name, item)
                 self._modules[name] = item
+                self._others |= extra
             elif hasattr(item, "param_groups"):
                 self._optimizers[name] = item
             else:
@@ -105,7 +97,8 @@ class RegisteredState:
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names."""
         for name in names:
-            self._others.pop(extra_name(name), None)
+            for extra in [other for other in self._others if other.startswith(f"{name}{_EXTRA}")]:
+                del self._others[extra]
             kinds = (self._modules, self._name_of, self._parameters, self._keys, self._optimizers, self._others)
             for objects in kinds:
                 objects.pop(name, None)
@@ -123,6 +116,23 @@ class RegisteredState:
                 )
             named[name] = item
         return named
+
+    def _extra_states(self, name: str, module: nn.Module) -> dict[str, Stateful]:
+        """REGISTERED-4. Raises TypeError: one cannot be sent."""
+        own = {
+            f"{prefix}{'.' * bool(prefix)}_extra_state": _ExtraState(each)
+            for prefix, each in module.named_modules()
+            if type(each).get_extra_state is not nn.Module.get_extra_state
+        }
+        for key, extra in own.items():
+            try:
+                flatten(extra.state_dict())
+            except TypeError as exc:
+                raise TypeError(
+                    f"{key!r} of {name!r}, as get_extra_state returns it, must be made of tensors, numbers, strings, "
+                    f"lists and dicts: {exc}"
+                ) from exc
+        return {f"{name}{_EXTRA}{key}": extra for key, extra in self._named(name, own.items()).items()}
 
     def _keys_of(self, name: str, module: nn.Module) -> dict[str, str]:
         """REGISTERED-2. What is neither a parameter nor a buffer, such as extra state, has no name."""
@@ -296,19 +306,9 @@ class RegisteredState:
         writer.finish()
 
 
-def extra_name(module: str) -> str:
-    """The name of a module's extra state among the registered objects (REGISTERED-4)."""
-    return f"{module}.extra_state"
-
-
-def _check_extra(name: str, extra: _ExtraState) -> None:
-    """Raises TypeError: it cannot be sent."""
-    try:
-        flatten(extra.state_dict())
-    except TypeError as exc:
-        raise TypeError(
-            f"what get_extra_state of {name!r} returns must be made of tensors, numbers, strings, lists, dicts: {exc}"
-        ) from exc
+def is_extra_state(name: str) -> bool:
+    """Whether a registered object of this name is the extra state of a module (REGISTERED-4)."""
+    return _EXTRA in name
 
 
 def _placed(state: dict[str, Any], optimizer: Any, writer: staging.Writer) -> dict[str, Any]:

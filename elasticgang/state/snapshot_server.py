@@ -39,6 +39,7 @@ from elasticgang.testing import reached
 log = logging.getLogger("elasticgang")
 
 EXCLUSIVE_TIMEOUT_S = 10.0
+READER_END_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 10.0
 MAX_REQUEST_BYTES = 1 << 16
 
@@ -164,9 +165,9 @@ class SnapshotServer:
             if self._readers:
                 self._digests.stop()  # SNAPSHOT-3
             # A reader whose connection is closed ends at its next byte.
-            if not self._changed.wait_for(lambda: not self._readers, EXCLUSIVE_TIMEOUT_S):
+            if not self._changed.wait_for(lambda: not self._readers, READER_END_TIMEOUT_S):
                 raise OperationalError(
-                    f"a healer still reads the state {EXCLUSIVE_TIMEOUT_S:g} s after its connection was closed"
+                    f"a healer still reads the state {READER_END_TIMEOUT_S:g} s after its connection was closed"
                 )
         self._digests.forget()
         yield

@@ -363,13 +363,16 @@ class StripedFetch:
                 threading.Thread(target=self._read_beside, args=(memory, source), name="memory-reader", daemon=True)
                 for _ in range(NUM_MEMORY_READERS - 1)
             ]
-            for thread in beside:
-                thread.start()
+            started = []
             try:
+                with contextlib.suppress(RuntimeError):  # no thread is left: this one reads alone
+                    for thread in beside:
+                        thread.start()
+                        started.append(thread)
                 yield memory
             finally:
                 memory.stop()
-                for thread in beside:
+                for thread in started:
                     thread.join()
 
     def _request(self, to: _Connection) -> bool:

@@ -91,7 +91,8 @@ class Summary:
             case "healed":
                 self._healed_bytes += event["bytes"]
             case "saved":
-                self._saved = event
+                if self._saved is None or event["step"] >= self._saved["step"]:
+                    self._saved = event
             case "data_worker_lost":
                 self._data_workers_lost[event["kind"]] += 1
             case "device_fault":

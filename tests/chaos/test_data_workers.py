@@ -14,7 +14,7 @@ from tests.chaos.training_scripts import script
 from tests.support import Job, wait_until
 
 NUM_STEPS = 12
-TIMEOUT_S = 8.0  # of a collective; a worker may need half of it
+TIMEOUT_S = 20.0  # of a collective; a worker may need half of it
 SCRIPT = """\
     import os, pathlib, signal, time
     import torch

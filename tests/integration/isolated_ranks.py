@@ -135,10 +135,14 @@ def open_store_beside() -> Iterator[str]:
     """The address of a store in a process of its own, which keeps its descriptors."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
-        signal_at_parent_death(signal.SIGKILL)
-        with open_store() as store:
-            os.write(writer, store.encode())
-            signal.pause()
+        try:
+            signal_at_parent_death(signal.SIGKILL)
+            with open_store() as store:
+                os.write(writer, store.encode())
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
     try:
         yield os.read(reader, 100).decode()
     finally:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from elasticgang import testing
-from elasticgang.checkpoint import listing
+from elasticgang.checkpoint import listing, saver
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.protocol.commit import Attempt
@@ -297,8 +297,9 @@ def test_a_save_is_given_up_at_once_when_a_writer_is_lost_in_a_later_step(
 
 # SAVER-6
 def test_a_save_that_another_rank_has_left_out_is_given_up_once_no_other_rank_saves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(saver, "ALONE_S", 0.0)
     rank, other = Rank(tmp_path).train(10).begin(), Rank(tmp_path, "b0")
     rank.checkpoints.count(0.0, 2.0, 1)  # the share of b0 may come
     wait_until(lambda: any(tmp_path.glob("*/part-0-0-0-00000.json")), "the own share")
@@ -310,6 +311,18 @@ def test_a_save_that_another_rank_has_left_out_is_given_up_once_no_other_rank_sa
     rank.save(20)
     other.close()
     assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [20]
+
+
+# SAVER-6
+def test_a_share_that_is_seen_late_completes_the_save(tmp_path: Path) -> None:
+    """As on a shared file system, which shows a file a while after it was written."""
+    rank, other = Rank(tmp_path).train(10).begin(), Rank(tmp_path, "b0")
+    wait_until(lambda: any(tmp_path.glob("*/part-0-0-0-00000.json")), "the own share")
+    for _ in range(3):
+        rank.checkpoints.count(0.0, 1.0, 1)
+    other.train(10).begin().close()
+    rank.close()
+    assert [found.attempt.step for found in listing.scan(storage_at(tmp_path))] == [10]
 
 
 # SAVER-6
@@ -333,7 +346,10 @@ def test_a_save_is_complete_with_the_shares_of_ranks_that_save_no_more(tmp_path:
 
 
 # SAVER-6
-def test_the_final_state_waits_for_no_save_that_another_rank_has_left_out(tmp_path: Path) -> None:
+def test_the_final_state_waits_for_no_save_that_another_rank_has_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "ALONE_S", 0.0)
     ranks = [Rank(tmp_path, member) for member in MEMBERS]
     ranks[0].train(10).begin()
     for rank in ranks:

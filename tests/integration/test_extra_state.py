@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elasticgang.checkpoint.saved_objects import ModelMismatch
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import SnapshotServer
 from tests.integration.saving import Rank, same
@@ -90,13 +91,52 @@ def test_extra_state_is_saved_and_loaded(tmp_path: Path) -> None:
     loaded.close()
 
 
+def test_extra_state_of_another_module_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, model=Model())
+    rank.enter(("a0",))
+    rank.train(10).begin().close()
+    other = Rank(tmp_path, model=Model())
+    other.enter(("a0",))
+    other.server.unregister(["model"])
+    inner = other.model.get_submodule("inner")
+    assert isinstance(inner, nn.Sequential)
+    inner[1] = nn.Linear(4, 2)
+    with torch.no_grad():
+        before = [each.clone() for each in other.model.parameters()]
+    other.server.register(model=other.model)
+    with pytest.raises(ModelMismatch, match=r"registered object 'model:inner\.1\._extra_state'"):
+        other.load(10)
+    assert all(map(torch.equal, before, other.model.parameters()))
+    other.close()
+
+
+# LOADER-4
+def test_a_checkpoint_without_extra_state_leaves_what_there_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Scaled, "get_extra_state", nn.Module.get_extra_state)
+        rank = Rank(tmp_path, model=Model())
+        rank.enter(("a0",))
+        rank.train(10).begin().close()
+    loaded = Rank(tmp_path, model=Model())
+    loaded.enter(("a0",))
+    scale(loaded.model, 7.0)
+    expected = extra(loaded.model)
+    assert loaded.load(10)
+    assert extra(loaded.model) == expected
+    assert "has no extra state of modules" in caplog.text
+    assert torch.equal(loaded.model.get_parameter("layer.weight"), rank.model.get_parameter("layer.weight"))
+    loaded.close()
+
+
 def test_extra_state_that_cannot_be_sent_is_refused_at_once() -> None:
     class Odd(Scaled):
         def get_extra_state(self) -> dict[Any, Any]:
             return {"of": object()}
 
     server = SnapshotServer()
-    with pytest.raises(TypeError, match=r"what get_extra_state of 'model' returns .* is of object"):
+    with pytest.raises(TypeError, match=r"'0\._extra_state' of 'model', as .* is of object"):
         server.register(model=nn.Sequential(Odd()))
     server.register(model=Model())
     server.unregister(["model"])

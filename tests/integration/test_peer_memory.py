@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -163,6 +164,7 @@ def test_bytes_of_a_holder_that_trains_on_are_dropped(monkeypatch: pytest.Monkey
 
 
 # PEERMEM-4
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="knows the number of the system call of x86-64 alone")
 def test_a_healer_that_may_not_read_heals_over_the_connection() -> None:
     source = Rank(2, size=SIZE)
     source.server.begin(AT)

@@ -101,6 +101,7 @@ def test_a_reader_that_does_not_end_when_it_is_dropped_keeps_the_apply_from_happ
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper_module, "EXCLUSIVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(keeper_module, "READER_END_TIMEOUT_S", 0.05)
     source, healer = ranks(1), ranks(0)
     reads, ends = threading.Event(), threading.Event()
 

@@ -24,8 +24,22 @@ def weight(layer: int) -> Tensor:
     return torch.arange(6.0).view(3, 2) + 10 * layer
 
 
+class Scaled(nn.Module):
+    """A layer with extra state."""
+
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def get_extra_state(self) -> int:
+        return self.scale
+
+    def set_extra_state(self, state: int) -> None:
+        self.scale = state
+
+
 class Stage(nn.Module):
-    """Layers by their numbers in the stage, and an embedding that every stage has."""
+    """Layers by their numbers in the stage, with a scale for each, and an embedding that every stage has."""
 
     table: Tensor
 
@@ -33,6 +47,7 @@ class Stage(nn.Module):
         super().__init__()
         values = {str(number): torch.zeros(3, 2) if zero else weight(layer) for number, layer in enumerate(layers)}
         self.layers = nn.ParameterDict(values)
+        self.scales = nn.ModuleList([Scaled(0 if zero else 100 + layer) for layer in layers])
         self.embedding = nn.Parameter(torch.full((2,), 0.0 if zero else 4.0))
         self.register_buffer("table", torch.full((3,), 0.0 if zero else 5.0))
 
@@ -67,8 +82,10 @@ class Rank:
         self.server.register(self._name_of, module=self.module, optim=self.optim, count=self.count)
 
     def _name_of(self, name: str) -> str:
-        head, _, number = name.partition(".")
-        return f"layers.{int(number) + self.layers.start}" if head == "layers" else name
+        head, *rest = name.split(".")
+        if head not in ("layers", "scales"):
+            return name
+        return ".".join([head, str(int(rest[0]) + self.layers.start), *rest[1:]])
 
     def keep(self) -> None:
         self.mover.keep(FormerState(TIP, 0, (self.stage, 0, 0)), self.layout, is_dropped=False)
@@ -86,11 +103,12 @@ class Rank:
         assert all(torch.equal(parameter, value) for parameter, value in zip(found, wanted, strict=True))
         assert torch.equal(self.module.table, torch.full((3,), 5.0))
         assert self.count.number == 9
+        assert [each.get_extra_state() for each in self.module.scales] == [100 + layer for layer in self.layers]
         for parameter, value in zip(found, wanted, strict=True):
             assert torch.equal(self.optim.state[parameter]["momentum_buffer"], 2 * value)
 
 
-# MOVE-5, REGISTERED-1
+# MOVE-5, REGISTERED-1, REGISTERED-4
 @pytest.mark.parametrize("piece_bytes", [8, 4 << 20])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (4, 1)])
 def test_every_stage_takes_its_tensors_from_those_that_keep_them(

@@ -221,11 +221,12 @@ def test_a_job_waits_for_whoever_may_load_the_checkpoint_that_the_record_names()
     record = agreed(start, *(ask(start, agent, saved, Attempt(3, 1)) for agent in "abcd"))
     assert record.saved == saved
     tip = Attempt(5, 2)
+    others = [report(agent, member(f"{agent}1"), seen=record, layout=across, exited=(f"{agent}0",)) for agent in lost]
+    alike = CheckpointRef(Attempt(3, 1), "aa")  # in a directory of its own
+    after = agreed(record, ask(record, "a", alike, tip), *others)
+    assert (after.committed, after.checkpoint) == alike
     for checkpoint in (None, older):
-        here = [ask(record, "a", checkpoint, tip)]
-        here += [
-            report(agent, member(f"{agent}1"), seen=record, layout=across, exited=(f"{agent}0",)) for agent in lost
-        ]
+        here = [ask(record, "a", checkpoint, tip), *others]
         reason = f"nobody here can load the checkpoint of step 3, but {away}0 may live"
         assert undecided(record, *here).reason == reason
         after = agreed(record, *here, ask(record, away, saved, tip))
