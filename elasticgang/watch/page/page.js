@@ -20,7 +20,7 @@ function fill(id, elements) {
 
 const words = (name) => name.replace("_", " ");
 const color = (cause) => `var(--${CAUSES.includes(cause) ? cause : "elsewhere"})`;
-const short = (value) => (typeof value === "number" ? Number(value.toPrecision(4)).toLocaleString("en") : String(value));
+const short = (value) => (typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 4 }) : String(value));
 const clock = (wall) => new Date(wall * 1000).toLocaleTimeString("en-GB");
 
 function span(seconds) {
