@@ -480,7 +480,7 @@ class CoordinatorState:
         self.lost.clear()
         self._exited.clear()
         self._leave_office()
-        return self._persist(decision)
+        return self._persist()
 
     def _learn_term(self, term: Term) -> Instructions:
         """Another coordinator has, or had, a term that is not lower: take a higher one."""
@@ -490,7 +490,7 @@ class CoordinatorState:
         self._promises.clear()
         if not self.has_directory:
             self._leave_office()
-        out = self._persist(self.decision)
+        out = self._persist()
         for session in self.sessions.values():
             session.promised = False
         return out + self._broadcast(self._welcome())
@@ -609,7 +609,7 @@ class CoordinatorState:
         if self.finished:
             return []
         self.finished = True
-        return self._persist(self.decision) + self._broadcast(Finished())
+        return self._persist() + self._broadcast(Finished())
 
     def _broadcast(self, message: CoordinatorMessage, source: int | None = None) -> Instructions:
         return [Send(number, message) for number in self.sessions if number != source]
@@ -733,11 +733,11 @@ class CoordinatorState:
         self._deciding = decision
         return [Persist(self.term, decision, self.finished, frozenset([self.address]))]
 
-    def _persist(self, decision: Decision | None) -> Instructions:
+    def _persist(self) -> Instructions:
         """PERSIST: a decision that is being written is not replaced by the one before."""
         if self._deciding is not None:
             return self._propose(self._deciding)
-        return [Persist(self.term, decision, self.finished, self.addresses)] if self.has_directory else []
+        return [Persist(self.term, self.decision, self.finished, self.addresses)] if self.has_directory else []
 
     def _persisted(self, digest: str) -> Instructions:
         if self._deciding is None or self._deciding.record.digest != digest:

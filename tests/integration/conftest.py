@@ -51,6 +51,15 @@ def forkserver() -> Iterator[ForkServer]:
     server.close()
 
 
+@pytest.fixture(scope="module")
+def small_forkserver() -> Iterator[ForkServer]:
+    """A fork server without torch, for the processes of `dying`."""
+    server = ForkServer(preload=("tests.integration.dying",), env={"PYTHONPATH": str(REPOSITORY)})
+    server.wait_ready()
+    yield server
+    server.close()
+
+
 @pytest.fixture(scope="session")
 def store() -> Iterator[str]:
     """The address of a store."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,19 @@ from tests.integration.saving import MEMBERS, Model, Rank, same, writers
 from tests.support import REPOSITORY, wait_until
 
 pytestmark = pytest.mark.usefixtures("small_shares", "no_writer_is_left")
+
+
+@contextlib.contextmanager
+def held_after_the_copy() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Each save stops once its share is copied, and sets the first event. It goes on once the second one is set."""
+    copied, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        copied.set()
+        assert go_on.wait(60)
+
+    with testing.fail_at("checkpoint_copied", hold):
+        yield copied, go_on
 
 
 def test_two_ranks_save_what_one_loads(saved: Path) -> None:
@@ -271,13 +285,7 @@ def test_a_save_is_given_up_at_once_when_a_writer_is_lost_in_a_later_step(
     tmp_path: Path, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank = Rank(tmp_path)
-    copied, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        copied.set()
-        assert go_on.wait(60)
-
-    with testing.fail_at("checkpoint_copied", hold):
+    with held_after_the_copy() as (copied, go_on):
         rank.train(10).begin()
         assert copied.wait(60)
         if moment == "during the save":
@@ -330,13 +338,7 @@ def test_a_save_is_complete_with_the_shares_of_ranks_that_save_no_more(tmp_path:
     """The committing rank is the slowest."""
     rank, other = Rank(tmp_path), Rank(tmp_path, "b0")
     other.train(10).begin().close()
-    copied, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        copied.set()
-        assert go_on.wait(60)
-
-    with testing.fail_at("checkpoint_copied", hold):
+    with held_after_the_copy() as (copied, go_on):
         rank.train(10).begin()
         assert copied.wait(60)
         rank.checkpoints.count(0.0, 1.0, 1)
@@ -362,14 +364,8 @@ def test_the_final_state_waits_for_no_save_that_another_rank_has_left_out(
 
 def test_a_save_outlives_a_rank_that_leaves_after_its_share_is_written(tmp_path: Path) -> None:
     rank, other = Rank(tmp_path), Rank(tmp_path, "b0")
-    copied, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        copied.set()
-        assert go_on.wait(60)
-
     other.train(10).begin().close()
-    with testing.fail_at("checkpoint_copied", hold):
+    with held_after_the_copy() as (copied, go_on):
         rank.train(10).begin()
         assert copied.wait(60)
         rank.train(11).enter(("a0",), 2)

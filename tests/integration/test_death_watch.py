@@ -21,20 +21,11 @@ import pytest
 from elasticgang.process.death_watch import DeathWatch, has_begun_to_exit, wait_writes_nothing
 from elasticgang.process.forkserver import ForkServer, Spawned
 from elasticgang.process.status_page import StatusPage
-from tests.support import REPOSITORY, wait_dead, wait_until
+from tests.support import wait_dead, wait_until
 
 GUARD_S = 20.0
 MOST_TRIES = 5
 _OWNER_DIED = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    """A fork server without torch."""
-    server = ForkServer(preload=("tests.integration.dying",), env={"PYTHONPATH": str(REPOSITORY)})
-    server.wait_ready()
-    yield server
-    server.close()
 
 
 @dataclass
@@ -77,14 +68,14 @@ def wait_ended(pid: int) -> None:
 
 
 @pytest.fixture
-def start(server: ForkServer) -> Iterator[Any]:
+def start(small_forkserver: ForkServer) -> Iterator[Any]:
     started: list[Watched] = []
 
     def start(then: str, **args: Any) -> Watched:
         fd = StatusPage.create()
         page = StatusPage(fd)
         reader, writer = os.pipe()
-        process = server.spawn("tests.integration.dying:hold_and", {"then": then, **args}, fds=[fd, writer])
+        process = small_forkserver.spawn("tests.integration.dying:hold_and", {"then": then, **args}, fds=[fd, writer])
         os.close(fd)
         os.close(writer)
         notices: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -205,7 +196,7 @@ def test_a_process_has_begun_to_exit_before_the_kernel_closes_its_descriptors() 
 
 # DEATH-5
 @pytest.mark.alone
-def test_a_killed_process_writes_nothing_more_before_it_is_gone(server: ForkServer) -> None:
+def test_a_killed_process_writes_nothing_more_before_it_is_gone(small_forkserver: ForkServer) -> None:
     """Threads write without a pause. What is there once it writes nothing stays there while the kernel frees 512 MB."""
     were_there = 0
     for number in range(20):
@@ -214,7 +205,7 @@ def test_a_killed_process_writes_nothing_more_before_it_is_gone(server: ForkServ
         shared = os.memfd_create("shared")
         os.ftruncate(shared, 1 << 20)
         reader, writer = os.pipe()
-        process = server.spawn("tests.integration.dying:write_on", {"bytes": 1 << 29}, fds=[shared, writer])
+        process = small_forkserver.spawn("tests.integration.dying:write_on", {"bytes": 1 << 29}, fds=[shared, writer])
         os.close(writer)
         memory = mmap.mmap(shared, 0)
         try:

@@ -15,18 +15,9 @@ import pytest
 
 from elasticgang.process.forkserver import ForkServer, Spawned
 from elasticgang.process.stop_fence import halt, is_halted
-from tests.support import REPOSITORY, wait_dead, wait_until
+from tests.support import wait_dead, wait_until
 
 GUARD_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    """A fork server without torch."""
-    server = ForkServer(preload=("tests.integration.dying",), env={"PYTHONPATH": str(REPOSITORY)})
-    server.wait_ready()
-    yield server
-    server.close()
 
 
 @dataclass
@@ -55,14 +46,14 @@ class Writer:
 
 
 @pytest.fixture
-def write(server: ForkServer) -> Iterator[Callable[..., Writer]]:
+def write(small_forkserver: ForkServer) -> Iterator[Callable[..., Writer]]:
     started: list[Spawned] = []
 
     def start(**args: object) -> Writer:
         shared = os.memfd_create("shared")
         os.ftruncate(shared, 1 << 16)
         reader, writer = os.pipe()
-        process = server.spawn("tests.integration.dying:write_on", {"bytes": 0, **args}, fds=[shared, writer])
+        process = small_forkserver.spawn("tests.integration.dying:write_on", {"bytes": 0, **args}, fds=[shared, writer])
         os.close(writer)
         started.append(process)
         with os.fdopen(reader) as told:

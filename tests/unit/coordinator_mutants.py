@@ -28,13 +28,13 @@ _welcome = CoordinatorState._welcome
 _renew = AgentSession._renew
 
 
-def _write_the_adopted(self: CoordinatorState, decision: Decision | None) -> Any:
-    return [Persist(self.term, decision, self.finished, self.addresses)] if self.has_directory else []
+def _write_the_adopted(self: CoordinatorState) -> Any:
+    return [Persist(self.term, self.decision, self.finished, self.addresses)] if self.has_directory else []
 
 
 def _push_then_write(self: CoordinatorState, decision: Decision) -> Any:
     out = self._adopt(decision)
-    return [*out, *self._persist(decision)]
+    return [*out, *self._persist()]
 
 
 def _trust_the_first(self: CoordinatorState) -> bool:
