@@ -173,6 +173,9 @@ class CoordinatorServer:
         self._handle(found, OfficeGranted())
         record = state.record
         origin = "founds it" if record is None else f"leads it on from generation {record.generation}"
+        if not state.in_office:
+            again = f"if it has exited, repeat the grant after {state.timeouts.lost_after_s:g} s"
+            return Granted(f"job {job}: this coordinator {origin}, but not yet: {state.word_awaited} ({again})")
         absent = ", ".join(state.absent_agents())
         without = f", without agent {absent} once its silence has lasted" if absent else ""
         return Granted(f"job {job}: this coordinator {origin}{without}")

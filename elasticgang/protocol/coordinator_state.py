@@ -5,20 +5,24 @@ one, and who is sent it.
 
 OFFICE   A coordinator decides only in office. It takes office (a) from its state directory, which it holds under a
          lock; (b) for a job whose last record was decided without one, once every agent of that record has promised
-         its term; (c) on the operator's word, or because the job is new and it was started to found it. It leaves
-         office when it learns of a newer record or, without a directory, of a term that is not lower than its own. Out
-         of office it holds no state for lost: another coordinator may lead agents that it could not reach.
+         its term; (c) because the job is new and it was started to found it, or the operator says so. It leaves office
+         when it learns of a newer record or, without a directory, of a term that is not lower than its own. Out of
+         office it holds no state for lost: another coordinator may lead agents that it could not reach.
+WORD     The operator's word is that the agents of the record that have no session here have exited, and that no
+         directory has a newer record. It counts as the promises of these agents, until they come back or the record is
+         followed by another. It stands for no agent that has a session: that one may go to another coordinator.
 PERSIST  With a state directory, a record is pushed only after it was written there.
 PRESENT  Every agent of the record is ready, or declared lost, before the next record is decided.
 REPORT   A report counts while the session by which it came is up, and its agent has promised the present term.
 LOST     An agent is declared lost once it was silent for `lost_after_s` while the coordinator was in office, not
-         counting what the coordinator itself stood still; or its process is known to be gone.
+         counting what the coordinator itself stood still; or its process is known to be gone. Out of office, the
+         session of a silent agent is closed, and nobody is lost.
 MOVED    After a restart from its state directory at another address, a coordinator declares no agent lost for its
          silence that has not promised its term: a connection refused at the old address renews that agent's lease.
 ALONE    A record that was decided without a state directory is followed by one without any of its agents only if all of
-         these have exited, or on the operator's word: those that are silent may be led by another coordinator.
+         these have exited, if need be by the operator's word: those that are silent may be led by another coordinator.
 ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it,
-         or when all of these have exited, or on the operator's word.
+         or when all of these have exited, if need be by the operator's word.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
          of the record that comes back may hold what was given up for lost: the coordinator decides again.
@@ -130,8 +134,8 @@ class _Session:
 class CoordinatorState:
     """`handle` is the only way in. `decision`: the newest, from the state directory or from agents. `addresses`: of the
     coordinators that have used the state directory since `decision`, from where agents may have leases; `address` is
-    this one's. `granted`: in office by (a) or (c), or by its own last decision. `reason`: why there is no next record
-    yet. `proposal`: what the last decision of this coordinator was made from. `everywhere`: as of `Welcome`."""
+    this one's. `granted`: in office by (a), as a founder, or by its own last decision. `reason`: why there is no next
+    record yet. `proposal`: what the last decision of this coordinator was made from. `everywhere`: as of `Welcome`."""
 
     name: str
     number: int = 1
@@ -156,7 +160,8 @@ class CoordinatorState:
     _reports: dict[str, Report] = field(default_factory=dict)
     _promises: set[str] = field(default_factory=set)  # agents that have promised the present term
     _exited: set[str] = field(default_factory=set)  # agents: of the lost, those that are known to have exited
-    _word: str = ""  # ALONE: the digest of the record for which the operator has given it
+    _excused: frozenset[str] = frozenset()  # WORD: agents of the record that have exited
+    _is_waived: bool = False  # WORD: no directory is needed to follow the record
     _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
@@ -191,11 +196,16 @@ class CoordinatorState:
         return self.granted or self._has_all_promises()
 
     def _has_all_promises(self) -> bool:
-        """OFFICE (b)."""
+        """OFFICE (b), WORD."""
         decision = self.decision
-        if decision is None or self._needs_directory(decision):
+        if decision is None or (self._needs_directory(decision) and not self._is_waived):
             return False
-        return self._promises.issuperset(decision.record.agents)
+        agents = decision.record.agents
+        return self._promises.issuperset(agents) or (bool(self._excused) and not self._unpromised(agents))
+
+    def _unpromised(self, agents: Iterable[str]) -> list[str]:
+        """Those whose promise is missing for an office."""
+        return [agent for agent in agents if agent not in self._promises and agent not in self._excused]
 
     @staticmethod
     def _needs_directory(decision: Decision) -> bool:
@@ -223,10 +233,11 @@ class CoordinatorState:
             return self.reason if self.awaits_word else ""
         if self.decision is None:
             return "this coordinator knows nothing of the job, and was not started to found it"
-        if self._needs_directory(self.decision):
+        if self._needs_directory(self.decision) and not self._is_waived:
             return "the last record was decided with a state directory, which this coordinator does not have"
-        missing = [agent for agent in self.decision.record.agents if agent not in self._promises]
-        return f"agent {', '.join(missing)} of the last record has not come back"
+        missing = self._unpromised(self.decision.record.agents)
+        absent = [agent for agent in missing if agent not in self._session_of]
+        return f"agent {', '.join(absent or missing)} of the last record has not come back"
 
     # -- events
 
@@ -255,9 +266,7 @@ class CoordinatorState:
             case AgentExited(agent):
                 return self._exit(agent, f"agent {agent} has exited")
             case OfficeGranted():
-                self.granted, self._word = True, "" if self.record is None else self.record.digest
-                self.addresses = frozenset([self.address])
-                return self._enter_office() + (self._lift() if self._parents else []) + self._decide()
+                return self._grant()
             case Persisted():
                 raise AssertionError("`handle` takes it")
 
@@ -280,8 +289,7 @@ class CoordinatorState:
             case Ready(report):
                 return self._ready(number, report)
             case EndGeneration():
-                is_member = self.record is not None and self.record.has_agent(session.agent)
-                return self._end(message, number) if is_member else []
+                return self._end(message, number) if self._is_member(session.agent) else []
             case JoinRequest(generation):
                 return self._join(generation)
             case Accepted(generation, digest):
@@ -302,10 +310,11 @@ class CoordinatorState:
         limit_s = self.timeouts.lost_after_s
         out: Instructions = []
         members = () if record is None else record.agents
-        joiners = [s.agent for s in self.sessions.values() if record is None or not record.has_agent(s.agent)]
-        for agent in self._silences.beyond(limit_s, joiners) if joiners else ():
+        in_office = self.in_office
+        dispensable = self._dispensable(in_office)
+        for agent in self._silences.beyond(limit_s, dispensable) if dispensable else ():
             out += self._close(agent, f"agent {agent} was silent for {limit_s:g} s")
-        if not self.in_office:
+        if not in_office:
             return out
         self._silences.expect(members)
         silent = [agent for agent in self._silences.beyond(limit_s, members) if agent not in self.lost]
@@ -317,6 +326,13 @@ class CoordinatorState:
         if self.record is None and (self._is_founding_due or self._is_founding_over()):
             out += self._decide(on_tick=True)
         return out
+
+    def _dispensable(self, in_office: bool) -> list[str]:
+        """LOST: agents whose silence ends their session, and nothing else."""
+        return [s.agent for s in self.sessions.values() if not in_office or not self._is_member(s.agent)]
+
+    def _is_member(self, agent: str) -> bool:
+        return self.record is not None and self.record.has_agent(agent)
 
     def _tell_undecided(self) -> Instructions:
         """NOTICE."""
@@ -391,15 +407,13 @@ class CoordinatorState:
         self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, known)
         self._session_of[hello.agent] = number
         self._silences.hear(hello.agent)
-        self.lost.discard(hello.agent)
-        self._exited.discard(hello.agent)
-        self._reconsider(hello.agent)
+        self._note_alive(hello.agent)
         if hello.former and self._incarnations.get(hello.former, hello.incarnation) == hello.incarnation:
             out += self._exit(hello.former, f"agent {hello.former} is now {hello.agent}")
         if hello.finished:
             out += self._finish(number)
         out += self._learn_term(hello.term)
-        if hello.over and self.record is not None and self.record.has_agent(hello.agent):
+        if hello.over and self._is_member(hello.agent):
             out += self._end(EndGeneration(hello.over, "it was over when an agent came back"), number)
         if self.in_office and self._is_evicted(number):
             return [*out, self._evict(number)]
@@ -412,9 +426,17 @@ class CoordinatorState:
             out.append(Send(number, JobUnrecoverable(self.unrecoverable)))
         return out
 
+    def _note_alive(self, agent: str) -> None:
+        self.lost.discard(agent)
+        self._exited.discard(agent)
+        self._excused -= {agent}
+        if self._was_in_office and not self.in_office:  # WORD: not before the agent has promised
+            self._leave_office()
+        self._reconsider(agent)
+
     def _reconsider(self, agent: str) -> None:
         """REJOIN."""
-        if self.record is not None and self.record.has_agent(agent):
+        if self._is_member(agent):
             self.unrecoverable = ""
 
     def _is_duplicate(self, hello: Hello) -> bool:
@@ -448,7 +470,7 @@ class CoordinatorState:
         if session is not None:
             del self._session_of[session.agent]
             self._withdraw_report(session.agent)
-            if self.record is None or not self.record.has_agent(session.agent):
+            if not self._is_member(session.agent):
                 self._silences.forget(session.agent)
         return []
 
@@ -477,6 +499,7 @@ class CoordinatorState:
             return []
         self.decision = decision
         self._parents = frozenset()
+        self._take_back_word()
         self.lost.clear()
         self._exited.clear()
         self._leave_office()
@@ -488,12 +511,30 @@ class CoordinatorState:
             return []
         self.number = term.number + 1
         self._promises.clear()
+        self._is_waived = False  # somebody may have the directory
         if not self.has_directory:
             self._leave_office()
         out = self._persist()
         for session in self.sessions.values():
             session.promised = False
         return out + self._broadcast(self._welcome())
+
+    def _grant(self) -> Instructions:
+        """OFFICE (c), WORD."""
+        if self.record is None:
+            self.granted = True
+        else:
+            self._excused |= self._absent(self.record)
+            self._is_waived = True
+        self.addresses = frozenset([self.address])
+        out = self._enter_office() if self.in_office else []
+        return out + (self._lift() if self._parents_are_gone() else []) + self._decide()
+
+    def _absent(self, record: Record) -> frozenset[str]:
+        return frozenset(agent for agent in record.agents if agent not in self._session_of)
+
+    def _take_back_word(self) -> None:
+        self._excused, self._is_waived = frozenset(), False
 
     def _leave_office(self) -> None:
         self.granted = self._was_in_office = False
@@ -663,7 +704,7 @@ class CoordinatorState:
 
     def _parents_are_gone(self) -> bool:
         """ACCEPT. Those that are silent may be led by another coordinator (ALONE)."""
-        return bool(self._parents) and self._parents <= self._exited
+        return bool(self._parents) and self._parents <= self._exited | self._excused
 
     def _unaccepted(self) -> str:
         """ACCEPT: why the operator's word is needed; empty when it is not."""
@@ -711,9 +752,9 @@ class CoordinatorState:
     def _is_alone(self, record: Record, reports: dict[str, Report]) -> bool:
         """ALONE."""
         assert self.decision is not None
-        if self.decision.durable or self._word == record.digest:
+        if self.decision.durable or any(agent in reports for agent in record.agents):
             return False
-        return not any(agent in reports for agent in record.agents) and not self._exited.issuperset(record.agents)
+        return not (self._exited | self._excused).issuperset(record.agents)
 
     def _refuse(self, void: Undecided) -> Instructions:
         out: Instructions = []
@@ -751,6 +792,7 @@ class CoordinatorState:
     def _adopt(self, decision: Decision) -> Instructions:
         before, record = self.record, decision.record
         self.decision, self.granted, self.reason = decision, True, ""
+        self._take_back_word()
         self.addresses = frozenset([self.address])
         self._undecided = ""
         self.lost.clear()

@@ -78,9 +78,10 @@ class Disk:
 
 
 class CoordinatorProcess:
-    """`zone`: its part of a parted network. `is_stopped`: by SIGSTOP. `is_granted`: it has its directory, founded the
-    job or has the operator's word, and has seen no other's decision since, nor, without a directory, another's term.
-    `promises`: the agents that have promised its present term."""
+    """`zone`: its part of a parted network. `is_stopped`: by SIGSTOP. `is_granted`: it has its directory or founded the
+    job, and has seen no other's decision since, nor, without a directory, another's term. `promises`: the agents that
+    have promised its present term. `excused`: the agents of its record that were absent when the operator gave their
+    word for it, and have not come since."""
 
     def __init__(
         self, cluster: Cluster, number: int, disk: Disk | None, zone: str, address: str, is_founder: bool
@@ -92,7 +93,7 @@ class CoordinatorProcess:
         self.zone, self.address = zone, address
         self.disk = disk
         self.is_granted = is_founder or disk is not None
-        self.word = ""  # of the operator: the digest of the record for which it was given
+        self.excused: set[str] = set()
         self.promises: set[str] = set()
         self.heard_s: dict[str, float] = {}  # by agent: when it was heard, by a clock that stops with this process
         self.idle_s = 0.0  # for how long it was stopped
@@ -189,8 +190,11 @@ class CoordinatorProcess:
                 if self.state.record is None and cluster.chain.record is not None:  # every agent that knew it is dead
                     cluster.chain.begin_anew()
                 cluster.seen.add("founded anew" if self.state.record is None else "operator's word")
-                self.is_granted = True
-                self.word = "" if self.state.record is None else self.state.record.digest
+                if self.state.record is None:
+                    self.is_granted = True
+                else:
+                    present = {session.agent for session in self.state.sessions.values()}
+                    self.excused |= {*self.state.record.agents} - present
                 self.do(cluster, OfficeGranted())
             case _:
                 raise ValueError(verb)
@@ -220,8 +224,10 @@ class CoordinatorProcess:
                     raise Violation("PERSIST-1: a coordinator without a directory writes")
                 else:
                     self.writing.append(instruction)
-        if state.decision is not known and state.decision is not None and state.decision.term.name != self.name:
-            self.is_granted = False  # another coordinator has decided
+        if state.decision is not known and state.decision is not None:
+            self.excused.clear()
+            if state.decision.term.name != self.name:
+                self.is_granted = False  # another coordinator has decided
 
     def _note_all(self, cluster: Cluster, instructions: list[CoordinatorInstruction], number: int) -> None:
         """Decisions of this coordinator under the term `number`."""
@@ -251,6 +257,7 @@ class CoordinatorProcess:
             self.promises.add(session.agent)
         self.do(cluster, Received(session.number, message))
         if session.number in self.state.sessions:
+            self.excused.discard(session.agent)
             self.heard_s[session.agent] = cluster.now_s - self.idle_s
 
     def lose(self, cluster: Cluster, number: int) -> None:

@@ -3,14 +3,14 @@
 LOST-1   An agent that a coordinator declares lost is dead, or its lease is over and its ranks have ended; or it has
          promised a higher term, and has a lease of another coordinator.
 LOST-2   It was silent for `lost_after_s` of the time during which the coordinator ran.
-OFFICE-1 A coordinator that decides holds its directory, was granted its office, or was promised its term by every agent
-         of the record.
+OFFICE-1 A coordinator that decides holds its directory, founded the job, or was promised its term by every agent of the
+         record, except those that were absent when the operator gave the word, and have not come since.
 PRESENT-1 A record leaves out no agent of the record before, unless it says that the agent is lost.
 REPORT-1 Every agent of a record has a session with the coordinator that decides it, and has promised its term.
 ACCEPT-1 A joiner is sent a record without a directory only after an agent of the record before has accepted it, or when
-         the ranks of all of these are dead, or on the operator's word.
+         the ranks of all of these are dead, or when the operator's word is that all of these have exited.
 FOUNDER  The operator founds a job without a directory anew only when no living host knows a record of it.
-WORD     The operator grants an office only when no other coordinator lives, this one runs, whoever is absent is dead or
+WORD-1   The operator grants an office only when no other coordinator lives, this one runs, whoever is absent is dead or
          fenced, and no living agent, and no state directory, knows a newer record.
 """
 
@@ -47,7 +47,7 @@ def may_found(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
 
 
 def may_grant(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
-    """WORD"""
+    """WORD-1"""
     state = coordinator.state
     if (state.in_office and not state.awaits_word) or state.decision is None or len(cluster.living()) > 1:
         return False
@@ -112,8 +112,9 @@ def check_decision(cluster: Cluster, coordinator: CoordinatorProcess, decision: 
     if not promised.issuperset(record.agents):
         raise Violation(f"REPORT-1: generation {record.generation} of {record.agents}, but only {promised} are here")
     needed = () if before is None else before.agents
-    if not coordinator.is_granted and not (needed and coordinator.promises.issuperset(needed)):
-        raise Violation(f"OFFICE-1: {coordinator.name} decides, but only {sorted(coordinator.promises)} promised")
+    given = coordinator.promises | coordinator.excused
+    if not coordinator.is_granted and not (needed and given.issuperset(needed)):
+        raise Violation(f"OFFICE-1: {coordinator.name} decides, but only {sorted(given)} promised")
     if any(c is not coordinator and c.state.in_office for c in cluster.living()):
         cluster.seen.add("decided beside another in office")
 
@@ -126,7 +127,7 @@ def check_push(
     before = cluster.chain.decided.get(record.parent)
     if coordinator.disk is not None or before is None or session.agent in before.agents:
         return
-    if coordinator.word == record.digest:
+    if coordinator.excused.issuperset({*before.agents} & {*record.agents}):
         return
     parents = [other for other in cluster.hosts.values() if other.id in before.agents and other.id in record.agents]
     for other in parents:

@@ -145,7 +145,7 @@ def test_a_scenario_says_all_of_its_setting() -> None:
     assert " ; checkpoints\n" in story
 
 
-# WORD, SIMHOST-4, LOST-1
+# WORD-1, SIMHOST-4, LOST-1
 @pytest.mark.parametrize("seed", [1_092_135, 1_077_017, 1_109_415])
 def test_schedules_that_the_simulator_took_for_violations(seed: int) -> None:
     """A stopped coordinator got the operator's word. An agent that ended on a second SIGTERM, after the job had

@@ -183,6 +183,14 @@ def _keep_office_at_a_decision(self: CoordinatorState, decision: Decision) -> An
     return out
 
 
+def _excuse_all(self: CoordinatorState, record: Record) -> frozenset[str]:
+    return frozenset(record.agents)
+
+
+def _keep_silent_members(self: CoordinatorState, _in_office: bool) -> list[str]:
+    return [s.agent for s in self.sessions.values() if not self._is_member(s.agent)]
+
+
 _session_welcome = AgentSession._welcome
 _connected = AgentSession._connected
 _push = AgentSession._push
@@ -248,6 +256,8 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
         (AgentSession, "_notices", _notices_lost),
     ),
     "a silent parent is gone": ((CoordinatorState, "_parents_are_gone", _parents_are_lost),),
+    "the operator's word stands for all agents": ((CoordinatorState, "_absent", _excuse_all),),
+    "silent agents keep their sessions out of office": ((CoordinatorState, "_dispensable", _keep_silent_members),),
     "joiners are sent a record at once": ((CoordinatorState, "_must_accept", always(frozenset())),),
     "an id is free once its agent is lost": ((CoordinatorState, "_is_duplicate", _free_once_lost),),
     "two processes have one id": ((CoordinatorState, "_is_duplicate", always(False)),),

@@ -30,6 +30,7 @@ from tests.unit import (
     test_coordinator_state,
     test_coverage,
     test_next_record,
+    test_operators_word,
     test_record_form,
     test_recovery,
     test_reshape,
@@ -125,6 +126,12 @@ def _can_give_in_any_layout(member: MemberReport, committed: Attempt, model: Any
     return any(_can_give(member, committed, model, number) for number in range(3))
 
 
+def _note_alive_but_excused(self: CoordinatorState, agent: str) -> None:
+    self.lost.discard(agent)
+    self._exited.discard(agent)
+    self._reconsider(agent)
+
+
 RECORD_MUTANTS = {
     "a job is abandoned without sessions": UnitMutant(
         ((CoordinatorState, "is_abandoned", property(_is_without_sessions)),),
@@ -155,6 +162,10 @@ RECORD_MUTANTS = {
     "an end of any generation counts": UnitMutant(
         ((CoordinatorState, "_end", _end_whatever),),
         test_coordinator_state.test_only_members_end_a_generation_and_only_the_present_one,
+    ),
+    "an agent that comes back stays excused": UnitMutant(
+        ((CoordinatorState, "_note_alive", _note_alive_but_excused),),
+        test_operators_word.test_an_agent_that_comes_back_after_the_operators_word_must_promise,
     ),
     "joiners go on alone": UnitMutant(
         ((CoordinatorState, "_is_alone", always(False)),),

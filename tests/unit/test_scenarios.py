@@ -46,6 +46,7 @@ TOLD = [
     ("given_up_while_led_elsewhere", "what is lost stays lost", "COMMIT-1: "),
     ("grace_period_ends", "a grace period does not end", "a0 holds 3@1"),
     ("higher_term_before_the_first_record", "office is kept at a higher term", "OFFICE-1: "),
+    ("half_open_session_out_of_office", "silent agents keep their sessions out of office", "RULE-7: "),
     ("half_is_lost", "any part will do", "RECOVERY-2: "),
     ("half_is_lost", "lost before it is fenced", "LOST-2: "),
     ("holder_is_known_to_be_dead", "the first state has one name", "RULE-4: "),
@@ -110,6 +111,7 @@ TOLD = [
     ("torn_apply", "a torn state has a share", "RULE-5: "),
     ("torn_apply", "a torn state is whole", "RULE-4: "),
     ("undecided_told_again", "why a proposal is undecided is told once", "RULE-7: "),
+    ("word_for_an_agent_that_goes_elsewhere", "the operator's word stands for all agents", "LOST-1: "),
     ("vote_cannot_begin", "a vote that cannot begin makes nothing ready", "MANAGER-5: "),
 ]
 

@@ -81,7 +81,11 @@ RULES = {
     ),
     "LIFE-7": ("a failure exits with code 0", "a signal exits with code 0", "an agent exits before its restarts"),
     "LIFE-8": ("a used device holds up other starts",),
-    "LOST": ("a coordinator's standstill counts", "lost before it is fenced"),
+    "LOST": (
+        "a coordinator's standstill counts",
+        "lost before it is fenced",
+        "silent agents keep their sessions out of office",
+    ),
     "MANAGER-1": ("a step commits without a vote",),
     "MANAGER-2": ("a failed vote drops what is prepared", "a rank in doubt begins another step"),
     "MANAGER-3": ("a torn state is whole",),
@@ -174,6 +178,7 @@ RULES = {
     "SESSION-ORDER": ("the higher generation is newer",),
     "SESSION-TERM": ("equal numbers are one term",),
     "UNBOUND": ("an agent without a record is fenced", "an agent without a record is in a hurry"),
+    "WORD": ("the operator's word stands for all agents", "an agent that comes back stays excused"),
 }
 # Of other rules: of the agent's driver (RANK-2, RANKLINK-1), of seats that are asked for (PLAN-2), and of leaving.
 OTHERS = {
