@@ -43,7 +43,7 @@ class ChangeLog:
         for left in left_agents:
             self.reporter.agent_left(left, time.monotonic())
         self.write(self.reporter.agreed(record, agent))
-        self.pace.begin(record.committed.step)
+        self.pace.begin(record.committed.step, time.monotonic())
         self._counts = {status: len(record.members(status)) for status in ("active", "learner", "spare")}
         self._events.write(
             "generation",

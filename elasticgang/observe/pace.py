@@ -1,17 +1,31 @@
-"""How fast a job commits steps, and the time that a generation change costs. Pure: CLOCK_MONOTONIC seconds go in."""
+"""How fast a job commits steps, and the time that a generation change costs. Pure: CLOCK_MONOTONIC seconds go in.
+
+PACE-1  The usual time of a step is that of steps between whose commits no generation began. With the others, a change
+    soon after the start would seem to cost nothing.
+"""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+NUM_BEGINNINGS = 64  # as many generations as there are commits on a status page
 
 Commits = Sequence[tuple[int, float]]  # (committed steps, seconds), the newest last
 
 
-def step_seconds(commits: Commits) -> float | None:
-    """The median time of a step; None if there are fewer than two commits."""
-    found = [(late - early) / (last - first) for (first, early), (last, late) in itertools.pairwise(commits)]
+def step_seconds(commits: Commits, beginnings: Iterable[float] = ()) -> float | None:
+    """The median time of a step; None if there is no pair of commits to take it from. `beginnings`: when generations
+    began (PACE-1)."""
+    began = sorted(beginnings)
+    found = [
+        (late - early) / (last - first)
+        for (first, early), (last, late) in itertools.pairwise(commits)
+        if bisect.bisect_right(began, early) == bisect.bisect_right(began, late)
+    ]
     return statistics.median(found) if found else None
 
 
@@ -42,21 +56,23 @@ class Pace:
     def __init__(self, now_s: float) -> None:
         self.step_s: float | None = None
         self._newest: tuple[int, float] | None = None
+        self._beginnings: deque[float] = deque(maxlen=NUM_BEGINNINGS)
         self.counted_to: tuple[int, float] = (0, now_s)
 
     def read(self, commits: Commits) -> None:
         """The last commits of a rank."""
         if commits and (self._newest is None or commits[-1][1] > self._newest[1]):
             self._newest = commits[-1]
-            self.step_s = step_seconds(commits) or self.step_s
+            self.step_s = step_seconds(commits, self._beginnings) or self.step_s
 
     @property
     def step(self) -> int:
         """The number of committed steps."""
         return self.counted_to[0] if self._newest is None else self._newest[0]
 
-    def begin(self, committed: int) -> None:
+    def begin(self, committed: int, now_s: float) -> None:
         """A generation begins with so many committed steps."""
+        self._beginnings.append(now_s)
         if self._newest is None:
             self.counted_to = (committed, self.counted_to[1])
         elif self._newest[1] > self.counted_to[1]:

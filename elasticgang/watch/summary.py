@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticgang.observe.event_names import DATA_WORKER_LOSSES
-from elasticgang.observe.pace import Commits, seconds_lost, step_seconds, steps_per_second
+from elasticgang.observe.pace import NUM_BEGINNINGS, Commits, seconds_lost, step_seconds, steps_per_second
 
 Event = Mapping[str, Any]
 
@@ -53,6 +53,7 @@ class Summary:
         self._last: Event | None = None
         self._generation: Event | None = None
         self._is_settled = False  # the present generation has committed a step
+        self._beginnings: deque[float] = deque(maxlen=NUM_BEGINNINGS)  # of generations
         self._counted_to = (0, 0.0)  # the commit up to which `_lost_s` counts
         self._step_s: float | None = None
         self._changes: deque[dict[str, Any]] = deque(maxlen=NUM_CHANGES)  # SUMMARY-1
@@ -82,6 +83,7 @@ class Summary:
                 self._local_ranks.pop(event["member"], None)
             case "generation":
                 self._generation, self._is_settled = event, False
+                self._beginnings.append(event["t"])
                 self._add_saved(event)
                 step, at_s = event.get("counted_to") or (event["committed"][0], self._counted_to[1])
                 self._counted_to = (step, at_s)
@@ -181,7 +183,7 @@ class Summary:
 
     def _lost_under_way(self, commits: Commits, now_s: float) -> float:
         """SUMMARY-3."""
-        step_s = step_seconds(commits) or self._step_s or 0.0
+        step_s = step_seconds(commits, self._beginnings) or self._step_s or 0.0
         newest = commits[-1] if commits and commits[-1][1] > self._counted_to[1] else None
         lost_s = seconds_lost(self._counted_to, newest, step_s, now_s)
         return lost_s if newest is not None else max(0.0, lost_s - step_s)

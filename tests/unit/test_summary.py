@@ -143,7 +143,7 @@ def test_a_change_under_way_has_cost_what_it_costs_once_it_is_over() -> None:
     events = [*RUNS, generation(20.5, 2, 8)]
     pace = Pace(8.0)
     pace.read(COMMITS)
-    pace.begin(8)
+    pace.begin(8, 20.5)
     commits = [*COMMITS, (9, 24.5), (10, 25.5)]
     pages = {"h-1/0/a": RankStatus(10, 2, "WAITING", commits)}
     found = report(events, pages, 25.6)["lost_s"]["under_way"]
