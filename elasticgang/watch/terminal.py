@@ -45,7 +45,7 @@ def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
         yield f"  goodput {100 * status['goodput']:.1f} %{_lost(status)}"
     if status["checkpoint"] is not None:
         yield f"  newest checkpoint: {_checkpoint(status['checkpoint'])}"
-    for host in status["hosts"][:_MAX_HOSTS]:
+    for host in _shown(status["hosts"]):
         here = ", this agent" if host["is_here"] and len(status["hosts"]) > 1 else ""
         yield f"  {host['host']} ({host['agent']}{here}): {_seats(host['seats'])}"
     if len(status["hosts"]) > _MAX_HOSTS:
@@ -59,6 +59,13 @@ def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
         yield f"  {_device(fault)}"
     for change in list(status["changes"])[-num_changes:]:
         yield f"  {_change(change)}"
+
+
+def _shown(hosts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """At most `_MAX_HOSTS`, in their order: this one, those with a seat that is not active, and then the first."""
+    ordinary = [not host["is_here"] and all(seat["status"] == "active" for seat in host["seats"]) for host in hosts]
+    chosen = sorted(range(len(hosts)), key=lambda place: (not hosts[place]["is_here"], ordinary[place]))
+    return [hosts[place] for place in sorted(chosen[:_MAX_HOSTS])]
 
 
 def _lost(status: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticgang.watch import server as watch_server
 from elasticgang.watch.serving import serve
 from tests.support import DEADLINE_S, wait_until
-from tests.unit.test_summary import RUNS, change, event, generation
+from tests.unit.test_summary import RUNS, STARTED, change, event, generation
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ATTACK = "<img src=x onerror=alert(1)>"
@@ -238,18 +238,23 @@ def test_metrics_are_served_on_a_port_of_their_own(tmp_path: Path) -> None:
         assert request(port, "/")[0] == request(port, "/status.json")[0] == 404
 
 
+def dom_of(port: int, directory: Path) -> str:
+    """What Chromium makes of the page, as it writes it."""
+    assert CHROMIUM is not None
+    alone = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", *alone, f"--user-data-dir={directory / 'browser'}"]
+    budget = ["--virtual-time-budget=3000", "--dump-dom", f"http://127.0.0.1:{port}/"]
+    return subprocess.run([CHROMIUM, *options, *budget], capture_output=True, text=True, timeout=110).stdout
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_shows_the_numbers(tmp_path: Path) -> None:
-    """What Chromium makes of the page, with the real numbers, and text that is no markup."""
-    assert CHROMIUM is not None
+    """With the real numbers, and text that is no markup."""
     lost = event(20.3, "data_worker_lost", member="h-1/0/a", local_rank=0, kind="hung")
     with serving(tmp_path, [*EVENTS, lost]) as port:
-        alone = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
-        options = ["--headless", "--no-sandbox", "--disable-gpu", *alone, f"--user-data-dir={tmp_path / 'browser'}"]
-        budget = ["--virtual-time-budget=3000", "--dump-dom", f"http://127.0.0.1:{port}/"]
-        done = subprocess.run([CHROMIUM, *options, *budget], capture_output=True, text=True, timeout=110)
+        written = dom_of(port, tmp_path)
         status = json.loads(request(port, "/status.json")[1])["status"]
-    dom = html.unescape(done.stdout)
+    dom = html.unescape(written)
     assert dom.count("<tr>") == 3, dom  # the heading, and two changes
     assert f"<b>{status['generation']}</b><span>generation</span>" in dom
     assert f"<b>{status['step']}</b><span>step</span>" in dom
@@ -258,8 +263,44 @@ def test_a_browser_shows_the_numbers(tmp_path: Path) -> None:
     assert len(re.findall(r'<i class="seat (active|learner|spare|gone)" title', dom)) == 3
     assert "killed</span>" in dom
     assert "0.25 s, 1" in dom
-    assert "&lt;img src=x" in done.stdout
-    assert "<img" not in done.stdout
+    assert "&lt;img src=x" in written
+    assert "<img" not in written
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_shows_hosts_by_name_and_when_the_changes_were(tmp_path: Path) -> None:
+    seats = [
+        {"agent": f"{name}-{number:08x}{again}", "host": "10.0.0.1", "seats": [[0, number, "active"]]}
+        for number, (name, again) in enumerate([("gpu-17", ""), ("gpu-18", ".2"), ("twice", ""), ("twice", ".3")])
+    ]
+    phases = {"detect": 2000.0, "quorum": 500.0, "heal": 1500.0, "first_commit": 2500.0}
+    events = [
+        *STARTED,
+        {**generation(12.0, 1, 0), "seats": seats},
+        {**change(13.0, 1, "start", 4.5), "phases_ms": {"quorum": 3000.0}},
+        {**generation(20.0, 2, 8), "seats": seats},
+        {**change(23.0, 2, "killed", 2.0), "phases_ms": phases},
+    ]
+    with serving(tmp_path, events) as port:
+        dom = html.unescape(dom_of(port, tmp_path))
+    rows = r'<div class="host"><span title="([^"]*)">([^<]*)</span>'
+    assert re.findall(rows, dom) == [
+        ("gpu-17-00000000 at 10.0.0.1", "gpu-17"),
+        ("gpu-18-00000001.2 at 10.0.0.1", "gpu-18"),
+        ("twice-00000002 at 10.0.0.1", "twice-00000002"),
+        ("twice-00000003.3 at 10.0.0.1", "twice-00000003.3"),
+    ]
+    _, _, timeline = dom.partition('<div id="timeline">')
+    *titles, newest = re.findall(r'title="([^"]*)"', timeline.partition("</div>")[0])
+    assert titles == [
+        "change to generation 1: cause 1, 3.0 s",
+        "training, 5.0 s",
+        "change to generation 2: cause 2, 5.0 s",
+    ]
+    assert re.fullmatch(r"training, [\d.]+ s", newest), "until now"
+    assert '<span class="number">5.0 s</span>' in dom, "the heal is a part of the time to the first commit"
+    assert 'title="first commit: 2500.0 ms"' in dom
+    assert '<span class="number">3.0 s</span>' in dom
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:

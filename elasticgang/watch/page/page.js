@@ -18,7 +18,7 @@ function fill(id, elements) {
   byId(id).replaceChildren(...elements);
 }
 
-const words = (name) => name.replace("_", " ");
+const words = (name) => name.replaceAll("_", " ");
 const color = (cause) => `var(--${CAUSES.includes(cause) ? cause : "elsewhere"})`;
 const short = (value) => (typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 4 }) : String(value));
 const clock = (wall) => new Date(wall * 1000).toLocaleTimeString("en-GB");
@@ -28,6 +28,9 @@ function span(seconds) {
   const two = (number) => String(number).padStart(2, "0");
   return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`;
 }
+
+// An agent's name is that of its host, eight hexadecimal digits, and a number if it has joined again.
+const hostName = (agent) => agent.replace(/-[0-9a-f]{8}([.][0-9]+)?$/, "");
 
 const nameLayout = (event) => (event.fallback_of ? `${event.layout}, a fallback of ${event.fallback_of}` : event.layout);
 
@@ -60,9 +63,13 @@ function showSeats(status) {
   byId("layout").className = status.fallback_of ? "fallback" : "";
   const healing = new Map(status.healing.map((heal) => [heal.local_rank, heal.received_bytes / heal.bytes]));
   const isLive = status.state === "running";
-  fill("hosts", status.hosts.map((host) => {
+  const names = status.hosts.map((host) => hostName(host.agent));
+  const isUnique = (name) => names.indexOf(name) === names.lastIndexOf(name);
+  byId("hosts").style.setProperty("--ranks", Math.max(1, ...status.hosts.map((host) => host.seats.length)));
+  fill("hosts", status.hosts.map((host, place) => {
     const row = make("div", host.is_here ? "host here" : "host");
-    row.append(make("span", "", host.host, host.is_here ? `${host.agent}, this host` : host.agent));
+    const name = isUnique(names[place]) ? names[place] : host.agent;
+    row.append(make("span", "", name, `${host.agent} at ${host.host}${host.is_here ? ", this host" : ""}`));
     for (const seat of host.seats) {
       const isGone = isLive && host.is_here && seat.doing === undefined;
       const share = host.is_here && healing.has(seat.local_rank) ? `, heals: ${Math.round(100 * healing.get(seat.local_rank))} %` : "";
@@ -94,51 +101,84 @@ function showLost(status) {
   }));
 }
 
-function showTimeline(status, now) {
-  const changes = status.changes;
-  if (changes.length) {
-    const first = changes[0].wall;
-    const end = Math.max(now, changes[changes.length - 1].wall + 0.001);
-    byId("timeline-range").textContent = `${clock(first)} to ${clock(end)}`;
-    fill("timeline", changes.map((change, place) => {
-      const until = place + 1 < changes.length ? changes[place + 1].wall : end;
-      const bar = make("i", "", undefined, `generation ${change.generation}: ${change.cause}, ${(until - change.wall).toFixed(1)} s`);
-      bar.style.flex = `${Math.max(until - change.wall, 0.001)} 1 0`;
-      bar.style.background = color(change.kind);
-      return bar;
-    }));
-  }
-  const key = (name, value) => {
-    const mark = make("i", "key");
-    mark.style.background = value;
-    const item = make("span", "item");
-    item.append(mark, ` ${words(name)}`);
-    return [item, " "];
+// [phase, milliseconds]: the first commit follows a heal, but its time is counted from the same moment on.
+function partsOf(change) {
+  const ms = change.phases_ms || {};
+  const after = { first_commit: Math.max(0, (ms.first_commit || 0) - (ms.heal || 0)) };
+  return PHASES.map((phase) => [phase, phase in after ? after[phase] : ms[phase] || 0]);
+}
+
+const totalOf = (change) => partsOf(change).reduce((sum, [, ms]) => sum + ms, 0);
+const duration = (ms) => (ms < 999.5 ? `${ms.toFixed(0)} ms` : `${(ms / 1000).toFixed(1)} s`);
+
+function showTimeline(status) {
+  const segments = [];
+  let at = null;
+  const add = (from, until, className, fill, title) => {
+    if (at === null) at = from;
+    for (const [end, name, background, text] of [[from, "training", "", "training"], [until, className, fill, title]]) {
+      if (end <= at) continue;
+      const bar = make("i", name, undefined, `${text}, ${(end - at).toFixed(1)} s`);
+      bar.style.flex = `${end - at} 1 0`;
+      if (background) bar.style.background = background;
+      segments.push(bar);
+      at = end;
+    }
   };
-  const kinds = CAUSES.filter((cause) => changes.some((change) => change.kind === cause));
-  fill("causes", kinds.flatMap((cause) => key(cause, color(cause))));
+  for (const change of status.changes) {
+    const title = `change to generation ${change.generation}: ${change.cause}`;
+    add(change.wall - totalOf(change) / 1000, change.wall, "", color(change.kind), title);
+  }
+  const first = status.changes.length ? status.changes[0].wall - totalOf(status.changes[0]) / 1000 : null;
+  if (first !== null) {
+    const underWay = status.is_changing ? status.lost_s.under_way || 0 : 0;
+    add(status.wall - underWay, status.wall, "", color("under_way"), "a change under way");
+    fill("timeline", segments);
+    fill("timeline-range", [make("span", "", clock(first)), make("span", "", clock(at))]);
+  }
+  showCauses(status.changes, status.is_changing);
+  showChanges(status.changes);
+}
+
+function key(name, background) {
+  const mark = make("i", name === "training" ? "key training" : "key");
+  if (background) mark.style.background = background;
+  const item = make("span", "item");
+  item.append(mark, ` ${words(name)}`);
+  return [item, " "];
+}
+
+function showCauses(changes, isChanging) {
+  const kinds = CAUSES.filter((cause) => changes.some((change) => change.kind === cause) || (isChanging && cause === "under_way"));
+  fill("causes", [...key("training"), ...kinds.flatMap((cause) => key(cause, color(cause)))]);
   const used = PHASES.filter((phase) => changes.some((change) => (change.phases_ms || {})[phase]));
   fill("phases", used.flatMap((phase) => key(phase, `var(--p${PHASES.indexOf(phase)})`)));
-  const total = (change) => Object.values(change.phases_ms || {}).reduce((sum, ms) => sum + (ms || 0), 0);
-  const longest = Math.max(...changes.map(total), 1);
-  fill("changes", changes.slice(-20).reverse().map((change) => {
+}
+
+function showChanges(changes) {
+  const shown = changes.slice(-20).reverse();
+  const usual = shown.filter((change) => change.kind !== "start"); // a start may take a hundred times as long
+  const longest = Math.max(...(usual.length ? usual : shown).map(totalOf), 1);
+  fill("changes", shown.map((change) => {
     const row = make("tr");
     const moves = ["left", "joined", "moved"].filter((what) => change[what]).map((what) => `${change[what]} ${what}`);
     if (change.layout_before) moves.push(`takes the layout ${nameLayout(change)}`);
     row.append(make("td", "", clock(change.wall)), make("td", "number", change.generation), make("td", "cause", change.cause),
       make("td", "", moves.join(", ")), make("td", "number", `${change.lost_s.toFixed(2)} s`));
-    const cell = make("td", "phases");
-    const stack = make("div", "stack");
-    stack.style.width = `${(100 * total(change)) / longest}%`;
-    PHASES.forEach((phase, place) => {
-      const ms = (change.phases_ms || {})[phase];
-      if (!ms) return;
-      const bar = make("i", "", undefined, `${words(phase)}: ${ms.toFixed(1)} ms`);
+    const share = totalOf(change) / longest;
+    const stack = make("div", share > 1 ? "stack cut" : "stack");
+    stack.style.width = `${100 * Math.min(share, 1)}%`;
+    for (const [phase, ms] of partsOf(change)) {
+      if (!ms) continue;
+      const bar = make("i", "", undefined, `${words(phase)}: ${change.phases_ms[phase].toFixed(1)} ms`);
       bar.style.flex = `${ms} 1 0`;
-      bar.style.background = `var(--p${place})`;
+      bar.style.background = `var(--p${PHASES.indexOf(phase)})`;
       stack.append(bar);
-    });
-    cell.append(stack);
+    }
+    const bars = make("div");
+    if (totalOf(change)) bars.append(stack, make("span", "number", duration(totalOf(change))));
+    const cell = make("td", "phases");
+    cell.append(bars);
     row.append(cell);
     return row;
   }));
@@ -147,10 +187,12 @@ function showTimeline(status, now) {
 function showLoss(history) {
   const points = history.filter((point) => point[3] !== null);
   byId("loss-section").hidden = points.length < 2;
+  byId("lost-section").classList.toggle("wide", points.length < 2);
   if (points.length < 2) return;
   const [low, high] = [Math.min(...points.map((point) => point[3])), Math.max(...points.map((point) => point[3]))];
   const [first, last] = [points[0][1], points[points.length - 1][1]];
-  byId("loss-range").textContent = `${short(low)} to ${short(high)}, steps ${first} to ${last}`;
+  fill("loss-values", [make("span", "", short(high)), make("span", "", short(low))]);
+  fill("loss-steps", [make("span", "", `step ${first}`), make("span", "", `step ${last}`)]);
   const x = (point) => (1000 * (point[1] - first)) / Math.max(last - first, 1);
   const y = (point) => 155 - (150 * (point[3] - low)) / (high - low || 1);
   const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
@@ -170,7 +212,7 @@ function show(found) {
   showSeats(status);
   showDevices(status);
   showLost(status);
-  showTimeline(status, status.wall);
+  showTimeline(status);
   showLoss(found.history);
 }
 
