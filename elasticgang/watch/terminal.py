@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -45,11 +46,13 @@ def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
         yield f"  goodput {100 * status['goodput']:.1f} %{_lost(status)}"
     if status["checkpoint"] is not None:
         yield f"  newest checkpoint: {_checkpoint(status['checkpoint'])}"
-    for host in _shown(status["hosts"]):
+    shown = _shown(status["hosts"])
+    for host in shown:
         here = ", this agent" if host["is_here"] and len(status["hosts"]) > 1 else ""
         yield f"  {host['host']} ({host['agent']}{here}): {_seats(host['seats'])}"
-    if len(status["hosts"]) > _MAX_HOSTS:
-        yield f"  and {len(status['hosts']) - _MAX_HOSTS} more hosts"
+    if hidden := [host for host in status["hosts"] if host not in shown]:
+        counts = Counter(seat["status"] for host in hidden for seat in host["seats"])
+        yield f"  and {len(hidden)} more hosts: {_counts(counts)}"
     for heal in status["healing"]:
         received, total = heal["received_bytes"], heal["bytes"]
         yield f"  local rank {heal['local_rank']} heals: {bar(received, total)} {share(received, total)}"

@@ -128,6 +128,19 @@ def test_a_learner_is_active_once_its_generation_has_committed() -> None:
         assert found["hosts"][0]["seats"][1]["status"] == "active"
 
 
+def test_of_many_hosts_those_that_differ_are_shown() -> None:
+    seats = [{"agent": f"h-{number}", "host": f"h{number:02}", "seats": [[0, number, "active"]]} for number in range(64)]
+    seats[40]["seats"], seats[50]["seats"] = [[0, 40, "learner"], [1, None, "spare"]], [[0, None, "spare"]]
+    named = {**STARTED[0], "agent": "h-63"}
+    found = report([named, {**generation(12.0, 1, 0), "seats": seats, "learner": 1}], {}, 13.0)
+    lines = [line.strip() for line in lines_of(found)]
+    shown = [line.split(" ")[0] for line in lines if re.match(r"h\d\d ", line)]
+    assert shown == [*(f"h{number:02}" for number in range(13)), "h40", "h50", "h63"]
+    assert "h40 (h-40): L40 spare" in lines
+    assert "h63 (h-63, this agent): 63" in lines
+    assert "and 48 more hosts: 48 active" in lines
+
+
 def test_the_time_of_a_change_under_way_is_lost_while_it_lasts() -> None:
     events = [*RUNS, generation(20.5, 2, 8)]
     assert report(events, PAGES, 20.8)["lost_s"]["under_way"] == 0.0, "no longer than a step"
