@@ -13,6 +13,10 @@ from elasticgang.observe.event_names import EventName
 COORDINATOR_PORT = 29400
 _LEAST_HANG_S = 0.5
 _MAX_SECONDS = 7 * 24 * 3600 + 1
+_WHICH_EVENTS = (
+    "a job's name, its --log-dir, or the file events.jsonl in it (default: the job that began last on this host; of "
+    "those that run, if any does)"
+)
 
 _RUN_EXAMPLES = """\
 examples:
@@ -153,7 +157,7 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "events",
             help="print an agent's events",
-            description="Print the events that `elasticgang run --log-dir` writes, one line each.",
+            description="Print the events of an agent, one line each.",
         )
     )
     explain = commands.add_parser(
@@ -162,7 +166,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Tell each loss of ranks as a short story: the cause, who left, what became of the step under way, "
         "how long each phase took, and who came back.",
     )
-    explain.add_argument("log_dir", metavar="LOG_DIR", help="the --log-dir of the job, or the file events.jsonl in it")
+    explain.add_argument("job", nargs="?", metavar="JOB", help=_WHICH_EVENTS)
     explain.add_argument(
         "generation", type=int, nargs="?", metavar="GENERATION", help="the change to this one alone, also a planned one"
     )
@@ -212,7 +216,7 @@ def _add_doctor_arguments(doctor: argparse.ArgumentParser) -> None:
 
 
 def _add_events_arguments(events: argparse.ArgumentParser) -> None:
-    events.add_argument("log_dir", metavar="LOG_DIR", help="the --log-dir of the job, or the file events.jsonl in it")
+    events.add_argument("job", nargs="?", metavar="JOB", help=_WHICH_EVENTS)
     events.add_argument("-f", "--follow", action="store_true", help="wait for further events, until Ctrl-C")
     events.add_argument(
         "--event",
@@ -221,7 +225,7 @@ def _add_events_arguments(events: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="only events of this name; may be given several times. Names: " + ", ".join(get_args(EventName)),
     )
-    events.add_argument("--json", action="store_true", help="the lines as they are in the file")
+    events.add_argument("--json", action="store_true", help="the lines as they are in the file, long lists too")
 
 
 def _add_status_arguments(status: argparse.ArgumentParser) -> None:

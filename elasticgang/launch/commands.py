@@ -153,7 +153,7 @@ def events(args: argparse.Namespace) -> int:
     from elasticgang.observe.event_file import read_events
     from elasticgang.observe.story import line_of
 
-    path = _event_file(args.log_dir)
+    path = _event_file(args.job)
     for event in read_events(path, _warn, follows=args.follow):
         if not args.event or event["event"] in args.event:
             print(json.dumps(event) if args.json else line_of(event), flush=args.follow)
@@ -163,11 +163,15 @@ def events(args: argparse.Namespace) -> int:
 def explain(args: argparse.Namespace) -> int:
     from elasticgang.observe.event_file import read_events, read_incident
     from elasticgang.observe.story import tell
+    from elasticgang.watch import registry
 
-    path = _event_file(args.log_dir)
+    generation = args.generation
+    if generation is None and (args.job or "").isdecimal() and registry.newest(args.job) is None:
+        args.job, generation = None, int(args.job)  # `elasticgang explain 7`
+    path = _event_file(args.job)
     found = list(read_events(path, _warn))
     try:
-        for line in tell(found, args.generation, lambda generation: read_incident(path.parent, generation, _warn)):
+        for line in tell(found, generation, lambda generation: read_incident(path.parent, generation, _warn)):
             print(line)
     except ValueError as exc:
         raise UsageError(str(exc)) from exc
@@ -246,11 +250,18 @@ def doctor(args: argparse.Namespace) -> int:
     return exit_code(findings)
 
 
-def _event_file(log_dir: str) -> Path:
-    path = Path(log_dir)
-    path = path / "events.jsonl" if path.is_dir() else path
-    if not path.is_file():
-        raise UsageError(f"there are no events at {path}: `elasticgang run --log-dir DIR` writes them")
+def _event_file(job: str | None) -> Path:
+    """Raises UsageError: there is none."""
+    from elasticgang.watch import registry
+
+    path = registry.newest(job)
+    if path is None and job is None:
+        raise UsageError("no job runs on this host, or has run lately, as far as this user can see: name a JOB")
+    if path is None:
+        what = f"there is no job {job!r}, and there are no events at {job}"
+        raise UsageError(f"{what}: `elasticgang run --log-dir DIR` writes them")
+    if job is None:
+        print(f"elasticgang: the events at {path}", file=sys.stderr)
     return path
 
 

@@ -11,6 +11,8 @@ from elasticgang.observe.change_report import PHASES, name_layout
 Event = Mapping[str, Any]
 
 _NUM_LINES = 10
+_NUM_MEMBERS = 12  # of each kind, in a story
+_MAX_VALUE = 120  # characters of a list, in a line
 _HIDDEN = frozenset({"t", "wall", "event"})
 _PHASE_WORDS = {
     "detect": "until the ranks had left the old generation",
@@ -65,8 +67,9 @@ def tell(
 def _tell_change(change: Event, events: Sequence[Event]) -> Iterator[str]:
     began = _first(events, "generation", generation=change["generation"])
     yield f"{_clock(began or change)}  generation {change['generation']} began: {change.get('cause', 'unknown')}"
-    for member in change.get("left", ()):
-        yield f"  {member} left{_end_of(member, events)}"
+    here = {event["member"] for event in events if event["event"] == "exited"}
+    left = sorted(change.get("left", ()), key=lambda member: member not in here)
+    yield from _bounded((f"  {member} left{_end_of(member, events)}" for member in left), "left, on other hosts")
     for event in _before(change, events, ("hung", "warned", "signal", "data_worker_lost")):
         yield f"  before it: {line_of(event)}"
     for doubt in change.get("in_doubt", ()):
@@ -79,16 +82,26 @@ def _tell_change(change: Event, events: Sequence[Event]) -> Iterator[str]:
         yield f"  the state moved between the ranks in memory, from {change['num_holders']} that held it"
     if change.get("checkpoint") is not None:
         yield f"  the ranks loaded the checkpoint of step {change['checkpoint']}"
-    for member in change.get("joined", ()):
-        yield f"  {member} joined"
-    for move in change.get("moved", ()):
-        yield f"  {move['member']} moved from {_place(move['from'])} to {_place(move['to'])}"
+    yield from _bounded((f"  {member} joined" for member in change.get("joined", ())), "joined")
+    moves = (
+        f"  {move['member']} moved from {_place(move['from'])} to {_place(move['to'])}"
+        for move in change.get("moved", ())
+    )
+    yield from _bounded(moves, "moved")
     phases = change.get("phases_ms") or {}
     for name in PHASES:
         if phases.get(name):
             yield f"  {phases[name]:8.1f} ms {_PHASE_WORDS[name]}"
     for member in change.get("left", ()):
         yield from _return_of(member, change, events)
+
+
+def _bounded(lines: Iterable[str], what: str) -> Iterator[str]:
+    """At most `_NUM_MEMBERS`, and how many there are beside them."""
+    found = list(lines)
+    yield from found[:_NUM_MEMBERS]
+    if len(found) > _NUM_MEMBERS:
+        yield f"  and {len(found) - _NUM_MEMBERS} more {what}"
 
 
 def _tell_incident(incident: Event) -> Iterator[str]:
@@ -184,7 +197,8 @@ def _place(at: Mapping[str, int] | None) -> str:
 
 
 def _value(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"[{len(value)} items]" if isinstance(value, list) and len(text) > _MAX_VALUE else text
 
 
 def _clock(event: Event) -> str:

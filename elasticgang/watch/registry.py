@@ -82,11 +82,7 @@ def _is_own(directory: Path) -> bool:
 def find(what: str | None) -> list[tuple[Path, Callable[[], bool]]]:
     """The event files of the agents to show, and whether each agent runs. `what`: a job's name, or the directory or
     file of its events; None for all agents that run."""
-    paths: list[Path] = []
-    with contextlib.suppress(OSError):
-        paths = list(run_dir().glob(f"*{_SUFFIX}")) if _is_own(run_dir()) else []
-    listed = [(path, agent) for path in paths if (agent := _read(path)) is not None]
-    listed.sort(key=lambda each: each[1].began_at)
+    listed = _listed()
     if what is None:
         chosen = [each for each in listed if each[1].is_alive]
     elif not (chosen := [each for each in listed if each[1].job == what]):
@@ -96,6 +92,26 @@ def find(what: str | None) -> list[tuple[Path, Callable[[], bool]]]:
         if not chosen:
             return [(found, lambda: False) for found in (path, path / EVENTS) if found.is_file()]
     return [(agent.log_dir / EVENTS, functools.partial(_is_alive, path)) for path, agent in chosen]
+
+
+def newest(what: str | None) -> Path | None:
+    """The event file of the newest agent of that job, see `find`. `what` is None: of all agents that run, or, if none
+    does, that have run; one without events is left out."""
+    if what is not None:
+        return next((path for path, _ in reversed(find(what)) if path.is_file()), None)
+    for _, agent in sorted(_listed(), key=lambda each: (each[1].is_alive, each[1].began_at), reverse=True):
+        if (path := agent.log_dir / EVENTS).is_file():
+            return path
+    return None
+
+
+def _listed() -> list[tuple[Path, ListedAgent]]:
+    """The newest last."""
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):
+        paths = list(run_dir().glob(f"*{_SUFFIX}")) if _is_own(run_dir()) else []
+    found = [(path, agent) for path in paths if (agent := _read(path)) is not None]
+    return sorted(found, key=lambda each: each[1].began_at)
 
 
 def _is_alive(path: Path) -> bool:

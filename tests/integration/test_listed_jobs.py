@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from elasticgang.environment import RUN_DIR
 from elasticgang.errors import OperationalError
+from elasticgang.launch.cli import main
 from elasticgang.watch import registry
 
 AGENT = """
@@ -44,6 +46,42 @@ def agent(job: str, *log_dir: str) -> Iterator[tuple[subprocess.Popen[str], Path
 
 def alive(what: str | None = None) -> list[tuple[Path, bool]]:
     return [(path, is_alive()) for path, is_alive in registry.find(what)]
+
+
+def write_events(log_dir: Path, cause: str) -> None:
+    """Of a job that has changed to generation 2."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    event = {"t": 1.0, "wall": 1.0, "event": "generation_change", "generation": 2, "cause": cause, "left": ["a/0/b"]}
+    (log_dir / registry.EVENTS).write_text(json.dumps(event) + "\n")
+
+
+def test_the_events_of_a_job_are_found_without_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> tuple[int, str, str]:
+        code = main([*arguments])
+        return code, *capsys.readouterr()
+
+    assert said("explain")[0] == said("events")[0] == 2
+    assert "name a JOB" in said("explain")[2]
+    with agent("one") as (_, first), agent("12", str(tmp_path / "log")) as (second_process, second):
+        write_events(first, "the first")
+        assert "the first" in said("explain")[1], "the second has no events yet"
+        write_events(second, "the second")
+        for named in ((), ("2",), ("12",), ("12", "2"), (str(second), "2")):
+            code, out, error = said("explain", *named)
+            assert (code, "the second" in out) == (0, True), named
+            assert (str(second) in error) == (named in ((), ("2",))), "which one, if it was not named"
+        assert "the first" in said("explain", "one")[1]
+        assert "the second" in said("events", "--event", "generation_change")[1]
+        code, _, error = said("explain", "7")
+        assert (code, "there is no generation change 7" in error) == (2, True)
+        second_process.kill()
+        second_process.wait()
+        assert "the first" in said("explain")[1], "of those that run"
+        assert "the second" in said("explain", "12")[1]
+    assert "the second" in said("explain")[1], "none runs: the one that began last"
+    assert said("explain", "nosuch")[0] == 2
 
 
 # LISTED-1

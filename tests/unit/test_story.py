@@ -151,6 +151,18 @@ def test_a_damaged_file_of_an_incident_is_left_out_with_a_warning(
     assert "    | line 19" in capsys.readouterr().out
 
 
+def test_a_loss_of_many_ranks_stays_a_short_story() -> None:
+    far = [f"g{number:02}/0/x" for number in range(40)]
+    lost = {**LOSS[7], "left": [*far, "h/1/b"], "joined": far, "moved": [{**MOVE, "member": each} for each in far]}
+    lines = list(tell([*LOSS[:7], lost, *LOSS[8:]], 2))
+    assert lines[1].startswith("  h/1/b left: process 11, killed by signal 9"), "what this host knows comes first"
+    assert "  and 29 more left, on other hosts" in lines
+    assert "  and 28 more joined" in lines
+    assert "  and 28 more moved" in lines
+    assert len(lines) < 50
+    assert line_of(event(1.0, "generation", seats=[{"agent": each} for each in far])).endswith("  seats=[40 items]")
+
+
 @pytest.fixture
 def log_dir(tmp_path: Path) -> Path:
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in LOSS))

@@ -129,7 +129,9 @@ def test_a_learner_is_active_once_its_generation_has_committed() -> None:
 
 
 def test_of_many_hosts_those_that_differ_are_shown() -> None:
-    seats = [{"agent": f"h-{number}", "host": f"h{number:02}", "seats": [[0, number, "active"]]} for number in range(64)]
+    seats = [
+        {"agent": f"h-{number}", "host": f"h{number:02}", "seats": [[0, number, "active"]]} for number in range(64)
+    ]
     seats[40]["seats"], seats[50]["seats"] = [[0, 40, "learner"], [1, None, "spare"]], [[0, None, "spare"]]
     named = {**STARTED[0], "agent": "h-63"}
     found = report([named, {**generation(12.0, 1, 0), "seats": seats, "learner": 1}], {}, 13.0)
