@@ -222,6 +222,11 @@ class ControlPlane:
 
     def _why_unreached(self) -> str:
         why = f": {self._reason}" if self._reason else ""
+        if self._client.has_connected and not self._client.was_answered:
+            return (
+                f"what listens at {self.coordinator} has not answered for {self._limits.connect:g} s: it is no "
+                f"coordinator of elasticgang, or its host is overloaded{why}"
+            )
         if self._client.has_connected:
             same = "" if self._credentials.secret is None else " with the same secret"
             return f"what answers at {self.coordinator} is not a coordinator of elasticgang{same}{why}"

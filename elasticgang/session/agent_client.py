@@ -102,6 +102,12 @@ class AgentClient:
         self._is_stopped = False
         self._num_failed = 0  # attempts since the last welcome, or since nothing listened at the address
         self.has_connected = False  # a connection was accepted at the address, by a coordinator or not
+        self._was_answered = False  # on a connection that is over
+
+    @property
+    def was_answered(self) -> bool:
+        """Something has come from the address, from a coordinator or not."""
+        return self._was_answered or (self._connection is not None and self._connection.has_data)
 
     def start(self) -> None:
         self._tick()
@@ -150,6 +156,7 @@ class AgentClient:
                 self._owner.welcomed(message, connection.host)
 
     def closed(self, connection: Connection, reason: str) -> None:
+        self._was_answered = self._was_answered or connection.has_data
         if connection is not self._connection:
             return
         self._connection = None

@@ -96,6 +96,11 @@ class Connection(asyncio.Protocol):
         """None before the connection is made."""
         return self._transport
 
+    @property
+    def has_data(self) -> bool:
+        """The peer has sent something."""
+        return self._has_data
+
     def _is_over(self) -> bool:
         """Nothing that comes is taken any more."""
         return self._is_closing or self._is_closed
@@ -106,8 +111,9 @@ class Connection(asyncio.Protocol):
         return self._buffer.num_bytes
 
     def send(self, payload: bytes | Payload) -> None:
-        """Queue a message. It is dropped if the session is not open."""
-        if self._writer is None or self._transport is None or not self.is_open:
+        """Queue a message. It is dropped if the session is not open, or the connection has just broken: asyncio tells
+        that later, and meanwhile warns of each write."""
+        if self._writer is None or self._transport is None or not self.is_open or self._transport.is_closing():
             return
         frame = self._writer.frame(payload)
         try:

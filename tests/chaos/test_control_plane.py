@@ -444,7 +444,7 @@ def test_what_is_no_coordinator_is_named() -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             host = Host("a", f"127.0.0.1:{silent.getsockname()[1]}", connect_s=3.0)
-            with pytest.raises(OperationalError, match=r"what answers at .* is not a coordinator of elasticgang"):
+            with pytest.raises(OperationalError, match=r"what listens at .* has not answered for 3 s"):
                 await host.control_plane.open()
             await host.stop()
 

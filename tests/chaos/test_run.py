@@ -133,7 +133,8 @@ def test_a_server_that_is_no_coordinator_is_named(tmp_path: Path, listener: sock
     with Job(tmp_path, script(tmp_path, ""), options=options) as job:
         assert job.wait() == 2
         assert job.stderr.splitlines() == [
-            f"elasticgang: error: what answers at {address} is not a coordinator of elasticgang"
+            f"elasticgang: error: what listens at {address} has not answered for 3 s: it is no coordinator of "
+            "elasticgang, or its host is overloaded"
         ]
         assert job.events() == []
 

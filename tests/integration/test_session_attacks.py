@@ -48,6 +48,27 @@ def test_an_honest_client_is_served() -> None:
     serve(test)
 
 
+def test_a_connection_that_breaks_while_much_is_sent_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Between the failure of a write and `connection_lost`, asyncio logs each further write."""
+
+    async def test(echo: Echo) -> None:
+        client, connection = await connect(echo)
+        await asyncio.wait_for(client.is_open.wait(), DEADLINE_S)
+        (session,) = echo.sessions
+        assert connection.transport is not None
+        sock = connection.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.transport.abort()
+        await client.reason
+        await asyncio.sleep(0)  # the socket is closed in a callback: a reset is on its way, which nobody has read
+        for _ in range(100):
+            session.send(b"x" * 1000)
+        await asyncio.wait_for(echo.reasons.get(), DEADLINE_S)
+        assert "socket.send() raised" not in caplog.text
+
+    serve(test)
+
+
 @pytest.mark.parametrize(
     ("sent", "parts"),
     [
