@@ -89,15 +89,16 @@ class Program:
 
     def blocks(self) -> list[Block]:
         """The blocks that it runs."""
-        return [_block_with(match[2]) for match in _PLACE.finditer(self.source)]
+        return [block_with(match[2]) for match in _PLACE.finditer(self.source)]
 
     def script(self) -> str:
         """The whole program."""
-        text = _PLACE.sub(lambda match: textwrap.indent(_block_with(match[2]).text, match[1]), self.source)
+        text = _PLACE.sub(lambda match: textwrap.indent(block_with(match[2]).text, match[1]), self.source)
         return _REPORT + re.sub(r"\bsteps\(1000\)", f"steps({NUM_STEPS})", text)
 
 
-def _block_with(text: str) -> Block:
+def block_with(text: str) -> Block:
+    """The only Python block that contains `text`."""
     found = [block for block in blocks("python") if text in block.text]
     if len(found) != 1:
         raise ValueError(f"{text!r} must be in one Python block, but is in {[str(block) for block in found]}")

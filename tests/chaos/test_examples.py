@@ -28,10 +28,12 @@ FAULTS = [
 ]
 
 
-def run(directory: Path, name: str, ranks: int, faults: list[dict[str, object]]) -> tuple[set[str], str]:
-    """The digests of the optimizer's state that the ranks ended with, and what they printed."""
+def run(
+    directory: Path, script: Path, batches: GlobalBatch, ranks: int, faults: list[dict[str, object]]
+) -> tuple[set[str], str]:
+    """The digests of the optimizer's state that the ranks of `script` ended with, and what they printed."""
     directory.mkdir()
-    arguments = [str(REPOSITORY / "examples" / f"{name}.py"), str(NUM_STEPS), str(directory), json.dumps(faults)]
+    arguments = [str(script), str(NUM_STEPS), str(directory), json.dumps(faults)]
     with Job(directory, RUNNER, *arguments, ranks=ranks) as job:
         assert job.wait() == 0, job.stderr
         job.assert_nothing_left()
@@ -48,16 +50,17 @@ def run(directory: Path, name: str, ranks: int, faults: list[dict[str, object]])
     assert sorted(committed) == list(range(NUM_STEPS))
     for step, generations in committed.items():
         (generation,) = generations
-        assert prepared[step, generation] == Counter(BATCHES[name].samples(step).tolist()), f"step {step}"
+        assert prepared[step, generation] == Counter(batches.samples(step).tolist()), f"step {step}"
     return {line["digest"] for history in found for line in history if line["kind"] == "finished"}, output
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_an_example_counts_each_sample_once_whoever_is_killed(name: str, tmp_path: Path) -> None:
-    digests, output = run(tmp_path / "killed", name, 3, FAULTS)
+    script = REPOSITORY / "examples" / f"{name}.py"
+    digests, output = run(tmp_path / "killed", script, BATCHES[name], 3, FAULTS)
     assert len(digests) == 1
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
     assert losses[-1] < losses[0]
     if name == "image_classifier":
-        alone, _ = run(tmp_path / "alone", name, 1, [])
+        alone, _ = run(tmp_path / "alone", script, BATCHES[name], 1, [])
         assert digests == alone
