@@ -189,7 +189,7 @@ class MemberDriver:
                 rendezvous.perform(instruction)
                 reached("commit_recorded")
             case do.Configure():
-                if self.lifecycle.state.tip is not None and self.lifecycle.state.has_learners:
+                if self.lifecycle.state.tip is not None and self.lifecycle.state.prepares_digests:
                     state_server.prepare(self.lifecycle.state.tip)  # SNAPSHOT-4
                 rendezvous.perform(instruction)
                 if compiled.drop_stale():

@@ -223,10 +223,17 @@ class MemberState:
         return any(member not in self.active for member in self._learners())
 
     @property
-    def has_learners(self) -> bool:
-        """Whether a learner of the generation needs the part of the state that this rank holds."""
+    def prepares_digests(self) -> bool:
+        """Whether this rank computes digests of its state before learners of the generation request them: of the
+        holders of its part on its host the first one does. A learner on another host requests them of each."""
         assert self.record is not None
-        return any(self.record.model_coordinates(member) == self.holds for member in self._learners())
+        here = self.record.seat(self.member)
+        alike = [seat for seat in self.record.seats if self.record.part_of(seat) == self.holds]
+        hosts = {seat.host for seat in alike if seat.status == LEARNER}
+        if here is None or not hosts:
+            return False
+        first = next((seat for seat in alike if seat.status == ACTIVE and seat.host == here.host), here)
+        return first == here or hosts != {here.host}
 
     def _learners(self) -> list[str]:
         assert self.record is not None

@@ -6,6 +6,8 @@ RECEIVED-2  A chunk counts as received once its digest is right. One from an ear
     that digest still, and it is expected still: so a state that takes longer than one generation arrives over several,
     and a state that has been written to since is fetched again. Threads that receive compute these digests, each when
     it is about to request the chunk, and without the lock: others make progress meanwhile.
+RECEIVED-3  A chunk may be received before its digest is known. It counts once the expected digest is that of the bytes
+    that were received; otherwise it is missing still.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from elasticgang.state import staging
 from elasticgang.state.digests import Digest
 from elasticgang.state.serialization import as_bytes
 
-Targets: TypeAlias = Callable[[Any, list[Any], int, list[Tensor]], list[Tensor]]
+Targets: TypeAlias = Callable[[Any, list[Any], int | None, list[Tensor]], list[Tensor]]
 
 
 class Place(NamedTuple):
@@ -45,36 +47,50 @@ class ReceivedChunks:
         self.tensors: list[Tensor] = []
         self.missing: set[int] = set()
         self._unchecked: set[int] = set()  # of the missing: an earlier fetch has received them (RECEIVED-2)
+        self._early: set[int] = set()  # of the missing: this fetch has received them (RECEIVED-3)
         self.num_received = 0
         self._shapes: list[Any] | None = None
         self._places: list[Place] = []
-        self._digests: list[str] = []
+        self._digests: list[str] | None = None  # expected; None: not known yet
+        self._found: dict[int, str] = {}  # the digests of the bytes that were received, by chunks
         self._copies: dict[int, Tensor] = {}  # of tensors that are not contiguous, by their numbers (RECEIVED-1)
         self._after = staging.device.mark()  # this rank's own use of the tensors
         self._bytes = (0, 0)  # received, of
 
-    def expect(self, spec: Any, shapes: list[Any], digests: list[str]) -> None:
-        """Expect the chunks with these `digests`, of tensors of `shapes`. Raises WireError: they are not those of this
-        rank's state. Nothing is written then."""
+    def expect(self, spec: Any, shapes: list[Any], num_digests: int | None = None) -> list[int]:
+        """Expect the chunks of tensors of `shapes`. `num_digests`: as many are said to be. Returns the chunks that may
+        be received before the digests are known: no earlier fetch has received them. Raises WireError: they are not
+        those of this rank's state. Nothing is written then."""
         is_same = shapes == self._shapes
-        tensors = self._find_targets(spec, shapes, len(digests), self.tensors if is_same else [])
-        places = list(_places(tensors))
-        if len(places) != len(digests):
-            raise WireError(f"{len(digests)} digests do not match {len(places)} chunks")
-        received = set(range(len(places))) - self.missing if is_same else set()
-        unchecked = {
-            index
-            for index in received | (self._unchecked if is_same else set())
-            if self._digests[index] == digests[index]
-        }
+        tensors = self._find_targets(spec, shapes, num_digests, self.tensors if is_same else [])
         copies = self._copies if is_same and all(map(operator.is_, tensors, self.tensors)) else {}
         for mark in (self._after, staging.device.mark()):  # PINNED-4
             if mark is not None:
                 mark.synchronize()
-        self.tensors, self._places, self._digests, self._copies = tensors, places, digests, copies
+        self.tensors, self._places, self._copies = tensors, list(_places(tensors)), copies
         self._shapes, self._after = shapes, None
-        self.missing, self._unchecked = set(range(len(places))), unchecked
-        self._count(0, sum(place.end - place.start for place in places))
+        self._digests, self._unchecked, self._early = None, set(), set()
+        if not is_same:
+            self._found = {}
+        self.missing = set(range(len(self._places)))
+        self._count(0, sum(place.end - place.start for place in self._places))
+        return sorted(self.missing - self._found.keys())
+
+    def expect_digests(self, digests: list[str]) -> None:
+        """The chunks are those with these `digests`. Raises WireError: there are more or fewer."""
+        if len(digests) != len(self._places):
+            raise WireError(f"{len(digests)} digests do not match {len(self._places)} chunks")
+        self._digests = digests
+        early, self._early = self._early, set()
+        for index in early:
+            _, start, end = self._places[index]
+            self._count(self._bytes[0] - (end - start), self._bytes[1])  # `_finish` adds them
+            if self._found[index] == digests[index]:  # RECEIVED-3
+                self._finish(index)
+                self.num_received += 1
+        for index in [index for index, found in self._found.items() if found != digests[index]]:
+            del self._found[index]
+        self._unchecked = self._found.keys() & self.missing
 
     def place(self, index: int) -> Place:
         return self._places[index]
@@ -87,9 +103,10 @@ class ReceivedChunks:
             number, start, end = self._places[index]
             copy = self._copies.get(number)
         data = reader.read(self.tensors[number] if copy is None else copy, start, end)
-        is_right = self._digest_of(data) == self._digests[index]
+        found = self._digest_of(data)
         with self.changed:
             self._unchecked.discard(index)
+            is_right = self._digests is not None and found == self._digests[index]
             if is_right:
                 self._finish(index)
         return is_right
@@ -121,13 +138,24 @@ class ReceivedChunks:
         else:
             data = as_bytes(self._on_host(number, target))[start:end]
         into(data)
-        if self._digest_of(data) != self._digests[index]:
-            raise WireError(f"the digest of chunk {index} is wrong")
+        found = self._digest_of(data)
+        self._check(index, found)
         if is_staged:
             writer.write(target, start, end - start)
         with self.changed:
-            self._finish(index)
-            self.num_received += 1
+            self._check(index, found)  # they may be known now
+            self._found[index] = found
+            if self._digests is None:
+                self._early.add(index)
+                self._count(self._bytes[0] + end - start, self._bytes[1])
+            else:
+                self._finish(index)
+                self.num_received += 1
+
+    def _check(self, index: int, found: str) -> None:
+        digests = self._digests
+        if digests is not None and found != digests[index]:
+            raise WireError(f"the digest of chunk {index} is wrong")
 
     def _on_host(self, number: int, target: Tensor) -> Tensor:
         """RECEIVED-1."""

@@ -181,7 +181,7 @@ class RegisteredState:
             self._others[name]
 
     def targets(
-        self, in_place: bool, spec: Any, shapes: list[Any], num_chunks: int, former: list[Tensor]
+        self, in_place: bool, spec: Any, shapes: list[Any], num_chunks: int | None, former: list[Tensor]
     ) -> list[Tensor]:
         """Where a peer's large state is received: for each tensor of its `spec` and `shapes`, this rank's tensor of the
         same name. What this rank has not, as an optimizer before its first step, is received in new tensors, which

@@ -8,8 +8,8 @@ SNAPSHOT-2  An apply waits for the readers, up to `EXCLUSIVE_TIMEOUT_S`, then cl
     without the right digest, which it drops (RECEIVED-2).
 SNAPSHOT-3  A rank that wants to apply stops a thread of its own that computes digests for a healer, once the connection
     of that healer is closed.
-SNAPSHOT-4  A holder that enters a generation with learners computes the digests meanwhile, before they are requested.
-    What is to change the state stops that at once.
+SNAPSHOT-4  A holder that enters a generation with learners computes the digests meanwhile, before they are requested:
+    one holder for each host, and each one for learners on other hosts. What is to change the state stops that at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any, Protocol
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.session.credentials import Credentials
-from elasticgang.state import staging, striped_fetch, transport
+from elasticgang.state import serving, staging, transport
 from elasticgang.state.authentication import Authenticator
-from elasticgang.state.digests import digest_for
+from elasticgang.state.digests import Digests, digest_for
 from elasticgang.state.healer import Healer
 from elasticgang.state.peer_memory import Lender
 from elasticgang.state.registered_state import RegisteredState
@@ -87,7 +87,7 @@ class SnapshotServer:
         self._forward_done = False
         self._forward_mark: Any = None  # behind what forward has changed (PINNED-2)
         self._readers: set[Reader] = set()
-        self._digests = striped_fetch.Digests(digest_for(authenticator.credentials))
+        self._digests = Digests(digest_for(authenticator.credentials))
         self._lender = Lender(are_authenticated=authenticator.credentials.are_given)
         self._listener = None if host is None else StateListener(host, authenticator, self._serve)
         self.address = "" if self._listener is None else self._listener.address
@@ -124,6 +124,8 @@ class SnapshotServer:
 
     def _prepare(self, attempt: Attempt, preparation: _Preparation, mark: Any) -> None:
         try:
+            if self._digests.are_begun(attempt):
+                return
             _, tensors = flatten(self._state.large())
             self._digests.of(attempt, tensors, staging.Chunks(tensors, mark), preparation.stopped)
         except (WireError, TypeError, ValueError, RuntimeError) as exc:
@@ -212,10 +214,10 @@ class SnapshotServer:
             reached("serving")
             state, digests = self._state, self._digests
             if request["after"]:
-                striped_fetch.serve_small(channel, state.small(cloned=False), self._forward_mark)
+                serving.serve_small(channel, state.small(cloned=False), self._forward_mark)
             else:
                 lend = functools.partial(self._lender.lend, request.get("memory"))
-                striped_fetch.serve(channel, attempt, state.snapshot, state.large(), digests, state.written, lend)
+                serving.serve(channel, attempt, state.snapshot, state.large(), digests, state.written, lend)
         except (OSError, WireError, ValueError, KeyError, TypeError, RecursionError) as exc:
             log.debug("dropped a healer: %r", exc)
         finally:

@@ -10,6 +10,10 @@ FETCH-5  A received chunk is not requested again, in this fetch or the next, whi
 FETCH-6  A small state comes from one holder, which takes less time than from several. The others are asked if it fails.
 FETCH-7  From the memory of a holder on the same host, `NUM_MEMORY_READERS` threads read. If the memory of a live holder
     cannot be read, its chunks come over a connection.
+FETCH-8  From memory, chunks are read before their digests are known (RECEIVED-3). One holder is asked for the digests:
+    one that computes them already, or any once there is nothing else to read. If it fails, another one is asked. The
+    chunks of a holder that was not asked count by the digests of the other.
+FETCH-9  While a holder computes digests, `HEAL_TIMEOUT_S` begins anew with each message that says that it has more.
 """
 
 from __future__ import annotations
@@ -18,137 +22,32 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.device_errors import device_fault
 from elasticgang.state import peer_memory, staging, transport
 from elasticgang.state.authentication import Authenticator
-from elasticgang.state.digests import Digest
-from elasticgang.state.peer_memory import Offer, PeerMemory, UnreadableError, is_lendable
+from elasticgang.state.peer_memory import Offer, PeerMemory, UnreadableError
 from elasticgang.state.received_chunks import ReceivedChunks
-from elasticgang.state.serialization import flatten, unflatten
-from elasticgang.state.staging import Chunks
+from elasticgang.state.serialization import unflatten
 from elasticgang.state.transport import Channel
 from elasticgang.testing import reached
 
 log = logging.getLogger("elasticgang")
 
 RUN = 4  # chunks in one request
-NUM_DIGESTERS = 2  # threads
 NUM_MEMORY_READERS = 2
 NUM_REQUESTS = 2  # under way on one connection: the holder sends the next run while this rank receives one
 STRIPE_BYTES = 16 << 20  # of the state for each holder that is asked at once (FETCH-6)
 WRITE_END_S = 10.0
-_MAX_REQUEST_BYTES = 1 << 16
+ALIVE_S = 5.0  # a healer that only reads from memory sends a request so often
 _POLL_S = 0.02
 _FAILURES = (OSError, WireError, ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError)
-
-
-# -- the holder
-
-
-class Digests:
-    """The chunk digests of one attempt, kept for further healers."""
-
-    def __init__(self, digest: Digest) -> None:
-        self._digest = digest
-        self._lock = threading.Lock()
-        self._known: tuple[Attempt, list[str]] | None = None
-        self._is_stopped = threading.Event()
-
-    def of(
-        self, attempt: Attempt, tensors: Sequence[Tensor], chunks: Chunks, stopped: threading.Event | None = None
-    ) -> list[str]:
-        """`chunks`: of `tensors`. Raises WireError: `stop` was called meanwhile, or `stopped` is set."""
-        with self._lock:
-            if self._known is None or self._known[0] != attempt:
-                self._known = attempt, self._digest_all(tensors, chunks, stopped or self._is_stopped)
-            return self._known[1]
-
-    def _digest_all(self, tensors: Sequence[Tensor], chunks: Chunks, stopped: threading.Event) -> list[str]:
-        num_threads = NUM_DIGESTERS if all(map(is_lendable, tensors)) else 1  # PINNED-1
-        parts = [
-            range(len(chunks) * k // num_threads, len(chunks) * (k + 1) // num_threads) for k in range(num_threads)
-        ]
-        found: list[list[str]] = [[] for _ in parts]
-        threads = [
-            threading.Thread(target=self._digest_part, args=(Chunks(tensors, None), *each, stopped), daemon=True)
-            for each in zip(parts[1:], found[1:], strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        self._digest_part(chunks, parts[0], found[0], stopped)
-        for thread in threads:
-            thread.join()
-        digests = list(itertools.chain.from_iterable(found))
-        if len(digests) < len(chunks):
-            raise WireError("the digests of the state were stopped for an apply, or have failed")
-        return digests
-
-    def _digest_part(self, chunks: Chunks, numbers: range, found: list[str], stopped: threading.Event) -> None:
-        for number in numbers:
-            if self._is_stopped.is_set() or stopped.is_set():
-                return
-            found.append(self._digest(chunks[number]))
-
-    def stop(self) -> None:
-        """End `of` soon, until `forget` (SNAPSHOT-3)."""
-        self._is_stopped.set()
-
-    def forget(self) -> None:
-        """The state is about to change, and has no readers."""
-        with self._lock:
-            self._known = None
-        self._is_stopped.clear()
-
-
-Lend: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[dict[str, Any] | None]]
-
-
-def serve(
-    channel: Channel, attempt: Attempt, small: Any, large: Any, digests: Digests, written: Any, lend: Lend
-) -> None:
-    """Answer a `StripedFetch` until it closes the connection. `written`: a mark behind the last change of the state
-    (PINNED-2). `lend`: lets the healer read the memory of these tensors, as `Lender`."""
-    small_spec, small_tensors = flatten(small)
-    manifest: dict[str, Any] = {"small": [small_spec, transport.shapes_of(small_tensors)]}
-    spec, tensors = flatten(large)
-    parts = Chunks(tensors, written)
-    manifest["large"] = [spec, transport.shapes_of(tensors), digests.of(attempt, tensors, parts)]
-    with lend(tensors) as announced:
-        if announced is not None:
-            manifest["memory"] = announced
-        channel.send(manifest)
-        _send_chunks(channel, Chunks(small_tensors, written), parts)
-
-
-def serve_small(channel: Channel, small: Any, written: Any) -> None:
-    """As `serve`, to one that wants the small state alone."""
-    spec, tensors = flatten(small)
-    channel.send({"small": [spec, transport.shapes_of(tensors)]})
-    _send_chunks(channel, Chunks(tensors, written), Chunks([], written))
-
-
-def _send_chunks(channel: Channel, small_parts: Chunks, parts: Chunks) -> None:
-    """A healer that reads from memory requests no chunks, now and then, to show that it lives."""
-    while True:
-        wanted = channel.receive(_MAX_REQUEST_BYTES)
-        if wanted == "small":
-            for part in small_parts:
-                channel.send_chunk(part)
-        else:
-            for index in wanted:
-                channel.sock.sendall(parts[index])
-
-
-# -- the healer
 
 
 class _Request(NamedTuple):
@@ -191,7 +90,11 @@ class StripedFetch:
         self._changed = threading.Condition() if received is None else received.changed
         self._left = deque(sources)  # not asked yet
         self._num_live = min(len(sources), max(1, -(-num_bytes // STRIPE_BYTES)))  # FETCH-6
-        self._agreed: list[Any] | None = None if received is not None else [{"dict": []}, [], []]
+        # The structure and shapes, and the digests (FETCH-1).
+        self._agreed: list[Any] | None = None if received is not None else [{"dict": []}, []]
+        self._digests: list[str] | None = None if received is not None else []
+        self._digests_requested = False
+        self._early: set[int] = set()  # chunks that are being read, whose digests are not known (FETCH-8)
         self._num_agreed = 0  # holders in use
         self._open: list[int] = []  # missing chunks that no holder has been asked for
         self._small: dict[str, Any] | None = None
@@ -241,7 +144,7 @@ class StripedFetch:
 
     def _is_done(self) -> bool:
         is_large_here = self._received is None or not self._received.missing
-        return self._small is not None and self._agreed is not None and is_large_here
+        return self._small is not None and self._digests is not None and is_large_here
 
     def _pull_from_any(self) -> None:
         try:
@@ -273,6 +176,7 @@ class StripedFetch:
                 with self._memory_of(source, manifest, offer) as memory:
                     reader = staging.Reader(None)
                     connection = _Connection(source, channel, memory, manifest["small"], writer, requests, reader)
+                    self._await_digests(connection, manifest.get("digests_begun") is True)
                     while self._request(connection):
                         self._receive(connection, requests[0])
                         requests.popleft()
@@ -294,7 +198,7 @@ class StripedFetch:
                     self._small_requested = self._small_requested and not request.is_small
                 self._num_agreed -= has_agreed
                 if has_agreed and not self._num_agreed and not self._is_done() and self._received is not None:
-                    self._agreed = self._small = None  # FETCH-1
+                    self._agreed = self._digests = self._small = None  # FETCH-1
                     self._small_requested = False
                 self._changed.notify_all()
 
@@ -325,25 +229,110 @@ class StripedFetch:
         request = {"attempt": list(self._attempt), "after": after}
         channel.send(request if offer is None else {**request, "memory": offer.to_json()})
         limit_s = transport.HEAL_TIMEOUT_S + after * transport.FORWARD_TIMEOUT_S
-        transport.await_answer(channel.sock, lambda: self.is_over or self._cancelled(), limit_s)
-        manifest: dict[str, Any] = channel.receive(transport.MAX_MANIFEST_BYTES)
+        manifest = self._answer(channel, limit_s)
         if "refused" in manifest:
             raise WireError(manifest["refused"])
         with self._changed:
             if self._received is None:
                 self._num_agreed += 1
                 return manifest
+            spec, shapes, digests = manifest["large"]
             if self._agreed is None:
                 if self.is_over:
                     raise WireError("the generation ended")
-                self._received.expect(*manifest["large"])
-                self._open = sorted(self._received.missing)  # FETCH-5
-                self._agreed = manifest["large"]
-            elif manifest["large"] != self._agreed:
+                self._open = self._received.expect(spec, shapes, None if digests is None else len(digests))
+                self._agreed, self._early = [spec, shapes], set()
+            elif [spec, shapes] != self._agreed:
                 raise WireError("its state differs from another holder's state of the same step")
             self._num_agreed += 1
+            try:
+                if digests is not None:
+                    self._agree_on(digests)
+            except BaseException:
+                self._num_agreed -= 1
+                if not self._num_agreed:
+                    self._agreed = None
+                raise
             self._changed.notify_all()
         return manifest
+
+    def _agree_on(self, digests: list[str]) -> None:
+        """FETCH-1"""
+        assert self._received is not None
+        with self._changed:
+            if self._digests is None:
+                self._received.expect_digests(digests)
+                self._digests = digests
+                self._open = sorted(self._received.missing - self._early)  # FETCH-5
+            elif digests != self._digests:
+                raise WireError("its state differs from another holder's state of the same step")
+            self._changed.notify_all()
+
+    def _answer(self, channel: Channel, limit_s: float) -> dict[str, Any]:
+        """The next message, after those that only say how many digests there are (FETCH-9)."""
+        known, deadline = 0, time.monotonic() + limit_s
+        while True:
+            left_s = max(deadline - time.monotonic(), 0)
+            transport.await_answer(channel.sock, lambda: self.is_over or self._cancelled(), left_s)
+            message: dict[str, Any] = channel.receive(transport.MAX_MANIFEST_BYTES)
+            if (num := message.get("digested")) is None:
+                return message
+            if type(num) is int and num > known:
+                known, deadline = num, time.monotonic() + transport.HEAL_TIMEOUT_S
+
+    def _await_digests(self, to: _Connection, are_begun: bool) -> None:
+        """FETCH-8: until the digests are known. Meanwhile this thread reads from memory."""
+        if self._received is None:
+            return
+        is_asked = False
+        alive_at = time.monotonic()
+        try:
+            while True:
+                with self._changed:
+                    if self._digests is not None and not is_asked:
+                        return
+                    chunks = [] if to.memory is None else self._take_those_in(to.memory)
+                    asks = not self._digests_requested and (are_begun or not chunks or self._num_live == 1)
+                    self._digests_requested = self._digests_requested or asks
+                    is_asked = is_asked or asks
+                    if not chunks and not is_asked:
+                        if self.is_over:
+                            raise WireError("the fetch is over")
+                        self._changed.wait(_POLL_S)
+                if asks:
+                    to.channel.send("digests")
+                elif time.monotonic() - alive_at >= ALIVE_S and not is_asked:
+                    to.channel.send([])
+                    alive_at = time.monotonic()
+                answer: dict[str, Any] = {}
+                if to.memory is not None and chunks:
+                    self._read_all(to.memory, to.source, chunks, to.writer, to.reader)
+                    if is_asked and transport.has_data(to.channel.sock):
+                        answer = to.channel.receive(transport.MAX_MANIFEST_BYTES)
+                elif is_asked:
+                    answer = self._answer(to.channel, transport.HEAL_TIMEOUT_S)
+                if "digests" in answer:
+                    self._agree_on(answer["digests"])
+                    return
+        finally:
+            if is_asked:
+                with self._changed:
+                    self._digests_requested = self._digests is not None
+
+    def _read_all(
+        self, memory: PeerMemory, source: str, chunks: list[int], writer: staging.ChunkWriter, reader: staging.Reader
+    ) -> None:
+        """Chunks that `_take_those_in` has returned. Those that cannot be read are open again (FETCH-3)."""
+        try:
+            self._drop_those_here(chunks, reader)
+            for index in list(chunks):
+                self._read(memory, index, writer)
+                self._count(source, chunks, index)
+        finally:
+            with self._changed:
+                self._open += chunks
+                self._early.difference_update(chunks)
+                self._changed.notify_all()
 
     @contextlib.contextmanager
     def _memory_of(self, source: str, manifest: dict[str, Any], offer: Offer | None) -> Iterator[PeerMemory | None]:
@@ -403,23 +392,15 @@ class StripedFetch:
     def _read_beside(self, memory: PeerMemory, source: str) -> None:
         """Read chunks as long as there are open ones."""
         assert self._received is not None
-        chunks: list[int] = []
         try:
             with self._writing() as writer:
                 reader = staging.Reader(None)
                 while not memory.is_stopped and (chunks := self._take_those_in(memory)):
-                    self._drop_those_here(chunks, reader)
-                    for index in list(chunks):
-                        self._read(memory, index, writer)
-                        self._count(source, chunks, index)
+                    self._read_all(memory, source, chunks, writer, reader)
         except _FAILURES as exc:  # the thread of the connection meets it too, or is not concerned
             if device_fault(exc) is not None:  # HEALER-3
                 self._fault = exc
             log.debug("stopped to read from memory: %s", exc)
-        finally:
-            with self._changed:
-                self._open += chunks  # FETCH-3
-                self._changed.notify_all()
 
     def _take(self, waits: bool) -> _Request | None:
         """What to request next: the small state (FETCH-2), or chunks. `waits`: while other holders have open requests.
@@ -445,6 +426,8 @@ class StripedFetch:
             run = self._open[first : first + RUN]
             chunks = [index for index in run if self._is_in(memory, index)]
             self._open[first : first + RUN] = [index for index in run if index not in chunks]
+            if self._digests is None:
+                self._early.update(chunks)
             return chunks
 
     def _receive(self, to: _Connection, request: _Request) -> None:
@@ -462,6 +445,9 @@ class StripedFetch:
     def _count(self, source: str, chunks: list[int], index: int) -> None:
         with self._changed:
             chunks.remove(index)
+            self._early.discard(index)
+            if self._received is not None and self._digests is not None and index in self._received.missing:
+                self._open.append(index)  # its digest was wrong, and was learnt in this instant (RECEIVED-3)
             self.num_from[source] = self.num_from.get(source, 0) + 1
         reached("chunk_received")
 

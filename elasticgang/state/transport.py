@@ -137,6 +137,12 @@ def await_answer(sock: socket.socket, cancelled: Callable[[], bool], timeout_s: 
             raise WireError(f"the source did not answer within {timeout_s:g} s")
 
 
+def has_data(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def shut(sock: socket.socket) -> None:
     """From any thread. With TLS too, whoever reads or writes fails then."""
     with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
 """One end of a heal in a process of its own: `memory_holder.py ROLE SEED SIZE [ADDRESS ...]`.
 
 `holder` prints its address and serves until its standard input is closed, `elsewhere` as a holder on another host.
+`digesting` is a holder that has no digest before it reads a line from its standard input.
 `healer` heals from the addresses and prints how many chunks it has read from memory; `victim` is killed at its tenth
 chunk; `refused` is a healer to which the kernel refuses `process_vm_readv`.
 """
@@ -13,11 +14,13 @@ import itertools
 import logging
 import struct
 import sys
+import threading
 from collections.abc import Callable
 
 from elasticgang import testing
-from elasticgang.state import peer_memory, staging, striped_fetch
-from tests.integration.state_ranks import AT, Rank
+from elasticgang.state import peer_memory, snapshot_server, staging, striped_fetch
+from elasticgang.state.digests import digest_for
+from tests.integration.state_ranks import AT, CREDENTIALS, Rank
 
 CHUNK = 4000
 _SYS_PROCESS_VM_READV = 310  # of x86-64
@@ -63,10 +66,20 @@ def main() -> None:
     small_chunks()
     if role == "elsewhere":
         peer_memory.host_id = lambda: "another host"
+    has_begun = threading.Event()
+    if role == "digesting":
+
+        def gated(data: memoryview) -> str:
+            has_begun.wait()
+            return str(digest_for(CREDENTIALS)(data))
+
+        vars(snapshot_server)["digest_for"] = lambda credentials: gated
     rank = Rank(int(seed), size=int(size))
-    if role in ("holder", "elsewhere"):
+    if role in ("holder", "elsewhere", "digesting"):
         rank.server.begin(AT)
         print(rank.server.address, flush=True)
+        sys.stdin.readline()
+        has_begun.set()
         sys.stdin.read()
         return
     if role == "refused":

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 from torch import Tensor
 
-from elasticgang.state import snapshot_server, staging, striped_fetch, transport
+from elasticgang.state import digests, snapshot_server, staging, transport
 from elasticgang.state.serialization import flatten
 from tests.integration.state_ranks import AT, DEADLINE_S, Background, Rank, Wire, same
 from tests.support import wait_until
@@ -92,7 +92,7 @@ def test_an_apply_stops_the_preparation_at_once(monkeypatch: pytest.MonkeyPatch)
     assert last.is_shut.wait(DEADLINE_S)
     goes_on.set()
     assert applying.result()
-    assert digest.num <= striped_fetch.NUM_DIGESTERS
+    assert digest.num <= digests.NUM_DIGESTERS
 
 
 def apply_once(rank: Rank) -> bool:

@@ -153,7 +153,22 @@ def test_a_holder_knows_which_learners_need_its_part() -> None:
     members = {"a0": ACTIVE, "a1": ACTIVE, "b0": ACTIVE, "b1": LEARNER}
     made = ledgers(members, PAIRS)
     parts = {name: state.holds for name, state in made.items()}
-    needed = {name for name, state in made.items() if state.tip is not None and state.has_learners}
+    needed = {name for name, state in made.items() if state.tip is not None and state.prepares_digests}
     assert needed == {name for name in ("a0", "a1", "b0") if parts[name] == parts["b1"]}
     assert 0 < len(needed) < 3
-    assert not any(state.has_learners for state in ledgers(dict.fromkeys(members, ACTIVE), PAIRS).values())
+    assert not any(state.prepares_digests for state in ledgers(dict.fromkeys(members, ACTIVE), PAIRS).values())
+
+
+# SNAPSHOT-4
+@pytest.mark.parametrize(
+    ("members", "prepared"),
+    [
+        ({"a0": ACTIVE, "a1": ACTIVE, "a2": LEARNER}, {"a0"}),
+        ({"a0": LEARNER, "a1": ACTIVE, "a2": ACTIVE}, {"a1"}),
+        ({"a0": ACTIVE, "a1": ACTIVE, "b0": LEARNER}, {"a0", "a1"}),
+        ({"a0": ACTIVE, "a1": ACTIVE, "b0": ACTIVE, "b1": ACTIVE, "b2": LEARNER}, {"a0", "a1", "b0"}),
+    ],
+)
+def test_one_holder_of_the_learners_host_prepares_digests(members: dict[str, str], prepared: set[str]) -> None:
+    made = ledgers(members)
+    assert {name for name, state in made.items() if state.tip is not None and state.prepares_digests} == prepared

@@ -1,0 +1,76 @@
+"""What a holder sends to a healer (`striped_fetch.py`): its manifest, digests, and chunks.
+
+SERVING-1  A holder whose memory the healer may read sends the manifest at once, without the digests that it has not
+    computed yet, and sends these when the healer requests them. Otherwise the manifest has them.
+SERVING-2  While a healer waits for digests, it is told every `TELL_S` how many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from elasticgang.protocol.commit import Attempt
+from elasticgang.state import transport
+from elasticgang.state.digests import Digests
+from elasticgang.state.serialization import flatten
+from elasticgang.state.staging import Chunks
+from elasticgang.state.transport import Channel
+
+_MAX_REQUEST_BYTES = 1 << 16
+
+Lend: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[dict[str, Any] | None]]
+
+
+def serve(
+    channel: Channel, attempt: Attempt, small: Any, large: Any, digests: Digests, written: Any, lend: Lend
+) -> None:
+    """Answer a `StripedFetch` until it closes the connection. `written`: a mark behind the last change of the state
+    (PINNED-2). `lend`: lets the healer read the memory of these tensors, as `Lender`."""
+    small_spec, small_tensors = flatten(small)
+    spec, tensors = flatten(large)
+    parts = Chunks(tensors, written)
+
+    def digests_of_all() -> list[str]:
+        return digests.of(attempt, tensors, parts, tell=lambda num: _tell(channel, num))
+
+    manifest: dict[str, Any] = {"small": [small_spec, transport.shapes_of(small_tensors)]}
+    with lend(tensors) as announced:
+        if announced is not None:  # SERVING-1
+            manifest["memory"] = announced
+            manifest["digests_begun"] = digests.are_begun(attempt)
+        known = digests_of_all() if announced is None else digests.known(attempt)
+        manifest["large"] = [spec, transport.shapes_of(tensors), known]
+        channel.send(manifest)
+        _answer(channel, Chunks(small_tensors, written), parts, digests_of_all)
+
+
+def serve_small(channel: Channel, small: Any, written: Any) -> None:
+    """As `serve`, to one that wants the small state alone."""
+    spec, tensors = flatten(small)
+    channel.send({"small": [spec, transport.shapes_of(tensors)]})
+    _answer(channel, Chunks(tensors, written), Chunks([], written), list)
+
+
+def _answer(channel: Channel, small_parts: Chunks, parts: Chunks, digests_of_all: Callable[[], list[str]]) -> None:
+    """A healer that reads from memory requests no chunks, now and then, to show that it lives."""
+    while True:
+        wanted = channel.receive(_MAX_REQUEST_BYTES)
+        if wanted == "small":
+            for part in small_parts:
+                channel.send_chunk(part)
+        elif wanted == "digests":
+            channel.send({"digests": digests_of_all()})
+        else:
+            for index in wanted:
+                channel.sock.sendall(parts[index])
+
+
+def _tell(channel: Channel, num: int) -> None:
+    """SERVING-2. If the healer has gone, the digests are of use to the next one."""
+    with contextlib.suppress(OSError):
+        channel.send({"digested": num})
