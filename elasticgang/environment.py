@@ -7,6 +7,7 @@ from pathlib import Path
 
 JOB_ID = "ELASTICGANG_JOB_ID"  # `elasticgang run` sets it for its ranks
 CHECKPOINT_DIR = "ELASTICGANG_CHECKPOINT_DIR"  # `elasticgang run --checkpoint-dir` sets it
+HEAL_INTERFACES = "ELASTICGANG_HEAL_INTERFACES"  # `elasticgang run --heal-interfaces` sets it
 LAYOUT = "ELASTICGANG_LAYOUT"  # `elasticgang run --layout` sets it
 DEVICE = "ELASTICGANG_DEVICE"  # `elasticgang run` sets it for its ranks: the index of the rank's CUDA device
 RUN_DIR = "ELASTICGANG_RUN_DIR"  # where the jobs of this user on this host are listed
@@ -17,6 +18,11 @@ JOIN = "call `manager = elasticgang.join()`, loop over `manager.steps(...)`, and
 def checkpoint_dir() -> str | None:
     """The directory or URL of durable checkpoints that the command line names; None for none."""
     return os.environ.get(CHECKPOINT_DIR)
+
+
+def heal_interfaces() -> list[str]:
+    """The interfaces, or addresses of this host, by which ranks heal from those of other hosts; empty: the main one."""
+    return [name for name in os.environ.get(HEAL_INTERFACES, "").split(",") if name]
 
 
 def layout_text() -> str | None:

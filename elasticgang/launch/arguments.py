@@ -406,6 +406,14 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
         "pip install 'elasticgang[fsspec]'",
     )
     run.add_argument(
+        "--heal-interfaces",
+        type=_interfaces,
+        metavar="LIST",
+        help="interfaces of this host, or IPv4 addresses of them, with commas between, such as eth0,eth1: ranks of "
+        "other hosts heal from this host by all of them at once, a part of the state by each. One that is down is left "
+        "out (default: the address by which this host reaches the coordinator)",
+    )
+    run.add_argument(
         "--log-dir",
         "--log_dir",
         metavar="DIR",
@@ -517,6 +525,15 @@ def _devices(text: str) -> tuple[int, ...]:
     if not all(index.isdecimal() for index in indices) or len(set(map(int, indices))) < len(indices):
         raise argparse.ArgumentTypeError(f"must be different indices with commas between, but is {text!r} instead")
     return tuple(map(int, indices))
+
+
+def _interfaces(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(
+            f"must be different names of interfaces, or addresses, with commas between, but is {text!r} instead"
+        )
+    return names
 
 
 def _nnodes(text: str) -> tuple[int, int]:

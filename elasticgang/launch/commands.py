@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Sequence
 
     from elasticgang.layout import ParallelLayout
     from elasticgang.session.credentials import Credentials
@@ -26,6 +27,8 @@ class UsageError(Exception):
 def run(args: argparse.Namespace) -> int:
     _check_run(args)
     credentials = _find_credentials(args, is_client=True)
+    if args.heal_interfaces is not None:
+        _check_interfaces(args.heal_interfaces, credentials)
     if args.coordinator is not None:
         host = args.coordinator.rpartition(":")[0]
         _check_reachable(args.coordinator, args.connect_timeout)
@@ -314,6 +317,8 @@ def _check_run(args: argparse.Namespace) -> None:
         )
     if args.coordinator is not None and args.nnodes is not None and args.nnodes[1] > 1 and args.job_id is None:
         raise UsageError("--nnodes of more than one host needs a --job-id, the same on all hosts")
+    if args.heal_interfaces is not None and args.coordinator is None:
+        raise UsageError("--heal-interfaces is for jobs of several hosts: it needs --coordinator")
     if args.job_id is not None and not 1 <= len(args.job_id.encode(errors="replace")) <= _MAX_JOB_ID:
         raise UsageError(f"--job-id must be 1 to {_MAX_JOB_ID} bytes long, but is {args.job_id!r} instead")
     args.nnodes = args.nnodes or (1, 0)
@@ -331,6 +336,18 @@ def _check_run(args: argparse.Namespace) -> None:
             raise UsageError(f"there is no module {args.script!r}")
     elif not os.path.isfile(args.script):
         raise UsageError(f"there is no script at {args.script!r}")
+
+
+def _check_interfaces(names: Sequence[str], credentials: Credentials) -> None:
+    from elasticgang.errors import OperationalError
+    from elasticgang.session.host_addresses import addresses_of
+
+    try:
+        addresses = addresses_of(names)
+    except OperationalError as exc:
+        raise UsageError(f"--heal-interfaces: {exc}") from exc
+    for address in addresses:
+        _check_open(address, credentials, f"ranks serve their state on loopback only, not at {address!r}")
 
 
 def _host_and_port(address: str, option: str = "--coordinator") -> tuple[str, int]:

@@ -49,6 +49,8 @@ def run_job(args: argparse.Namespace, credentials: Credentials, listeners: Mappi
     if args.checkpoint_dir is not None:
         location = args.checkpoint_dir
         env[environment.CHECKPOINT_DIR] = location if is_url(location) else os.path.abspath(location)
+    if args.heal_interfaces is not None:
+        env[environment.HEAL_INTERFACES] = ",".join(args.heal_interfaces)
     if args.layout is not None:
         env[environment.LAYOUT] = args.layout.text
     job = Job(

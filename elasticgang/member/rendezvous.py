@@ -82,7 +82,7 @@ def master_host(record: Record) -> str:
     leader = next(member for member, rank in record.plan.ranks.items() if rank == 0)
     seat = record.seat(leader)
     assert seat is not None
-    return seat.address.rpartition(":")[0].strip("[]") or "localhost"
+    return seat.address.partition(",")[0].rpartition(":")[0].strip("[]") or "localhost"
 
 
 def why_spare(record: Record, member: str) -> str:

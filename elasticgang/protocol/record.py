@@ -73,7 +73,8 @@ class MemberReport:
     `holds`: the model coordinates (pp, sdp, tp) of the state in `tip` and `pending`; None without state. `layout`: the
     number of the layout that they are of, among those of the job. `former`: what it keeps aside besides.
     `entered`: the last generation it entered; 0 before the first. `active`: it votes in that generation.
-    `address`: where its peers fetch state, "host:port". `draining`: it leaves as soon as the rules allow.
+    `address`: where its peers fetch state, "host:port", and further ones behind commas. `draining`: it leaves as soon
+    as the rules allow.
     """
 
     id: str
@@ -121,7 +122,8 @@ class Report:
 
 
 class Seat(NamedTuple):
-    """A member's place. `status` is active, learner or spare; its rank and coordinates are in the plan."""
+    """A member's place. `address`: as `MemberReport` has it. `status` is active, learner or spare; its rank and
+    coordinates are in the plan."""
 
     member: str
     agent: str

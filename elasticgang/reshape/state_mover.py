@@ -38,6 +38,7 @@ from elasticgang.protocol.record import FormerState, Holder, Model, Seat, layout
 from elasticgang.reshape.kept_state import KeptState
 from elasticgang.state import transport
 from elasticgang.state.authentication import Authenticator
+from elasticgang.state.heal_addresses import stripes
 from elasticgang.state.serialization import as_bytes
 from elasticgang.state.snapshot_server import READY_TIMEOUT_S, SnapshotServer
 from elasticgang.state.transport import Channel
@@ -115,9 +116,7 @@ class StateMover:
         reached("moving")
         while not cancelled():
             try:
-                with _Fetch(
-                    self._server.authenticator, holders, attempt, self._kept, cancelled, turn, received
-                ) as fetch:
+                with _Fetch(self._server, holders, attempt, self._kept, cancelled, turn, received) as fetch:
                     state, coverage = fetch.read(former, registered.tree(), seated)
                 with self._server.exclusive():
                     registered.load(state)
@@ -169,7 +168,7 @@ class _Fetch:
 
     def __init__(
         self,
-        authenticator: Authenticator,
+        server: SnapshotServer,
         holders: Sequence[tuple[Seat, Holder]],
         attempt: Attempt,
         kept: KeptState | None,
@@ -181,11 +180,12 @@ class _Fetch:
         for _, (_, number, model) in holders:
             if place_name(model) not in self._parts:
                 former = FormerState(attempt, number, model)
-                addresses = [seat.address for seat, holder in holders if holder.model == model]
-                first = turn % len(addresses)
+                texts = [seat.address for seat, holder in holders if holder.model == model]
+                first = turn % len(texts)
+                addresses, _ = stripes(texts[first:] + texts[:first], server.address)
                 own = kept if kept is not None and kept.former == former else None
                 self._parts[place_name(model)] = _Part(
-                    authenticator, addresses[first:] + addresses[:first], former, own, cancelled, received
+                    server.authenticator, addresses, former, own, cancelled, received
                 )
 
     def __enter__(self) -> _Fetch:

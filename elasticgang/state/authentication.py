@@ -51,9 +51,10 @@ class Authenticator:
     def connect(self, source: str) -> Channel:
         """Raises OSError or WireError."""
         host, _, port = source.rpartition(":")
-        sock = socket.create_connection((host, int(port)), timeout=transport.HEAL_TIMEOUT_S)
+        sock = socket.create_connection((host, int(port)), timeout=transport.CONNECT_TIMEOUT_S)
         try:
             transport.at_once(sock)
+            transport.notice_lost_path(sock)
             if self._client is not None:
                 sock = self._client.wrap_socket(sock, do_handshake_on_connect=False)
             keys = self._within_limits(sock, self._answer_challenge, "the source")

@@ -39,10 +39,11 @@ class Healer:
         self._received: ReceivedChunks | None = None  # of an unfinished heal
         self._in_place = False  # that one
 
-    def heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool]) -> bool:
+    def heal(self, sources: Sequence[str], num_at_once: int, attempt: Attempt, cancelled: Callable[[], bool]) -> bool:
+        """`sources`, `num_at_once`: as `StripedFetch` has them."""
         is_healed = False
         try:
-            is_healed = self._heal(sources, attempt, cancelled)
+            is_healed = self._heal(sources, num_at_once, attempt, cancelled)
         finally:
             if not is_healed:
                 self._end_progress()
@@ -54,7 +55,7 @@ class Healer:
         else:
             self._received.pause()
 
-    def _heal(self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool]) -> bool:
+    def _heal(self, sources: Sequence[str], num_at_once: int, attempt: Attempt, cancelled: Callable[[], bool]) -> bool:
         in_place = attempt.step > 0  # HEALER-4
         if self._received is None or in_place != self._in_place:
             targets = functools.partial(self._state.targets, in_place)
@@ -62,6 +63,7 @@ class Healer:
         fetch = striped_fetch.StripedFetch(
             self._authenticator,
             sources,
+            num_at_once,
             attempt,
             cancelled,
             self._received,
@@ -91,11 +93,11 @@ class Healer:
         self._received = None
 
     def fetch_after(
-        self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool]
+        self, sources: Sequence[str], num_at_once: int, attempt: Attempt, cancelled: Callable[[], bool]
     ) -> Callable[[], None] | None:
         """The small state after the step's forward: returns what loads it. None: these sources cannot deliver it."""
         fetch = striped_fetch.StripedFetch(
-            self._authenticator, sources, attempt, cancelled, None, check_small=self._state.check_small
+            self._authenticator, sources, num_at_once, attempt, cancelled, None, check_small=self._state.check_small
         )
         state = fetch.run()
         return None if state is None else functools.partial(self._state.load_small, state["small"])

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.session.credentials import Credentials
-from elasticgang.state import serving, staging, transport
+from elasticgang.session.host_addresses import addresses_of
+from elasticgang.state import heal_addresses, serving, staging, transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.digests import Digests, digest_for
 from elasticgang.state.healer import Healer
@@ -70,10 +71,12 @@ class SnapshotServer:
         job: str = "job",
         credentials: Credentials | None = None,
         on_heal_progress: Callable[[int, int], None] = lambda received, total: None,
+        interfaces: Sequence[str] = (),
     ) -> None:
         """`host`: the address to serve on; None serves nobody. `credentials`: what peers of the job need.
         `on_heal_progress`: gets the bytes received, and how many there are, on any one thread at a time; 0 of 0 once a
-        heal has failed.
+        heal has failed. `interfaces`: of this host, or addresses of them, by which peers on other hosts heal
+        (HEALADDR-1).
 
         Raises:
             OperationalError: without credentials, other hosts could connect to `host`.
@@ -89,8 +92,22 @@ class SnapshotServer:
         self._readers: set[Reader] = set()
         self._digests = Digests(digest_for(authenticator.credentials))
         self._lender = Lender(are_authenticated=authenticator.credentials.are_given)
-        self._listener = None if host is None else StateListener(host, authenticator, self._serve)
-        self.address = "" if self._listener is None else self._listener.address
+        self._listeners = [] if host is None else self._listen(host, interfaces)
+        main, *others = [listener.address for listener in self._listeners] or [""]
+        self.address = heal_addresses.to_text(main, others)
+
+    def _listen(self, host: str, interfaces: Sequence[str]) -> list[StateListener]:
+        """At `host`, and at each of `interfaces` that is there."""
+        listeners = [StateListener(host, self.authenticator, self._serve)]
+        for name in interfaces:
+            try:
+                (address,) = addresses_of([name])
+                listener = StateListener(address, self.authenticator, self._serve, is_one_of_several=True)
+            except (OperationalError, OSError) as exc:
+                log.warning("no rank heals from this one by %s: %s", name, exc)
+            else:
+                listeners.append(listener)
+        return listeners
 
     def register(self, name_of: Callable[[str], str] | None = None, /, **objects: object) -> None:
         self._state.register(name_of, **objects)
@@ -195,8 +212,8 @@ class SnapshotServer:
         with self._changed:
             self._serving = None
             self._changed.notify_all()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     # -- serving
 
@@ -251,7 +268,7 @@ class SnapshotServer:
             OperationalError: somebody still reads the former state, as of `exclusive`; or a thread still receives.
         """
         with self.exclusive():
-            return self._healer.heal(sources, attempt, cancelled)
+            return self._healer.heal(*heal_addresses.stripes(sources, self.address), attempt, cancelled)
 
     @property
     def num_received(self) -> int:
@@ -261,7 +278,7 @@ class SnapshotServer:
     def fetch_after(
         self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = lambda: False
     ) -> Callable[[], None] | None:
-        return self._healer.fetch_after(sources, attempt, cancelled)
+        return self._healer.fetch_after(*heal_addresses.stripes(sources, self.address), attempt, cancelled)
 
 
 def _in_words(attempt: Attempt | None) -> str:

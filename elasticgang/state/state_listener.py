@@ -2,6 +2,8 @@
 
 STATELISTEN-1  At most `MAX_PENDING` connections wait to be authenticated: one more ends the oldest of them.
 STATELISTEN-2  Without a secret or TLS it listens on loopback only, unless `insecure` says otherwise.
+STATELISTEN-3  A connection by one of several interfaces ends `PATH_TIMEOUT_S` after the peer's host has stopped to
+    answer there, so that no apply waits for it longer. That peer may have got everything by another interface.
 """
 
 from __future__ import annotations
@@ -27,12 +29,25 @@ _ACCEPT_RETRY_S = 0.1
 class StateListener:
     """Calls `serve` with each authenticated connection, on its thread, and closes it then."""
 
-    def __init__(self, host: str, authenticator: Authenticator, serve: Callable[[Channel], None]) -> None:
-        """Raises OperationalError (STATELISTEN-2), or OSError: it cannot listen at `host`."""
+    def __init__(
+        self,
+        host: str,
+        authenticator: Authenticator,
+        serve: Callable[[Channel], None],
+        *,
+        is_one_of_several: bool = False,
+    ) -> None:
+        """`is_one_of_several`: healers use other addresses of this rank too (STATELISTEN-3).
+
+        Raises:
+            OperationalError: STATELISTEN-2.
+            OSError: it cannot listen at `host`.
+        """
         authenticator.credentials.check_address(
             host, f"a rank serves its state to peers on loopback only, not at {host!r}"
         )
         self._authenticator, self._serve_channel = authenticator, serve
+        self._is_one_of_several = is_one_of_several
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._closed = threading.Event()
@@ -62,6 +77,8 @@ class StateListener:
     def _start(self, raw: socket.socket, host: str) -> None:
         with contextlib.ExitStack() as failed:
             failed.enter_context(raw)
+            if self._is_one_of_several:  # STATELISTEN-3
+                transport.notice_lost_path(raw)
             try:
                 sock = failed.enter_context(self._authenticator.wrap(raw))
             except OSError:  # the healer has gone

@@ -70,7 +70,8 @@ class _Connection(NamedTuple):
 
 
 class StripedFetch:
-    """One fetch of the state of `attempt`. Call `run` once. `received`: of the large state, of about `num_bytes`; None
+    """One fetch of the state of `attempt`. Call `run` once. `sources`: addresses of holders, in the order in which they
+    are asked, at most `num_at_once` at a time. `received`: of the large state, of about `num_bytes`; None
     to fetch the small state after the step's forward alone. `check_small`: raises if a small state is not this
     rank's."""
 
@@ -78,6 +79,7 @@ class StripedFetch:
         self,
         authenticator: Authenticator,
         sources: Sequence[str],
+        num_at_once: int,
         attempt: Attempt,
         cancelled: Callable[[], bool],
         received: ReceivedChunks | None,
@@ -89,7 +91,7 @@ class StripedFetch:
         self._check_small = check_small
         self._changed = threading.Condition() if received is None else received.changed
         self._left = deque(sources)  # not asked yet
-        self._num_live = min(len(sources), max(1, -(-num_bytes // STRIPE_BYTES)))  # FETCH-6
+        self._num_live = min(num_at_once, max(1, -(-num_bytes // STRIPE_BYTES)))  # FETCH-6
         # The structure and shapes, and the digests (FETCH-1).
         self._agreed: list[Any] | None = None if received is not None else [{"dict": []}, []]
         self._digests: list[str] | None = None if received is not None else []

@@ -26,6 +26,8 @@ from elasticgang.state import staging
 from elasticgang.state.serialization import as_bytes
 
 HEAL_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 10.0
+PATH_TIMEOUT_S = 5.0
 FORWARD_TIMEOUT_S = 600.0  # only a guard: the hang detector or a collective's timeout ends a forward that hangs
 DIGEST_BYTES = 16
 MAX_MANIFEST_BYTES = 64 << 20
@@ -122,6 +124,15 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
 def at_once(sock: socket.socket) -> None:
     """Send the last segment of a message without waiting for the acknowledgement of the one before (40 ms on Linux)."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def notice_lost_path(sock: socket.socket) -> None:
+    """The connection fails `PATH_TIMEOUT_S` after the kernel of the peer has stopped to acknowledge. A process there
+    that stands still does not matter, unless it lets the connection fill up for so long."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(PATH_TIMEOUT_S * 1000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        sock.setsockopt(socket.IPPROTO_TCP, option, 1)
 
 
 def await_answer(sock: socket.socket, cancelled: Callable[[], bool], timeout_s: float = HEAL_TIMEOUT_S) -> None:

@@ -15,7 +15,7 @@ from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.comm.availability import check_available
 from elasticgang.comm.kinds import check_process_group, default_process_group
 from elasticgang.comm.nccl_settings import apply_nccl_settings
-from elasticgang.environment import layout_text
+from elasticgang.environment import heal_interfaces, layout_text
 from elasticgang.errors import InvalidOperationError, NotSupportedError
 from elasticgang.gang import get_default_device, get_world_size
 from elasticgang.layout import ParallelLayout
@@ -90,7 +90,9 @@ def join(
     else:
         rendezvous, state_server = (
             ElasticRendezvous(context, layout, device, groups),
-            SnapshotServer(context.host, context.job, context.credentials, context.drain.page.set_healing),
+            SnapshotServer(
+                context.host, context.job, context.credentials, context.drain.page.set_healing, heal_interfaces()
+            ),
         )
         mover = StateMover(state_server, context.drain.page.set_healing) if layout.fallback else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ class Network:
         _delete_what_dead_tests_left()
         self._mark = f"eg{os.getpid()}x{uuid.uuid4().hex[:4]}"
         self._made: list[str] = []
+        self._switches: set[int] = set()
         self.addresses = {host: f"10.77.0.{number}" for number, host in enumerate(hosts, 1)}
         try:
             self._make(self._mark)
@@ -55,6 +57,35 @@ class Network:
         if tried.returncode:
             pytest.skip(f"containers are not permitted here: {tried.stderr.strip()}")
         return container
+
+    def add_interface(self, host: str, number: int) -> str:
+        """Interfaces of one number are on a network of their own. Returns the new one's name."""
+        name, subnet = f"eth{number}", f"10.78.{number}"
+        there, switch, cable = ["-n", self._name(host)], f"switch{number}", f"{name}-{host}"
+        if number not in self._switches:
+            self._switches.add(number)
+            _ip("-n", self._mark, "link", "add", switch, "type", "bridge")
+            _ip("-n", self._mark, "link", "set", switch, "up")
+        ends = ["link", "add", cable, "type", "veth", "peer", "name", name, "netns", self._name(host)]
+        _ip("-n", self._mark, *ends)
+        _ip("-n", self._mark, "link", "set", cable, "master", switch, "up")
+        last = self.addresses[host].rpartition(".")[2]
+        _ip(*there, "address", "add", f"{subnet}.{last}/24", "dev", name)
+        _ip(*there, "link", "set", name, "up")
+        return name
+
+    def cut_interface(self, host: str, name: str) -> None:
+        """As `cut`, for one that `add_interface` has made."""
+        _ip("-n", self._mark, "link", "set", f"{name}-{host}", "down")
+
+    def set_interface(self, host: str, name: str, state: str) -> None:
+        """Up or down, on the host itself, which loses the routes by it when it goes down."""
+        _ip("-n", self._name(host), "link", "set", name, state)
+
+    def bytes_sent(self, host: str, name: str) -> int:
+        command = ["ip", "-n", self._name(host), "-json", "-statistics", "link", "show", "dev", name]
+        shown = subprocess.run(command, check=True, capture_output=True, timeout=20).stdout
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def cut(self, host: str) -> None:
         """Nothing reaches it, or leaves it, from now on; nobody is told."""

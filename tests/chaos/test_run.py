@@ -91,6 +91,7 @@ THIS = str(Path(__file__))
             ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1", THIS],
             "--nnodes of more than one host needs a --job-id, the same on all hosts",
         ),
+        (["--heal-interfaces", "lo", THIS], "--heal-interfaces is for jobs of several hosts: it needs --coordinator"),
         (["--coordinator", "nowhere", THIS], "--coordinator must be HOST:PORT, but is 'nowhere' instead"),
         (["--coordinator", "a..b:1", THIS], "--coordinator: 'a..b' is not a valid host name"),
         (["--coordinator", "h:\u00b2", THIS], "--coordinator must be HOST:PORT, but is 'h:\u00b2' instead"),

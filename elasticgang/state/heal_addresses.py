@@ -1,0 +1,37 @@
+"""The addresses at which a rank serves its state, as its peers know them.
+
+HEALADDR-1  The text of a rank has the address on its host's main network first, and then one for each interface of
+    `--heal-interfaces`, if any. A peer on another host asks those of the interfaces, a stripe from each, and the first
+    one only once one of these has failed. A peer on the same host asks the first one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+
+def to_text(main: str, of_interfaces: Sequence[str]) -> str:
+    return ",".join([main, *of_interfaces])
+
+
+def stripes(sources: Sequence[str], here: str) -> tuple[list[str], int]:
+    """HEALADDR-1. The addresses of `sources` (texts), in the order in which to ask them, and how many of them are to be
+    asked at once. `here`: the text of the rank that asks."""
+    mains = [source.split(",")[0] for source in sources]
+    first, last = [], []
+    for source, main in zip(sources, mains, strict=True):
+        of_interfaces = source.split(",")[1:]
+        if not of_interfaces or host_of(main) == host_of(here):
+            first.append([main])
+        else:
+            first.append(of_interfaces)
+            last += [main] if main not in of_interfaces else []
+    # One of each holder, then a second one of each.
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*first))
+    striped = [address for address in turns if address is not None]
+    return striped + last, len(striped)
+
+
+def host_of(text: str) -> str:
+    return text.split(",")[0].rpartition(":")[0]
