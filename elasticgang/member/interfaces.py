@@ -61,7 +61,7 @@ class StateServer(Protocol):
 
     @property
     def num_received(self) -> int:
-        """How many chunks an unfinished heal has received so far."""
+        """Grows while an unfinished heal gets further, over several calls of `heal`."""
 
     def fetch_after(
         self, sources: Sequence[str], attempt: Attempt, cancelled: Callable[[], bool] = ...

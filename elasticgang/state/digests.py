@@ -27,6 +27,7 @@ from elasticgang.state.staging import Chunks
 
 NUM_DIGESTERS = 2  # threads
 TELL_S = 5.0
+_STOPPED_POLL_S = 0.02
 
 Digest: TypeAlias = Callable[[memoryview], str]
 Tell: TypeAlias = Callable[[int], object]
@@ -78,7 +79,7 @@ class Digests:
                 if self._begun is None:
                     self._begun = attempt
                     break
-                self._changed.wait(TELL_S)
+                self._changed.wait(TELL_S if stopped is None else _STOPPED_POLL_S)
                 num = sum(map(len, self._found))
             if stopped is not None and stopped.is_set():
                 raise WireError("the digests of the state were stopped for an apply")

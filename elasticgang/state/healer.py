@@ -85,8 +85,9 @@ class Healer:
 
     @property
     def num_received(self) -> int:
-        """Chunks that an unfinished heal has received."""
-        return 0 if self._received is None else self._received.num_received
+        """Chunks that an unfinished heal has received, and digests that a holder has computed for it: grows as long as
+        the heal gets further."""
+        return 0 if self._received is None else self._received.num_received + self._received.num_digested
 
     def forget(self) -> None:
         """Drop what an unfinished heal has received."""

@@ -48,7 +48,8 @@ class ReceivedChunks:
         self.missing: set[int] = set()
         self._unchecked: set[int] = set()  # of the missing: an earlier fetch has received them (RECEIVED-2)
         self._early: set[int] = set()  # of the missing: this fetch has received them (RECEIVED-3)
-        self.num_received = 0
+        self.num_received = 0  # also those that turned out to be wrong
+        self.num_digested = 0  # digests that a holder has computed, as it says
         self._shapes: list[Any] | None = None
         self._places: list[Place] = []
         self._digests: list[str] | None = None  # expected; None: not known yet
@@ -87,7 +88,6 @@ class ReceivedChunks:
             self._count(self._bytes[0] - (end - start), self._bytes[1])  # `_finish` adds them
             if self._found[index] == digests[index]:  # RECEIVED-3
                 self._finish(index)
-                self.num_received += 1
         for index in [index for index, found in self._found.items() if found != digests[index]]:
             del self._found[index]
         self._unchecked = self._found.keys() & self.missing
@@ -145,12 +145,12 @@ class ReceivedChunks:
         with self.changed:
             self._check(index, found)  # they may be known now
             self._found[index] = found
+            self.num_received += 1
             if self._digests is None:
                 self._early.add(index)
                 self._count(self._bytes[0] + end - start, self._bytes[1])
             else:
                 self._finish(index)
-                self.num_received += 1
 
     def _check(self, index: int, found: str) -> None:
         digests = self._digests

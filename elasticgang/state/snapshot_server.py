@@ -272,7 +272,7 @@ class SnapshotServer:
 
     @property
     def num_received(self) -> int:
-        """Chunks that an unfinished heal has received."""
+        """As `Healer.num_received`."""
         return self._healer.num_received
 
     def fetch_after(

@@ -281,6 +281,12 @@ class StripedFetch:
                 return message
             if type(num) is int and num > known:
                 known, deadline = num, time.monotonic() + transport.HEAL_TIMEOUT_S
+                self._note_digested(num)
+
+    def _note_digested(self, num: Any) -> None:
+        if self._received is not None and type(num) is int:
+            with self._changed:
+                self._received.num_digested = max(self._received.num_digested, num)
 
     def _await_digests(self, to: _Connection, are_begun: bool) -> None:
         """FETCH-8: until the digests are known. Meanwhile this thread reads from memory."""
@@ -311,6 +317,7 @@ class StripedFetch:
                     self._read_all(to.memory, to.source, chunks, to.writer, to.reader)
                     if is_asked and transport.has_data(to.channel.sock):
                         answer = to.channel.receive(transport.MAX_MANIFEST_BYTES)
+                        self._note_digested(answer.get("digested"))
                 elif is_asked:
                     answer = self._answer(to.channel, transport.HEAL_TIMEOUT_S)
                 if "digests" in answer:

@@ -1,9 +1,14 @@
-"""Training in which rank 1 heals over a wire that lets few chunks through while a generation lives."""
+"""Training in which rank 1 heals for longer than a generation lives: `long_heal_job.py chunks|digests`.
+
+Its wire lets few chunks through in each generation, or its source takes long to compute digests.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -12,13 +17,14 @@ from torch import nn
 
 import elasticgang as eg
 from elasticgang.protocol import member_lifecycle
-from elasticgang.state import staging
+from elasticgang.state import digests, staging
 from elasticgang.state.received_chunks import ReceivedChunks
 from tests.support import wait_until
 
 NUM_STEPS = 5
 NUM_PER_GENERATION = 10
 MAX_LOST = 3
+SLOW_DIGEST_S = 0.15  # of 49 chunks: the generations of more than MAX_LOST timeouts
 
 
 def main() -> None:
@@ -30,7 +36,9 @@ def main() -> None:
     optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.01))
     batches = eg.GlobalBatch(8, size=4, slot=2, seed=0)
     manager.register_state(model=model, optim=optim)
-    if os.environ["LOCAL_RANK"] == "1":
+    if sys.argv[1] == "digests":
+        take_long()
+    elif os.environ["LOCAL_RANK"] == "1":
         narrow(manager)
     for step in manager.steps(NUM_STEPS):
         with step:
@@ -40,6 +48,27 @@ def main() -> None:
             optim.step(weight=1.0)
     digest = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
     print(f"finished {digest!r}", flush=True)
+
+
+def take_long() -> None:
+    digests.TELL_S = 0.2
+    digests.NUM_DIGESTERS = 1
+    digest_part = digests.Digests._digest_part
+
+    def slow(self: digests.Digests, *args: Any) -> None:
+        inner = self._digest
+
+        def digest(data: memoryview) -> str:
+            time.sleep(SLOW_DIGEST_S)
+            return inner(data)
+
+        self._digest = digest
+        try:
+            digest_part(self, *args)
+        finally:
+            self._digest = inner
+
+    digests.Digests._digest_part = slow  # type: ignore[method-assign, assignment]
 
 
 def narrow(manager: eg.QuorumManager) -> None:

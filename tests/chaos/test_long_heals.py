@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.long_heal_job import MAX_LOST
 from tests.support import Job
 
 SCRIPT = Path(__file__).parent / "long_heal_job.py"
 
 
-def test_a_heal_longer_than_the_collective_timeout_ends(tmp_path: Path) -> None:
+# FETCH-9
+@pytest.mark.parametrize("what", ["chunks", "digests"])
+def test_a_heal_longer_than_the_collective_timeout_ends(what: str, tmp_path: Path) -> None:
     options = ["--collective-timeout=1"]
     with (
         (tmp_path / "stdout").open("w") as stdout,
-        Job(tmp_path, SCRIPT, ranks=2, options=options, stdout=stdout.fileno()) as job,
+        Job(tmp_path, SCRIPT, what, ranks=2, options=options, stdout=stdout.fileno()) as job,
     ):
         assert job.wait() == 0, job.stderr
     told = [line.partition("finished ")[2] for line in (tmp_path / "stdout").read_text().splitlines()]
