@@ -11,6 +11,8 @@ CONTROL-3  An agent's process listens at its address while it lives: once the ad
 CONTROL-4  The agent is told of nothing before `begin`.
 CONTROL-5  An agent whose ranks have finished the job exits only once the coordinator knows so, or after `FINISHED_S`:
     otherwise the coordinator would declare it dead, and the state that its ranks held lost.
+CONTROL-6  A new session may find that the host has lost its address, for example because its network was away. The
+    agent then kills its ranks, which listen there, and rejoins at the address that it has now.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from elasticgang.protocol.coordinator_messages import (
 from elasticgang.protocol.coordinator_messages import Finished as JobFinished
 from elasticgang.protocol.record import Record, Report, Undecided
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
+from elasticgang.session.addresses import is_address_here
 from elasticgang.session.agent_client import AgentClient
 from elasticgang.session.credentials import Credentials
 
@@ -154,6 +157,11 @@ class ControlPlane:
             await asyncio.wait_for(asyncio.shield(self._welcome), self._limits.connect)
         except asyncio.TimeoutError:
             raise OperationalError(self._why_unreached()) from None
+        await self._listen()
+        self._callbacks.spawn_task(self._watch())
+
+    async def _listen(self) -> None:
+        """CONTROL-3. Raises OperationalError."""
         self._credentials.check_address(
             self.host,
             f"the ranks of this host serve their state to peers on loopback only, not at {self.host}, where the "
@@ -164,7 +172,6 @@ class ControlPlane:
         except OSError as exc:
             raise OperationalError(f"cannot listen on {self.host}: {exc}") from exc
         self.address = f"{self.host}:{self._listener.sockets[0].getsockname()[1]}"
-        self._callbacks.spawn_task(self._watch())
 
     def begin(self) -> None:
         """CONTROL-4."""
@@ -176,6 +183,7 @@ class ControlPlane:
     async def rejoin(self, former: str) -> bool:
         """Under the agent's new id, once all ranks of `former` have exited. False: the agent has failed."""
         await self._client.stop()
+        former_host, self.host = self.host, ""  # CONTROL-6
         self._begun, self._newest_over, self._newest_join = False, 0, 0
         self._early.clear()
         self._lost_agents.clear()
@@ -188,6 +196,9 @@ class ControlPlane:
         self._client.start()
         try:
             await asyncio.wait_for(asyncio.shield(self._welcome), self._limits.reconnect)
+            if self.host != former_host:
+                self._stop_listening()
+                await self._listen()
         except asyncio.TimeoutError:
             limit_s = self._limits.reconnect
             why = f"the coordinator at {self.coordinator} has not answered for {limit_s:g} s"
@@ -217,6 +228,9 @@ class ControlPlane:
         self.end()
         self._client.notify(Notify(Goodbye(reason)))
         await self._client.stop()
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
         if self._listener is not None:
             self._listener.close()
 
@@ -312,7 +326,11 @@ class ControlPlane:
         return state.report() if self._begun and state.may_request() else None
 
     def welcomed(self, welcome: Welcome, host: str) -> None:
-        self.host = self.host or (_seen_from_outside(host) if welcome.everywhere else host)
+        host = _seen_from_outside(host) if welcome.everywhere else host
+        self.host = self.host or host
+        if self._begun and not is_address_here(self.host):
+            self._client.lose_address(f"this host no longer has the address {self.host}, and is now at {host}")
+            return
         if welcome.in_office:
             self._callbacks.on_session_renewed()
         if welcome.in_office and self._disconnected_s is not None:

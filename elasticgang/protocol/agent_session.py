@@ -10,6 +10,7 @@ REFUSED  A connection that was refused at the coordinator's address renews the l
          granted the lease, and no more once another one was promised a term.
 FENCE    Once the lease is over the agent kills its ranks, and takes part no more under its id. A record that comes
          before there is a lease waits for one.
+READDRESS  So it does once its host has lost the address at which its ranks listen: no rank could connect to them again.
 UNBOUND  Before its first record, an agent is bound by no lease, and waits longest for an answer: its ranks cannot act.
          A coordinator that is slow because many agents come at once would otherwise lose them all, and their return
          would make it slower.
@@ -25,6 +26,7 @@ from elasticgang.protocol import agent_events
 from elasticgang.protocol.coordinator_messages import (
     NO_TERM,
     Accepted,
+    AddressLost,
     Answer,
     CollectReport,
     Connected,
@@ -116,7 +118,8 @@ class AgentSession:
             return []
         if self.lease_until_s is not None and now_s >= self.lease_until_s:
             if self._is_bound():
-                return self._fence()
+                lease_s, over = self.timeouts.lease_s, f"the lease of agent {self.agent} is over"
+                return self._fence(f"no coordinator has answered for {lease_s:g} s", over)
             self.lease_until_s = None
         out: Instructions = []
         match event:
@@ -126,6 +129,8 @@ class AgentSession:
                 self._disconnected()
             case ConnectionRefused(address, began_s):
                 out += self._refused(address, began_s, now_s)
+            case AddressLost(reason):
+                out += self._fence(reason, f"agent {self.agent}: {reason}")
             case Answer(message):
                 out += self._receive(message, now_s) if self._address else []
             case ReportRequested():
@@ -214,12 +219,11 @@ class AgentSession:
         """UNBOUND"""
         return self.decision is not None
 
-    def _fence(self) -> Instructions:
-        """FENCE."""
-        out = self._end(f"no coordinator has answered for {self.timeouts.lease_s:g} s")
+    def _fence(self, reason: str, over: str) -> Instructions:
+        """FENCE, READDRESS. `over`: why the generation ends, for the other agents."""
+        out = self._end(reason)
         if self.decision is not None:
-            generation = self.decision.record.generation
-            out += self._notify(EndGeneration(generation, f"the lease of agent {self.agent} is over"))
+            out += self._notify(EndGeneration(self.decision.record.generation, over))
         return out
 
     def _renew(self, sent_s: float, now_s: float) -> Instructions:

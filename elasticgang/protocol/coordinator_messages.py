@@ -400,6 +400,13 @@ class ConnectionRefused:
 
 
 @value(frozen=True)
+class AddressLost:
+    """This host no longer has the address at which its ranks listen."""
+
+    reason: str
+
+
+@value(frozen=True)
 class Answer:
     """A message of the coordinator."""
 
@@ -424,7 +431,15 @@ class Notify:
 
 
 SessionEvent = (
-    Connected | Disconnected | ConnectionRefused | Answer | ReportRequested | ReportCollected | Notify | Ticked
+    Connected
+    | Disconnected
+    | ConnectionRefused
+    | AddressLost
+    | Answer
+    | ReportRequested
+    | ReportCollected
+    | Notify
+    | Ticked
 )
 
 

@@ -6,6 +6,7 @@ ADDRESS-ALL  Each address is tried in the resolver's order. The error names ever
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -26,6 +27,17 @@ def probe(host: str, port: int, timeout_s: float) -> None:
         except OSError as exc:
             errors[address] = exc
     raise failure_of(errors)
+
+
+def is_address_here(host: str) -> bool:
+    """Whether this machine has the address `host`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        try:
+            tried.bind((host, 0))
+        except OSError as exc:
+            return exc.errno != errno.EADDRNOTAVAIL
+    return True
 
 
 def distinct(found: Iterable[tuple[Any, ...]]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.coordinator_messages import (
+    AddressLost,
     Answer,
     CollectReport,
     Connected,
@@ -131,6 +132,9 @@ class AgentClient:
 
     def notify(self, notify: Notify) -> None:
         self._handle(notify)
+
+    def lose_address(self, reason: str) -> None:
+        self._handle(AddressLost(reason))
 
     def send_keys(self, message: RendezvousKeys) -> None:
         """Send rendezvous keys. Without an open session they are dropped: the owner sends all keys in each new

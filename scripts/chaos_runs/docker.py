@@ -1,15 +1,18 @@
-"""Train in containers, kill an agent, cut another off, and check every promise in what the members wrote.
+"""Train in containers that are killed, cut off, paused and stopped, and check every promise in what the members wrote.
 
 Builds docker/Dockerfile, starts docker/compose.yaml (a coordinator, and three agents of two ranks each), and then:
 
   kill       `docker kill` of agent-3: the others commit on; started again, it joins with new members
   cut        `docker network disconnect` of agent-2: it ends its members and is unhealthy, the others commit on
   reconnect  `docker network connect`: it joins with new members, and is healthy
+  crash      `docker kill` and `docker start` of the coordinator: it has the job from its volume, no generation ends
+  pause      `docker pause` of agent-1 for longer than its lease: the others commit on; then it joins with new members
+  stop       `docker stop` of agent-3: its ranks leave in order, it ends well, and no agent is lost
 
 until all three agents end well. Checked from the members' own histories and the agents' events, which each host keeps
 on its volume: for each step one attempt, made of the step's samples, each once; one chain of records; final parameters
-equal on all members; a host that is cut off commits nothing. However it ends (but by SIGKILL), nothing is left in the
-engine but the image named with --image, and the base image that was pulled.
+equal on all members; a host that is cut off or paused commits nothing. However it ends (but by SIGKILL), nothing is
+left in the engine but the image named with --image, and the base image that was pulled.
 
 From the environment: BASE_IMAGE (default: python:3.11-slim), and TORCH_INDEX, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL,
 PIP_FIND_LINKS and PIP_TRUSTED_HOST as the Dockerfile has them. Exit code: 0 when all of it was seen, 1 when not,
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import operator
 import os
 import signal
 import sys
@@ -36,9 +40,11 @@ from scripts.chaos_runs.soaking.checks import failed_checks
 from scripts.demo_job.run_log import RunLog, StepAttempt
 
 AGENTS = ("agent-1", "agent-2", "agent-3")
-CUT, KILLED = AGENTS[1:]
+PAUSED, CUT, KILLED = AGENTS
+COORDINATOR = "coordinator"
 RANKS_PER_AGENT = 2
 EXIT_NOT_HERE = 3
+EXIT_STOPPED = 128 + signal.SIGTERM  # of `docker stop`
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NUM_STEPS = 600
@@ -54,14 +60,14 @@ class NotSeenError(Exception):
 
 
 class Story:
-    """The job while it runs. `without`: the first generation without the host that was cut off. `expected_samples`: the
-    samples of each step."""
+    """The job while it runs. `without`: the first generation without a host that was cut off or paused, by its name.
+    `expected_samples`: the samples of each step."""
 
     def __init__(self, project: Project) -> None:
         self.project = project
         self.hosts: dict[str, HostLog] = {}
         self.run_log = RunLog()
-        self.without = 0
+        self.without: dict[str, int] = {}
         self.expected_samples: list[list[int]] = []
         self._began = time.monotonic()
 
@@ -70,6 +76,17 @@ class Story:
         module = "scripts.chaos_runs.containers.expected_samples"
         asked = docker("exec", self.project.container(AGENTS[0]), "python3", "-m", module, *train_args())
         self.expected_samples = json.loads(asked)
+        self._kill()
+        self._cut_off()
+        self._crash_the_coordinator()
+        self._pause()
+        self._stop()
+        for name in AGENTS:
+            if name != KILLED:  # it was stopped last
+                docker("exec", self.project.container(name), "touch", "/job/hurry")
+        self._wait("all agents end", lambda: not self._any_runs(), may_end=True)
+
+    def _kill(self) -> None:
         container = self.project.container(KILLED)
         docker("kill", container)
         self._say(f"killed {KILLED}")
@@ -77,10 +94,11 @@ class Story:
         docker("start", container)
         self._wait(f"{KILLED} takes part again", lambda: self._is_back(KILLED))
 
+    def _cut_off(self) -> None:
         container = self.project.container(CUT)
         docker("network", "disconnect", self.project.network, container)
         self._say(f"cut {CUT} off")
-        self.without = self._others_go_on(CUT)
+        self.without[CUT] = self._others_go_on(CUT)
         self._wait(f"{CUT} has ended its members", lambda: len(self.hosts[CUT].named("fenced")) == 1)
         self._wait(f"{CUT} is unhealthy", lambda: self.project.health(CUT) == "unhealthy")
         docker("network", "connect", self.project.network, container)
@@ -88,16 +106,41 @@ class Story:
         self._wait(f"{CUT} takes part again", lambda: self._is_back(CUT))
         self._wait(f"{CUT} is healthy", lambda: self.project.health(CUT) == "healthy")
 
-        for name in AGENTS:
-            docker("exec", self.project.container(name), "touch", "/job/hurry")
-        self._wait("all agents end", lambda: not self._any_runs(), may_end=True)
+    def _crash_the_coordinator(self) -> None:
+        container = self.project.container(COORDINATOR)
+        generation = self._newest().generation
+        met = self._times_met()
+        docker("kill", container)
+        docker("start", container)  # at once: it has to answer before the leases end
+        step = self._newest().step
+        self._say(f"killed the {COORDINATOR} and started it again")
+        self._wait("all agents are back", lambda: all(map(operator.gt, self._times_met(), met)))
+        self._wait("all commit on", lambda: self._newest().step > step + _STEPS_ON)
+        if self._newest().generation != generation:
+            raise NotSeenError("a generation ended because its coordinator was killed")
+
+    def _pause(self) -> None:
+        container = self.project.container(PAUSED)
+        docker("pause", container)
+        self._say(f"paused {PAUSED}")
+        self.without[PAUSED] = self._others_go_on(PAUSED)
+        docker("unpause", container)
+        self._wait(f"{PAUSED} takes part again", lambda: self._is_back(PAUSED))
+
+    def _stop(self) -> None:
+        lost = self._num_lost()
+        docker("stop", "--time", "60", self.project.container(KILLED))
+        self._say(f"stopped {KILLED}")
+        self._others_go_on(KILLED)
+        if self._num_lost() != lost:
+            raise NotSeenError(f"{KILLED} left in order, and was declared lost")
 
     def faults(self) -> list[str]:
         """Everything that was not as promised, in sentences."""
         found = [
             f"{name} ended with exit code {code}"
             for name in AGENTS
-            if (code := self.project.state(name)["ExitCode"]) != 0
+            if (code := self.project.state(name)["ExitCode"]) != (EXIT_STOPPED if name == KILLED else 0)
         ]
         self._look()
         hosts = self.hosts.values()
@@ -106,7 +149,11 @@ class Story:
         found += failed_checks(self.run_log, generations, changes, self.expected_samples, {})
         for name in (KILLED, CUT):
             found += came_back_wrongly(name, self.hosts[name])
-        return found + cut_off_wrongly(CUT, self.hosts[CUT], self.without)
+        if len(self.hosts[PAUSED].lives) != 2:
+            found.append(f"{PAUSED} has had {len(self.hosts[PAUSED].lives)} lives, instead of two")
+        for name, without in self.without.items():
+            found += cut_off_wrongly(name, self.hosts[name], without)
+        return found
 
     def summary(self, faults: Sequence[str]) -> dict[str, object]:
         generations = {line["generation"] for host in self.hosts.values() for line in host.named("generation")}
@@ -141,6 +188,13 @@ class Story:
     def _is_back(self, name: str) -> bool:
         host = self.hosts[name]
         return len(host.lives) == 2 and self._strength_is(len(AGENTS)) and bool(host.committed(host.lives[1]))
+
+    def _times_met(self) -> list[int]:
+        """How often each agent found its coordinator again."""
+        return [len(host.named("coordinator reachable")) for host in self.hosts.values()]
+
+    def _num_lost(self) -> int:
+        return sum(len(host.named("host lost")) for host in self.hosts.values())
 
     def _strength_is(self, num_agents: int) -> bool:
         return self.run_log.strength() == num_agents * RANKS_PER_AGENT

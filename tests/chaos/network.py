@@ -94,6 +94,13 @@ class Network:
     def reconnect(self, host: str) -> None:
         _ip("-n", self._mark, "link", "set", f"to-{host}", "up")
 
+    def move(self, host: str) -> None:
+        """It has an address of its own still, but another one: `addresses` knows."""
+        there = ["-n", self._name(host), "address"]
+        _ip(*there, "delete", f"{self.addresses[host]}/24", "dev", "eth0")
+        self.addresses[host] = f"10.77.0.{100 + len(self.addresses)}"
+        _ip(*there, "add", f"{self.addresses[host]}/24", "dev", "eth0")
+
     def _name(self, host: str) -> str:
         return f"{self._mark}-{host}"
 

@@ -46,6 +46,34 @@ def test_containers_are_killed_cut_off_and_come_back(tmp_path: Path, alone: str)
         assert generation_of(first, 5)["ranks"] == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("is_fenced", [False, True])
+def test_a_container_comes_back_at_another_address(tmp_path: Path, alone: str, is_fenced: bool) -> None:
+    """As podman gives it one when it is connected again: before its lease ends, or after."""
+    with (
+        Network(["c", "a", "b"]) as network,
+        Cluster(tmp_path, holds=[5, 12], host=network.addresses["c"], prefix=network.contained("c")) as cluster,
+    ):
+        first, second = start(cluster, network, "a"), start(cluster, network, "b")
+        cluster.reached(5, 4)
+        network.cut("b")
+        if is_fenced:
+            second.expect("fenced")
+            first.expect("host lost")
+        else:
+            second.expect("coordinator unreachable")
+        network.move("b")
+        network.reconnect("b")
+        assert ("no longer has the address" in second.expect("fenced")["reason"]) == (not is_fenced)
+        assert second.expect("started", count=2)["host"] == network.addresses["b"]
+        assert generation_of(first, 2)["ranks"] == [0, 1]
+        cluster.join_noticed(5, 2)
+        cluster.release(5)
+        cluster.reached(12, 4)
+        cluster.release(12)
+        cluster.check(alone, [first, second])
+        assert not [event for event in second.events() if event["event"] == "restart"]
+
+
 def test_a_container_that_is_stopped_leaves_in_order(tmp_path: Path, alone: str) -> None:
     """`docker stop` sends SIGTERM to process 1, for which no signal has a default action."""
     with (

@@ -19,6 +19,7 @@ from elasticgang.protocol import (
 )
 from elasticgang.protocol.agent_events import Event, PeerNotice
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
+from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.devices import Devices, Fault, FaultOutcome, Taken
 from elasticgang.protocol.hang_detector import BlockedOn, HangDetector, HangReport, Reading, Standstill
@@ -28,6 +29,7 @@ from tests.unit import (
     test_agent_state,
     test_agent_state_devices,
     test_agent_state_joins,
+    test_coordinator_state,
     test_device_errors,
     test_devices,
     test_hang_detector,
@@ -44,6 +46,11 @@ _detect = HangDetector.detect
 _standstill = HangDetector.standstill
 _failed = Restarts.failed
 _faulted = Devices.faulted
+_fence = AgentSession._fence
+
+
+def _fence_for_the_lease_alone(self: AgentSession, reason: str, over: str) -> Any:
+    return _fence(self, reason, over) if "lease" in over else []
 
 
 def _decide_without_waiting(self: AgentLifecycle, event: Event) -> Any:
@@ -105,6 +112,10 @@ def _with_host(test: Callable[[test_hang_detector.Host], None]) -> Callable[[], 
 
 
 AGENT_MUTANTS = {
+    "ranks stay at an address that is lost": UnitMutant(
+        ((AgentSession, "_fence", _fence_for_the_lease_alone),),
+        test_coordinator_state.test_the_loss_of_the_host_s_address_kills_the_ranks_and_ends_the_generation_at_once,
+    ),
     "a restart waits for no survivor": UnitMutant(
         ((AgentLifecycle, "_decide", _decide_without_waiting),),
         test_agent_lifecycle.test_a_restart_waits_until_a_survivor_has_entered,

@@ -314,6 +314,16 @@ def test_the_end_of_the_lease_kills_the_ranks_and_no_answer_brings_them_back() -
     assert session.handle(m.Connected("host:1"), 109.0) == []
 
 
+# READDRESS
+def test_the_loss_of_the_host_s_address_kills_the_ranks_and_ends_the_generation_at_once() -> None:
+    session = seated()
+    welcome(session, 100.0)
+    killed, ended = session.handle(m.AddressLost("this host is at 10.0.0.2"), 101.5)
+    assert killed == m.KillRanks("this host is at 10.0.0.2")
+    assert ended == m.SendToCoordinator(m.EndGeneration(1, "agent a: this host is at 10.0.0.2"))
+    assert session.is_ended
+
+
 # UNBOUND
 def test_an_agent_without_a_record_has_no_lease_that_ends() -> None:
     """It takes its first record with the lease of the newest answer, if that still runs."""

@@ -140,6 +140,7 @@ RULES = {
     "PRESENT": ("absent agents are not waited for",),
     "PROMISE": ("a promise is not told", "an agent accepts earlier terms"),
     "FORM-DIGEST": ("a digest covers no order",),
+    "READDRESS": ("ranks stay at an address that is lost",),
     "RECORD-1": ("a digest covers no rollback",),
     "RECORD-2": ("an agent parses all of a record",),
     "RECOVERY-1": ("no witness is needed", "nobody is waited for", "spares are not waited for"),

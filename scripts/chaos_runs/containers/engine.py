@@ -127,7 +127,8 @@ class Project:
     def files(self, service: str) -> dict[str, bytes]:
         """What it has in /job, by path. It may be writing, may have ended, and may end just now."""
         container = self.container(service)
-        if self.state(service)["Running"]:
+        state = self.state(service)
+        if state["Running"] and not state["Paused"]:
             try:  # the engine's own copy of a file that grows is cut short; tar reads on to where it was
                 return _unpack(docker("exec", container, "sh", "-c", "tar -C /job -c . || [ $? = 1 ]"))
             except EngineError:
