@@ -23,6 +23,9 @@ ALONE    A record that was decided without a state directory is followed by one 
          these have exited, if need be by the operator's word: those that are silent may be led by another coordinator.
 ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it,
          or when all of these have exited, if need be by the operator's word.
+STAMP    Without a state directory, a record is sent with the term in which it is sent, not with that in which it was
+         decided. An agent that has accepted it so has promised that term, and a record that another coordinator decided
+         between the two, and that nobody has accepted, counts no more.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
          of the record that comes back may hold what was given up for lost: the coordinator decides again.
@@ -38,7 +41,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from elasticgang.protocol.coordinator_messages import (
@@ -570,7 +573,14 @@ class CoordinatorState:
             return []
         if not decision.record.has_agent(session.agent) or not self._may_be_sent(session.agent):
             return []
-        return [Send(number, Push(decision, self.over, self.joining))]
+        self._withdraw_report(session.agent)
+        return [Send(number, Push(self._stamped(decision), self.over, self.joining))]
+
+    def _stamped(self, decision: Decision) -> Decision:
+        """STAMP."""
+        if not decision.durable and decision.term < self.term:
+            self.decision = decision = replace(decision, term=self.term)
+        return decision
 
     @staticmethod
     def _is_ancestor(record: Record, seen: RecordRef) -> bool:
@@ -802,10 +812,9 @@ class CoordinatorState:
         push = Push(decision)
         out: Instructions = []
         for number, session in self.sessions.items():
-            if record.has_agent(session.agent):
-                self._withdraw_report(session.agent)
-                if self._may_be_sent(session.agent):
-                    out.append(Send(number, push))
+            if record.has_agent(session.agent) and self._may_be_sent(session.agent):
+                self._withdraw_report(session.agent)  # of the others it stands: the record may never reach them
+                out.append(Send(number, push))
         return out + self._announce(self._reports)
 
     def _must_accept(self, before: Record | None, record: Record) -> frozenset[str]:

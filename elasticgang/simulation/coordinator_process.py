@@ -209,7 +209,8 @@ class CoordinatorProcess:
             self.promises.clear()
             self.is_granted = self.is_granted and self.disk is not None
         declared = state.lost
-        if state.decision is not known and state.decision is not None and state.decision.term == state.term:
+        is_new = state.decision is not None and (known is None or state.decision.record.digest != known.record.digest)
+        if is_new and state.decision is not None and state.decision.term == state.term:
             declared = declared.union(state.decision.record.dead_agents)  # it has decided without them at once
         if declared and not isinstance(event, AgentExited):
             promises.check_lost(cluster, self, declared - lost, silent=isinstance(event, Ticked))
@@ -224,10 +225,11 @@ class CoordinatorProcess:
                     raise Violation("PERSIST-1: a coordinator without a directory writes")
                 else:
                     self.writing.append(instruction)
-        if state.decision is not known and state.decision is not None:
-            self.excused.clear()
-            if state.decision.term.name != self.name:
-                self.is_granted = False  # another coordinator has decided
+        if state.decision is not None and state.decision is not known:
+            is_learned = state.decision.term.name != self.name
+            if is_new or is_learned:
+                self.excused.clear()
+            self.is_granted = self.is_granted and not is_learned  # another coordinator has decided
 
     def _note_all(self, cluster: Cluster, instructions: list[CoordinatorInstruction], number: int) -> None:
         """Decisions of this coordinator under the term `number`."""

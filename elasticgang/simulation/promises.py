@@ -54,19 +54,23 @@ def may_grant(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
     if coordinator.is_stopped:  # it reads the word only once it goes on
         return False
     kept = None if cluster.disk is None else cluster.disk.decision
-    if kept is not None and kept.ref.order > state.decision.ref.order:
+    if kept is not None and _is_newer(kept, state.decision):
         return False
     present = {session.host.name for number, session in coordinator.sessions.items() if number in state.sessions}
     for host in cluster.hosts.values():
         if not host.alive or host.name in present:
             continue
         known = host.session.decision
-        if known is not None and known.ref.order > state.decision.ref.order:
+        if known is not None and _is_newer(known, state.decision):
             return False
         is_held = host.is_fenced or (host.session.is_ended and host.is_inert)
         if host.id in state.decision.record.agents and not is_held:
             return False
     return True
+
+
+def _is_newer(decision: Decision, than: Decision) -> bool:
+    return decision.record.digest != than.record.digest and decision.ref.order > than.ref.order
 
 
 def check_lost(cluster: Cluster, coordinator: CoordinatorProcess, lost: Collection[str], *, silent: bool) -> None:
@@ -132,7 +136,7 @@ def check_push(
     parents = [other for other in cluster.hosts.values() if other.id in before.agents and other.id in record.agents]
     for other in parents:
         known = other.session.decision
-        if known is not None and known.ref.order >= decision.ref.order:
+        if known is not None and not _is_newer(decision, known):
             cluster.seen.add("joiner waited")
             return
     if any(rank.alive for other in parents for rank in other.ranks):

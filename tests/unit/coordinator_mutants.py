@@ -191,6 +191,10 @@ def _keep_silent_members(self: CoordinatorState, _in_office: bool) -> list[str]:
     return [s.agent for s in self.sessions.values() if not self._is_member(s.agent)]
 
 
+def _keep_term(self: CoordinatorState, decision: Decision) -> Decision:
+    return decision
+
+
 _session_welcome = AgentSession._welcome
 _connected = AgentSession._connected
 _push = AgentSession._push
@@ -258,6 +262,7 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a silent parent is gone": ((CoordinatorState, "_parents_are_gone", _parents_are_lost),),
     "the operator's word stands for all agents": ((CoordinatorState, "_absent", _excuse_all),),
     "silent agents keep their sessions out of office": ((CoordinatorState, "_dispensable", _keep_silent_members),),
+    "a record keeps the term in which it was decided": ((CoordinatorState, "_stamped", _keep_term),),
     "joiners are sent a record at once": ((CoordinatorState, "_must_accept", always(frozenset())),),
     "an id is free once its agent is lost": ((CoordinatorState, "_is_duplicate", _free_once_lost),),
     "two processes have one id": ((CoordinatorState, "_is_duplicate", always(False)),),

@@ -101,6 +101,7 @@ TOLD = [
     ("rolled_back_with_a_word", "what was told does not count", "COMMIT-1: "),
     ("rolled_back_with_a_word", "decision not in the record", "COMMIT-1: "),
     ("script_raises_as_it_is_seated", "all leave in order", "RULE-7: "),
+    ("sent_again_in_a_later_term", "a record keeps the term in which it was decided", "COMMIT-1: "),
     ("session_is_down_for_a_moment", "absent agents are not waited for", "PRESENT-1: "),
     ("signalled_before_a_restart", "an agent that ends starts ranks", "SIMHOST-1: "),
     ("spare_follows", "a seat is asked for each member", "PLAN-2: "),

@@ -178,6 +178,7 @@ RULES = {
     ),
     "SESSION-ORDER": ("the higher generation is newer",),
     "SESSION-TERM": ("equal numbers are one term",),
+    "STAMP": ("a record keeps the term in which it was decided",),
     "UNBOUND": ("an agent without a record is fenced", "an agent without a record is in a hurry"),
     "WORD": ("the operator's word stands for all agents", "an agent that comes back stays excused"),
 }
