@@ -293,7 +293,7 @@ def test_a_browser_shows_hosts_by_name_and_when_the_changes_were(tmp_path: Path)
     _, _, timeline = dom.partition('<div id="timeline">')
     *titles, newest = re.findall(r'title="([^"]*)"', timeline.partition("</div>")[0])
     assert titles == [
-        "change to generation 1: cause 1, 3.0 s",
+        "change to generation 1: cause 1, 5.0 s",  # from the agent's start on
         "training, 5.0 s",
         "change to generation 2: cause 2, 5.0 s",
     ]

@@ -125,16 +125,16 @@ function showTimeline(status) {
       at = end;
     }
   };
+  // The phases of a start are those of the ranks; the job begins with its agent.
+  const beganAt = (change) => (change.kind === "start" ? status.wall - status.elapsed_s : change.wall - totalOf(change) / 1000);
   for (const change of status.changes) {
-    const title = `change to generation ${change.generation}: ${change.cause}`;
-    add(change.wall - totalOf(change) / 1000, change.wall, "", color(change.kind), title);
+    add(beganAt(change), change.wall, "", color(change.kind), `change to generation ${change.generation}: ${change.cause}`);
   }
-  const first = status.changes.length ? status.changes[0].wall - totalOf(status.changes[0]) / 1000 : null;
-  if (first !== null) {
+  if (status.changes.length) {
     const underWay = status.is_changing ? status.lost_s.under_way || 0 : 0;
     add(status.wall - underWay, status.wall, "", color("under_way"), "a change under way");
     fill("timeline", segments);
-    fill("timeline-range", [make("span", "", clock(first)), make("span", "", clock(at))]);
+    fill("timeline-range", [make("span", "", clock(beganAt(status.changes[0]))), make("span", "", clock(at))]);
   }
   showCauses(status.changes, status.is_changing);
   showChanges(status.changes);
