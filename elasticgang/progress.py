@@ -53,24 +53,25 @@ class Progress:
             self._file.flush()
 
 
-class Heals:
-    """Which heals of a host last long."""
+class LongWork:
+    """What the members of a host do that lasts long. `verb`: what that is, such as "heals"."""
 
-    def __init__(self) -> None:
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
         self._known: dict[str, tuple[float, int]] = {}  # by member: when the next line is due, bytes in the last one
 
-    def lines(self, now_s: float, healing: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-        """A line for each member that has healed for `LINE_S` longer, and has got further. `healing`: the bytes that
-        it has received, of how many."""
-        self._known = {member: known for member, known in self._known.items() if member in healing}
-        for member, (received, total) in healing.items():
-            if received >= total:
+    def lines(self, now_s: float, under_way: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        """A line for each member that has worked for `LINE_S` longer, and has got further. `under_way`: the bytes that
+        are done, of how many."""
+        self._known = {member: known for member, known in self._known.items() if member in under_way}
+        for member, (done, total) in under_way.items():
+            if done >= total:
                 self._known.pop(member, None)
                 continue
-            due_s, last = self._known.setdefault(member, (now_s + LINE_S, received))
-            if now_s >= due_s and received != last:
-                self._known[member] = (now_s + LINE_S, received)
-                yield f"{member} heals: {share(received, total)}"
+            due_s, last = self._known.setdefault(member, (now_s + LINE_S, done))
+            if now_s >= due_s and done != last:
+                self._known[member] = (now_s + LINE_S, done)
+                yield f"{member} {self._verb}: {share(done, total)}"
 
 
 def bar(done: int, total: int) -> str:

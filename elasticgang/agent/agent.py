@@ -40,7 +40,7 @@ from elasticgang.agent.rank_rendezvous import RankRendezvous
 from elasticgang.errors import OperationalError
 from elasticgang.process.lease import Lease
 from elasticgang.process.stop_signals import STOP_SIGNALS, release_stop_signals
-from elasticgang.progress import Heals
+from elasticgang.progress import LongWork
 from elasticgang.protocol.agent_events import (
     Abort,
     AgentEvent,
@@ -111,7 +111,7 @@ class Agent:
         self._lease = Lease.create()
         self._control: ControlPlane | None = None
         self._hang_monitor = HangMonitor(job.hang_timeout)
-        self._heals = Heals()
+        self._long_work = LongWork("heals"), LongWork("saves")
         self._hang_response = HangResponse(self._ranks, self._changes, events, output)
         self._confirming: asyncio.Future[None] | None = None  # that the coordinator knows the end of the job
 
@@ -441,7 +441,10 @@ class Agent:
         while True:
             await asyncio.sleep(self._hang_monitor.interval_s)
             now, pages = time.monotonic(), self._ranks.pages()
-            for line in self._heals.lines(now, {member: page.healing for member, page in pages.items()}):
+            heals, saves = self._long_work
+            healing = heals.lines(now, {member: page.healing for member, page in pages.items()})
+            saving = saves.lines(now, {member: page.saving for member, page in pages.items()})
+            for line in (*healing, *saving):
                 log.info("%s", line)
             self._stamp_successors()
             self._control_plane.broadcast_successors(self._num_successors(), again=True)

@@ -15,12 +15,9 @@ SAVER-6  The committing writer waits for no share that will never come. A rank l
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import mmap
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -37,6 +34,7 @@ from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.checkpoint.shard import part_name
 from elasticgang.checkpoint.storage import Storage
 from elasticgang.checkpoint.writer import Outcome
+from elasticgang.checkpoint.writer_process import WriterProcess
 from elasticgang.errors import CheckpointError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coverage import Coverage
@@ -51,11 +49,10 @@ FINISH_TIMEOUT_S = 600.0
 ALONE_S = 60.0  # NFS keeps that a file is missing for up to so long
 _ROUND_S = 1.0
 _COMMITTER = ((0, 0, 0), 0)  # the part and the number of the writer that writes the manifest
-_EXIT_TIMEOUT_S = 5.0
-_MADV_POPULATE_WRITE = 23
-_POPULATE_BYTES = 1 << 20  # at a time: the call holds the GIL
 
 
+OnSaving: TypeAlias = Callable[[int, int], None]
+"""Of the save under way: so many of so many bytes of this rank's share are written. 0 of 0: it has ended."""
 OnSaved: TypeAlias = Callable[[CheckpointRef, str, int, float], None]
 """Of a complete checkpoint: its name, its directory or URL, its bytes, and the seconds that the save took."""
 
@@ -82,9 +79,10 @@ class DurableCheckpoints:
         keep: int,
         server: StateLender,
         on_saved: OnSaved = lambda ref, path, num_bytes, duration_s: None,
+        on_saving: OnSaving = lambda num_written, num_bytes: None,
     ) -> None:
         """`location`: a directory, or a URL of fsspec. `on_saved`: called on the thread of a save whose writer has
-        made the checkpoint complete.
+        made the checkpoint complete. `on_saving`: called on the thread of the save under way.
 
         Raises:
             OperationalError: the directory cannot be written, or the URL cannot be listed.
@@ -93,8 +91,8 @@ class DurableCheckpoints:
         self._storage: Storage = storage_at(location)
         self._storage.prepare()
         self._location, self.keep = os.fspath(location), keep
-        self._schedule, self._server, self._on_saved = schedule, server, on_saved
-        self._writer: _Writer | None = None
+        self._schedule, self._server, self._on_saved, self._on_saving = schedule, server, on_saved, on_saving
+        self._writer: WriterProcess | None = None
         self._save: _Save | None = None
         self._last: str = ""  # the directory of the plan that was followed last
         self._loaded: Attempt | None = None
@@ -157,7 +155,7 @@ class DurableCheckpoints:
         seated, tree = Seated(record.layout, model), self._server.registered.tree()
         captured = capture(tree, seated, number, len(plan.holders[model]))
         with contextlib.suppress(OSError):  # the first save says so
-            self._writer = _Writer()
+            self._writer = WriterProcess()
             if captured is not None:
                 self._writer.allocate(captured.shard.num_bytes)
 
@@ -205,15 +203,14 @@ class DurableCheckpoints:
             if self._writer is not None and self._writer.is_dead:
                 self._writer.close()
                 self._writer = None
-            self._writer = self._writer or _Writer()
+            self._writer = self._writer or WriterProcess()
             memory = self._writer.memory(captured.shard.num_bytes)
         except OSError as exc:
             log.warning("step %d is not saved: %s", plan.attempt.step, exc)
             self._failed = plan.directory
             return
-        self._save = _Save(
-            plan, record.generation, captured, request, memory, self._writer, self._server, self._on_saved
-        )
+        told = self._on_saved, self._on_saving
+        self._save = _Save(plan, record.generation, captured, request, memory, self._writer, self._server, *told)
         self._save.start()
 
     def _stop_copy(self) -> None:
@@ -399,14 +396,15 @@ class _Save(threading.Thread):
         captured: Captured,
         request: dict[str, Any],
         memory: mmap.mmap,
-        writer: _Writer,
+        writer: WriterProcess,
         server: StateLender,
         on_saved: OnSaved,
+        on_saving: OnSaving,
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
         self.plan, self.generation = plan, generation
         self._captured, self._request, self._memory = captured, request, memory
-        self._writer, self._server, self._on_saved = writer, server, on_saved
+        self._writer, self._server, self._on_saved, self._on_saving = writer, server, on_saved, on_saving
         self._written = server.registered.written
         self._cancelled = threading.Event()
         self._sending = threading.Lock()
@@ -467,9 +465,10 @@ class _Save(threading.Thread):
                 if self._is_sent:
                     self._writer.send(self._request)
             too_late = Outcome("the copy took too long, or a rank has left")
-            outcome = self._writer.answer() if self._is_sent else too_late
+            outcome = self._writer.answer(self._tell_written) if self._is_sent else too_late
         except Exception as exc:  # SAVER-2
             outcome = Outcome(f"{type(exc).__name__}: {exc}")
+        self._on_saving(0, 0)
         self._problem = outcome.problem
         if outcome.problem:
             log.warning("step %d is not saved: %s", attempt.step, outcome.problem)
@@ -480,69 +479,5 @@ class _Save(threading.Thread):
             ref = CheckpointRef(attempt, outcome.digest)
             self._on_saved(ref, path, outcome.num_bytes, duration_s)
 
-
-class _Writer:
-    """The process that writes. `answer` blocks, on the thread of a save."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("eg-checkpoint", os.MFD_CLOEXEC)
-        self._mapped: mmap.mmap | None = None
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "elasticgang.checkpoint.writer", str(self._descriptor), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[self._descriptor],
-        )
-
-    @property
-    def is_dead(self) -> bool:
-        return self._process.poll() is not None
-
-    def memory(self, num_bytes: int) -> mmap.mmap:
-        """Shared memory of at least so many bytes. Raises OSError."""
-        if self._mapped is None or len(self._mapped) < num_bytes:
-            size = max(num_bytes, mmap.PAGESIZE)
-            os.ftruncate(self._descriptor, size)
-            self._mapped = mmap.mmap(self._descriptor, size)
-        return self._mapped
-
-    def allocate(self, num_bytes: int) -> None:
-        """Let the pages of the memory be there before they are copied to: the first copy to a page takes 8 times as
-        long as a later one. Raises OSError."""
-        memory = self.memory(num_bytes)
-
-        def populate() -> None:
-            with contextlib.suppress(OSError, ValueError):  # not before Linux 5.14
-                for start in range(0, len(memory), _POPULATE_BYTES):
-                    memory.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, len(memory) - start))
-
-        threading.Thread(target=populate, name="checkpoint-memory", daemon=True).start()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """A request, or what is new about the one under way. If the writer has died, `answer` says so."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def answer(self) -> Outcome:
-        """Raises OSError or ValueError: the writer has died."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise OSError("the process that writes checkpoints has died")
-        return Outcome(**json.loads(line))
-
-    def close(self) -> None:
-        """End the process, or a save under way."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        os.close(self._descriptor)
+    def _tell_written(self, num_bytes: int) -> None:
+        self._on_saving(num_bytes, self._captured.shard.num_bytes)

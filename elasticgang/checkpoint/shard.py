@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from elasticgang.checkpoint.manifest import (
 )
 from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError
+from elasticgang.progress import no_progress
 from elasticgang.protocol.commit import Attempt
 
 
@@ -101,11 +102,12 @@ def header_of(blocks: Sequence[Block], *, is_sharded: bool = True) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_shard(folder: Folder, shard: Shard, data: memoryview) -> None:
-    """Write the file and then its description. `data`: the bytes of the blocks, in order. Raises OSError."""
+def write_shard(folder: Folder, shard: Shard, data: memoryview, wrote: Callable[[int], None] = no_progress) -> None:
+    """Write the file and then its description. `data`: the bytes of the blocks, in order. `wrote`: called with the
+    number of bytes of each piece that is written. Raises OSError."""
     header = header_of(shard.blocks)
     digests: list[str] = []
-    folder.write(shard.file, _digested(header, shard.blocks, data, digests))
+    folder.write(shard.file, _digested(header, shard.blocks, data, digests, wrote))
     tensors = []
     offset = len(header)
     for block, digest in zip(shard.blocks, digests, strict=True):
@@ -186,7 +188,9 @@ def write_manifest(
     return manifest
 
 
-def _digested(header: bytes, blocks: Iterable[Block], data: memoryview, digests: list[str]) -> Iterator[memoryview]:
+def _digested(
+    header: bytes, blocks: Iterable[Block], data: memoryview, digests: list[str], wrote: Callable[[int], None]
+) -> Iterator[memoryview]:
     """The bytes of a file. The digest of each block is in `digests` once its bytes are read."""
     yield memoryview(header)
     position = 0
@@ -196,6 +200,7 @@ def _digested(header: bytes, blocks: Iterable[Block], data: memoryview, digests:
         for chunk in _chunks(data[position:end]):
             digest.update(chunk)
             yield chunk
+            wrote(len(chunk))
         digests.append(digest.hexdigest())
         position = end
 

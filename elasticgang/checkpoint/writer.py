@@ -31,9 +31,11 @@ from elasticgang.checkpoint.shard import Shard, part_name, read_parts, write_man
 from elasticgang.checkpoint.storage import Folder, Storage
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
 from elasticgang.process.parent_death import signal_at_parent_death
+from elasticgang.progress import no_progress
 from elasticgang.protocol.commit import Attempt
 
 PARTS_TIMEOUT_S = 600.0
+_REPORT_S = 0.25
 _POLL_S = 0.05
 _NICE = 10
 
@@ -48,9 +50,14 @@ class Outcome:
     num_bytes: int = 0
 
 
-def save(memory: int, request: dict[str, Any], news: Callable[[float], dict[str, Any]] = lambda _: {}) -> Outcome:
+def save(
+    memory: int,
+    request: dict[str, Any],
+    news: Callable[[float], dict[str, Any]] = lambda _: {},
+    wrote: Callable[[int], None] = no_progress,
+) -> Outcome:
     """Write the share of one save and, if this writer commits it, the manifest. `news`: waits for so many seconds for
-    what the rank says of the save meanwhile."""
+    what the rank says of the save meanwhile. `wrote`: see `write_shard`."""
     shard = Shard.from_json(request["shard"])
     try:
         storage = storage_at(request["root"])
@@ -59,7 +66,7 @@ def save(memory: int, request: dict[str, Any], news: Callable[[float], dict[str,
         data = memoryview(b"")
         if shard.num_bytes:  # not closed here: the traceback of an error still refers to parts of it
             data = memoryview(mmap.mmap(memory, shard.num_bytes, prot=mmap.PROT_READ))
-        write_shard(folder, shard, data)
+        write_shard(folder, shard, data, wrote)
         commit = request["commit"]
         return Outcome() if commit is None else _commit(storage, folder, request, news)
     except OSError as exc:
@@ -147,6 +154,23 @@ class _Requests:
         return {"cancel": True} if said is None else said
 
 
+class _Report:
+    """Tells the rank how many bytes of its share are written, for the first piece and then now and then."""
+
+    def __init__(self) -> None:
+        self._written, self._next_s = 0, 0.0
+
+    def wrote(self, num_bytes: int) -> None:
+        self._written += num_bytes
+        if (now_s := time.monotonic()) >= self._next_s:
+            self._next_s = now_s + _REPORT_S
+            _answer({"written": self._written})
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    os.write(sys.stdout.fileno(), json.dumps(answer).encode() + b"\n")
+
+
 def main(argv: list[str]) -> int:
     memory, parent = int(argv[1]), int(argv[2])
     signal_at_parent_death(signal.SIGKILL)  # WRITER-1
@@ -158,8 +182,9 @@ def main(argv: list[str]) -> int:
     requests = _Requests(sys.stdin.fileno())
     while (request := requests.next()) is not None:
         if "shard" in request:  # the rest is about a save that has ended
-            outcome = save(memory, request, requests.news)
-            os.write(sys.stdout.fileno(), json.dumps(asdict(outcome)).encode() + b"\n")
+            report = _Report()
+            outcome = save(memory, request, requests.news, report.wrote)
+            _answer(asdict(outcome))
     return 0
 
 

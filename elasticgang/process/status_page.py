@@ -81,7 +81,9 @@ class ThreadState(enum.IntEnum):
     _STEP,
     _HEAL_RECEIVED,
     _HEAL_BYTES,
-) = range(14)
+    _SAVE_WRITTEN,
+    _SAVE_BYTES,
+) = range(16)
 _USED, _LAST_SHIFT = 0xFF, 8  # of `_COMM`: the number of the block in use, and of the one before it
 _STEP_BITS = 40  # of the word that names a committed attempt; the rest is the generation
 
@@ -351,6 +353,13 @@ class StatusPage:
         self._words[_HEAL_BYTES] = num_bytes
         self._words[_HEAL_RECEIVED] = num_received
 
+    # -- the thread of a save
+
+    def set_saving(self, num_written: int, num_bytes: int) -> None:
+        """So many of so many bytes of this rank's share of a checkpoint are written. 0 of 0: no save is under way."""
+        self._words[_SAVE_BYTES] = num_bytes
+        self._words[_SAVE_WRITTEN] = num_written
+
     # -- any thread of the rank
 
     def pulse(self) -> None:
@@ -396,6 +405,11 @@ class StatusPage:
     def healing(self) -> tuple[int, int]:
         """How many bytes of how many have arrived, in the last heal; (0, 0) before the first, and once one failed."""
         return self._words[_HEAL_RECEIVED], self._words[_HEAL_BYTES]
+
+    @property
+    def saving(self) -> tuple[int, int]:
+        """How many bytes of how many are written, of the save under way; (0, 0) without one."""
+        return self._words[_SAVE_WRITTEN], self._words[_SAVE_BYTES]
 
     def commit_times(self) -> list[tuple[int, float]]:
         """(steps, CLOCK_MONOTONIC seconds) of the last commits that this process saw, the newest last."""

@@ -101,7 +101,8 @@ def join(
     ) -> DurableCheckpoints:
         check_lasting(location)
         schedule = Schedule(every_steps, every_seconds, clock=time.monotonic)
-        return DurableCheckpoints(location, schedule, keep, state_server, rendezvous.tell_saved)
+        told = () if context is None else (context.drain.page.set_saving,)
+        return DurableCheckpoints(location, schedule, keep, state_server, rendezvous.tell_saved, *told)
 
     return QuorumManager(rendezvous, state_server, layout, device, make_checkpoints, mover)
 

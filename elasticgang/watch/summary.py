@@ -30,7 +30,7 @@ _KEPT = ("generation", "cause", "wall", "phases_ms", "checkpoint", "in_doubt", "
 @dataclass(frozen=True)
 class RankStatus:
     """A status page. `doing`: the name of its `ThreadState`. `healing`: bytes received, of how many. `numbers`: by
-    name, the last value and the mean one."""
+    name, the last value and the mean one. `saving`: bytes written of a checkpoint, of how many."""
 
     step: int = 0
     generation: int = 0
@@ -38,6 +38,7 @@ class RankStatus:
     commits: Commits = ()
     healing: tuple[int, int] = (0, 0)
     numbers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    saving: tuple[int, int] = (0, 0)
 
 
 class Summary:
@@ -174,7 +175,8 @@ class Summary:
             "num_changes": dict(sorted(self._num_changes.items())),
             "phase_s": {name: round(s, 4) for name, s in self._phase_s.items()},
             "healed_bytes": self._healed_bytes,
-            "healing": self._healing(ranks),
+            "healing": self._under_way({member: status.healing for member, status in ranks.items()}, "received_bytes"),
+            "saving": self._under_way({member: status.saving for member, status in ranks.items()}, "written_bytes"),
             "checkpoint": self._checkpoint(now_s),
             "data_workers_lost": {kind: self._data_workers_lost[kind] for kind in DATA_WORKER_LOSSES},
             "device_faults": [self._device_faults[device] for device in sorted(self._device_faults, key=str)],
@@ -220,13 +222,12 @@ class Summary:
             seats.append(seat)
         return {"agent": host["agent"], "host": host["host"], "is_here": is_here, "seats": seats}
 
-    def _healing(self, ranks: Mapping[str, RankStatus]) -> list[dict[str, int]]:
-        """The ranks of this host that are healed at this moment."""
+    def _under_way(self, work: Mapping[str, tuple[int, int]], name: str) -> list[dict[str, int]]:
+        """The ranks of this host that do it at this moment. `name`: of the bytes that are done."""
         return [
-            {"local_rank": self._local_ranks[member], "received_bytes": received, "bytes": total}
-            for member, status in ranks.items()
-            for received, total in [status.healing]
-            if member in self._local_ranks and received < total
+            {"local_rank": self._local_ranks[member], name: done, "bytes": total}
+            for member, (done, total) in work.items()
+            if member in self._local_ranks and done < total
         ]
 
 

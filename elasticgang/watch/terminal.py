@@ -56,6 +56,9 @@ def _lines_of(status: Mapping[str, Any], num_changes: int) -> Iterator[str]:
     for heal in status["healing"]:
         received, total = heal["received_bytes"], heal["bytes"]
         yield f"  local rank {heal['local_rank']} heals: {bar(received, total)} {share(received, total)}"
+    for save in status["saving"]:
+        written, total = save["written_bytes"], save["bytes"]
+        yield f"  local rank {save['local_rank']} saves: {bar(written, total)} {share(written, total)}"
     if lost := [f"{number} {kind}" for kind, number in status["data_workers_lost"].items() if number]:
         yield f"  data workers of this agent's ranks that were lost, and replaced: {', '.join(lost)}"
     for fault in status["device_faults"]:

@@ -62,7 +62,9 @@ class Rank:
         model: nn.Module | None = None,
         keep: int = 2,
         schedule: Schedule | None = None,
+        **options: Any,
     ) -> None:
+        """`options`: of `DurableCheckpoints`."""
         self.server = SnapshotServer()
         torch.manual_seed(0)
         self.model = model or Model()
@@ -70,7 +72,7 @@ class Rank:
         self.counter = Counter()
         self.server.register(model=self.model, optim=self.optim, counter=self.counter)
         self.checkpoints = DurableCheckpoints(
-            directory, schedule or Schedule(EVERY, clock=time.monotonic), keep, self.server
+            directory, schedule or Schedule(EVERY, clock=time.monotonic), keep, self.server, **options
         )
         self.member = member
         self.state = MemberState(member)

@@ -41,6 +41,19 @@ def held_after_the_copy() -> Iterator[tuple[threading.Event, threading.Event]]:
         yield copied, go_on
 
 
+def test_a_save_tells_how_far_it_is(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    rank = Rank(tmp_path, on_saving=lambda num_written, num_bytes: told.append((num_written, num_bytes)))
+    rank.enter(("a0",))
+    rank.save(10)
+    first, *later, last = told
+    size = first[1]
+    assert (first[0], last) == (0, (0, 0))
+    assert later, "the writer has told of no piece"
+    assert all(0 < written <= of == size for written, of in later)
+    assert later == sorted(later)
+
+
 def test_two_ranks_save_what_one_loads(saved: Path) -> None:
     newest, older = listing.scan(storage_at(saved))
     assert (newest.attempt, older.attempt) == (Attempt(20, 1), Attempt(10, 1))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elasticgang.progress import BAR_S, LINE_S, Heals, Progress, bar, share
+from elasticgang.progress import BAR_S, LINE_S, LongWork, Progress, bar, share
 
 
 class Screen(io.StringIO):
@@ -68,7 +68,7 @@ def test_work_of_no_bytes_is_done(done: int, total: int, expected: str) -> None:
 
 
 def test_a_long_heal_has_a_line_now_and_then_while_it_gets_on() -> None:
-    heals = Heals()
+    heals = LongWork("heals")
 
     def lines(now_s: float, **healing: Any) -> list[str]:
         return list(heals.lines(now_s, healing))

@@ -181,6 +181,9 @@ def test_a_heal_is_read_while_it_goes_on(page: StatusPage, agents: StatusPage) -
     assert agents.healing == (0, 0)
     page.set_healing(5, 20)
     assert agents.healing == (5, 20)
+    assert agents.saving == (0, 0)
+    page.set_saving(7, 30)
+    assert (agents.healing, agents.saving) == ((5, 20), (7, 30))
 
 
 def test_reported_numbers_are_read_with_their_names(page: StatusPage, agents: StatusPage) -> None:

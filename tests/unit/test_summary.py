@@ -171,6 +171,14 @@ def test_ranks_that_were_all_replaced_do_not_turn_the_time_before_into_a_loss() 
     assert report(events, {"h-1/0/a": RankStatus()}, 1003.5)["lost_s"]["under_way"] == pytest.approx(3.0)
 
 
+def test_a_save_is_shown_while_it_is_under_way() -> None:
+    found = report(RUNS, {"h-1/0/a": RankStatus(8, saving=(30, 120)), "h-1/1/b": RankStatus(8, saving=(5, 5))}, 20.25)
+    assert found["saving"] == [{"local_rank": 0, "written_bytes": 30, "bytes": 120}]
+    lines = list(lines_of(found))
+    assert "  local rank 0 saves: [#######.......................] 25 % of 120 bytes" in lines
+    assert not any("local rank 1 saves" in line for line in lines)
+
+
 def test_lost_data_workers_are_counted_by_kind() -> None:
     lost = [
         event(19.0, "data_worker_lost", member="h-1/0/a", local_rank=0, kind=kind) for kind in ("died", "hung", "died")
