@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -15,25 +16,31 @@ from torch import Tensor
 
 from elasticgang.checkpoint import files, listing
 from elasticgang.checkpoint.block_reader import CheckpointReader
+from elasticgang.checkpoint.loader import Whole
 from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.manifest import SUFFIX, Manifest, TensorEntry
 from elasticgang.checkpoint.names import tensor_names, without_axes
 from elasticgang.checkpoint.placed import KEYS, MODULE_KINDS
+from elasticgang.checkpoint.saved_objects import others_of_stages
 from elasticgang.checkpoint.shard import Block, header_of
 from elasticgang.checkpoint.storage import Folder
 from elasticgang.errors import CheckpointError, NotSupportedError, OperationalError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.progress import Progress, no_progress
-from elasticgang.state.serialization import as_bytes
+from elasticgang.state.registered_state import EXTRA, is_extra_state
+from elasticgang.state.serialization import as_bytes, unflatten
+
+log = logging.getLogger("elasticgang")
 
 
 def export(
     source: str | os.PathLike[str], output: Path, module: str | None = None, progress_on: TextIO | None = None
 ) -> tuple[str, int]:
     """Write the state dict of the registered `module` (None: the only one) to `output`: its parameters and persistent
-    buffers under all of their keys, so that `load_state_dict` of the whole model takes it. `source`: a checkpoint, or a
-    directory of which the newest usable one is taken; or the URL of one. `progress_on`: where the progress is shown.
-    Returns the checkpoint and the number of keys.
+    buffers under all of their keys, and its extra state, so that `load_state_dict` of the whole model takes it. A
+    safetensors file has only the extra state that is one tensor; the rest is left out, with a warning. `source`: a
+    checkpoint, or a directory of which the newest usable one is taken; or the URL of one. `progress_on`: where the
+    progress is shown. Returns the checkpoint and the number of keys.
 
     Raises:
         CheckpointError: there is no usable checkpoint, or none of that module; or a plain tensor of it differs
@@ -43,7 +50,9 @@ def export(
     """
     folder, manifest = _find(source)
     reader = CheckpointReader(folder, manifest, MODEL_AXES)
-    names = _weights(manifest, module)
+    names, extra = _weights(manifest, module)
+    names |= {key: str(spec["tensor"]) for key, spec in extra.items() if _is_tensor(spec)}
+    extra = {key: spec for key, spec in extra.items() if key not in names}
     is_safetensors = output.suffix == SUFFIX
     read = names.values() if is_safetensors else set(names.values())
     num_bytes = sum(_num_bytes(reader.entry(name)) for name in read)
@@ -52,14 +61,23 @@ def export(
         if progress_on is not None:
             add = held.enter_context(Progress(output.name, num_bytes, progress_on, time.monotonic)).add
         if is_safetensors:
+            if extra:
+                log.warning("safetensors files hold tensors alone: %s is left out", ", ".join(sorted(extra)))
+                extra = {}
             files.write_file(output, _safetensors(reader, names, add))
         else:
             temporary = output.with_name(f".{output.name}.tmp")
             held.callback(temporary.unlink, missing_ok=True)
             tensors = {name: _read(reader, reader.entry(name), add) for name in read}
-            torch.save({key: tensors[name] for key, name in names.items()}, temporary)  # tied ones have one storage
+            written = {key: tensors[name] for key, name in names.items()}  # tied ones have one storage
+            written |= {key: unflatten(spec, Whole(reader)) for key, spec in extra.items()}  # type: ignore[arg-type]
+            torch.save(written, temporary)
             os.replace(temporary, output)
-    return folder.path, len(names)
+    return folder.path, len(names) + len(extra)
+
+
+def _is_tensor(spec: Any) -> bool:
+    return isinstance(spec, dict) and "tensor" in spec
 
 
 def _num_bytes(entry: TensorEntry) -> int:
@@ -86,10 +104,12 @@ def _find(source: str | os.PathLike[str]) -> tuple[Folder, Manifest]:
     )
 
 
-def _weights(manifest: Manifest, module: str | None) -> dict[str, str]:
-    """The tensors of a module by the keys of its state dict."""
+def _weights(manifest: Manifest, module: str | None) -> tuple[dict[str, str], dict[str, Any]]:
+    """The tensors of a module by the keys of its state dict, and what it has of extra state by its keys."""
     try:
         by_module = _keys(manifest)
+        others = others_of_stages(manifest)
+        states = {name: _extra_state(others[name]) for name in others if is_extra_state(name)}
     except (KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(f"its manifest is invalid: {exc!r}") from exc
     if module is None and len(by_module) == 1:
@@ -97,9 +117,19 @@ def _weights(manifest: Manifest, module: str | None) -> dict[str, str]:
     if module not in by_module:
         raise CheckpointError(f"name one of the modules of the checkpoint: {', '.join(sorted(by_module))}")
     weights = by_module[module]
+    extra = {
+        name.removeprefix(module + EXTRA): spec for name, spec in states.items() if name.startswith(module + EXTRA)
+    }
     if all(short.startswith("module.") for short in weights):  # the wrapper of DistributedDataParallel
         weights = {short.removeprefix("module."): name for short, name in weights.items()}
-    return dict(sorted(weights.items()))
+        extra = {short.removeprefix("module."): spec for short, spec in extra.items()}
+    return dict(sorted(weights.items())), extra
+
+
+def _extra_state(spec: Any) -> Any:
+    """What `get_extra_state` has returned, in what was saved (REGISTERED-4)."""
+    ((_, state),) = spec["dict"]
+    return state
 
 
 def _keys(manifest: Manifest) -> dict[str, dict[str, str]]:

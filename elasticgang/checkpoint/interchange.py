@@ -15,6 +15,7 @@ import math
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,14 @@ _MAX_HEADER_BYTES = 100_000_000  # as the package safetensors has it
 _FETCH_BYTES = 16 << 20
 
 
-def load_weights(module: nn.Module, directory: str | os.PathLike[str], *, prefix: str = "") -> int:
+def load_weights(
+    module: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    partial: bool = False,
+    names: Callable[[str], str] | None = None,
+) -> int:
     """Load the parameters and persistent buffers of `module` from the safetensors files in `directory`, as
     `torch.distributed.checkpoint.HuggingFaceStorageWriter` writes them: whole tensors, or each rank's shards. Every
     rank calls it, before the first step, or in `manager.build`. It does not communicate. Returns the number of tensors.
@@ -45,6 +53,9 @@ def load_weights(module: nn.Module, directory: str | os.PathLike[str], *, prefix
     `module`: also one with DTensors, of which each rank reads its part. `directory`: also a URL of fsspec, such as
     `s3://bucket/weights`. What this rank needs of its files is fetched to a temporary directory (TMPDIR), and deleted
     again. `prefix`: comes before the module's names in the files; tensors of other names are then left alone.
+    `partial`: the module is a part of the model, such as a stage of a pipeline: what the files have besides is left
+    alone. `names`: returns the name in the files, without `prefix`, of a parameter or buffer from the one in `module`,
+    as of `manager.build`. The extra state of modules (`get_extra_state`) stays as it is.
 
     Raises:
         CheckpointError: a file cannot be read; or the files do not hold what the module has, the first difference of
@@ -58,10 +69,33 @@ def load_weights(module: nn.Module, directory: str | os.PathLike[str], *, prefix
     except ImportError as exc:
         raise NotSupportedError("this needs the package safetensors: pip install 'elasticgang[checkpoint]'") from exc
     with contextlib.ExitStack() as held:
-        return _load(module, os.fspath(directory), prefix, SafetensorError, held)
+        wanted = _wanted(module, prefix, names)
+        return _load(wanted, os.fspath(directory), prefix, partial, SafetensorError, held)
 
 
-def _load(module: nn.Module, directory: str, prefix: str, refused: type[Exception], held: contextlib.ExitStack) -> int:
+def _wanted(module: nn.Module, prefix: str, names: Callable[[str], str] | None) -> dict[str, Tensor]:
+    """The tensors of the module's state dict by their names in the files."""
+    wanted: dict[str, Tensor] = {}
+    for own, tensor in module.state_dict(keep_vars=True).items():
+        if own.rpartition(".")[2] == "_extra_state":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"the module's {own} is no tensor, and safetensors files hold nothing else")
+        name = prefix + (own if names is None else names(own))
+        if name in wanted:
+            raise ValueError(f"`names` must give each tensor a name of its own, but two have {name!r}")
+        wanted[name] = tensor
+    return wanted
+
+
+def _load(
+    wanted: dict[str, Tensor],
+    directory: str,
+    prefix: str,
+    partial: bool,
+    refused: type[Exception],
+    held: contextlib.ExitStack,
+) -> int:
     """`refused`: what the package safetensors raises."""
     try:
         if is_url(directory):
@@ -69,7 +103,7 @@ def _load(module: nn.Module, directory: str, prefix: str, refused: type[Exceptio
             reader: HuggingFaceStorageReader = _UrlReader(directory, Path(mirror))
         else:
             reader = HuggingFaceStorageReader(directory)
-        state = _matched(module, reader.read_metadata(), directory, prefix)
+        state = _matched(wanted, reader.read_metadata(), directory, prefix, partial)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no process group is used
             load(state, storage_reader=reader, no_dist=True)
@@ -126,21 +160,21 @@ class _UrlReader(HuggingFaceStorageReader):
                 made.write(buffer)
 
 
-def _matched(module: nn.Module, metadata: Metadata, directory: str, prefix: str) -> dict[str, Any]:
+def _matched(
+    wanted: dict[str, Tensor], metadata: Metadata, directory: str, prefix: str, partial: bool
+) -> dict[str, Any]:
     """What to load, by the names of the files (INTERCHANGE-1)."""
     saved = {name: each for name, each in metadata.state_dict_metadata.items() if name.startswith(prefix)}
     if not saved:
         start = f" whose names begin with {prefix!r}" if prefix else ""
         raise CheckpointError(f"{directory} has no safetensors files with tensors{start}")
     tied: dict[int, list[str]] = {}
-    wanted: dict[str, Tensor] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"the module's {name} is no tensor, and safetensors files hold nothing else")
-        wanted[prefix + name] = tensor
-        tied.setdefault(id(tensor), []).append(prefix + name)
-    if unknown := sorted(saved.keys() - wanted.keys()):
-        raise ModelMismatch(f"{unknown[0]} is in {directory}, and the module has none of that name")
+    for name, tensor in wanted.items():
+        tied.setdefault(id(tensor), []).append(name)
+    if not partial and (unknown := sorted(saved.keys() - wanted.keys())):
+        raise ModelMismatch(
+            f"{unknown[0]} is in {directory}, and the module has none of that name (`partial=True`: it is a part)"
+        )
     found: dict[str, Any] = {}
     for names in tied.values():
         present = [name for name in names if name in saved]

@@ -61,7 +61,7 @@ def state_of(reader: BlockReader, state: dict[str, Any], seated: Seated) -> tupl
         present_others = _without_unsaved_extra(set(saved.others), state["others"])
         _check_names("registered object", set(saved.others), present_others, has_all=has_all)
         read = {kind: _read_like(reader, state[kind], seated) for kind in ("parameters", "buffers")}
-        others = {name: unflatten(saved.others[name], _Whole(reader)) for name in sorted(present_others)}  # type: ignore[arg-type]
+        others = {name: unflatten(saved.others[name], Whole(reader)) for name in sorted(present_others)}  # type: ignore[arg-type]
         optimizers = {
             name: _Optimizer(reader, name, state, saved.optimizers[name], seated).read(has_all=has_all)
             for name in state["optimizers"]
@@ -106,7 +106,7 @@ def _without_unsaved_extra(saved: set[str], present: Iterable[str]) -> set[str]:
     return set(present)
 
 
-class _Whole:
+class Whole:
     """The tensors by name, for `unflatten`."""
 
     def __init__(self, reader: BlockReader) -> None:

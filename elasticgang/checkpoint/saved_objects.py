@@ -120,6 +120,20 @@ class SavedObjects:
                 found.rest.add(place, key, value)
 
 
+def others_of_stages(manifest: Manifest) -> Merged:
+    """The registered objects of one seat of each stage, with the names of tensors without axes.
+
+    Raises:
+        ModelMismatch: MERGE-1.
+        KeyError, TypeError, ValueError: the manifest is invalid.
+    """
+    found = Merged("the registered object")
+    for saved, objects in _seats_for(manifest, min(manifest.objects), MODEL_AXES):
+        for name, spec in _entries(objects["others"]).items():
+            found.add(saved, name, replace_names(spec, lambda each: without_axes(each, MODEL_AXES)))
+    return found
+
+
 def _seats_for(manifest: Manifest, place: str, other_axes: Collection[str]) -> Iterator[tuple[str, Any]]:
     """The objects of the seats with the coordinates of `place`, but along `other_axes`: one seat of each stage."""
     own = place.split("-")

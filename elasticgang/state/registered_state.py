@@ -5,7 +5,8 @@
 REGISTERED-1  Parameters and buffers are known by the names that they have in the whole model, in every rank and layout:
     those of the registered module, or what a function makes of these where a stage of a pipeline has others.
 REGISTERED-2  A module's state dict may have several keys for one tensor, and none for a buffer. Which tensor each key
-    is, in the names of REGISTERED-1, is found out when the module is registered, because a state dict may run hooks.
+    is, in the names of REGISTERED-1, is found out when the module is registered, because a state dict may run hooks. A
+    tensor that a hook has put in the place of another is the one with the same memory, or else of its key and shape.
 REGISTERED-3  A state that is received in place is in memory that no two of its tensors share.
 REGISTERED-4  What `get_extra_state` of a module returns is small state, as that of a registered object. The object is
     called by the module's key in the state dict of the whole model (REGISTERED-1), so that it finds its stage.
@@ -32,7 +33,8 @@ from elasticgang.state.serialization import flatten, unflatten
 log = logging.getLogger("elasticgang")
 
 _T = TypeVar("_T")
-_EXTRA = ":"  # between the name of a module and the key of an extra state in it
+_EXTRA_KEY = "_extra_state"
+EXTRA = ":"  # between the name of a module and the key of an extra state in it
 
 
 class Stateful(Protocol):
@@ -97,7 +99,7 @@ class RegisteredState:
     def unregister(self, names: Sequence[str]) -> None:
         """Forget the objects of these names."""
         for name in names:
-            for extra in [other for other in self._others if other.startswith(f"{name}{_EXTRA}")]:
+            for extra in [other for other in self._others if other.startswith(f"{name}{EXTRA}")]:
                 del self._others[extra]
             kinds = (self._modules, self._name_of, self._parameters, self._keys, self._optimizers, self._others)
             for objects in kinds:
@@ -132,19 +134,33 @@ class RegisteredState:
                     f"{key!r} of {name!r}, as get_extra_state returns it, must be made of tensors, numbers, strings, "
                     f"lists and dicts: {exc}"
                 ) from exc
-        return {f"{name}{_EXTRA}{key}": extra for key, extra in self._named(name, own.items()).items()}
+        return {f"{name}{EXTRA}{key}": extra for key, extra in self._named(name, own.items()).items()}
 
     def _keys_of(self, name: str, module: nn.Module) -> dict[str, str]:
         """REGISTERED-2. What is neither a parameter nor a buffer, such as extra state, has no name."""
         named: dict[str, torch.Tensor] = {**self._parameters[name], **self._named(name, module.named_buffers())}
-        names = {id(tensor): key for key, tensor in named.items()}
         name_of = self._name_of.get(name, str)
         try:
-            keys = {key: names.get(id(tensor)) for key, tensor in module.state_dict(keep_vars=True).items()}
+            found = module.state_dict(keep_vars=True)
         except Exception as exc:  # of a hook, for example one that communicates
             log.warning("an export of %r will have the names of its tensors: no state dict (%s)", name, exc)
             return {key: key for key in named}
-        return {name_of(key): known for key, known in keys.items() if known is not None}
+        names = {id(tensor): key for key, tensor in named.items()}
+        keys: dict[str, str] = {}
+        unknown = []
+        for own, item in found.items():
+            key = name_of(own)
+            if (known := names.get(id(item)) or _replaced(key, item, named)) is not None:
+                keys[key] = known
+            elif isinstance(item, Tensor) and own.rpartition(".")[2] != _EXTRA_KEY:
+                unknown.append(key)
+        if unknown:
+            log.warning(
+                "an export of %r will lack %s: a hook of its state dict makes that of no one tensor of the module",
+                name,
+                ", ".join(unknown),
+            )
+        return keys
 
     def is_registered(self, item: object) -> bool:
         kinds = (self._modules, self._optimizers, self._others)
@@ -308,7 +324,7 @@ class RegisteredState:
 
 def is_extra_state(name: str) -> bool:
     """Whether a registered object of this name is the extra state of a module (REGISTERED-4)."""
-    return _EXTRA in name
+    return EXTRA in name
 
 
 def _placed(state: dict[str, Any], optimizer: Any, writer: staging.Writer) -> dict[str, Any]:
@@ -345,6 +361,19 @@ class _Slot(NamedTuple):
     """Stands for a tensor that a peer has, by its number."""
 
     number: int
+
+
+def _replaced(key: str, item: Any, named: dict[str, Tensor]) -> str | None:
+    """REGISTERED-2. The name of the tensor for which `item` stands under `key` in a state dict."""
+    if not isinstance(item, Tensor):
+        return None
+    mine = local(item)
+    if mine.numel() and not mine.is_meta:
+        for name, tensor in named.items():
+            own = local(tensor)
+            if own.dtype == mine.dtype and own.device == mine.device and is_same_memory(own, mine):
+                return name
+    return key if key in named and named[key].shape == item.shape else None
 
 
 def _pair(offered: Any, own: Any, found: dict[int, Tensor]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import elasticgang as eg
+from elasticgang.checkpoint.export import export
 from elasticgang.checkpoint.saved_objects import ModelMismatch
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import SnapshotServer
@@ -142,3 +146,116 @@ def test_extra_state_that_cannot_be_sent_is_refused_at_once() -> None:
     server.unregister(["model"])
     server.register(model=Model())
     server.close()
+
+
+class WithTensor(Scaled):
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+def exported(directory: Path, name: str) -> dict[str, Any]:
+    export(directory, output := directory / name)
+    found: dict[str, Any] = load_file(output) if output.suffix == ".safetensors" else torch.load(output)
+    return found
+
+
+def saved(directory: Path, model: nn.Module) -> None:
+    rank = Rank(directory, model=model)
+    rank.enter(("a0",))
+    rank.train(10)
+    scale(model, 3.0)
+    rank.begin().close()
+
+
+# REGISTERED-4
+def test_an_export_for_torch_has_extra_state(tmp_path: Path) -> None:
+    saved(tmp_path, trained := Model())
+    loaded = Model()
+    loaded.load_state_dict(exported(tmp_path, "weights.pt"), strict=True)
+    assert extra(loaded) == extra(trained) != extra(Model())
+    assert torch.equal(loaded.layer.weight, trained.layer.weight)
+
+
+# REGISTERED-4
+def test_an_export_as_safetensors_has_the_extra_state_that_is_a_tensor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    model.inner = nn.Sequential(nn.Linear(2, 2), WithTensor())
+    saved(tmp_path, model)
+    found = exported(tmp_path, "weights.safetensors")
+    assert found.keys() == model.state_dict().keys() - {"layer._extra_state"}
+    assert torch.equal(found["inner.1._extra_state"], torch.full((2,), 3.0))
+    assert "safetensors files hold tensors alone: layer._extra_state is left out" in caplog.text
+
+
+# INTERCHANGE-1
+def test_weights_are_loaded_into_a_module_with_extra_state(tmp_path: Path) -> None:
+    saved(tmp_path, trained := Model())
+    (tmp_path / "out").mkdir()
+    export(tmp_path, tmp_path / "out" / "weights.safetensors")
+    model = Model()
+    eg.load_weights(model, tmp_path / "out")
+    assert torch.equal(model.layer.weight, trained.layer.weight)
+    assert extra(model) == extra(Model())
+
+
+class Replacing(nn.Module):
+    """Whose state dict has other tensors than the module, by a hook."""
+
+    running: Tensor
+
+    def __init__(self, change: Callable[[dict[str, Any]], object]) -> None:
+        super().__init__()
+        self.layer, self._change = nn.Linear(4, 2), change
+        self.register_buffer("running", torch.zeros(3))
+        self.register_state_dict_post_hook(lambda module, state, prefix, metadata: change(state))  # type: ignore[no-untyped-call]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layer(inputs).sum()
+        return output
+
+
+def renamed(state: dict[str, Any]) -> None:
+    state["kernel"] = state.pop("layer.weight").detach()
+
+
+def copied(state: dict[str, Any]) -> None:
+    state |= {key: tensor.detach().clone() for key, tensor in state.items()}
+
+
+def halved(state: dict[str, Any]) -> None:
+    state["layer.weight"] = state["layer.weight"].detach().half()
+
+
+def split(state: dict[str, Any]) -> None:
+    weight = state.pop("layer.weight")
+    state |= {"first": weight[:1], "second": weight[1:]}
+
+
+# REGISTERED-2
+@pytest.mark.parametrize(
+    ("change", "keys", "lost"),
+    [
+        (renamed, {"kernel": "layer.weight", "layer.bias": "layer.bias", "running": "running"}, ""),
+        (copied, {key: key for key in ("layer.weight", "layer.bias", "running")}, ""),
+        (halved, {key: key for key in ("layer.weight", "layer.bias", "running")}, ""),
+        (split, {"layer.bias": "layer.bias", "running": "running"}, "first, second"),
+    ],
+)
+def test_a_hook_that_replaces_tensors_loses_no_key_of_one_of_them(
+    change: Callable[[dict[str, Any]], object],
+    keys: dict[str, str],
+    lost: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved(tmp_path, model := Replacing(change))
+    found = exported(tmp_path, "weights.pt")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert found.keys() == keys.keys()
+    assert all(torch.equal(found[key], tensors[name]) for key, name in keys.items())
+    assert (f"an export of 'model' will lack {lost}: a hook" in caplog.text) == bool(lost)

@@ -111,6 +111,39 @@ def test_tied_weights_may_be_written_once(tmp_path: Path) -> None:
     assert other[1].weight is other[0].weight
 
 
+class Stage(nn.Module):
+    """Block 1 of two, which is number 0 here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({"0": nn.Linear(3, 3)})
+
+
+def blocks() -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return nn.ModuleDict({"blocks": nn.ModuleDict({str(number): nn.Linear(3, 3) for number in range(2)})}).state_dict()
+
+
+def in_model(name: str) -> str:
+    return name.replace("blocks.0.", "blocks.1.")
+
+
+# INTERCHANGE-1
+def test_a_stage_takes_its_part_of_a_whole_model(tmp_path: Path) -> None:
+    directory = whole(tmp_path, blocks())
+    stage = Stage()
+    assert eg.load_weights(stage, directory, partial=True, names=in_model) == 2
+    assert torch.equal(stage.get_parameter("blocks.0.weight"), blocks()["blocks.1.weight"])
+    eg.load_weights(stage, directory, partial=True)
+    assert torch.equal(stage.get_parameter("blocks.0.weight"), blocks()["blocks.0.weight"])
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.bias is in .* \(`partial=True`: it is a part\)"):
+        eg.load_weights(stage, directory, names=in_model)
+    with pytest.raises(CheckpointError, match=r"blocks\.7\.weight of the module is not in "):
+        eg.load_weights(stage, directory, partial=True, names=lambda name: name.replace("0", "7"))
+    with pytest.raises(ValueError, match="each tensor a name of its own, but two have 'same'"):
+        eg.load_weights(stage, directory, partial=True, names=lambda name: "same")
+
+
 def shorter(state: dict[str, Any]) -> None:
     state["norm.weight"] = state["norm.weight"][:2]
 
