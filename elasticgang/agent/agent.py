@@ -39,6 +39,7 @@ from elasticgang.agent.rank_processes import RankProcess, RankProcesses
 from elasticgang.agent.rank_rendezvous import RankRendezvous
 from elasticgang.errors import OperationalError
 from elasticgang.process.lease import Lease
+from elasticgang.process.priority import raise_priority
 from elasticgang.process.stop_signals import STOP_SIGNALS, release_stop_signals
 from elasticgang.progress import LongWork
 from elasticgang.protocol.agent_events import (
@@ -128,6 +129,7 @@ class Agent:
         for number in STOP_SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
         release_stop_signals()
+        raise_priority()
         self._supervisor.open()  # it imports torch while the agent connects
         self._gpus.start()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -18,6 +19,7 @@ from elasticgang.coordinator.server import ReservedPort
 from elasticgang.errors import OperationalError
 from elasticgang.observe.event_names import EventName
 from elasticgang.process.forkserver import ForkServerClient, Spawned
+from elasticgang.process.priority import raise_priority
 from elasticgang.protocol.record import Record
 from elasticgang.session.credentials import Credentials
 
@@ -108,6 +110,8 @@ class EmbeddedCoordinator:
         founds = self._callbacks.record is None
         spawned = await self._supervisor.fork(lambda server: self._launcher.start(server, founds), is_own=False)
         self._pid = spawned.pid
+        with contextlib.suppress(ProcessLookupError):  # `_on_death` will tell
+            raise_priority(spawned.pid)
         asyncio.get_running_loop().add_reader(spawned.pidfd, self._on_death, spawned.pidfd)
 
     def kill(self) -> None:

@@ -73,7 +73,7 @@ KNOWS: dict[str, tuple[str, ...]] = {
 # What one room may take from another alone, where the arrow is no more than that.
 ONLY = {
     ("gang", "comm"): ("elasticgang.comm.torch_backend",),
-    ("launch", "process"): ("elasticgang.process.stop_signals",),
+    ("launch", "process"): ("elasticgang.process.priority", "elasticgang.process.stop_signals"),
     ("checkpoint", "process"): ("elasticgang.process.parent_death",),
 }
 

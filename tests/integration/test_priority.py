@@ -1,0 +1,96 @@
+"""The priority of agents and coordinators: their loop's, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elasticgang.process.priority import NICENESS
+from tests.chaos.several import Coordinator
+from tests.chaos.training_scripts import training
+from tests.support import Job
+
+RAISED = """
+import os, subprocess, sys, threading
+from elasticgang.process.priority import raise_priority
+{before}
+raise_priority()
+seen = [os.getpriority(os.PRIO_PROCESS, 0)]
+thread = threading.Thread(target=lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+thread.start()
+thread.join()
+asked = "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"
+seen.append(int(subprocess.check_output([sys.executable, "-c", asked])))
+if os.fork() == 0:
+    os._exit(os.getpriority(os.PRIO_PROCESS, 0))
+seen.append(os.waitstatus_to_exitcode(os.wait()[1]))
+print(seen)
+"""
+
+
+def priorities(before: str = "", prefix: Sequence[str] = ()) -> list[int]:
+    """Of a process's first thread, another thread, a program that it starts, and a process that it forks."""
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", RAISED.format(before=before)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return [int(word) for word in done.stdout.strip()[1:-1].split(",")]
+
+
+def may_lower() -> bool:
+    lowered = "import os; os.setpriority(os.PRIO_PROCESS, 0, -10)"
+    return subprocess.run([sys.executable, "-c", lowered], capture_output=True, timeout=60).returncode == 0
+
+
+needs_the_right = pytest.mark.skipif(not may_lower(), reason="needs the right to lower its niceness")
+
+
+# PRIORITY-OWN
+@needs_the_right
+def test_only_the_thread_that_asks_has_the_priority() -> None:
+    assert priorities() == [NICENESS, 0, 0, 0]
+
+
+# PRIORITY-USER
+def test_what_the_user_chose_is_kept() -> None:
+    assert priorities("os.setpriority(os.PRIO_PROCESS, 0, 5)")[:2] == [5, 5]
+    chosen = "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))"
+    assert priorities(chosen) == [0, 0, 0, 0]
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="needs `setpriv`")
+def test_without_the_right_nothing_fails() -> None:
+    dropped = [] if os.geteuid() else ["setpriv", "--bounding-set", "-sys_nice"]
+    assert priorities(prefix=dropped) == [0, 0, 0, 0]
+
+
+@needs_the_right
+@pytest.mark.timeout(240)
+def test_coordinators_and_agents_have_it_and_the_ranks_have_not(tmp_path: Path) -> None:
+    path = training(tmp_path, steps=100_000, body='time.sleep(0.01); (here / f"at-{rank}").write_text("1\\n")')
+    with Coordinator(tmp_path / "apart") as apart:
+        assert apart.address
+        assert os.getpriority(os.PRIO_PROCESS, apart.process.pid) == NICENESS
+    with Job(tmp_path, path) as job:
+        job.expect_file(tmp_path / "at-0")
+        found = {process.name(): process for process in job.processes()}
+        raised = {found.pop("eg-coordinator").pid, job.process.pid}
+        assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in raised] == [NICENESS, NICENESS]
+        others = [process for process in found.values() if process.pid not in raised]
+        assert "eg-rank-0" in {process.name() for process in others}
+        assert min(niceness for process in others for niceness in thread_niceness(process)) >= 0
+
+
+def thread_niceness(process: psutil.Process) -> set[int]:
+    return {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()}
