@@ -12,6 +12,8 @@ SERVE-FORGET   An abandoned job (ABANDON) is removed from memory at once if the 
                server knows no record of it. Without a directory, the server remembers only the outcome of the last
                `MAX_ENDED` jobs that have finished or are lost, and removes other abandoned jobs once it leads
                `MAX_JOBS`.
+SERVE-NEW      The state directory has no file of a job before its first decision: whoever holds the secret may name
+               any number of jobs, and each file costs the event loop the time of two fsyncs.
 SERVE-KEYS     In office, agents of the newest record exchange the rendezvous keys of its generation until it is over.
                An agent without a seat in it may not put a key. Out of office, keys are dropped: agents send all of
                them again to a coordinator that takes office.
@@ -284,7 +286,7 @@ class CoordinatorServer:
                 timeouts=self._options.timeouts,
                 everywhere=self._is_everywhere,
             )
-            if directory is not None:
+            if directory is not None and kept != Kept():  # SERVE-NEW
                 directory.write(name, Kept(state.term, kept.decision, kept.finished, state.addresses))
             if name in self._ended:
                 state.finished, state.unrecoverable = self._ended.pop(name)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 _MAX_LINE = 1 << 16
+_MAX_OWN_LINES = 1 << 13
 _CLOSE_TIMEOUT_S = 1.0
 _NUM_LAST_LINES = 50  # of each rank, for the file of an incident
 _MAX_LAST_LINE = 1 << 11
@@ -55,7 +56,8 @@ class PrefixedOutput:
         self._stderr.when_read(local_rank, lambda: self._stdout.when_read(local_rank, callback))
 
     def write_line(self, line: str) -> None:
-        """Write a line of the agent's own to stderr. Never blocks."""
+        """Write a line of this process's own to stderr. Never blocks; the oldest of `_MAX_OWN_LINES` that wait are
+        dropped."""
         self._stderr.write_line(line)
 
     def close(self) -> None:
@@ -85,7 +87,7 @@ class _Stream:
     def __init__(self, name: str, target: BinaryIO, steps: dict[int, Callable[[], int]]) -> None:
         self._target = target
         self._steps = steps
-        self._own_lines: deque[str] = deque()
+        self._own_lines: deque[str] = deque(maxlen=_MAX_OWN_LINES)
         self._readers: deque[tuple[int, Callable[[], None]]] = deque()  # of `when_read`
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()

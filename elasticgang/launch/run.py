@@ -22,6 +22,7 @@ from elasticgang.checkpoint.locations import is_url
 from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
+from elasticgang.process.priority import raise_priority
 from elasticgang.process.stop_signals import release_stop_signals
 from elasticgang.session.credentials import Credentials
 from elasticgang.watch import registry, serving
@@ -154,18 +155,23 @@ def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         release_stop_signals()
+        raise_priority()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
 
     def listening(address: str) -> None:
         print(f"coordinator listening on {address}", flush=True)
 
+    output = PrefixedOutput()  # a blocked reader of the log blocks no heartbeat
+
     def log(line: str) -> None:
-        print(f"coordinator: {line}", file=sys.stderr, flush=True)
+        output.write_line(f"coordinator: {line}")
 
     try:
         asyncio.run(run())
     except OperationalError as exc:
-        print(f"elasticgang: error: {exc}", file=sys.stderr)
+        output.write_line(f"elasticgang: error: {exc}")
         return 2
+    finally:
+        output.close()
     return 0

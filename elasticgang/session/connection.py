@@ -8,6 +8,8 @@ CONN-ALIVE     A client whose peer's kernel has not answered for `ALIVE_S` close
                while much is sent to it is: the kernel counts a full window as no answer.
 CONN-UNREAD    A connection whose peer leaves more than `MAX_UNSENT_BYTES` unread is closed.
 CONN-BOUND     A frame has at most `MAX_HANDSHAKE_BYTES` during the handshake, and at most `max_bytes` after it.
+CONN-TURN      What came on one connection is handled for `TURN_S` at a time. Until all of it is, nothing more is read
+               from it, and every other connection has its turns.
 CONN-LINGER    Who closes a connection goes on reading, and drops what it reads, until the peer has closed its end too,
                for `LINGER_S` at most. Otherwise what the peer sends meanwhile resets the connection, and asyncio,
                which then stops reading there, loses the last messages.
@@ -20,6 +22,7 @@ import asyncio
 import secrets
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -40,6 +43,7 @@ from elasticgang.session.tls import TlsStream, explain, looks_like_tls, name_to_
 HANDSHAKE_S = 40.0
 ALIVE_S = 5
 LINGER_S = 1.0
+TURN_S = 0.01
 MAX_UNSENT_BYTES = 32 << 20
 
 _PROBES = 3
@@ -172,6 +176,11 @@ class Connection(asyncio.Protocol):
             self.abort(f"{self._PEER} speaks TLS, and this end does not: both ends need `--tls-cert`, or neither")
             return
         self._has_data = True
+        self._handle(data)
+
+    def _handle(self, data: bytes) -> None:
+        """Handle the frames that are complete with `data` (CONN-TURN)."""
+        until_s = time.monotonic() + TURN_S
         try:
             self._take(data)
             while not self._is_over() and (body := self._buffer.next()) is not None:
@@ -179,10 +188,24 @@ class Connection(asyncio.Protocol):
                     self._shake_hands(body)
                 else:
                     self._user.received(self, self._reader.payload(body))
+                if time.monotonic() > until_s:
+                    self._pause()
+                    return
         except ssl.SSLError as error:
             self._end_tls(error)
         except WireError as error:
             self.abort(str(error))
+
+    def _pause(self) -> None:
+        if not self._is_over() and self._transport is not None:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._resume)
+
+    def _resume(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()  # also if it lingers (CONN-LINGER)
+        if not self._is_over():
+            self._handle(b"")
 
     def _take(self, data: bytes) -> None:
         """CONN-TLS"""

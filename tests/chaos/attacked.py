@@ -147,7 +147,10 @@ class AttackedJob:
         self._stack = contextlib.ExitStack()
         self._options = secret_options(directory)
         self.secret = (directory / "secret").read_bytes()
-        self.coordinator = self._stack.enter_context(Coordinator(directory / "coordinator", credentials=self._options))
+        self.coordinator = self._stack.enter_context(
+            Coordinator(directory / "coordinator", state=True, credentials=self._options)
+        )
+        self.state_directory = directory / "coordinator" / "state"
         self.port = self.coordinator.port
         self.relay = Relay(self.port)
         self._stack.callback(self.relay.close)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import resource
 import socket
 import struct
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from elasticgang.coordinator.decision_server import MAX_JOBS
 from elasticgang.protocol.coordinator_messages import (
+    JOB_TIMEOUTS,
     Decision,
     EndGeneration,
+    Heartbeat,
     Hello,
     KnownDecision,
     PeerMessage,
@@ -22,7 +32,9 @@ from elasticgang.protocol.record import PROTOCOL
 from elasticgang.protocol.rendezvous_keys import Key, RendezvousKeys
 from elasticgang.session.frames import FrameWriter, body_frame
 from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity
+from elasticgang.session.messages import encode
 from tests.chaos.attacked import JOB_ID, AttackedJob, Session, close_all, connect, until_closed
+from tests.chaos.several import secret_options
 from tests.integration.test_rank_rendezvous import record_of
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,6 +42,7 @@ pytestmark = pytest.mark.timeout(600)
 MB = 1 << 20
 TIMES = 20
 NUM_HALF_OPEN = 10_000
+NUM_HEARTBEATS = 100_000
 TWO_GB = struct.pack("!I", 2 << 30)
 
 
@@ -171,6 +184,67 @@ def test_a_holder_of_the_secret_in_another_job_reaches_nobody(job: AttackedJob) 
 
 
 # CONN-UNREAD
+# SERVE-NEW
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_holder_of_the_secret_names_two_thousand_jobs(job: AttackedJob) -> None:
+    """More than the coordinator leads at once, most of them at the same time; the disk keeps nothing of them."""
+    files = sorted(job.state_directory.iterdir())
+    opened: list[socket.socket] = []
+    with job.unharmed(64 * MB):
+        try:
+            for number in range(2 * MAX_JOBS):
+                session = job.session(job=f"nobody's job {number}")
+                opened.append(session.sock)
+                with contextlib.suppress(ConnectionError):  # it leads `MAX_JOBS` already
+                    session.send(Hello("stranger", "incarnation", 1))
+            job.make_steps()
+            assert len(job.logged(f"the coordinator leads {MAX_JOBS} jobs already")) == 1
+        finally:
+            close_all(opened)
+    assert sorted(job.state_directory.iterdir()) == files
+
+
+def test_a_holder_of_the_secret_sends_heartbeats_without_a_pause(job: AttackedJob) -> None:
+    """Another session is answered meanwhile, before an agent would give up."""
+    with job.unharmed(32 * MB):
+        flooding, other = (say_hello(job, "another job", name) for name in ("flooding", "other"))
+        frames = [flooding.writer.frame(encode(Heartbeat(number))) for number in range(1, NUM_HEARTBEATS + 1)]
+        threads = [
+            threading.Thread(target=flooding.sock.sendall, args=(b"".join(frames),)),
+            threading.Thread(target=lambda: [flooding.receive() for _ in frames]),
+        ]
+        for thread in threads:
+            thread.start()
+        waits: list[float] = []
+        while threads[1].is_alive():
+            sent_s = time.monotonic()
+            other.send(Heartbeat(len(waits) + 1))
+            other.receive()
+            waits.append(time.monotonic() - sent_s)
+        print(f"{len(waits)} answers, the last after {max(waits):.3f} s")
+        assert max(waits) < JOB_TIMEOUTS.answer_s
+        close_all([flooding.sock, other.sock])
+
+
+def test_a_log_that_nobody_reads_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """A stranger has it filled, with a reason of its own for each connection."""
+    command = [sys.executable, "-m", "elasticgang", "coordinator", "--port", "0", *secret_options(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as coordinator:
+        try:
+            assert coordinator.stdout is not None
+            assert coordinator.stderr is not None
+            fcntl.fcntl(coordinator.stderr, fcntl.F_SETPIPE_SZ, 4096)
+            port = int(coordinator.stdout.readline().rpartition(":")[2])
+            for number in range(200):  # of 100 bytes and more
+                until_closed(connect(port, struct.pack("!I", (1 << 30) + number)))
+            session = Session(port, (tmp_path / "secret").read_bytes(), AGENT, JOB_ID)
+            session.send(Hello("a", "incarnation", 1))
+            assert b"Welcome" in session.receive()
+            session.sock.close()
+        finally:
+            coordinator.kill()
+
+
 def test_a_slow_reader_is_cut_off(job: AttackedJob) -> None:
     with job.unharmed(96 * MB):
         reader, writer = (say_hello(job, "a slow job", name) for name in ("reader", "writer"))

@@ -271,6 +271,28 @@ def test_others_have_their_turn_while_many_connections_are_accepted(monkeypatch:
     serve(test)
 
 
+# CONN-TURN
+def test_others_have_their_turn_while_one_session_sends_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "TURN_S", 0.0)
+    num = 200
+
+    async def test(echo: Echo) -> None:
+        _, writer, keys = await shake_by_hand(echo)
+        frames = FrameWriter(keys.to_server)
+        writer.write(b"".join(frames.frame(b"%d" % number) for number in range(num)))
+        received: list[bytes] = []
+        monkeypatch.setattr(Echo, "received", lambda echo, connection, payload: received.append(payload))
+        most = before = 0
+        while before < num:
+            await asyncio.sleep(0)  # a turn of the loop
+            most, before = max(most, len(received) - before), len(received)
+        assert most == 1
+        assert received == [b"%d" % number for number in range(num)]
+        writer.close()
+
+    serve(test)
+
+
 def test_a_connection_that_is_ended_before_it_is_made_is_noted_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "ACCEPT_S", DEADLINE_S)
     monkeypatch.setattr(listeners, "MAX_PENDING", 2)
