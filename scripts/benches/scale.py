@@ -186,8 +186,10 @@ def decisions(num_hosts: int, args: argparse.Namespace) -> Iterator[dict[str, An
             used_s += time.process_time() - began_s
             if number == 0 or change == job.restart:
                 continue
+            gc.collect()
+            gc.freeze()  # an agent and a rank have none of the coordinator's objects to look through
+            gc.set_threshold(*_DEFAULT_GC)
             began_s = time.process_time()
-            gc.set_threshold(*_DEFAULT_GC)  # as in an agent and a rank
             known = decode_from_coordinator(payload, parent)
             assert isinstance(known, m.Push)
             text = known.decision.record.text
@@ -198,6 +200,7 @@ def decisions(num_hosts: int, args: argparse.Namespace) -> Iterator[dict[str, An
             record.plan.coordinates(record.seats[0].member)
             read.append(time.process_time() - began_s)
             collect_rarely()
+            gc.unfreeze()
             changed.append(used_s)
             num_bytes.append(len(payload))
     yield {"figure": "change", "cpu_ms": _ms(changed), "sent_bytes": round(statistics.median(num_bytes))}

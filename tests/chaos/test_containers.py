@@ -46,6 +46,7 @@ def test_containers_are_killed_cut_off_and_come_back(tmp_path: Path, alone: str)
         assert generation_of(first, 5)["ranks"] == [0, 0, 1, 1]
 
 
+# CONTROL-6
 @pytest.mark.parametrize("is_fenced", [False, True])
 def test_a_container_comes_back_at_another_address(tmp_path: Path, alone: str, is_fenced: bool) -> None:
     """As podman gives it one when it is connected again: before its lease ends, or after."""
