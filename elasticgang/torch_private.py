@@ -76,18 +76,22 @@ def reduce_scatter_single(pg: Any, output: Tensor, input: Tensor, options: Any) 
     return pg._reduce_scatter_base(output, input, options)
 
 
-def new_gloo(store: Any, rank: int, size: int, timeout: timedelta, host: str | None, *, lazy: bool = False) -> Any:
-    """Gloo's backend with its own timeout, on the interface with the address `host` (None: Gloo chooses). The public
-    constructor takes no interface. `lazy`: two ranks connect when they first exchange something, until when they need
-    `store`, which the caller must keep."""
+def gloo_device(host: str | None, *, lazy: bool = False) -> Any:
+    """A listening socket on the interface with the address `host` (None: Gloo chooses), and a thread. `lazy`: two ranks
+    of its groups connect when they first exchange something, until when they need their store, which the caller must
+    keep."""
+    gloo: Any = _c10d.ProcessGroupGloo
+    if host is None:
+        return gloo.create_default_device(lazy_init=lazy)
+    return gloo.create_device(hostname=host, lazy_init=lazy)
+
+
+def new_gloo(store: Any, rank: int, size: int, timeout: timedelta, device: Any) -> Any:
+    """Gloo's backend with its own timeout, on a `gloo_device`. The public constructor takes no interface."""
     gloo: Any = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = [
-        gloo.create_default_device(lazy_init=lazy)
-        if host is None
-        else gloo.create_device(hostname=host, lazy_init=lazy)
-    ]
+    options._devices = [device]
     return gloo(store, rank, size, options)
 
 

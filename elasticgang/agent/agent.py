@@ -310,9 +310,9 @@ class Agent:
             case Abort(members, generation, reason, is_effect):
                 self._changes.incidents.ending(generation, self._ranks.all())  # INCIDENT-1
                 self._changes.reporter.caused(reason, "abort", time.monotonic(), is_effect=is_effect)
-                self._rendezvous.end(generation)
-                self._ranks.send(members, "abort", generation=generation, reason=reason)
+                self._ranks.abort(members, generation, reason)
                 self._control_plane.broadcast_over(generation, reason, is_effect=is_effect)
+                self._rendezvous.end(generation)
             case AnnounceJoin(members, generation):
                 self._changes.reporter.caused("a rank waits to join", "join", time.monotonic())
                 self._ranks.send(members, "join", generation=generation)

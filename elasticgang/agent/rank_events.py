@@ -117,6 +117,7 @@ class RankEvents:
     def on_exit_began(self, rank: RankProcess, began_at: float) -> None:
         if not self._lifecycle.state.takes_part(rank.member):
             return
+        rank.lower_priority()
         self._events.write("exit_began", member=rank.member, local_rank=rank.local_rank, monotonic=began_at)
         if self._has_seat(rank.member):
             cause = f"rank {rank.local_rank} died"

@@ -101,9 +101,10 @@ class RankRendezvous:
         """The keys of that generation, and of older ones, are dropped; whoever waits for one is told so."""
         if self._members and self._generation <= generation:
             over = framing.pack("over", prefix=self._exchange.prefix)
+            waiting = [party for party in self._exchange.parties() if party is not _COORDINATOR]
             self._members, self._exchange = frozenset(), KeyExchange("")
             self._forget_unsent()
-            for connection in list(self._connections):
+            for connection in waiting:  # a standby waits for no key
                 connection.send(over)
 
     def _forget_unsent(self) -> None:

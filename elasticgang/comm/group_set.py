@@ -47,6 +47,7 @@ class Configuration:
         self.has_died = False  # the process died by itself, before or during `connect`
         self._on_stuck = on_stuck
         self._is_left = False
+        self._has_error = threading.Event()
         self._lock = threading.Lock()
         present = weakref.ref(self)
 
@@ -90,8 +91,14 @@ class Configuration:
                 return
             is_first, self.error = self.error is None, self.error or error
             self.comm.kill(error, halt=halt)
+        self._has_error.set()
         if is_first and self.on_end is not None:
             self.on_end(error)
+
+    def wait_error(self, timeout: float) -> GangError | None:
+        """The error with which the configuration has ended, or ends within `timeout` seconds."""
+        self._has_error.wait(timeout)
+        return self.error
 
     def fail(self, error: GangError) -> None:
         """`kill`, and wait until every work has ended. No caller's tensor is accessed after that.

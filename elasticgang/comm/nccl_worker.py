@@ -63,6 +63,9 @@ class NCCLWorker(Worker):
     def _create(self, store: Store, group: dict[str, Any], timeout: timedelta) -> Any:
         return self._cuda.new_group(store, group["rank"], group["size"], self._device, timeout)
 
+    def _warm_up(self) -> None:
+        """Does nothing: its groups are of NCCL."""
+
     def _handshake(self, group: Any) -> None:
         """Does nothing: `new_group` has connected."""
 

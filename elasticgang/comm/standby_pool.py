@@ -3,6 +3,8 @@
 STANDBY-1  Comm processes start on a separate thread. Only `take` waits for one.
 STANDBY-2  A process without an agent starts one fork server with its first comm process. The fork server exits with
     that process.
+STANDBY-3  Where a rank that has died is restarted, the next standby starts `STANDBY_S` after one was taken: until then
+    the rank that starts needs the fork server and the cores.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from elasticgang.process.forkserver import ForkServer, ForkServerClient
 PRELOAD = ("torch", "torch.distributed", "elasticgang.comm.worker")
 _MAX_STARTS = 20
 CLOSE_TIMEOUT_S = 5.0
+STANDBY_S = 0.3
 
 
 class StandbyPool:
@@ -37,6 +40,7 @@ class StandbyPool:
         """`start` begins to start a process; the future completes when that is ready."""
         self._start = start
         self._standby: Future[CommProcess] | None = start()
+        self._taken_s = 0.0
 
     def take(self, timeout: float | None = None) -> CommProcess:
         """Wait for the standby and return it. A dead one is replaced.
@@ -62,7 +66,7 @@ class StandbyPool:
                 if is_new:
                     raise
                 continue  # an earlier start failed; try again now
-            self._standby = None
+            self._standby, self._taken_s = None, time.monotonic()
             if not (comm.ended or comm.has_died):
                 return comm
             comm.close()
@@ -72,6 +76,11 @@ class StandbyPool:
         """Begin to start a standby if there is none."""
         if self._standby is None:
             self._standby = self._start()
+
+    def prepare_when_due(self) -> None:
+        """`prepare`, unless it is too early (STANDBY-3)."""
+        if time.monotonic() >= self._taken_s + STANDBY_S:
+            self.prepare()
 
     def wait_standby(self, timeout: float) -> CommProcess:
         """The standby, once it is ready; it stays the standby. Raises as `take`."""

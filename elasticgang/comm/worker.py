@@ -10,6 +10,9 @@ WORKER-5  Two ranks of a group of more than `EAGER_SIZE` connect when they first
     the keys that they then need: of the 496 pairs of 32 ranks, a ring and a tree use few.
 WORKER-6  Tags of messages count from the largest downwards. The messages of Gloo's monitored barrier have the number of
     the collective as their tag, from 0 upwards; one under the same tag would take the place of the other.
+WORKER-7  A process that has had nothing to do for `WARM_UP_S` makes a group with itself, and reduces something in it.
+    It is forked, so that its first use of any code and memory costs a page fault: 600 of them in its first groups,
+    which a standby makes while the cores are needed for a recovery. Commands do not wait for that.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from elasticgang.collectives.collective import BitwiseOperation, Collective, ReduceOperation
 from elasticgang.collectives.table import TABLE, Step
@@ -38,7 +41,7 @@ from elasticgang.comm.agent_store import AgentStore, AgentStoreClient
 from elasticgang.comm.arena import bytes_as, map_memory
 from elasticgang.process.parent_death import signal_at_parent_death
 from elasticgang.process.status_page import PULSE_MS, CommBlock, StatusPage
-from elasticgang.torch_private import new_gloo
+from elasticgang.torch_private import gloo_device, new_gloo
 
 _MAX_MESSAGE = 1 << 17
 MAX_FDS = 253  # the limit of one message
@@ -55,6 +58,9 @@ _MAX_TEXT = 4096
 _MAX_TAG = (1 << 31) - 1
 _PROBE_TIMEOUT_S = 2.0
 EAGER_SIZE = 8  # up to here connecting all pairs is as fast
+WARM_UP_S = 0.3
+_WARM_UP_TIMEOUT = timedelta(seconds=10)
+_WARM_UP_NUMBERS = 1024
 
 _OPERATIONS: dict[str, ReduceOperation | BitwiseOperation] = {
     op.name: op for op in (*ReduceOperation, *BitwiseOperation)
@@ -156,6 +162,7 @@ class Worker:
         self._buffer = bytearray(_MAX_MESSAGE)
         self._slabs: dict[int, Tensor] = {}
         self._groups: dict[str, Any] = {}
+        self._devices: list[Any] = []  # of Gloo, without a group
         self._lazy_stores: list[Store] = []  # of these groups: Gloo alone would not keep a Python object
         self._prepared: dict[bytes, tuple[str, Collective]] = {}
         self._pool = ThreadPoolExecutor(_MAX_THREADS)  # each task may block, so each gets a thread
@@ -171,6 +178,10 @@ class Worker:
         self._send({"ready": True})
 
     def serve(self) -> None:
+        first = select.poll()
+        first.register(self._sock, select.POLLIN)
+        if not first.poll(WARM_UP_S * 1000):
+            self._pool.submit(self._warm_up)
         while True:
             length, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], _ANCILLARY_BYTES)
             data = self._buffer[:length]
@@ -198,6 +209,20 @@ class Worker:
                 self._pool.submit(self._groups.pop, command["name"], None)
             else:
                 self._learn(command)
+
+    def _warm_up(self) -> None:
+        """WORKER-7. What fails here fails again, and is told, where it is needed."""
+        store, devices = HashStore(), [gloo_device(self._host) for _ in range(2)]
+        other = self._pool.submit(new_gloo, store, 1, 2, _WARM_UP_TIMEOUT, devices[1])
+        groups = [new_gloo(store, 0, 2, _WARM_UP_TIMEOUT, devices[0]), other.result()]
+        works = []
+        for group in groups:
+            numbers = torch.zeros(_WARM_UP_NUMBERS, device="cpu")
+            collective = Collective("all_reduce", (numbers,), (numbers,))
+            works.append(TABLE[collective.call].issue(group, collective)[0])
+        for work in works:
+            work.get_future().wait()
+        self._devices += devices
 
     def _learn(self, command: dict[str, Any]) -> None:
         """Handle a command of a subclass."""
@@ -282,7 +307,11 @@ class Worker:
         lazy = isinstance(store, AgentStore) and group["size"] > EAGER_SIZE  # WORKER-5
         if lazy:
             self._lazy_stores.append(store)
-        return new_gloo(store, group["rank"], group["size"], timeout, self._host, lazy=lazy)
+        try:
+            device = gloo_device(self._host, lazy=True) if lazy else self._devices.pop()
+        except IndexError:
+            device = gloo_device(self._host)
+        return new_gloo(store, group["rank"], group["size"], timeout, device)
 
     def _close(self, command: dict[str, Any]) -> None:
         """Drop the groups. They have no pending works (otherwise the rank kills this process), so they access no

@@ -239,7 +239,7 @@ class ElasticRendezvous:
                 assert self._generation is not None
                 self._link.send("healed", generation=self._generation.record.generation)
             case do.ReportCommitted(attempt, announces):
-                self._groups.prepare()  # not before the first commit: the survivors need the cores for that
+                self._groups.prepare_when_due()  # nor before the first commit: the survivors need the cores for that
                 self.page.commit(*attempt)
                 if announces:
                     self._link.send("committed", step=attempt.step, generation=attempt.generation)

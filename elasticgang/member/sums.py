@@ -10,6 +10,8 @@ SUMS-2  Every rank gets the same sums, bit by bit: the numbers of a host are add
     the hosts as in EXCHANGE-1.
 SUMS-3  The first error of the generation on any rank of a host ends the waits of all its ranks (BLOCK-4). Every wait
     has the deadline of a collective.
+    A rank whose wait another one has ended waits up to `NOTICE_S` for the agent's notice, which is on its way: a comm
+    process that a notice ends is halted and need not be killed (RENDEZVOUS-3).
 SUMS-4  The hang detector sees a sum as a collective of all ranks. A rank counts it after it has published its numbers:
     one that stops before is the one that the others wait for.
 SUMS-5  A rank that should have a block and has none does not enter the generation: it ends it after `NO_MEMORY_S`, so
@@ -37,6 +39,7 @@ from elasticgang.protocol.sum_route import SumRoute
 from elasticgang.testing import reached
 
 NO_MEMORY_S = 1.0
+NOTICE_S = 0.02
 _PART = MAX_VALUES - 2  # numbers
 
 
@@ -169,7 +172,8 @@ class Sums:
         try:
             return block.read(row, self._number, deadline_s)
         except SumBlockEnded:
-            raise self._groups.error or PeerLostError("another rank of this host has ended the generation") from None
+            why = "another rank of this host has ended the generation"
+            raise self._groups.wait_error(NOTICE_S) or PeerLostError(why) from None
         except TimeoutError:
             local = self._route.local
             late = (

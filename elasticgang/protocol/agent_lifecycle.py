@@ -6,8 +6,9 @@ executes every instruction, and hands in `TimePassed` at `deadline_s`.
 
 LIFE-1  Ranks are forked one at a time. No fork begins after the job has finished on this host or a signal has arrived.
 LIFE-2  If a fork of the first start fails, the agent exits. It repeats later ones, within the agent state's budget.
-LIFE-3  A restart waits until a survivor has entered the next generation, `ENTER_TIMEOUT_S` at most: a start takes the
-        cores that the survivors need. Then it waits for the delay of the agent state.
+LIFE-3  A restart waits until a survivor has entered the next generation, `ENTER_TIMEOUT_S` at most, and then until the
+        first commit there, `COMMIT_TIMEOUT_S` at most: a start takes the cores that the survivors need. Then it waits
+        for the delay of the agent state.
 LIFE-4  The agent kills a retired member that has not exited after `RETIRE_TIMEOUT_S`, at once if it never requested a
         record; and a member whose script has raised and that has not exited after `EXIT_TIMEOUT_S`.
 LIFE-5  The first SIGTERM drains, if other agents go on. Another signal, or a second one, stops the ranks. The agent
@@ -68,6 +69,7 @@ from elasticgang.protocol.restarts import Restarts
 
 START_TIMEOUT_S = 60.0
 ENTER_TIMEOUT_S = 0.5
+COMMIT_TIMEOUT_S = 0.05
 DEVICE_POLL_S = 0.05
 RETIRE_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 10.0  # after an exception
@@ -99,7 +101,8 @@ class _Phase(enum.Enum):
 
 @dataclass
 class _Delayed:
-    """A restart at `at_s`; once a survivor has entered, at most `delay_s` after that."""
+    """A restart at `at_s`, which comes nearer when a survivor enters, and when it commits (LIFE-3). `delay_s`: after
+    it has waited for survivors."""
 
     at_s: float
     delay_s: float
@@ -127,6 +130,7 @@ class AgentLifecycle:
         self._to_start: deque[int] = deque()
         self._delayed: dict[int, _Delayed] = {}
         self._has_entered = False  # whether a survivor has entered since the last abort
+        self._has_committed = False  # and has committed a step
         self._has_started_all = False  # whether the first start of all ranks is complete
         self._start_expires_s: float | None = None
         self._kill_at_s: dict[str, float] = {}
@@ -197,7 +201,10 @@ class AgentLifecycle:
     def handle(self, event: AgentEvent, now_s: float) -> list[AgentInstruction]:
         self._now_s = now_s
         if isinstance(event, Committed):
-            return [] if self._is_fenced else list(self.state.handle(event))
+            if self._is_fenced:
+                return []
+            self._survivor_committed(event)
+            return list(self.state.handle(event))
         if self._phase is _Phase.EXITED:
             return []
         done = self._on(event)
@@ -262,9 +269,8 @@ class AgentLifecycle:
         for instruction in instructions:
             match instruction:
                 case Restart(local_rank, delay_s):
-                    settle_s = 0.0 if self._has_entered else ENTER_TIMEOUT_S
                     self._delayed[local_rank] = _Delayed(
-                        self._now_s + settle_s + delay_s, delay_s, not self._has_entered
+                        self._now_s + self._settle_s + delay_s, delay_s, not self._has_committed
                     )
                 case RetireMembers(members, reason):
                     done += self._retire(members, reason)
@@ -274,7 +280,7 @@ class AgentLifecycle:
                     return [*done, instruction, *self._exit(self._code)]
                 case _:
                     if isinstance(instruction, Abort):
-                        self._has_entered = False
+                        self._has_entered = self._has_committed = False
                     done.append(instruction)
         return done
 
@@ -338,13 +344,30 @@ class AgentLifecycle:
             self._delayed[local_rank] = _Delayed(self._now_s + DEVICE_POLL_S, 0.0, waits_for_survivor=False)
         return []
 
+    @property
+    def _settle_s(self) -> float:
+        """How long a restart that is decided now waits for survivors (LIFE-3)."""
+        if self._has_committed:
+            return 0.0
+        return COMMIT_TIMEOUT_S if self._has_entered else ENTER_TIMEOUT_S
+
     def _survivor_entered(self) -> None:
-        """LIFE-3."""
-        self._has_entered = True
+        if not self._has_entered:
+            self._has_entered = True
+            self._hasten()
+
+    def _survivor_committed(self, event: Committed) -> None:
+        """Commits of the generation that has ended may still be read."""
+        record = self.state.record
+        if self._has_entered and record is not None and event.attempt.generation == record.generation:
+            self._has_committed = True
+            self._hasten()
+
+    def _hasten(self) -> None:
         for delayed in self._delayed.values():
             if delayed.waits_for_survivor:
-                delayed.waits_for_survivor = False
-                delayed.at_s = min(delayed.at_s, self._now_s + delayed.delay_s)
+                delayed.waits_for_survivor = not self._has_committed
+                delayed.at_s = min(delayed.at_s, self._now_s + self._settle_s + delayed.delay_s)
 
     # -- ends
 
@@ -431,6 +454,6 @@ class AgentLifecycle:
         self._phase = _Phase.CONNECTING
         former = self.agent
         self._incarnation += 1
-        self._has_entered = False
+        self._has_entered = self._has_committed = False
         self.state = self._new_state(f"{self._first_id}.{self._incarnation}")
         return [Rejoin(self.agent, former)]

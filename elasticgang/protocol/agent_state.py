@@ -15,8 +15,9 @@ AGENT-6  A participating agent with no running rank still keeps a request open: 
     of the present one.
 AGENT-7  A peer's notice is about the present generation or ignored. The session repeats one that came before its
     record.
-AGENT-8  A member that begins to exit is killed first, and is then treated as dead: its generation ends, and the next
-    one may begin. It is restarted only once it is gone, with all its memory.
+AGENT-8  A member that begins to exit is killed, and is treated as dead: its generation ends, and the next one may
+    begin. The agent notifies the other members first, because the end of its processes takes a core from them, and
+    requests a record only after the kill. The member is restarted only once it is gone, with all its memory.
 AGENT-9  With fallback layouts, a report says how many ranks are being started, so that the layout in force waits for
     them; after `StartExpired` it says none.
 """
@@ -374,7 +375,7 @@ class AgentState:
         rank = self._ranks[member]
         had_seat, rank.phase = rank.phase is _Phase.SEATED, _Phase.EXITING
         aborts = self._abort(f"rank {rank.local_rank} died") if had_seat else []
-        return [KillRanks((member,)), *aborts, *self._request_if_ready()]
+        return [*aborts, KillRanks((member,)), *self._request_if_ready()]
 
     def _exited(self, event: Exited) -> list[Instruction]:
         rank = self._ranks.pop(event.member, None)

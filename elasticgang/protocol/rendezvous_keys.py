@@ -55,6 +55,10 @@ class KeyExchange(Generic[_P]):
     def groups(self) -> tuple[str, ...]:
         return tuple(self._parties)
 
+    def parties(self) -> list[_P]:
+        """Those that have joined a group."""
+        return list(dict.fromkeys(party for joined in self._parties.values() for party in joined))
+
     def take(self, party: _P, groups: Iterable[str], keys: Iterable[Key]) -> dict[_P, list[Key]]:
         """`party` joins `groups`, and puts `keys` there. Returns what each party is to be sent.
 

@@ -38,7 +38,7 @@ from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.record import Record, Seat
 from elasticgang.session.messages import decode_from_coordinator, encode, encode_delta
-from elasticgang.torch_private import new_gloo
+from elasticgang.torch_private import gloo_device, new_gloo
 from scripts.benches.coordinator import report_of
 from scripts.figures import print_figures
 
@@ -80,7 +80,8 @@ def key_chars(num_ranks: int) -> float:
     store = KeyCounter()
     with ThreadPoolExecutor(num_ranks) as pool:
         groups = [
-            pool.submit(new_gloo, store, rank, num_ranks, _TIMEOUT, "127.0.0.1", lazy=True) for rank in range(num_ranks)
+            pool.submit(new_gloo, store, rank, num_ranks, _TIMEOUT, gloo_device("127.0.0.1", lazy=True))
+            for rank in range(num_ranks)
         ]
         made = [group.result() for group in groups]
     for group in made:

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.table import TABLE
-from elasticgang.torch_private import new_gloo
+from elasticgang.torch_private import gloo_device, new_gloo
 from tests.support import DEADLINE_S
 
 
@@ -31,7 +31,7 @@ def test_all_ranks_get_the_same_sum_bit_by_bit(size: int, threads: ThreadPoolExe
     numbers = [[random.Random(rank).uniform(-1e6, 1e6) for _ in range(5)] for rank in range(size)]
 
     def exchange(rank: int) -> list[list[float]]:
-        group = new_gloo(store, rank, size, timedelta(seconds=DEADLINE_S), "127.0.0.1")
+        group = new_gloo(store, rank, size, timedelta(seconds=DEADLINE_S), gloo_device("127.0.0.1"))
         sums = []
         for _ in range(2):
             mine = torch.tensor(numbers[rank], dtype=torch.float64)

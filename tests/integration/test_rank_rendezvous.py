@@ -217,6 +217,24 @@ def test_a_wait_ends_with_its_generation_and_its_agent(how: str) -> None:
     play(test)
 
 
+def test_a_standby_is_not_woken_by_the_end_of_a_generation() -> None:
+    async def test(host: Host) -> None:
+        record = record_of("a/0", "a/1", "a/2")
+        host.rendezvous.begin(record, "a")
+        standby = host.connect("a/2")
+        mine = store(host.client("a/0"), record)
+        await aside(mine.set, "0", "zero")
+        assert await aside(store(host.client("a/1"), record).get, "0") == b"zero"
+        host.rendezvous.end(1)
+        with pytest.raises(RuntimeError, match="the generation is over"):
+            await aside(mine.get, "1")
+        standby.setblocking(False)
+        with standby, pytest.raises(BlockingIOError):
+            standby.recv(1)
+
+    play(test)
+
+
 @pytest.mark.parametrize(
     ("sent", "why"),
     [

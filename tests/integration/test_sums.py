@@ -6,11 +6,13 @@ import os
 import resource
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elasticgang.comm.group_set import Configuration
 from elasticgang.errors import CollectiveTimeoutError, PeerLostError
 from elasticgang.member import sums
 from elasticgang.member.agent_link import take_block
@@ -20,7 +22,7 @@ from elasticgang.protocol.sum_route import SumRoute
 from tests.integration.state_ranks import DEADLINE_S, Background
 
 TIMEOUT_S = 0.01
-GROUPS: Any = SimpleNamespace(error=None, comm=SimpleNamespace(block=None))
+GROUPS: Any = SimpleNamespace(error=None, comm=SimpleNamespace(block=None), wait_error=lambda timeout: None)
 
 
 @pytest.fixture
@@ -30,8 +32,7 @@ def make() -> Iterator[Callable[[SumRoute, int], Sums]]:
 
     def sums_of(route: SumRoute, rank: int) -> Sums:
         if route not in fds:
-            fds[route] = SumBlock.create()
-            SumBlock.prepare(fds[route], len(route.local))
+            fds[route] = block_of(route)
         return Sums(route, rank, "sums", None, GROUPS, SumBlock(fds[route], len(route.local)), TIMEOUT_S)
 
     yield sums_of
@@ -53,6 +54,37 @@ def test_a_timeout_of_another_host_blames_no_rank_of_this_one(make: Callable[[Su
     wait = make(SumRoute((2, 3), (0, 2)), 3).start([1.0])
     with pytest.raises(CollectiveTimeoutError, match="rank 2 has not got the sums of the other hosts"):
         wait()
+
+
+def block_of(route: SumRoute) -> int:
+    fd = SumBlock.create()
+    SumBlock.prepare(fd, len(route.local))
+    return fd
+
+
+# SUMS-3
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_rank_whose_wait_another_has_ended_takes_the_error_of_its_own_notice(
+    is_noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sums, "NOTICE_S", DEADLINE_S if is_noticed else 0.0)
+    route = SumRoute((0, 1), (0,))
+    comm: Any = SimpleNamespace(block=None, kill=lambda error, halt: None)
+    groups = Configuration(comm)
+    notice = PeerLostError("rank 2 died")
+    fd = block_of(route)
+    try:
+        own, other = (Sums(route, rank, "sums", None, groups, SumBlock(fd, 2), DEADLINE_S) for rank in (0, 1))
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(own.start([1.0]))
+            other.end()
+            if is_noticed:
+                groups.kill(notice, halt=True)
+            with pytest.raises(PeerLostError) as found:
+                waiting.result(DEADLINE_S)
+    finally:
+        os.close(fd)
+    assert (found.value is notice) is is_noticed
 
 
 # SUMS-6

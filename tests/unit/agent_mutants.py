@@ -11,16 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from elasticgang.protocol import (
+    agent_lifecycle,
     device_errors,
     devices,
     hang_detector,
     member_lifecycle,
     restarts,
 )
-from elasticgang.protocol.agent_events import Event, PeerNotice
+from elasticgang.protocol.agent_events import Committed, Event, PeerNotice
 from elasticgang.protocol.agent_lifecycle import AgentLifecycle
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
+from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.devices import Devices, Fault, FaultOutcome, Taken
 from elasticgang.protocol.hang_detector import BlockedOn, HangDetector, HangReport, Reading, Standstill
 from elasticgang.protocol.restarts import Failure, Restarts
@@ -41,6 +43,7 @@ from tests.unit.patches import always
 from tests.unit.unit_mutant import UnitMutant
 
 _decide = AgentLifecycle._decide
+_survivor_committed = AgentLifecycle._survivor_committed
 _peer_noticed = AgentState._peer_noticed
 _detect = HangDetector.detect
 _standstill = HangDetector.standstill
@@ -58,6 +61,12 @@ def _decide_without_waiting(self: AgentLifecycle, event: Event) -> Any:
     for delayed in self._delayed.values():
         delayed.at_s = min(delayed.at_s, self._now_s + delayed.delay_s)
     return out
+
+
+def _committed_in_any_generation(self: AgentLifecycle, event: Committed) -> None:
+    if self.state.record is not None:
+        attempt = Attempt(event.attempt.step, self.state.record.generation)
+        _survivor_committed(self, replace(event, attempt=attempt))
 
 
 def _noticed_of_any_generation(self: AgentState, event: PeerNotice) -> Any:
@@ -123,6 +132,14 @@ AGENT_MUTANTS = {
     "a restart always waits as long as it may": UnitMutant(
         ((AgentLifecycle, "_survivor_entered", always(None)),),
         test_agent_lifecycle.test_a_restart_waits_until_a_survivor_has_entered,
+    ),
+    "a restart takes the cores of the first commit": UnitMutant(
+        ((agent_lifecycle, "COMMIT_TIMEOUT_S", 0.0),),
+        test_agent_lifecycle.test_a_restart_waits_for_the_first_commit_of_the_next_generation,
+    ),
+    "a commit of any generation starts a rank": UnitMutant(
+        ((AgentLifecycle, "_survivor_committed", _committed_in_any_generation),),
+        test_agent_lifecycle.test_a_restart_waits_for_the_first_commit_of_the_next_generation,
     ),
     "a notice is about any generation": UnitMutant(
         ((AgentState, "_peer_noticed", _noticed_of_any_generation),),

@@ -21,6 +21,7 @@ from elasticgang.protocol.agent_events import (
     DeviceUsed,
     End,
     Exit,
+    ExitBegan,
     Exited,
     Fail,
     Fence,
@@ -236,13 +237,53 @@ def test_a_fenced_agent_whose_devices_are_used_rejoins() -> None:
 # -- LIFE-3: restarts
 
 
+def enters(host: Host, *members: str, generation: int = 2) -> None:
+    for member in members:
+        host.asks(member)
+    host(RecordAnswered(record_of(*members, generation=generation)))
+    host(RankEntered())
+
+
 def test_a_restart_waits_until_a_survivor_has_entered() -> None:
     host = running()
     host.exits("a1")
     assert host.agent.timers() == {"restart 1": host.now_s + agent_lifecycle.ENTER_TIMEOUT_S}
     host(RankEntered())
+    assert host.agent.timers() == {"restart 1": host.now_s + agent_lifecycle.COMMIT_TIMEOUT_S}
+    timers = host.agent.timers()
+    host.now_s += agent_lifecycle.COMMIT_TIMEOUT_S / 2
+    host(RankEntered())  # the next one does not make it later
+    assert host.agent.timers() == timers
+    assert host.waits() == [StartRank(1)]
+
+
+def test_a_restart_waits_for_the_first_commit_of_the_next_generation() -> None:
+    host = running()
+    host.exits("a1")
+    enters(host, "a0")
+    host(Committed("a0", Attempt(1, 1)))  # of the former one, read late
+    assert host.agent.timers()["restart 1"] > host.now_s
+    host(Committed("a0", Attempt(2, 2)))
     assert host.agent.timers() == {"restart 1": host.now_s}
     assert host.waits() == [StartRank(1)]
+
+
+def test_a_rank_that_is_gone_after_the_first_commit_restarts_at_once() -> None:
+    host = running(num_ranks=3)
+    host(ExitBegan("a1"))
+    enters(host, "a0", "a2")
+    host(Committed("a0", Attempt(2, 2)))
+    host.exits("a1")
+    assert host.agent.timers() == {"restart 1": host.now_s}
+    host.exits("a2")
+    assert host.agent.timers()["restart 2"] == host.now_s + agent_lifecycle.ENTER_TIMEOUT_S
+
+
+def test_a_commit_that_is_read_before_the_next_generation_begins_hastens_no_restart() -> None:
+    host = running()
+    host.exits("a1")
+    host(Committed("a0", Attempt(1, 1)))
+    assert host.agent.timers() == {"restart 1": host.now_s + agent_lifecycle.ENTER_TIMEOUT_S}
 
 
 def test_a_restart_does_not_wait_for_long_when_no_survivor_enters() -> None:

@@ -23,7 +23,7 @@ def begins_to_exit(host: Host, member: str) -> list[Instruction]:
 
 def test_it_is_killed_and_the_others_go_on_before_it_is_gone() -> None:
     host = running()
-    assert begins_to_exit(host, "a1") == [KillRanks(("a1",)), Abort(("a0", "a2"), 1, "rank 1 died")]
+    assert begins_to_exit(host, "a1") == [Abort(("a0", "a2"), 1, "rank 1 died"), KillRanks(("a1",))]
     host.asks("a0", broken=True)
     assert host.asks("a2", broken=True)[-1] == RequestRecord()
     report = host.state.report()
@@ -40,6 +40,13 @@ def test_the_rest_ask_again_only_once() -> None:
     host.asks("a2", broken=True)
     assert begins_to_exit(host, "a1")[-1] == RequestRecord()
     assert host.exits("a1") == [Restart(1, 0.0)]
+
+
+def test_it_is_killed_before_the_next_record_is_asked_for() -> None:
+    host = running()
+    host.asks("a0", broken=True)
+    host.asks("a2", broken=True)
+    assert begins_to_exit(host, "a1")[-2:] == [KillRanks(("a1",)), RequestRecord()]
 
 
 def test_one_that_waits_for_the_record_is_not_in_the_request() -> None:

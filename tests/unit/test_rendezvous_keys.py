@@ -20,6 +20,9 @@ def test_a_party_gets_the_keys_of_its_groups_alone() -> None:
     assert exchange.take("b", ["h"], [key("h", "0"), key("g", "1")]) == {"a": [key("g", "1")]}
     assert exchange.take("c", ["g"], []) == {"c": [key("g", "0"), key("g", "1")]}
     assert exchange.take("a", ["g"], [key("g", "2")]) == {"c": [key("g", "2")]}
+    exchange.take("c", ["h"], [])
+    exchange.take("d", [], [key("h", "1")])
+    assert exchange.parties() == ["a", "c", "b"]
 
 
 def test_a_party_that_comes_back_gets_what_the_others_have_put() -> None:

@@ -51,3 +51,29 @@ def test_a_standby_that_starts_after_close_is_closed(monkeypatch: pytest.MonkeyP
     late = Started()
     coming.set_result(cast(CommProcess, late))
     assert late.is_closed
+
+
+# STANDBY-3
+def test_the_next_standby_starts_some_time_after_one_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[Future[CommProcess]] = []
+
+    def start() -> Future[CommProcess]:
+        starts.append(starting())
+        starts[-1].set_result(cast(CommProcess, Started()))
+        return starts[-1]
+
+    pool = StandbyPool(start)
+    pool.take()
+    pool.prepare_when_due()
+    assert len(starts) == 1
+    monkeypatch.setattr(supply_module, "STANDBY_S", 0.0)
+    pool.prepare_when_due()
+    assert len(starts) == 2
+    pool.prepare_when_due()  # there is one
+    assert len(starts) == 2
+    monkeypatch.undo()
+    pool.take()
+    pool.prepare_when_due()
+    assert len(starts) == 2
+    pool.take()  # whoever needs one does not wait
+    assert len(starts) == 3

@@ -71,7 +71,12 @@ RULES = {
     "LEASE": ("a lease runs from the answer",),
     "LIFE-1": ("an agent that ends starts ranks", "two ranks are forked at once"),
     "LIFE-2": ("a first start is tried again", "failed starts never give up"),
-    "LIFE-3": ("a restart always waits as long as it may", "a restart waits for no survivor"),
+    "LIFE-3": (
+        "a commit of any generation starts a rank",
+        "a restart always waits as long as it may",
+        "a restart takes the cores of the first commit",
+        "a restart waits for no survivor",
+    ),
     "LIFE-4": ("a script that has raised is waited for",),
     "LIFE-5": ("a grace period does not end",),
     "LIFE-6": (

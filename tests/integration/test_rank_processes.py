@@ -1,0 +1,68 @@
+"""What the agent does to the processes of its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from elasticgang.agent.rank_link import RankLink
+from elasticgang.agent.rank_processes import RankProcess, lower_group_priority
+from elasticgang.process import framing
+from elasticgang.process.death_watch import fields_of
+
+_NICE = 16  # the field of /proc/PID/task/TID/stat behind the name
+_FAMILY = """
+import subprocess, sys, threading
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+print(child.pid, flush=True)
+input()
+child.stdin.close()
+child.wait()
+"""
+
+
+def nices(pid: int) -> set[int]:
+    """Of all threads of a process."""
+    tasks = [str(task) for task in Path(f"/proc/{pid}/task").iterdir()]
+    assert tasks
+    return {int(fields_of(task)[_NICE]) for task in tasks}
+
+
+# RANK-4
+def test_what_is_left_of_a_rank_gets_a_lower_priority_with_all_its_threads_and_children() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    argv = [sys.executable, "-c", _FAMILY]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as rank:
+        assert rank.stdout is not None
+        child = int(rank.stdout.readline())
+        assert nices(rank.pid) | nices(child) == {own}
+        lower_group_priority(rank.pid)
+        assert nices(rank.pid) | nices(child) == {min(own + 10, 19)}
+        assert os.getpriority(os.PRIO_PROCESS, 0) == own
+        rank.communicate(b"\n")
+    lower_group_priority(rank.pid)  # it is gone: nothing happens
+
+
+def test_a_rank_is_notified_once_of_the_end_of_a_generation() -> None:
+    async def run() -> list[str]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            link = await RankLink.open(ours)
+            rest: Any = None
+            rank = RankProcess("a/0", 0, os.getpid(), -1, link, rest, rest, -1, list)
+            for generation, kind in ((2, "first"), (2, "again"), (1, "late"), (3, "next")):
+                rank.notify_end(generation, framing.pack(kind))
+            link.send(framing.pack("over"))
+            kinds = []
+            while (message := framing.receive(theirs)) is not None and message["kind"] != "over":
+                kinds.append(message["kind"])
+            link.close()
+        return kinds
+
+    assert asyncio.run(run()) == ["first", "next"]
