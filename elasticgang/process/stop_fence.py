@@ -20,14 +20,12 @@ import ctypes
 import platform
 import select
 import signal
-import time
 
-from elasticgang.process.death_watch import fields_of, has_begun_to_exit, of_all_threads, pid_of
+from elasticgang.process.death_watch import Pauses, fields_of, has_begun_to_exit, of_all_threads, pid_of
 
 _TGKILL = {"x86_64": 234, "aarch64": 131}.get(platform.machine())  # the system call's number; glibc has it from 2.30 on
 _END = signal.SIGVTALRM
 _BIT = 1 << (_END - 1)
-_POLL_MS = 1  # only the parent of a process is told that it has stopped
 
 _STATE = 0
 _PENDING, _BLOCKED, _IGNORED, _CAUGHT = 28, 29, 30, 31  # fields of /proc/PID/task/TID/stat behind the name
@@ -44,7 +42,7 @@ def halt(pid: int, pidfd: int, timeout: float) -> bool:
             return False
     except OSError:  # it is reaped, or its number cannot be read
         return False
-    deadline = time.monotonic() + timeout
+    pauses = Pauses(timeout)  # only the parent of a process is told that it has stopped
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     armed: set[int] = set()
@@ -66,9 +64,8 @@ def halt(pid: int, pidfd: int, timeout: float) -> bool:
         with contextlib.suppress(OSError):  # the process or a thread has ended meanwhile: look again
             if of_all_threads(pid, arm):
                 return of_all_threads(pid, is_armed)
-        if time.monotonic() >= deadline:
+        if not pauses.sleep():
             return False
-        poll.poll(_POLL_MS)
     return True
 
 
