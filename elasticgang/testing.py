@@ -38,6 +38,8 @@ PLACES = {
     "entered": "the rank has entered the generation",
     "healing": "a learner is about to ask its peers for the state",
     "source_agreed": "a learner knows the chunks of the large state at one peer; that peer has sent none",
+    "digests_agreed": "a learner knows the digests of the large state, from one peer",
+    "chunk_read": "a learner has read a chunk of the large state from a peer's memory; it has not counted it",
     "chunk_received": "a learner has received a chunk of the large state; it is in the memory of its tensor",
     "moving": "the job has taken another layout; a rank is about to fetch its part of the state from those who keep it",
     "piece_sent": "a rank has sent a piece of the state that it keeps from the former layout",

@@ -109,7 +109,7 @@ def _weights(manifest: Manifest, module: str | None) -> tuple[dict[str, str], di
     try:
         by_module = _keys(manifest)
         others = others_of_stages(manifest)
-        states = {name: _extra_state(others[name]) for name in others if is_extra_state(name)}
+        states = {name: _module_state(others[name]) for name in others if is_extra_state(name)}
     except (KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(f"its manifest is invalid: {exc!r}") from exc
     if module is None and len(by_module) == 1:
@@ -126,7 +126,7 @@ def _weights(manifest: Manifest, module: str | None) -> tuple[dict[str, str], di
     return dict(sorted(weights.items())), extra
 
 
-def _extra_state(spec: Any) -> Any:
+def _module_state(spec: Any) -> Any:
     """What `get_extra_state` has returned, in what was saved (REGISTERED-4)."""
     ((_, state),) = spec["dict"]
     return state

@@ -269,6 +269,7 @@ class StripedFetch:
             elif digests != self._digests:
                 raise WireError("its state differs from another holder's state of the same step")
             self._changed.notify_all()
+        reached("digests_agreed")
 
     def _answer(self, channel: Channel, limit_s: float) -> dict[str, Any]:
         """The next message, after those that only say how many digests there are (FETCH-9)."""
@@ -468,6 +469,7 @@ class StripedFetch:
         self._received.receive(index, writer, lambda data: memory.read(data, place.tensor, place.start))
         with self._changed:
             self.num_from_memory += 1
+        reached("chunk_read")
 
     def _receive_small(self, channel: Channel, spec: Any, shapes: list[Any]) -> None:
         tensors = transport.allocate(shapes)

@@ -13,11 +13,12 @@ from collections import Counter
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 import elasticgang as eg
 from elasticgang.protocol import member_lifecycle
-from elasticgang.state import digests, staging
+from elasticgang.state import digests, snapshot_server, staging
 from elasticgang.state.received_chunks import ReceivedChunks
 from tests.support import wait_until
 
@@ -30,15 +31,15 @@ SLOW_DIGEST_S = 0.15  # of 49 chunks: the generations of more than MAX_LOST time
 def main() -> None:
     staging.CHUNK_BYTES = 4096
     member_lifecycle.MAX_LOST_STEPS = MAX_LOST
+    if sys.argv[1] == "digests":
+        take_long()
     torch.manual_seed(int(os.environ["LOCAL_RANK"]))
     manager = eg.join(layout=eg.ParallelLayout())
     model = eg.DistributedDataParallel(manager, nn.Linear(50_000, 1))  # 49 chunks
     optim = eg.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.01))
     batches = eg.GlobalBatch(8, size=4, slot=2, seed=0)
     manager.register_state(model=model, optim=optim)
-    if sys.argv[1] == "digests":
-        take_long()
-    elif os.environ["LOCAL_RANK"] == "1":
+    if sys.argv[1] == "chunks" and os.environ["LOCAL_RANK"] == "1":
         narrow(manager)
     for step in manager.steps(NUM_STEPS):
         with step:
@@ -53,22 +54,12 @@ def main() -> None:
 def take_long() -> None:
     digests.TELL_S = 0.2
     digests.NUM_DIGESTERS = 1
-    digest_part = digests.Digests._digest_part
 
-    def slow(self: digests.Digests, *args: Any) -> None:
-        inner = self._digest
+    def digest(data: memoryview) -> str:
+        time.sleep(SLOW_DIGEST_S)
+        return xxhash.xxh3_128_hexdigest(data)
 
-        def digest(data: memoryview) -> str:
-            time.sleep(SLOW_DIGEST_S)
-            return inner(data)
-
-        self._digest = digest
-        try:
-            digest_part(self, *args)
-        finally:
-            self._digest = inner
-
-    digests.Digests._digest_part = slow  # type: ignore[method-assign, assignment]
+    snapshot_server.digest_for = lambda credentials: digest  # type: ignore[attr-defined]
 
 
 def narrow(manager: eg.QuorumManager) -> None:

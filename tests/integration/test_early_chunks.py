@@ -180,13 +180,7 @@ def test_a_digest_that_is_learnt_while_its_chunk_is_read_counts(
     is_right: bool, fetches: list[striped_fetch.StripedFetch], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, healer = begun(2), Rank(1, size=SIZE)
-    agree, agreed = striped_fetch.StripedFetch._agree_on, threading.Event()
-
-    def told(fetch: striped_fetch.StripedFetch, found: list[str]) -> None:
-        agree(fetch, found)
-        agreed.set()
-
-    read = PeerMemory.read
+    read, agreed = PeerMemory.read, threading.Event()
     held: list[int] = []
 
     def stand(memory: PeerMemory, data: memoryview, tensor: int, start: int) -> None:
@@ -197,9 +191,9 @@ def test_a_digest_that_is_learnt_while_its_chunk_is_read_counts(
             gate.opened.set()
             assert agreed.wait(DEADLINE_S)
 
-    monkeypatch.setattr(striped_fetch.StripedFetch, "_agree_on", told)
     monkeypatch.setattr(PeerMemory, "read", stand)
-    assert healer.server.heal([source.server.address], AT)
+    with testing.fail_at("digests_agreed", agreed.set):
+        assert healer.server.heal([source.server.address], AT)
     assert held
     assert_healed(healer)
 
@@ -210,13 +204,7 @@ def test_a_digest_that_is_learnt_right_after_its_chunk_was_read_is_not_lost(
 ) -> None:
     """The chunk is wrong, and no thread has it in its hands any more."""
     source, healer = begun(2), Rank(1, size=SIZE)
-    agree, agreed = striped_fetch.StripedFetch._agree_on, threading.Event()
-
-    def told(fetch: striped_fetch.StripedFetch, found: list[str]) -> None:
-        agree(fetch, found)
-        agreed.set()
-
-    read, count = PeerMemory.read, striped_fetch.StripedFetch._count
+    read, agreed = PeerMemory.read, threading.Event()
     held: list[int] = []
 
     def corrupt(memory: PeerMemory, data: memoryview, tensor: int, start: int) -> None:
@@ -225,16 +213,14 @@ def test_a_digest_that_is_learnt_right_after_its_chunk_was_read_is_not_lost(
             held.append(start)
             data[0] ^= 1
 
-    def stand(fetch: striped_fetch.StripedFetch, *counted: Any) -> None:
+    def stand() -> None:
         if threading.current_thread().name == "memory-reader" and not agreed.is_set():
             gate.opened.set()
             assert agreed.wait(DEADLINE_S)
-        count(fetch, *counted)
 
-    monkeypatch.setattr(striped_fetch.StripedFetch, "_agree_on", told)
     monkeypatch.setattr(PeerMemory, "read", corrupt)
-    monkeypatch.setattr(striped_fetch.StripedFetch, "_count", stand)
-    assert healer.server.heal([source.server.address], AT)
+    with testing.fail_at("digests_agreed", agreed.set), testing.fail_at("chunk_read", stand):
+        assert healer.server.heal([source.server.address], AT)
     assert held
     assert_healed(healer)
 
@@ -246,7 +232,7 @@ def test_digests_are_requested_of_a_holder_whose_memory_cannot_be_read(
     def refuse(memory: PeerMemory, *args: Any) -> None:
         raise peer_memory.UnreadableError("not permitted")
 
-    monkeypatch.setattr(PeerMemory, "_copy", refuse)
+    monkeypatch.setattr(PeerMemory, "read", refuse)
     source, healer = begun(2), Rank(1, size=SIZE)
     gate.opened.set()
     assert healer.server.heal([source.server.address], AT)
