@@ -213,6 +213,7 @@ class Worker:
     def _warm_up(self) -> None:
         """WORKER-7. What fails here fails again, and is told, where it is needed."""
         store, devices = HashStore(), [gloo_device(self._host) for _ in range(2)]
+        self._devices += devices  # several groups may have the same one
         other = self._pool.submit(new_gloo, store, 1, 2, _WARM_UP_TIMEOUT, devices[1])
         groups = [new_gloo(store, 0, 2, _WARM_UP_TIMEOUT, devices[0]), other.result()]
         works = []
@@ -222,7 +223,6 @@ class Worker:
             works.append(TABLE[collective.call].issue(group, collective)[0])
         for work in works:
             work.get_future().wait()
-        self._devices += devices
 
     def _learn(self, command: dict[str, Any]) -> None:
         """Handle a command of a subclass."""
