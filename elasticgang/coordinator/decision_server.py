@@ -64,7 +64,7 @@ from elasticgang.session.frames import Payload
 from elasticgang.session.handshake import AGENT, OPERATOR
 from elasticgang.session.incidents import Incidents
 from elasticgang.session.listener import Listener
-from elasticgang.session.messages import decode_from_agent, decode_from_operator, encode, encode_delta
+from elasticgang.session.messages import decode_from_agent, decode_from_operator, encode, encode_delta, pack
 from elasticgang.testing import reached
 
 EXITED_S = 1.2
@@ -403,7 +403,7 @@ class CoordinatorServer:
                     key = id(message), "" if before is None else before.digest
                     if key not in payloads:
                         delta = self._delta(before, message) if isinstance(message, Push) else None
-                        payloads[key] = Payload(encode(message) if delta is None else delta)
+                        payloads[key] = Payload(pack(encode(message) if delta is None else delta))
                     if isinstance(message, Push):
                         job.known[number] = message.decision.record
                     try:

@@ -22,7 +22,7 @@ from elasticgang.layout import Axes, ParallelLayout, Plan
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record_form import RecordForm, canonical_json, parse_lines, spans_of, spans_of_agent
 
-PROTOCOL = 19
+PROTOCOL = 20
 
 ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
@@ -214,10 +214,17 @@ class Record:
     def _seats_by_member(self) -> dict[str, Seat]:
         return {seat.member: seat for seat in self.seats}
 
+    @cached_property
+    def _seats_by_agent(self) -> dict[str, tuple[Seat, ...]]:
+        found: dict[str, list[Seat]] = {}
+        for seat in self.seats:
+            found.setdefault(seat.agent, []).append(seat)
+        return {agent: tuple(seats) for agent, seats in found.items()}
+
     def seats_of(self, agent: str) -> tuple[Seat, ...]:
         """The seats of its members (RECORD-2)."""
         if "seats" in vars(self):
-            return tuple([seat for seat in self.seats if seat.agent == agent])
+            return self._seats_by_agent.get(agent, ())
         line = self.form.lines.get(agent)
         if line is None:
             return ()

@@ -1,11 +1,15 @@
 """The messages of a session as JSON, with strict types: a message with one invalid field is refused as a whole.
 
 Pure. A message is `[kind, field, ...]`, with the fields in the order of its class.
+
+MESSAGE-PACKED  Only a coordinator may compress a message: one process decompresses what one peer sends. It has at most
+                `MAX_PAYLOAD_BYTES` then, as others have.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +18,12 @@ from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.record import Record, Report, report_from_json, report_to_json
 from elasticgang.protocol.record_delta import apply_delta, delta_of
 from elasticgang.protocol.rendezvous_keys import MAX_NAME_CHARS, MAX_VALUE_CHARS, Key, RendezvousKeys
+from elasticgang.session.frames import MAX_PAYLOAD_BYTES
 
 Message = m.AgentMessage | m.CoordinatorMessage | m.GrantOffice | m.Granted | RendezvousKeys
+
+_PACKED = b"z"  # JSON begins with no such byte
+_MIN_PACKED_BYTES = 4 << 10
 
 _INVALID = (
     ArithmeticError,
@@ -27,6 +35,25 @@ _INVALID = (
     AttributeError,
     ElasticGangError,
 )
+
+
+def pack(payload: bytes) -> bytes:
+    """`payload`, compressed if it is large (MESSAGE-PACKED)."""
+    return payload if len(payload) < _MIN_PACKED_BYTES else _PACKED + zlib.compress(payload, 1)
+
+
+def _unpack(payload: bytes) -> bytes:
+    """Raises WireError: what is compressed is damaged, or too large."""
+    if not payload.startswith(_PACKED):
+        return payload
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(payload[len(_PACKED) :], MAX_PAYLOAD_BYTES)
+    except zlib.error as exc:
+        raise WireError(f"invalid message: {exc}") from exc
+    if not stream.eof or stream.unused_data:
+        raise WireError(f"invalid message: it is not whole, or has over {MAX_PAYLOAD_BYTES} bytes")
+    return data
 
 
 def encode(message: Message) -> bytes:
@@ -65,7 +92,8 @@ def decode_from_coordinator(payload: bytes, known: Record | None = None) -> m.Co
         decision = m.Decision(_term(term), apply_delta(known, delta), _flag(durable))
         return m.Push(decision, _number(over), _number(joining))
 
-    message: m.CoordinatorMessage | RendezvousKeys = _decode(payload, {**_FROM_COORDINATOR, "PushDelta": push_delta})
+    decoders = {**_FROM_COORDINATOR, "PushDelta": push_delta}
+    message: m.CoordinatorMessage | RendezvousKeys = _decode(_unpack(payload), decoders)
     return message
 
 

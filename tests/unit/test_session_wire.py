@@ -6,6 +6,8 @@ import os
 import pickle
 import random
 import struct
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
 from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, RendezvousKeys
 from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, Payload
 from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity, ServerHandshake
-from elasticgang.session.messages import decode_from_agent, decode_from_coordinator, encode, encode_delta
+from elasticgang.session.messages import decode_from_agent, decode_from_coordinator, encode, encode_delta, pack
 from elasticgang.session.secret import Secret, find_secret, read_secret
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
@@ -424,3 +426,46 @@ def test_a_secret_file_that_is_not_there_says_so(tmp_path: Path) -> None:
 def test_the_limits_fit_each_other() -> None:
     assert MAX_PAYLOAD_BYTES == 16 << 20
     assert repr(Secret(SECRET)) == "Secret(...)"
+
+
+# -- compressed messages
+
+
+# MESSAGE-PACKED
+def test_a_large_message_of_a_coordinator_is_compressed() -> None:
+    notice = m.Notice("undecided", "it waits " * 1000)
+    packed = pack(encode(notice))
+    assert len(packed) < len(encode(notice)) / 10
+    assert decode_from_coordinator(packed) == notice
+    small = encode(m.Finished())
+    assert pack(small) == small
+    with pytest.raises(WireError, match="UnicodeDecodeError"):
+        decode_from_agent(pack(encode(m.PeerMessage("successors", "1" * 10_000))))
+
+
+# MESSAGE-PACKED
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"z",
+        b"z" + os.urandom(100),
+        pack(b"[" * 10_000)[:-1],
+        pack(b"[" * 10_000) + b"x",
+        pack(b" " * (MAX_PAYLOAD_BYTES + 1)),
+    ],
+)
+def test_what_is_not_one_compressed_message_is_refused(payload: bytes) -> None:
+    with pytest.raises(WireError, match="invalid message"):
+        decode_from_coordinator(payload)
+
+
+# MESSAGE-PACKED
+def test_a_compressed_message_takes_no_more_memory_than_another() -> None:
+    bomb = b"z" + zlib.compress(bytes(20 * MAX_PAYLOAD_BYTES), 9)
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError, match="over 16777216 bytes"):
+            decode_from_coordinator(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 3 * MAX_PAYLOAD_BYTES
+    finally:
+        tracemalloc.stop()
