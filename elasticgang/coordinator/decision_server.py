@@ -403,7 +403,8 @@ class CoordinatorServer:
                     key = id(message), "" if before is None else before.digest
                     if key not in payloads:
                         delta = self._delta(before, message) if isinstance(message, Push) else None
-                        payloads[key] = Payload(pack(encode(message) if delta is None else delta))
+                        data = encode(message) if delta is None else delta
+                        payloads[key] = Payload(pack(data) if isinstance(message, Push) else data)
                     if isinstance(message, Push):
                         job.known[number] = message.decision.record
                     try:
