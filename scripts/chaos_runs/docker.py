@@ -15,8 +15,9 @@ equal on all members; a host that is cut off or paused commits nothing. However 
 left in the engine but the image named with --image, and the base image that was pulled.
 
 From the environment: BASE_IMAGE (default: python:3.11-slim), and TORCH_INDEX, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL,
-PIP_FIND_LINKS and PIP_TRUSTED_HOST as the Dockerfile has them. Exit code: 0 when all of it was seen, 1 when not,
-3 when this machine has no engine, compose or base image.
+PIP_FIND_LINKS and PIP_TRUSTED_HOST as the Dockerfile has them. With podman, DOCKER_HOST names the socket of `podman
+system service`; its health checks need systemd. Exit code: 0 when all of it was seen, 1 when not, 3 when this machine
+has no engine, compose or base image.
 """
 
 from __future__ import annotations
