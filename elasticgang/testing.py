@@ -29,6 +29,7 @@ PLACES = {
     "commit_recorded": "the step is committed and the agent can read this; it is not applied",
     "applied": "the committed step is applied to the state of this rank",
     "abort_noticed": "the agent's notice that a generation ended is received; on the thread that reads from the agent",
+    "abort_begun": "the groups of that generation are being ended; on the same thread, which has waited for nothing",
     "requesting": "the rank has left its generation; its request for the next is not sent",
     "requested": "the request is sent",
     "record_received": "the next record is received; the rank has not acted on it",

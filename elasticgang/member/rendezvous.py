@@ -428,6 +428,7 @@ class ElasticRendezvous:
         generation = self._generation
         if generation is not None and self._aborted.ends(generation.record.generation):
             generation.groups.kill(PeerLostError(reason), halt=True)  # RENDEZVOUS-3
+            reached("abort_begun")
 
     def data_worker_lost(self, loss: dict[str, Any]) -> None:
         self._link.send("data_worker_lost", loss=loss)
