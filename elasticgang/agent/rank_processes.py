@@ -35,7 +35,7 @@ from elasticgang.protocol.devices import NOT_JOINED, Taken
 
 _NOTHING = Attempt(0, 0)
 _LAST_OUTPUT_S = 0.5
-_EXIT_NICE = 10  # above this process: about a tenth of the share of a rank that computes
+_EXIT_NICE = 10  # above the rank's own: about a tenth of the share of a rank that computes
 _MAX_NICE = 19
 
 
@@ -100,8 +100,8 @@ def kill_group(pid: int) -> None:
 
 
 def lower_group_priority(pid: int) -> None:
-    nice = min(os.getpriority(os.PRIO_PROCESS, 0) + _EXIT_NICE, _MAX_NICE)
     with contextlib.suppress(OSError):  # the group is gone
+        nice = min(os.getpriority(os.PRIO_PROCESS, pid) + _EXIT_NICE, _MAX_NICE)
         os.setpriority(os.PRIO_PGRP, pid, nice)
 
 

@@ -108,8 +108,8 @@ def _weights(manifest: Manifest, module: str | None) -> tuple[dict[str, str], di
     """The tensors of a module by the keys of its state dict, and what it has of extra state by its keys."""
     try:
         by_module = _keys(manifest)
-        others = others_of_stages(manifest)
-        states = {name: _module_state(others[name]) for name in others if is_extra_state(name)}
+        others = others_of_stages(manifest, is_extra_state)
+        states = {name: _module_state(others[name]) for name in others}
     except (KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(f"its manifest is invalid: {exc!r}") from exc
     if module is None and len(by_module) == 1:

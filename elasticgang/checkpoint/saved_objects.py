@@ -10,7 +10,7 @@ MERGE-1  What several stages have saved under one name is used only if it is the
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +120,8 @@ class SavedObjects:
                 found.rest.add(place, key, value)
 
 
-def others_of_stages(manifest: Manifest) -> Merged:
-    """The registered objects of one seat of each stage, with the names of tensors without axes.
+def others_of_stages(manifest: Manifest, is_wanted: Callable[[str], bool]) -> Merged:
+    """The registered objects with wanted names, from one seat of each stage, with the names of tensors without axes.
 
     Raises:
         ModelMismatch: MERGE-1.
@@ -130,7 +130,8 @@ def others_of_stages(manifest: Manifest) -> Merged:
     found = Merged("the registered object")
     for saved, objects in _seats_for(manifest, min(manifest.objects), MODEL_AXES):
         for name, spec in _entries(objects["others"]).items():
-            found.add(saved, name, replace_names(spec, lambda each: without_axes(each, MODEL_AXES)))
+            if is_wanted(name):
+                found.add(saved, name, replace_names(spec, lambda each: without_axes(each, MODEL_AXES)))
     return found
 
 

@@ -176,7 +176,7 @@ class CoordinatorServer:
         record = state.record
         origin = "founds it" if record is None else f"leads it on from generation {record.generation}"
         if not state.in_office:
-            again = f"if it has exited, repeat the grant after {state.timeouts.lost_after_s:g} s"
+            again = f"if it has exited, repeat the grant after {state.timeouts.lease_s / 2:g} s"
             return Granted(f"job {job}: this coordinator {origin}, but not yet: {state.word_awaited} ({again})")
         absent = ", ".join(state.absent_agents())
         without = f", without agent {absent} once its silence has lasted" if absent else ""

@@ -318,9 +318,6 @@ class AgentSession:
         record = decision.record
         if known is not None and decision.ref.order <= known.ref.order:
             return self._notices(push.over, push.joining)
-        if known is not None and record.digest == known.record.digest:  # of a later term
-            self.decision = decision
-            return self._notices(push.over, push.joining)
         if known is not None and not record.builds_on(known.record.ref):
             return self._end(f"generation {record.generation} does not build on its generation {known.ref.generation}")
         self.decision = decision

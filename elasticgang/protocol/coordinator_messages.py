@@ -39,7 +39,7 @@ class DecisionRef(NamedTuple):
 
 @value(frozen=True)
 class Decision:
-    """A record with the newest term in which a coordinator has decided or sent it (STAMP)."""
+    """A record with the term in which a coordinator decided it."""
 
     term: Term
     record: Record

@@ -15,17 +15,19 @@ PERSIST  With a state directory, a record is pushed only after it was written th
 PRESENT  Every agent of the record is ready, or declared lost, before the next record is decided.
 REPORT   A report counts while the session by which it came is up, and its agent has promised the present term.
 LOST     An agent is declared lost once it was silent for `lost_after_s` while the coordinator was in office, not
-         counting what the coordinator itself stood still; or its process is known to be gone. Out of office, the
-         session of a silent agent is closed, and nobody is lost.
+         counting what the coordinator itself stood still; or its process is known to be gone. Out of office nobody is
+         lost, and the session of an agent of the record is closed after half a lease: the operator's word, which may be
+         given while leases last, covers none that has a session.
 MOVED    After a restart from its state directory at another address, a coordinator declares no agent lost for its
          silence that has not promised its term: a connection refused at the old address renews that agent's lease.
 ALONE    A record that was decided without a state directory is followed by one without any of its agents only if all of
          these have exited, if need be by the operator's word: those that are silent may be led by another coordinator.
 ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it,
          or when all of these have exited, if need be by the operator's word.
-STAMP    Without a state directory, a record is sent with the term in which it is sent, not with that in which it was
-         decided. An agent that has accepted it so has promised that term, and a record that another coordinator decided
-         between the two, and that nobody has accepted, counts no more.
+BACK     A coordinator without a state directory that leaves its office goes back behind a record that no agent of the
+         record before has accepted, as far as it knows: another coordinator may have decided, or may decide, another
+         one. Any agent that has accepted it brings it back. So office is always over all agents of a record that
+         somebody has.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
          of the record that comes back may hold what was given up for lost: the coordinator decides again.
@@ -41,7 +43,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from elasticgang.protocol.coordinator_messages import (
@@ -166,6 +168,8 @@ class CoordinatorState:
     _excused: frozenset[str] = frozenset()  # WORD: agents of the record that have exited
     _is_waived: bool = False  # WORD: no directory is needed to follow the record
     _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
+    _before: Decision | None = None  # BACK: that before one which nobody has accepted
+    _given_up: Decision | None = None  # BACK: the newest
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
     _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes
@@ -310,10 +314,10 @@ class CoordinatorState:
         record = self.record
         if self._deciding is not None:
             return []
-        limit_s = self.timeouts.lost_after_s
+        in_office = self.in_office
+        limit_s = self.timeouts.lost_after_s if in_office or record is None else self.timeouts.lease_s / 2
         out: Instructions = []
         members = () if record is None else record.agents
-        in_office = self.in_office
         dispensable = self._dispensable(in_office)
         for agent in self._silences.beyond(limit_s, dispensable) if dispensable else ():
             out += self._close(agent, f"agent {agent} was silent for {limit_s:g} s")
@@ -403,6 +407,9 @@ class CoordinatorState:
             if self.sessions[other].number > hello.session:
                 return [CloseSession(number, f"agent {hello.agent} has a newer session")]
             out += self._close(hello.agent, f"agent {hello.agent} has opened a newer session")
+        self._recall(hello.agent)
+        if self._parents:  # BACK: what is news depends on it
+            out += self._learn_term(hello.term)
         if hello.decision is not None and self._is_news(hello.decision):
             self._unlearned[number] = hello
             return [*out, Send(number, RequestDecision(hello.decision.digest))]
@@ -432,10 +439,13 @@ class CoordinatorState:
     def _note_alive(self, agent: str) -> None:
         self.lost.discard(agent)
         self._exited.discard(agent)
-        self._excused -= {agent}
-        if self._was_in_office and not self.in_office:  # WORD: not before the agent has promised
-            self._leave_office()
         self._reconsider(agent)
+
+    def _recall(self, agent: str) -> None:
+        """WORD: office only once the agent has promised."""
+        self._excused -= {agent}
+        if self._was_in_office and not self.in_office:
+            self._leave_office()
 
     def _reconsider(self, agent: str) -> None:
         """REJOIN."""
@@ -502,6 +512,7 @@ class CoordinatorState:
             return []
         self.decision = decision
         self._parents = frozenset()
+        self._given_up = None
         self._take_back_word()
         self.lost.clear()
         self._exited.clear()
@@ -515,7 +526,7 @@ class CoordinatorState:
         self.number = term.number + 1
         self._promises.clear()
         self._is_waived = False  # somebody may have the directory
-        if not self.has_directory:
+        if not self.has_directory or not self.in_office:
             self._leave_office()
         out = self._persist()
         for session in self.sessions.values():
@@ -542,6 +553,10 @@ class CoordinatorState:
     def _leave_office(self) -> None:
         self.granted = self._was_in_office = False
         self.unrecoverable = ""
+        if self._parents:  # BACK
+            self._given_up, self.decision, self._parents = self.decision, self._before, frozenset()
+            self.lost.clear()
+            self._exited.clear()
 
     def _enter_office(self) -> Instructions:
         self._was_in_office = True
@@ -574,13 +589,7 @@ class CoordinatorState:
         if not decision.record.has_agent(session.agent) or not self._may_be_sent(session.agent):
             return []
         self._withdraw_report(session.agent)
-        return [Send(number, Push(self._stamped(decision), self.over, self.joining))]
-
-    def _stamped(self, decision: Decision) -> Decision:
-        """STAMP."""
-        if not decision.durable and decision.term < self.term:
-            self.decision = decision = replace(decision, term=self.term)
-        return decision
+        return [Send(number, Push(decision, self.over, self.joining))]
 
     @staticmethod
     def _is_ancestor(record: Record, seen: RecordRef) -> bool:
@@ -593,6 +602,8 @@ class CoordinatorState:
     def _accepted(self, number: int, ref: RecordRef) -> Instructions:
         session, record = self.sessions[number], self.record
         session.seen = ref
+        if self._given_up is not None and ref == self._given_up.record.ref:
+            return self._learn(self._given_up)  # BACK
         return self._lift() if record is not None and ref == record.ref and session.agent in self._parents else []
 
     def _lift(self) -> Instructions:
@@ -600,6 +611,8 @@ class CoordinatorState:
         assert self.record is not None
         parents, self._parents = self._parents, frozenset()
         out: Instructions = []
+        if not self.in_office:
+            return out  # they are sent it once this coordinator is
         for number, session in list(self.sessions.items()):
             if self.record.has_agent(session.agent) and session.agent not in parents:
                 out += self._greet(number)
@@ -800,7 +813,7 @@ class CoordinatorState:
         return out + self._decide()
 
     def _adopt(self, decision: Decision) -> Instructions:
-        before, record = self.record, decision.record
+        known, before, record = self.decision, self.record, decision.record
         self.decision, self.granted, self.reason = decision, True, ""
         self._take_back_word()
         self.addresses = frozenset([self.address])
@@ -809,6 +822,7 @@ class CoordinatorState:
         self._exited.clear()
         self._silences.expect(record.agents)
         self._parents = self._must_accept(before, record)
+        self._before, self._given_up = known, None
         push = Push(decision)
         out: Instructions = []
         for number, session in self.sessions.items():

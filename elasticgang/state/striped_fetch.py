@@ -201,7 +201,7 @@ class StripedFetch:
                 self._num_agreed -= has_agreed
                 if has_agreed and not self._num_agreed and not self._is_done() and self._received is not None:
                     self._agreed = self._digests = self._small = None  # FETCH-1
-                    self._small_requested = False
+                    self._small_requested = self._digests_requested = False
                 self._changed.notify_all()
 
     @contextlib.contextmanager

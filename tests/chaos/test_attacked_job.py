@@ -183,7 +183,6 @@ def test_a_holder_of_the_secret_in_another_job_reaches_nobody(job: AttackedJob) 
         session.sock.close()
 
 
-# CONN-UNREAD
 # SERVE-NEW
 @pytest.mark.usefixtures("many_descriptors")
 def test_a_holder_of_the_secret_names_two_thousand_jobs(job: AttackedJob) -> None:

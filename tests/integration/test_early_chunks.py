@@ -225,6 +225,35 @@ def test_a_digest_that_is_learnt_right_after_its_chunk_was_read_is_not_lost(
     assert_healed(healer)
 
 
+# FETCH-1, FETCH-8
+def test_digests_are_requested_of_another_holder_once_the_first_is_dropped(
+    fetches: list[striped_fetch.StripedFetch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is read from the first one is wrong. The second has the step only once the first is dropped."""
+    first, second, healer = begun(2), Rank(2, size=SIZE), Rank(1, size=SIZE)
+    read, is_dropped, expired = PeerMemory.read, threading.Event(), threading.Event()
+
+    def corrupt(memory: PeerMemory, data: memoryview, tensor: int, start: int) -> None:
+        read(memory, data, tensor, start)
+        if not is_dropped.is_set():
+            data[0] ^= 1
+
+    def begin() -> None:
+        text = f"could not heal from {first.server.address}"
+        wait_until(lambda: any(text in message for message in caplog.messages), "the first is dropped")
+        is_dropped.set()
+        second.server.begin(AT)
+
+    monkeypatch.setattr(PeerMemory, "read", corrupt)
+    timer = threading.Timer(DEADLINE_S, expired.set)
+    timer.start()
+    beginning = Background(begin)
+    assert healer.server.heal([first.server.address, second.server.address], AT, expired.is_set)
+    timer.cancel()
+    beginning.result()
+    assert_healed(healer)
+
+
 # FETCH-8, PEERMEM-4
 def test_digests_are_requested_of_a_holder_whose_memory_cannot_be_read(
     fetches: list[striped_fetch.StripedFetch], gate: Gate, monkeypatch: pytest.MonkeyPatch

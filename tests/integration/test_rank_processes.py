@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from elasticgang.agent.rank_link import RankLink
 from elasticgang.agent.rank_processes import RankProcess, lower_group_priority
 from elasticgang.process import framing
 from elasticgang.process.death_watch import fields_of
+from elasticgang.process.priority import raise_priority
 
 _NICE = 16  # the field of /proc/PID/task/TID/stat behind the name
 _FAMILY = """
@@ -45,6 +47,10 @@ def test_what_is_left_of_a_rank_gets_a_lower_priority_with_all_its_threads_and_c
         lower_group_priority(rank.pid)
         assert nices(rank.pid) | nices(child) == {min(own + 10, 19)}
         assert os.getpriority(os.PRIO_PROCESS, 0) == own
+        os.setpriority(os.PRIO_PGRP, rank.pid, own)
+        with ThreadPoolExecutor(1, initializer=raise_priority) as loop:  # as that of an agent
+            loop.submit(lower_group_priority, rank.pid).result()
+        assert nices(rank.pid) | nices(child) == {min(own + 10, 19)}
         rank.communicate(b"\n")
     lower_group_priority(rank.pid)  # it is gone: nothing happens
 

@@ -32,8 +32,3 @@ def test_an_idle_process_listens_before_it_is_configured_and_its_groups_do_their
     tensors = [torch.full((5,), 1.0), torch.full((5,), 2.0)]
     all_reduce(world, tensors, group="third")
     assert [tensor.tolist() for tensor in tensors] == [[3.0] * 5] * 2
-
-
-def test_a_process_that_is_used_at_once_does_not_warm_up(worlds: Worlds) -> None:
-    world = worlds(2)
-    assert [num_listening(comm) for comm in world.comms] == [1, 1]

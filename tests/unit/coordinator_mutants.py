@@ -11,7 +11,6 @@ from elasticgang.protocol.coordinator_messages import (
     NO_TERM,
     CollectReport,
     Decision,
-    DecisionRef,
     Hello,
     Persist,
     Push,
@@ -155,10 +154,6 @@ def _parents_are_lost(self: CoordinatorState) -> bool:
     return bool(self._parents) and self._parents <= self.lost
 
 
-def _newer_by_generation(ref: DecisionRef, than: DecisionRef) -> bool:
-    return ref.generation > than.generation
-
-
 def _leave_office_in_despair(self: CoordinatorState) -> None:
     unrecoverable = self.unrecoverable
     _leave_office(self)
@@ -191,8 +186,10 @@ def _keep_silent_members(self: CoordinatorState, _in_office: bool) -> list[str]:
     return [s.agent for s in self.sessions.values() if not self._is_member(s.agent)]
 
 
-def _keep_term(self: CoordinatorState, decision: Decision) -> Decision:
-    return decision
+def _keep_unaccepted(self: CoordinatorState) -> None:
+    decision, parents = self.decision, self._parents
+    _leave_office(self)
+    self.decision, self._parents = decision, parents
 
 
 _session_welcome = AgentSession._welcome
@@ -243,7 +240,6 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "office is kept": ((CoordinatorState, "_leave_office", always(None)),),
     "office is kept at a higher term": ((CoordinatorState, "_learn_term", _keep_office_at_a_term),),
     "office is kept at a newer record": ((CoordinatorState, "_learn", _keep_office_at_a_decision),),
-    "the higher generation is newer": ((CoordinatorState, "_is_newer", staticmethod(_newer_by_generation)),),
     "others' records are not learned": ((CoordinatorState, "_is_news", always(False)),),
     "reports outlive their session": (
         (CoordinatorState, "_counts", _counts_without_promise),
@@ -262,7 +258,7 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a silent parent is gone": ((CoordinatorState, "_parents_are_gone", _parents_are_lost),),
     "the operator's word stands for all agents": ((CoordinatorState, "_absent", _excuse_all),),
     "silent agents keep their sessions out of office": ((CoordinatorState, "_dispensable", _keep_silent_members),),
-    "a record keeps the term in which it was decided": ((CoordinatorState, "_stamped", _keep_term),),
+    "a record that nobody has accepted outlives its office": ((CoordinatorState, "_leave_office", _keep_unaccepted),),
     "joiners are sent a record at once": ((CoordinatorState, "_must_accept", always(frozenset())),),
     "an id is free once its agent is lost": ((CoordinatorState, "_is_duplicate", _free_once_lost),),
     "two processes have one id": ((CoordinatorState, "_is_duplicate", always(False)),),

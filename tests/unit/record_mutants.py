@@ -19,7 +19,7 @@ from elasticgang.protocol import (
 )
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Action, Attempt
-from elasticgang.protocol.coordinator_messages import EndGeneration, Ready
+from elasticgang.protocol.coordinator_messages import DecisionRef, EndGeneration, Ready
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
@@ -34,6 +34,7 @@ from tests.unit import (
     test_record_form,
     test_recovery,
     test_reshape,
+    test_sent_records,
     test_session_wire,
 )
 from tests.unit.patches import always
@@ -126,10 +127,8 @@ def _can_give_in_any_layout(member: MemberReport, committed: Attempt, model: Any
     return any(_can_give(member, committed, model, number) for number in range(3))
 
 
-def _note_alive_but_excused(self: CoordinatorState, agent: str) -> None:
-    self.lost.discard(agent)
-    self._exited.discard(agent)
-    self._reconsider(agent)
+def _newer_by_generation(ref: DecisionRef, than: DecisionRef) -> bool:
+    return ref.generation > than.generation
 
 
 RECORD_MUTANTS = {
@@ -164,8 +163,12 @@ RECORD_MUTANTS = {
         test_coordinator_state.test_only_members_end_a_generation_and_only_the_present_one,
     ),
     "an agent that comes back stays excused": UnitMutant(
-        ((CoordinatorState, "_note_alive", _note_alive_but_excused),),
+        ((CoordinatorState, "_recall", always(None)),),
         test_operators_word.test_an_agent_that_comes_back_after_the_operators_word_must_promise,
+    ),
+    "the higher generation is newer": UnitMutant(
+        ((CoordinatorState, "_is_newer", staticmethod(_newer_by_generation)),),
+        test_sent_records.test_a_decision_of_a_later_term_is_newer_whatever_its_generation,
     ),
     "joiners go on alone": UnitMutant(
         ((CoordinatorState, "_is_alone", always(False)),),

@@ -1,51 +1,104 @@
-"""What a coordinator without a state directory sends of a record that was decided before (STAMP, ACCEPT)."""
+"""Records that a coordinator without a state directory has decided, and that nobody has accepted (BACK, ACCEPT)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from elasticgang.protocol import coordinator_messages as m
-from elasticgang.protocol.agent_session import AgentSession
 from tests.unit.coordinator_driver import Driver, found, record, report
 
 
-# STAMP
-def test_a_record_is_sent_with_the_present_term() -> None:
-    before, _, _ = found()
-    decision = before.state.decision
-    assert decision is not None
-    driver = Driver(number=5, decision=decision)
-    a = driver.open("a", decision=decision.ref)
-    driver.hear(2, m.Hello("b", incarnation="b", session=2))  # it never got the record
-    out = driver.hear(2, m.Promise(driver.state.term))
-    pushes = {i.session: i.message.decision for i in out if isinstance(i, m.Send) and isinstance(i.message, m.Push)}
-    assert pushes == {2: replace(decision, term=driver.state.term)}
-    assert a not in pushes, "it has promised this term, and had the record before"
-    assert driver.state.decision == pushes[2]
+def decided_for_c() -> tuple[Driver, m.Decision, m.Decision, int, int, int]:
+    """A coordinator with generation 1 of a and b and, of a later term, generation 2, which c joins and nobody has
+    accepted."""
+    driver, a, b = found()
+    first = driver.state.decision
+    for session in (a, b):
+        driver.hear(session, m.Accepted(*record(driver).ref))
+    driver.hear(a, m.Promise(m.Term(3, "other")))
+    for session in (a, b):
+        driver.hear(session, m.Promise(driver.state.term))
+    joiner = driver.open("c")
+    driver.hear(joiner, m.Ready(report("c")))
+    for agent, session in (("a", a), ("b", b)):
+        driver.hear(session, m.Ready(report(agent, record(driver).ref)))
+    second = driver.state.decision
+    assert first is not None
+    assert second is not None
+    assert (first.record.agents, second.record.agents) == (("a", "b"), ("a", "b", "c"))
+    assert (first.term.number, second.term.number) == (1, 4)
+    return driver, first, second, a, b, joiner
 
 
-def test_a_durable_record_keeps_its_term() -> None:
-    """A later term would be news to the coordinator that decided it, which would leave its office."""
-    before, _, _ = found(has_directory=True)
-    decision = before.state.decision
-    driver = Driver(number=5, decision=decision, has_directory=True, granted=True)
-    driver.hear(1, m.Hello("a", incarnation="a", session=1))
-    assert driver.state.decision is decision
+# BACK
+def test_a_record_that_nobody_has_accepted_ends_with_the_office() -> None:
+    driver, first, _, a, b, _ = decided_for_c()
+    driver.do(m.SessionClosed(b))
+    driver.hear(a, m.Promise(m.Term(7, "other")))
+    assert (driver.state.in_office, driver.state.decision) == (False, first)
+    driver.hear(a, m.Promise(driver.state.term))
+    assert not driver.state.in_office, "b may be led by the other one"
+    assert "agent b of the last record has not come back" in driver.state.word_awaited
 
 
-def test_an_agent_that_gets_its_record_again_has_it_of_the_later_term() -> None:
-    """It is delivered once."""
-    driver, _, _ = found()
-    decision = driver.state.decision
-    assert decision is not None
-    session = AgentSession("a", "a", decision=decision, promised=decision.term)
-    session.handle(m.Connected("host:1"), 10.0)
-    later = replace(decision, term=m.Term(7, "d"))
-    session.handle(m.Answer(m.Welcome(later.term, True, 0, 0, False)), 10.0)
-    assert session.handle(m.Answer(m.Push(later)), 10.1) == []
-    assert session.decision == later
-    assert session.handle(m.Answer(m.Push(decision)), 10.2) == []
-    assert session.decision == later
+@pytest.mark.parametrize("says_hello", [True, False])
+def test_whoever_has_accepted_a_record_brings_it_back(says_hello: bool) -> None:
+    driver, _, second, a, b, joiner = decided_for_c()
+    if says_hello:
+        for session in (a, b):
+            driver.do(m.SessionClosed(session))
+        hello = m.Hello("a", incarnation="a", session=9, term=m.Term(7, "other"), decision=second.ref)
+        driver.hear(9, hello)
+        out = driver.hear(9, m.KnownDecision(second))
+    else:
+        driver.hear(b, m.Promise(m.Term(7, "other")))
+        assert driver.state.decision != second
+        out = driver.hear(a, m.Accepted(*second.record.ref))
+    assert (driver.state.in_office, driver.state.decision) == (False, second)
+    assert not pushed(out, joiner), "out of office"
+
+
+def test_nobody_is_sent_a_record_out_of_office() -> None:
+    """An agent may bring it back in the `Hello` by which it is accepted."""
+    driver, first, second, a, b, _ = decided_for_c()
+    for session in (a, b):
+        driver.do(m.SessionClosed(session))
+    out = driver.hear(8, m.Hello("b", incarnation="b", session=8, term=m.Term(7, "other"), decision=first.ref))
+    out += driver.hear(9, m.Hello("a", incarnation="a", session=9, term=m.Term(7, "other"), decision=second.ref))
+    out += driver.hear(9, m.KnownDecision(second))
+    assert not any(isinstance(i, m.Send) and isinstance(i.message, m.Push) for i in out)
+
+
+def test_news_are_those_of_a_later_term_whatever_came_before() -> None:
+    """SESSION-ORDER, BACK. The record that nobody has accepted is of a later term than that which b brings."""
+    driver, first, second, _, b, _ = decided_for_c()
+    other = Driver(number=0, decision=first)
+    for agent in ("a", "b"):
+        number = other.open(agent, decision=first.ref)
+        other.hear(number, m.Ready(report(agent, first.record.ref)))
+    assert other.state.decision is not None
+    earlier = replace(other.state.decision, term=m.Term(2, "other"))
+    assert first.term < earlier.term < second.term
+    driver.do(m.SessionClosed(b))
+    hello = m.Hello("b", incarnation="b", session=9, term=m.Term(7, "other"), decision=earlier.ref)
+    assert m.Send(9, m.RequestDecision(earlier.record.digest)) in driver.hear(9, hello)
+    driver.hear(9, m.KnownDecision(earlier))
+    assert driver.state.decision == earlier
+
+
+def test_a_decision_of_a_later_term_is_newer_whatever_its_generation() -> None:
+    """SESSION-ORDER."""
+    driver, _, second, _, _, _ = decided_for_c()
+    later = m.DecisionRef(m.Term(5, "d"), second.record.generation - 1, "x", False)
+    hello = m.Hello("d", incarnation="d", session=9, term=m.Term(1, "a"), decision=later)
+    assert m.Send(9, m.RequestDecision("x")) in driver.hear(9, hello)
+
+
+def pushed(out: list[Any], session: int) -> bool:
+    return any(isinstance(i, m.Send) and i.session == session and isinstance(i.message, m.Push) for i in out)
 
 
 # ACCEPT

@@ -37,6 +37,7 @@ RULES = {
     ),
     "AGENT-9": ("no layout waits for ranks that start", "ranks that start are never late"),
     "ALONE": ("joiners go on alone",),
+    "BACK": ("a record that nobody has accepted outlives its office",),
     "COMMIT-1": ("never rolled forward", "what was told does not count", "learners never decide"),
     "COMMIT-2": ("by step alone",),
     "COMMIT-3": ("decision not in the record",),
@@ -183,7 +184,6 @@ RULES = {
     ),
     "SESSION-ORDER": ("the higher generation is newer",),
     "SESSION-TERM": ("equal numbers are one term",),
-    "STAMP": ("a record keeps the term in which it was decided",),
     "UNBOUND": ("an agent without a record is fenced", "an agent without a record is in a hurry"),
     "WORD": ("the operator's word stands for all agents", "an agent that comes back stays excused"),
 }
