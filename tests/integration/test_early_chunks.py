@@ -297,7 +297,7 @@ def test_an_apply_before_the_digests_leaves_nothing_that_counts(
     source, healer = begun(2), Rank(1, size=SIZE)
     running = healing(healer, [source.server.address])
     wait_for_chunks(fetches, healer_chunks(source))
-    threading.Timer(0.5, gate.opened.set).start()
+    threading.Timer(3.0, gate.opened.set).start()  # long after the connection is closed
     with source.server.exclusive():
         source.train()
     assert running.result() is False

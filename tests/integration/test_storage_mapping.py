@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -240,22 +238,31 @@ def test_the_block_of_allocated_memory_is_used_again_after_its_storage(storages:
     assert third.block is first.block
 
 
-def test_no_more_memory_is_allocated_than_descriptors_allow(storages: StorageMappings) -> None:
+FEW_DESCRIPTORS = """if True:
+    import os, resource
+    from elasticgang.comm.arena import Arena
+    from elasticgang.comm.storage_mapping import SMALLEST_BYTES, StorageMappings
+
+    arena = Arena()
+    storages = StorageMappings(arena)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert storages.allocate(SMALLEST_BYTES - 1) is None
     kept = []
     # A block takes three: there are descriptors left when a quarter of this is reached.
-    limit = 4 * (len(os.listdir("/proc/self/fd")) + 256)
+    limit = 4 * (len(os.listdir("/proc/self/fd")) + 64)
     assert soft == resource.RLIM_INFINITY or limit <= soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        while (memory := storages.allocate(SMALLEST_BYTES)) is not None:
-            kept.append(memory)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    num_maps = len(Path("/proc/self/maps").read_text().splitlines())
-    assert len(kept) == limit // 4, f"{os.listdir('/proc/self/fd')} are open, {num_maps} mapped"
+    while (memory := storages.allocate(SMALLEST_BYTES)) is not None:
+        kept.append(memory)
+    assert len(kept) == limit // 4, (len(kept), limit)
     assert len({memory.data_ptr() for memory in kept}) == len(kept)
+"""
+
+
+def test_no_more_memory_is_allocated_than_descriptors_allow() -> None:
+    """In a process of its own: threads of other tests may open descriptors meanwhile."""
+    done = subprocess.run([sys.executable, "-c", FEW_DESCRIPTORS], cwd=REPOSITORY, timeout=60, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_memory_is_given_back() -> None:
