@@ -511,6 +511,7 @@ class CoordinatorState:
         if not self._is_news(decision.ref):
             return []
         self.decision = decision
+        self.joining = min(self.joining, decision.record.generation - 1)  # it may be another one of that number
         self._parents = frozenset()
         self._given_up = None
         self._take_back_word()
@@ -555,6 +556,8 @@ class CoordinatorState:
         self.unrecoverable = ""
         if self._parents:  # BACK
             self._given_up, self.decision, self._parents = self.decision, self._before, frozenset()
+            generation = 0 if self.record is None else self.record.generation
+            self.over, self.joining = min(self.over, generation), min(self.joining, generation)  # of the next one anew
             self.lost.clear()
             self._exited.clear()
 

@@ -154,6 +154,14 @@ def test_schedules_that_the_simulator_took_for_violations(seed: int) -> None:
     assert Schedule(seed).run() is None
 
 
+# BACK, WORD
+@pytest.mark.parametrize("seed", [2_204_067, 3_038_107, 8_015_409])
+def test_schedules_in_which_a_rule_of_the_coordinator_was_missing(seed: int) -> None:
+    """An office by the operator's word over an agent that went elsewhere; a committed step given up for a record that
+    nobody had accepted; and a notice of a joiner that had been given for another record of that number."""
+    assert Schedule(seed).run() is None
+
+
 def test_a_failure_is_a_scenario_that_replays_it() -> None:
     with mutated("the highest term alone decides"):
         failures = list(itertools.islice(filter(None, (Schedule(seed).run() for seed in range(400))), 2))
