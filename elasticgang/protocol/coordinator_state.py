@@ -16,8 +16,8 @@ PRESENT  Every agent of the record is ready, or declared lost, before the next r
 REPORT   A report counts while the session by which it came is up, and its agent has promised the present term.
 LOST     An agent is declared lost once it was silent for `lost_after_s` while the coordinator was in office, not
          counting what the coordinator itself stood still; or its process is known to be gone. Out of office nobody is
-         lost, and the session of an agent of the record is closed after half a lease: the operator's word, which may be
-         given while leases last, covers none that has a session.
+         lost, and where a record is known, a silent session is closed after half a lease: the operator's word, which
+         may be given while leases last, covers no agent that has a session.
 MOVED    After a restart from its state directory at another address, a coordinator declares no agent lost for its
          silence that has not promised its term: a connection refused at the old address renews that agent's lease.
 ALONE    A record that was decided without a state directory is followed by one without any of its agents only if all of
@@ -417,7 +417,9 @@ class CoordinatorState:
         self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, known)
         self._session_of[hello.agent] = number
         self._silences.hear(hello.agent)
-        self._note_alive(hello.agent)
+        self.lost.discard(hello.agent)
+        self._exited.discard(hello.agent)
+        self._reconsider(hello.agent)
         if hello.former and self._incarnations.get(hello.former, hello.incarnation) == hello.incarnation:
             out += self._exit(hello.former, f"agent {hello.former} is now {hello.agent}")
         if hello.finished:
@@ -435,11 +437,6 @@ class CoordinatorState:
         if self.unrecoverable:
             out.append(Send(number, JobUnrecoverable(self.unrecoverable)))
         return out
-
-    def _note_alive(self, agent: str) -> None:
-        self.lost.discard(agent)
-        self._exited.discard(agent)
-        self._reconsider(agent)
 
     def _recall(self, agent: str) -> None:
         """WORD: office only once the agent has promised."""
