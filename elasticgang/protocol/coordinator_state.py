@@ -20,14 +20,16 @@ LOST     An agent is declared lost once it was silent for `lost_after_s` while t
          may be given while leases last, covers no agent that has a session.
 MOVED    After a restart from its state directory at another address, a coordinator declares no agent lost for its
          silence that has not promised its term: a connection refused at the old address renews that agent's lease.
-ALONE    A record that was decided without a state directory is followed by one without any of its agents only if all of
-         these have exited, if need be by the operator's word: those that are silent may be led by another coordinator.
+ALONE    A record that was decided without a state directory is followed by one without any of its agents, or its state
+         given up for lost, only if all of these have exited, if need be by the operator's word: those that are silent
+         may be led by another coordinator.
 ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it,
          or when all of these have exited, if need be by the operator's word.
 BACK     A coordinator without a state directory that leaves its office goes back behind a record that no agent of the
          record before has accepted, as far as it knows: another coordinator may have decided, or may decide, another
          one. Any agent that has accepted it brings it back. So office is always over all agents of a record that
-         somebody has.
+         somebody has. In office it goes back so before it gives up a state for lost with a record that no agent has
+         accepted. What follows says that it goes back, unless all who may have accepted that record are present.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
          of the record that comes back may hold what was given up for lost: the coordinator decides again.
@@ -43,7 +45,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from elasticgang.protocol.coordinator_messages import (
@@ -168,7 +170,7 @@ class CoordinatorState:
     _excused: frozenset[str] = frozenset()  # WORD: agents of the record that have exited
     _is_waived: bool = False  # WORD: no directory is needed to follow the record
     _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
-    _before: Decision | None = None  # BACK: that before one which nobody has accepted
+    _before: Decision | None = None  # BACK: the one before, until an agent has accepted the newest
     _given_up: Decision | None = None  # BACK: the newest
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
@@ -510,7 +512,7 @@ class CoordinatorState:
         self.decision = decision
         self.joining = min(self.joining, decision.record.generation - 1)  # it may be another one of that number
         self._parents = frozenset()
-        self._given_up = None
+        self._before = self._given_up = None
         self._take_back_word()
         self.lost.clear()
         self._exited.clear()
@@ -551,12 +553,18 @@ class CoordinatorState:
     def _leave_office(self) -> None:
         self.granted = self._was_in_office = False
         self.unrecoverable = ""
-        if self._parents:  # BACK
-            self._given_up, self.decision, self._parents = self.decision, self._before, frozenset()
-            generation = 0 if self.record is None else self.record.generation
-            self.over, self.joining = min(self.over, generation), min(self.joining, generation)  # of the next one anew
+        if self._parents:
+            assert self._before is not None
+            self._go_back(self._before)
             self.lost.clear()
             self._exited.clear()
+
+    def _go_back(self, before: Decision) -> None:
+        """BACK."""
+        self._given_up, self.decision = self.decision, before
+        self._before, self._parents = None, frozenset()
+        generation = before.record.generation
+        self.over, self.joining = min(self.over, generation), min(self.joining, generation)  # of the next one anew
 
     def _enter_office(self) -> Instructions:
         self._was_in_office = True
@@ -604,6 +612,8 @@ class CoordinatorState:
         session.seen = ref
         if self._given_up is not None and ref == self._given_up.record.ref:
             return self._learn(self._given_up)  # BACK
+        if record is not None and ref == record.ref:
+            self._before = None
         return self._lift() if record is not None and ref == record.ref and session.agent in self._parents else []
 
     def _lift(self) -> Instructions:
@@ -760,17 +770,27 @@ class CoordinatorState:
                 self.reason = self._undecided = answer.reason
                 self._undecided_s = self._now_s
             return self._refuse(answer)
-        if isinstance(answer, Unrecoverable):
-            self.unrecoverable = answer.reason
-            return self._broadcast(JobUnrecoverable(answer.reason))
         self.awaits_word = record is not None and self._is_alone(record, reports)
         if self.awaits_word:
             self.reason = (
                 "every agent of the record is silent, and may have another coordinator: this takes an operator"
             )
             return []
+        if isinstance(answer, Unrecoverable):
+            if self._before is not None:  # BACK
+                self._go_back(self._before)
+                return self._decide()
+            self.unrecoverable = answer.reason
+            return self._broadcast(JobUnrecoverable(answer.reason))
         self.proposal = proposal
+        if record is not None and self._may_go_back(record, reports):
+            answer = replace(answer, rolled_back=True)
         return self._propose(Decision(self.term, answer, self.has_directory))
+
+    def _may_go_back(self, record: Record, reports: dict[str, Report]) -> bool:
+        """BACK: whether one that is not here may have accepted the record that was given up."""
+        given_up = self._given_up
+        return given_up is not None and not self._must_accept(record, given_up.record).issubset(reports)
 
     def _is_alone(self, record: Record, reports: dict[str, Report]) -> bool:
         """ALONE."""
@@ -822,7 +842,7 @@ class CoordinatorState:
         self._exited.clear()
         self._silences.expect(record.agents)
         self._parents = self._must_accept(before, record)
-        self._before, self._given_up = known, None
+        self._before, self._given_up = None if self.has_directory else known, None
         push = Push(decision)
         out: Instructions = []
         for number, session in self.sessions.items():

@@ -154,10 +154,9 @@ def _parents_are_lost(self: CoordinatorState) -> bool:
     return bool(self._parents) and self._parents <= self.lost
 
 
-def _leave_office_in_despair(self: CoordinatorState) -> None:
-    unrecoverable = self.unrecoverable
-    _leave_office(self)
-    self.unrecoverable = unrecoverable
+def _give_up_over_the_unaccepted(self: CoordinatorState, record: Any, reports: Any) -> Any:
+    self._before = None
+    return _next(self, record, reports)
 
 
 def _keep_office_at_a_term(self: CoordinatorState, term: Term) -> Any:
@@ -197,6 +196,7 @@ _connected = AgentSession._connected
 _push = AgentSession._push
 _is_duplicate = CoordinatorState._is_duplicate
 _learn_term = CoordinatorState._learn_term
+_next = CoordinatorState._next
 _leave_office = CoordinatorState._leave_office
 _learn = CoordinatorState._learn
 _tell_undecided = CoordinatorState._tell_undecided
@@ -273,10 +273,10 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a record is delivered without a lease": ((AgentSession, "_push", _push_at_once),),
     "a report is sent once": ((AgentSession, "_welcome", _report_once),),
     "the end of the job is told once": ((AgentSession, "_connected", _finish_once),),
-    "what is lost stays lost out of office": ((CoordinatorState, "_leave_office", _leave_office_in_despair),),
-    "what is lost stays lost": (
-        (CoordinatorState, "_reconsider", always(None)),
-        (CoordinatorState, "_leave_office", _leave_office_in_despair),
+    "a state is lost while its holders are silent": ((CoordinatorState, "_is_alone", always(False)),),
+    "what is lost stays lost": ((CoordinatorState, "_reconsider", always(None)),),
+    "a state is lost with a record that nobody has accepted": (
+        (CoordinatorState, "_next", _give_up_over_the_unaccepted),
     ),
     "why a proposal is undecided is told once": ((CoordinatorState, "_tell_undecided", _tell_undecided_once),),
     "equal numbers are one term": ((CoordinatorState, "_learn_term", _learn_higher_numbers),),

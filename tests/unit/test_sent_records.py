@@ -135,3 +135,57 @@ def test_a_joiner_that_is_not_sent_a_record_need_not_report_again() -> None:
     assert record(driver) == second.record
     assert sorted(driver.state.reports()) == ["c"]
     assert any(isinstance(i, m.Send) and isinstance(i.message, m.JoinNotice) for i in out)
+
+
+def decided_without_b() -> tuple[Driver, m.Decision, int]:
+    """A coordinator with generation 1 of a and b and, since b has exited, generation 2 of a alone, which a was sent."""
+    driver, a, b = found()
+    first = driver.state.decision
+    assert first is not None
+    for session in (a, b):
+        driver.hear(session, m.Accepted(*first.record.ref))
+    driver.hear(a, m.Ready(report("a", first.record.ref)))
+    driver.do(m.AgentExited("b"))
+    assert record(driver).agents == ("a",)
+    return driver, first, a
+
+
+def returned(driver: Driver, first: m.Decision, *, tip: Any) -> list[Any]:
+    """b is back, from its former session, with the state of generation 1."""
+    number = driver.open("b", decision=first.ref)
+    members = [replace(member, tip=tip) for member in report("b", first.record.ref).members]
+    return driver.hear(number, m.Ready(replace(report("b", first.record.ref), members=tuple(members))))
+
+
+# BACK
+@pytest.mark.parametrize("is_accepted", [False, True])
+def test_no_state_is_lost_with_a_record_that_nobody_has_accepted(*, is_accepted: bool) -> None:
+    driver, first, a = decided_without_b()
+    if is_accepted:
+        driver.hear(a, m.Accepted(*record(driver).ref))
+    driver.do(m.AgentExited("a"))
+    out = returned(driver, first, tip=first.record.committed)
+    followed = driver.state.decision
+    assert followed is not None
+    lost = [i.message for i in out if isinstance(i, m.Send) and isinstance(i.message, m.JobUnrecoverable)]
+    if is_accepted:
+        assert lost
+    else:
+        assert not lost
+        assert (followed.record.parent, followed.record.agents) == (first.record.digest, ("b",))
+        assert followed.record.rolled_back, "a may have accepted generation 2, and have committed steps in it"
+
+
+# ALONE
+def test_no_state_is_lost_while_an_agent_of_the_record_is_silent() -> None:
+    driver, a, b = found()
+    for session in (a, b):
+        driver.hear(session, m.Accepted(*record(driver).ref))
+        driver.do(m.SessionClosed(session))
+    driver.wait(driver.state.timeouts.lost_after_s + 1)
+    joiner = driver.open("c")
+    out = driver.hear(joiner, m.Ready(report("c")))
+    assert not any(isinstance(i, m.Send) and isinstance(i.message, m.JobUnrecoverable) for i in out)
+    assert driver.state.awaits_word
+    out = driver.do(m.OfficeGranted())
+    assert any(isinstance(i, m.Send) and isinstance(i.message, m.JobUnrecoverable) for i in out)
