@@ -282,7 +282,7 @@ class CoordinatorServer:
                 address=self._address,
                 addresses=kept.addresses,
                 finished=kept.finished,
-                granted=directory is not None or (self._options.founds and time.monotonic() >= self._founds_at_s),
+                granted=kept.decision is None and self._options.founds and time.monotonic() >= self._founds_at_s,
                 timeouts=self._options.timeouts,
                 everywhere=self._is_everywhere,
             )

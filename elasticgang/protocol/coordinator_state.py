@@ -4,10 +4,11 @@ Pure: no clock, no socket, nothing random. `next_record` decides what is in a re
 one, and who is sent it.
 
 OFFICE   A coordinator decides only in office. It takes office (a) from its state directory, which it holds under a
-         lock; (b) for a job whose last record was decided without one, once every agent of that record has promised
-         its term; (c) because the job is new and it was started to found it, or the operator says so. It leaves office
-         when it learns of a newer record or, without a directory, of a term that is not lower than its own. Out of
-         office it holds no state for lost: another coordinator may lead agents that it could not reach.
+         lock, unless the record there was decided without one; (b) for a job whose last record was decided without one,
+         once every agent of that record has promised its term; (c) because the job is new and it was started to found
+         it, or the operator says so. It leaves office when it learns of a newer record or, without a directory, of a
+         term that is not lower than its own. Out of office it holds no state for lost: another coordinator may lead
+         agents that it could not reach.
 WORD     The operator's word is that the agents of the record that have no session here have exited, and that no
          directory has a newer record. It counts as the promises of these agents, until they come back or the record is
          followed by another. It stands for no agent that has a session: that one may go to another coordinator.
@@ -141,8 +142,9 @@ class _Session:
 class CoordinatorState:
     """`handle` is the only way in. `decision`: the newest, from the state directory or from agents. `addresses`: of the
     coordinators that have used the state directory since `decision`, from where agents may have leases; `address` is
-    this one's. `granted`: in office by (a), as a founder, or by its own last decision. `reason`: why there is no next
-    record yet. `proposal`: what the last decision of this coordinator was made from. `everywhere`: as of `Welcome`."""
+    this one's. `granted`: in office by (a), which is found out here, as a founder, or by its own last decision.
+    `reason`: why there is no next record yet. `proposal`: what the last decision of this coordinator was made from.
+    `everywhere`: as of `Welcome`."""
 
     name: str
     number: int = 1
@@ -187,6 +189,7 @@ class CoordinatorState:
     def __post_init__(self) -> None:
         self._silences = Silences(self.timeouts.standstill_s)
         self.addresses |= {self.address}
+        self.granted |= self.has_directory and (self.decision is None or self._needs_directory(self.decision))
 
     @property
     def term(self) -> Term:

@@ -78,10 +78,10 @@ class Disk:
 
 
 class CoordinatorProcess:
-    """`zone`: its part of a parted network. `is_stopped`: by SIGSTOP. `is_granted`: it has its directory or founded the
-    job, and has seen no other's decision since, nor, without a directory, another's term. `promises`: the agents that
-    have promised its present term. `excused`: the agents of its record that were absent when the operator gave their
-    word for it, and have not come since."""
+    """`zone`: its part of a parted network. `is_stopped`: by SIGSTOP. `is_granted`: it has its directory, in which no
+    record was decided without one, or founded the job, and has seen no other's decision since, nor, without a
+    directory, another's term. `promises`: the agents that have promised its present term. `excused`: the agents of its
+    record that were absent when the operator gave their word for it, and have not come since."""
 
     def __init__(
         self, cluster: Cluster, number: int, disk: Disk | None, zone: str, address: str, is_founder: bool
@@ -92,7 +92,7 @@ class CoordinatorProcess:
         self.is_alive, self.is_stopped = True, False
         self.zone, self.address = zone, address
         self.disk = disk
-        self.is_granted = is_founder or disk is not None
+        self.is_granted = is_founder or (disk is not None and (disk.decision is None or disk.decision.durable))
         self.excused: set[str] = set()
         self.promises: set[str] = set()
         self.heard_s: dict[str, float] = {}  # by agent: when it was heard, by a clock that stops with this process
@@ -102,20 +102,21 @@ class CoordinatorProcess:
         self.outbox: deque[Send | CloseSession] = deque()
         self.writing: deque[Persist] = deque()
         self.sessions: dict[int, SimulatedSession] = {}
+        kept = Disk() if disk is None else disk
         self.state = CoordinatorState(
             self.name,
+            number=kept.term.number + 1,
             has_directory=disk is not None,
+            decision=kept.decision,
             address=address,
-            addresses=frozenset() if disk is None else disk.addresses,
+            addresses=kept.addresses,
+            finished=kept.finished,
+            granted=is_founder,
             timeouts=TIMEOUTS,
         )
         if disk is not None:
             disk.holder = self
-            self.state.number = disk.term.number + 1
-            self.state.decision = disk.decision
-            self.state.finished = disk.finished
             disk.term, disk.addresses = self.state.term, self.state.addresses
-        self.state.granted = disk is not None or is_founder
         self.do(cluster, Ticked())
 
     # -- what it can do

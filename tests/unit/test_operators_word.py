@@ -91,3 +91,18 @@ def test_a_parent_that_has_a_session_is_waited_for_whatever_the_operator_says() 
 
 def pushed(out: list[Any], session: int) -> bool:
     return any(isinstance(i, m.Send) and i.session == session and isinstance(i.message, m.Push) for i in out)
+
+
+# OFFICE
+def test_a_directory_gives_no_office_over_a_record_that_was_decided_without_one() -> None:
+    """Another coordinator may have been promised a term since the record was written there."""
+    without, _, _ = found()
+    with_one, _, _ = found(has_directory=True)
+    assert Driver(has_directory=True).state.in_office
+    assert Driver(has_directory=True, decision=with_one.state.decision).state.in_office
+    driver = Driver(number=5, has_directory=True, decision=without.state.decision)
+    assert not driver.state.in_office
+    assert without.state.decision is not None
+    for agent in ("a", "b"):
+        driver.open(agent, decision=without.state.decision.ref)
+    assert driver.state.in_office
