@@ -1,7 +1,8 @@
 """Random schedules of a job: a phase of faults, then quiet, in which the job must go on (RULE-7).
 
 Each schedule draws its own weights at its start: some faults occur often and others never, and one host or coordinator
-at a time may be slow. So each schedule combines few kinds of faults, but repeats them.
+at a time may be slow. So each schedule combines few kinds of faults, but repeats them. In every fourth one, several
+coordinators without a state directory contend for the agents: what leads to two leaders needs many such faults at once.
 
 Equal seeds give equal schedules, in every process and Python version.
 """
@@ -55,6 +56,17 @@ RESHAPING = (
 )
 _RESHAPING_EVERY = 8
 
+_CONTENDED_EVERY = 4
+_CONTENTION = {
+    "coordinator crashes": 1.0,
+    "second coordinator": 2.0,
+    "network is parted": 2.0,
+    "coordinator stands still": 1.0,
+    "sessions are slow": 2.0,
+    "operator's word": 2.0,
+    "joins": 1.0,
+}
+
 _SELDOM = {"kills": 0.2, "resets": 0.2, "hangs": 0.3, "misses": 0.3, "founds": 0.2, "fails": 0.5, "times": 0.2}
 _HICCUP_WORDS = (
     *("hangs", "kills", "resets", "misses", "founds", "prepares", "reports an error", "misses a heal"),
@@ -103,14 +115,19 @@ class Schedule:
         self.moves: list[Move] = []
         self._num_fault_moves = 0
         drawn = chance.random() < 0.5
+        self.is_contended = has_seconds and not has_directory and seed % _CONTENDED_EVERY == 2
         self.setting = replace(
             self.setting,
-            has_directory=drawn if has_directory is None else has_directory,
+            has_directory=drawn and not self.is_contended if has_directory is None else has_directory,
             saves_last=seed % 2 == 1,
             keeps=seed % 6 == 1,
         )
         self.has_seconds = has_seconds
         self._likings = [chance.choice(_MOVE_WEIGHTS) * RARE.get(fault, 1.0) for fault in FAULTS]
+        if self.is_contended:
+            self._likings = [
+                _CONTENTION.get(fault, liking / 2) for fault, liking in zip(FAULTS, self._likings, strict=True)
+            ]
         self._rates = {word: chance.choice(_RARE_MOVE_RATES) * _SELDOM.get(word, 1.0) for word in _HICCUP_WORDS}
         self._pass_rate = chance.choice(_PASS_RATES)
         self._repair_rate = chance.choice(_REPAIR_RATES)
