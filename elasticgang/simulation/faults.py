@@ -47,6 +47,8 @@ FAULTS = (
     "recovers",
     "forks late",
 )
+# Where coordinators contend. Elsewhere their weight is 0, so that equal seeds give the same schedules as before.
+CONTENDED_FAULTS = ("loses its address",)
 RARE = {
     "coordinator crashes": 0.4,
     "coordinator restarts": 0.4,
@@ -80,7 +82,8 @@ _MAX_HOSTS = 5
 
 
 class Faults:
-    """`do` makes a move if it is possible; `pick` chooses. `likings`: how often each of `FAULTS` is injected.
+    """`do` makes a move if it is possible; `pick` chooses. `likings`: how often each of
+    `FAULTS` and `CONTENDED_FAULTS` is injected.
     `has_seconds`: whether several coordinators run at once. `slow`: the host or coordinator that is slow. `aim`: at
     which point a coordinator is to crash."""
 
@@ -96,14 +99,14 @@ class Faults:
     ) -> None:
         self._cluster, self._chance = cluster, chance
         self._do, self._pick = do, pick
-        self._cumulated = list(itertools.accumulate(liking + 0.01 for liking in likings))
+        self._cumulated = list(itertools.accumulate(likings))
         self._has_seconds = has_seconds
         self.slow = self.aim = ""
 
     def inject_one(self) -> None:
         cluster, chance = self._cluster, self._chance
         hosts = [host for host in cluster.hosts.values() if host.alive]
-        (kind,) = chance.choices(FAULTS, cum_weights=self._cumulated)
+        (kind,) = chance.choices(FAULTS + CONTENDED_FAULTS, cum_weights=self._cumulated)
         living = cluster.living()
         match kind:
             case "coordinator crashes":
@@ -158,7 +161,7 @@ class Faults:
                     mismatch = f" of another {chance.choice(_INCOMPATIBLE)}" if is_strange else ""
                     slowly = "slowly " * (chance.random() < _SLOW_JOIN_RATE)
                     self._do(("host", f"joins {slowly}with {chance.randint(1, self._num_whole())}{mismatch}"))
-            case "is exhausted" | "recovers" | "forks late":
+            case "is exhausted" | "recovers" | "forks late" | "loses its address":
                 able = [host for host in hosts if kind in host.faults()]
                 if able:
                     self._do((chance.choice(able).name, kind))

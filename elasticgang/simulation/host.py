@@ -23,6 +23,7 @@ from elasticgang.protocol.agent_lifecycle import AgentLifecycle, AgentOptions
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import (
+    AddressLost,
     ConnectionRefused,
     Disconnected,
     EndGeneration,
@@ -185,6 +186,9 @@ class Host:
                 self.is_exhausted = False
             case "forks late":
                 self.forks_late = True
+            case "loses its address":
+                cluster.seen.add("address lost")
+                host_session.do(self, cluster, AddressLost("this host has lost its address"))
             case _:
                 self.signal = SIGNALS[verb]
                 self.handle(cluster, events.SignalReceived(self.signal))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 RARE_MOVES = frozenset({"hangs up", "fails to start a rank"})
 TIMER = "times out: "
 _RESTART = "restart "  # as the names of the agent's timers begin
-FAULTS = frozenset({"recovers", "is exhausted", "forks late", "gets SIGTERM", "gets SIGINT"})
+FAULTS = frozenset({"recovers", "is exhausted", "forks late", "gets SIGTERM", "gets SIGINT", "loses its address"})
 SIGNALS = {"gets SIGTERM": signal.SIGTERM, "gets SIGINT": signal.SIGINT}
 
 
@@ -44,4 +44,5 @@ def faults(host: Host) -> list[str]:
         *SIGNALS,
         "recovers" if host.is_exhausted else "is exhausted",
         *([] if host.forks_late else ["forks late"]),
+        *(["loses its address"] if host.has_begun and host.session.is_welcome else []),
     ]

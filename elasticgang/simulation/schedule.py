@@ -18,7 +18,7 @@ from elasticgang.layout import ParallelLayout
 from elasticgang.protocol.coordinator_messages import Push
 from elasticgang.simulation.cluster import Cluster, Move, Setting
 from elasticgang.simulation.coordinator_process import CoordinatorProcess
-from elasticgang.simulation.faults import FAULTS, RARE, Faults
+from elasticgang.simulation.faults import CONTENDED_FAULTS, FAULTS, RARE, Faults
 from elasticgang.simulation.invariants import Violation
 from elasticgang.simulation.recovery import recover
 
@@ -65,6 +65,7 @@ _CONTENTION = {
     "sessions are slow": 2.0,
     "operator's word": 2.0,
     "joins": 1.0,
+    "loses its address": 0.3,
 }
 
 _SELDOM = {"kills": 0.2, "resets": 0.2, "hangs": 0.3, "misses": 0.3, "founds": 0.2, "fails": 0.5, "times": 0.2}
@@ -124,9 +125,11 @@ class Schedule:
         )
         self.has_seconds = has_seconds
         self._likings = [chance.choice(_MOVE_WEIGHTS) * RARE.get(fault, 1.0) for fault in FAULTS]
+        self._likings = [liking + 0.01 for liking in self._likings] + [0.0 for _ in CONTENDED_FAULTS]
         if self.is_contended:
             self._likings = [
-                _CONTENTION.get(fault, liking / 2) for fault, liking in zip(FAULTS, self._likings, strict=True)
+                _CONTENTION.get(fault, liking / 2)
+                for fault, liking in zip(FAULTS + CONTENDED_FAULTS, self._likings, strict=True)
             ]
         self._rates = {word: chance.choice(_RARE_MOVE_RATES) * _SELDOM.get(word, 1.0) for word in _HICCUP_WORDS}
         self._pass_rate = chance.choice(_PASS_RATES)
