@@ -279,6 +279,7 @@ class CoordinatorServer:
                 number=kept.term.number + 1,
                 has_directory=directory is not None,
                 decision=kept.decision,
+                own=kept.own,
                 address=self._address,
                 addresses=kept.addresses,
                 finished=kept.finished,
@@ -287,7 +288,7 @@ class CoordinatorServer:
                 everywhere=self._is_everywhere,
             )
             if directory is not None and kept != Kept():  # SERVE-NEW
-                directory.write(name, Kept(state.term, kept.decision, kept.finished, state.addresses))
+                directory.write(name, Kept(state.term, kept.decision, kept.finished, state.addresses, kept.own))
             if name in self._ended:
                 state.finished, state.unrecoverable = self._ended.pop(name)
             self._jobs[name] = _Job(name, state, Incidents(lambda line: self._log(f"job {name}: {line}")))
@@ -431,7 +432,7 @@ class CoordinatorServer:
     async def _persist(self, job: _Job, persist: Persist) -> None:
         directory = self._options.directory
         assert directory is not None
-        kept = Kept(persist.term, persist.decision, persist.finished, persist.addresses)
+        kept = Kept(persist.term, persist.decision, persist.finished, persist.addresses, persist.own)
         try:
             async with self._order:
                 loop = asyncio.get_running_loop()

@@ -21,12 +21,14 @@ _LOCK = "lock"
 
 
 class Kept(NamedTuple):
-    """The persistent state of one job. `addresses`: of the coordinators that have used it since the decision."""
+    """The persistent state of one job. `addresses`: of the coordinators that have used it since the decision. `own`: as
+    of `Persist`."""
 
     term: Term = NO_TERM
     decision: Decision | None = None
     finished: bool = False
     addresses: frozenset[str] = frozenset()
+    own: bool = False
 
 
 class StateDirectory:
@@ -60,7 +62,9 @@ class StateDirectory:
             number, name = fields["term"]
             decision = None if fields["decision"] is None else decision_from_json(fields["decision"], True)
             addresses = frozenset(str(address) for address in fields["addresses"])
-            return Kept(Term(int(number), str(name)), decision, bool(fields["finished"]), addresses)
+            return Kept(
+                Term(int(number), str(name)), decision, bool(fields["finished"]), addresses, bool(fields["own"])
+            )
         except FileNotFoundError:
             return Kept()
         except OSError as error:
@@ -72,7 +76,7 @@ class StateDirectory:
         """Replace the state of `job` (STATE-WHOLE). Raises OSError."""
         decision = None if kept.decision is None else decision_to_json(kept.decision)
         fields = {"job": job, "term": kept.term, "decision": decision, "finished": kept.finished}
-        text = json.dumps({**fields, "addresses": sorted(kept.addresses)})
+        text = json.dumps({**fields, "addresses": sorted(kept.addresses), "own": kept.own})
         path = self._path(job)
         new = path.with_suffix(".new")
         with open(new, "w", encoding="utf-8") as file:

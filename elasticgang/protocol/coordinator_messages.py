@@ -360,12 +360,14 @@ class Send:
 @value(frozen=True)
 class Persist:
     """Write to the state directory and fsync; then bring `Persisted`, if there is a decision. `finished`: the job has
-    finished. `addresses`: of the coordinators that have used the directory since the decision (MOVED)."""
+    finished. `addresses`: of the coordinators that have used the directory since the decision (MOVED). `own`: the
+    decision was written there before anybody had it; else agents have brought it (OFFICE)."""
 
     term: Term
     decision: Decision | None
     finished: bool
     addresses: frozenset[str]
+    own: bool
 
 
 @value(frozen=True)

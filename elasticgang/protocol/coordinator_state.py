@@ -4,7 +4,7 @@ Pure: no clock, no socket, nothing random. `next_record` decides what is in a re
 one, and who is sent it.
 
 OFFICE   A coordinator decides only in office. It takes office (a) from its state directory, which it holds under a
-         lock, unless the record there was decided without one; (b) for a job whose last record was decided without one,
+         lock, unless agents have brought the record there; (b) for a job whose last record was decided without one,
          once every agent of that record has promised its term; (c) because the job is new and it was started to found
          it, or the operator says so. It leaves office when it learns of a newer record or, without a directory, of a
          term that is not lower than its own. Out of office it holds no state for lost: another coordinator may lead
@@ -142,14 +142,15 @@ class _Session:
 class CoordinatorState:
     """`handle` is the only way in. `decision`: the newest, from the state directory or from agents. `addresses`: of the
     coordinators that have used the state directory since `decision`, from where agents may have leases; `address` is
-    this one's. `granted`: in office by (a), which is found out here, as a founder, or by its own last decision.
-    `reason`: why there is no next record yet. `proposal`: what the last decision of this coordinator was made from.
-    `everywhere`: as of `Welcome`."""
+    this one's. `own`: as of `Persist`. `granted`: in office by (a), which is found out here, as a founder, or by its
+    own last decision. `reason`: why there is no next record yet. `proposal`: what the last decision of this coordinator
+    was made from. `everywhere`: as of `Welcome`."""
 
     name: str
     number: int = 1
     has_directory: bool = False
     decision: Decision | None = None
+    own: bool = False
     address: str = ""
     addresses: frozenset[str] = frozenset()
     granted: bool = False
@@ -189,7 +190,7 @@ class CoordinatorState:
     def __post_init__(self) -> None:
         self._silences = Silences(self.timeouts.standstill_s)
         self.addresses |= {self.address}
-        self.granted |= self.has_directory and (self.decision is None or self._needs_directory(self.decision))
+        self.granted |= self.has_directory and (self.decision is None or self.own)
 
     @property
     def term(self) -> Term:
@@ -512,7 +513,7 @@ class CoordinatorState:
         """Another coordinator has decided."""
         if not self._is_news(decision.ref):
             return []
-        self.decision = decision
+        self.decision, self.own = decision, False
         self.joining = min(self.joining, decision.record.generation - 1)  # it may be another one of that number
         self._parents = frozenset()
         self._before = self._given_up = None
@@ -818,13 +819,15 @@ class CoordinatorState:
         if not self.has_directory:
             return self._adopt(decision)
         self._deciding = decision
-        return [Persist(self.term, decision, self.finished, frozenset([self.address]))]
+        return [Persist(self.term, decision, self.finished, frozenset([self.address]), own=True)]
 
     def _persist(self) -> Instructions:
         """PERSIST: a decision that is being written is not replaced by the one before."""
         if self._deciding is not None:
             return self._propose(self._deciding)
-        return [Persist(self.term, self.decision, self.finished, self.addresses)] if self.has_directory else []
+        if not self.has_directory:
+            return []
+        return [Persist(self.term, self.decision, self.finished, self.addresses, self.own)]
 
     def _persisted(self, digest: str) -> Instructions:
         if self._deciding is None or self._deciding.record.digest != digest:
@@ -837,7 +840,7 @@ class CoordinatorState:
 
     def _adopt(self, decision: Decision) -> Instructions:
         known, before, record = self.decision, self.record, decision.record
-        self.decision, self.granted, self.reason = decision, True, ""
+        self.decision, self.own, self.granted, self.reason = decision, self.has_directory, True, ""
         self._take_back_word()
         self.addresses = frozenset([self.address])
         self._undecided = ""

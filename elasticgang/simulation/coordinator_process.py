@@ -73,13 +73,14 @@ class Disk:
     decision: Decision | None = None
     finished: bool = False
     addresses: frozenset[str] = frozenset()
+    own: bool = False
     holder: CoordinatorProcess | None = None
     is_stuck: bool = False
 
 
 class CoordinatorProcess:
-    """`zone`: its part of a parted network. `is_stopped`: by SIGSTOP. `is_granted`: it has its directory, in which no
-    record was decided without one, or founded the job, and has seen no other's decision since, nor, without a
+    """`zone`: its part of a parted network. `is_stopped`: by SIGSTOP. `is_granted`: it has its directory, to which
+    agents brought no record, or founded the job, and has seen no other's decision since, nor, without a
     directory, another's term. `promises`: the agents that have promised its present term. `excused`: the agents of its
     record that were absent when the operator gave their word for it, and have not come since."""
 
@@ -92,7 +93,7 @@ class CoordinatorProcess:
         self.is_alive, self.is_stopped = True, False
         self.zone, self.address = zone, address
         self.disk = disk
-        self.is_granted = is_founder or (disk is not None and (disk.decision is None or disk.decision.durable))
+        self.is_granted = is_founder or (disk is not None and (disk.decision is None or disk.own))
         self.excused: set[str] = set()
         self.promises: set[str] = set()
         self.heard_s: dict[str, float] = {}  # by agent: when it was heard, by a clock that stops with this process
@@ -108,6 +109,7 @@ class CoordinatorProcess:
             number=kept.term.number + 1,
             has_directory=disk is not None,
             decision=kept.decision,
+            own=kept.own,
             address=address,
             addresses=kept.addresses,
             finished=kept.finished,
@@ -291,7 +293,7 @@ class CoordinatorProcess:
         if persist.decision is not None:
             cluster.chain.make_effective(persist.decision)
         self.disk.term, self.disk.decision = persist.term, persist.decision
-        self.disk.finished, self.disk.addresses = persist.finished, persist.addresses
+        self.disk.finished, self.disk.addresses, self.disk.own = persist.finished, persist.addresses, persist.own
         if persist.decision is not None:
             self.do(cluster, Persisted(persist.decision.record.digest))
 

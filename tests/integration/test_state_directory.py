@@ -30,8 +30,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     directory = StateDirectory(tmp_path)
     assert directory.read("job") == Kept()
     directory.write("job", Kept(Term(3, "c")))
-    directory.write("other", Kept(Term(4, "c")))
+    directory.write("other", Kept(Term(4, "c"), own=True))
     assert directory.read("job") == Kept(Term(3, "c"))
+    assert directory.read("other") == Kept(Term(4, "c"), own=True)
     assert directory.read("other").term.number == 4
     (file,) = (path for path in tmp_path.glob("*.json") if '"job": "job"' in path.read_text())
     file.write_text(file.read_text()[:-5])

@@ -28,7 +28,9 @@ _renew = AgentSession._renew
 
 
 def _write_the_adopted(self: CoordinatorState) -> Any:
-    return [Persist(self.term, self.decision, self.finished, self.addresses)] if self.has_directory else []
+    if not self.has_directory:
+        return []
+    return [Persist(self.term, self.decision, self.finished, self.addresses, self.own)]
 
 
 def _push_then_write(self: CoordinatorState, decision: Decision) -> Any:

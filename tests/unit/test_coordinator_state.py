@@ -215,7 +215,7 @@ def test_a_report_of_another_record_does_not_count() -> None:
 def test_a_job_that_finishes_is_persisted() -> None:
     driver, a, b = found(has_directory=True)
     persist, *others = driver.hear(a, m.Finished())
-    assert persist == m.Persist(driver.state.term, driver.state.decision, True, driver.state.addresses)
+    assert persist == m.Persist(driver.state.term, driver.state.decision, True, driver.state.addresses, own=True)
     assert m.Send(b, m.Finished()) in others
     assert driver.hear(b, m.Finished()) == []
     without, a, _ = found()

@@ -94,12 +94,19 @@ def pushed(out: list[Any], session: int) -> bool:
 
 
 # OFFICE
-def test_a_directory_gives_no_office_over_a_record_that_was_decided_without_one() -> None:
-    """Another coordinator may have been promised a term since the record was written there."""
+def test_a_directory_gives_no_office_over_a_record_that_agents_have_brought() -> None:
+    """Another coordinator may have been promised a term since, or have the directory in which it was written first."""
     without, _, _ = found()
     with_one, _, _ = found(has_directory=True)
     assert Driver(has_directory=True).state.in_office
-    assert Driver(has_directory=True, decision=with_one.state.decision).state.in_office
+    assert with_one.state.own
+    assert with_one.state.decision is not None
+    assert Driver(has_directory=True, decision=with_one.state.decision, own=True).state.in_office
+    other = Driver(granted=True, has_directory=True)
+    hello = m.Hello("a", incarnation="a", session=1, decision=with_one.state.decision.ref)
+    other.hear(1, hello)
+    other.hear(1, m.KnownDecision(with_one.state.decision))
+    assert (other.state.in_office, other.state.own) == (False, False)
     driver = Driver(number=5, has_directory=True, decision=without.state.decision)
     assert not driver.state.in_office
     assert without.state.decision is not None
