@@ -5,6 +5,8 @@ DIGEST-1  Where a secret alone authenticates a connection, the digest is SHA-256
     corruption: TLS protects every byte, and without credentials nobody is authenticated.
 DIGEST-2  One thread at a time computes the digests of an attempt, for all that want them. The others wait for it, or
     until it gives up.
+DIGEST-3  It divides them among `NUM_DIGESTERS` threads. If one of these fails, the others end with their present chunk,
+    and `of` raises the first error once all have ended: none reads the state after that, beside an apply.
 """
 
 from __future__ import annotations
@@ -101,37 +103,47 @@ class Digests:
         ]
         found: list[list[str]] = [[] for _ in parts]
         self._found = found
-        threads = [
-            threading.Thread(target=self._digest_part, args=(Chunks(tensors, None), *each, stopped), daemon=True)
-            for each in zip(parts[1:], found[1:], strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        self._digest_part(chunks, parts[0], found[0], stopped, tell)
-        for thread in threads:
+        errors: list[Exception] = []
+
+        def digest_part(chunks: Chunks, numbers: range, found: list[str], tell: Tell | None = None) -> None:
+            try:
+                self._digest_part(chunks, numbers, found, tell, lambda: stopped.is_set() or bool(errors))
+            except Exception as exc:
+                errors.append(exc)
+
+        begun = []
+        try:
+            for each in zip(parts[1:], found[1:], strict=True):
+                thread = threading.Thread(target=digest_part, args=(Chunks(tensors, None), *each), daemon=True)
+                thread.start()
+                begun.append(thread)
+        except RuntimeError as exc:  # no thread is left
+            errors.append(exc)
+        digest_part(chunks, parts[0], found[0], tell)
+        for thread in begun:  # DIGEST-3
             thread.join(TELL_S)
             while thread.is_alive():
-                tell(sum(map(len, found)))
+                try:
+                    tell(sum(map(len, found)))
+                except Exception as exc:
+                    errors.append(exc)
                 thread.join(TELL_S)
+        if errors:
+            raise errors[0]
         digests = list(itertools.chain.from_iterable(found))
         if len(digests) < len(chunks):
-            raise WireError("the digests of the state were stopped for an apply, or have failed")
+            raise WireError("the digests of the state were stopped for an apply")
         return digests
 
     def _digest_part(
-        self,
-        chunks: Chunks,
-        numbers: range,
-        found: list[str],
-        stopped: threading.Event,
-        tell: Tell = lambda num: None,
+        self, chunks: Chunks, numbers: range, found: list[str], tell: Tell | None, is_over: Callable[[], bool]
     ) -> None:
         told_at = time.monotonic()
         for number in numbers:
-            if self._is_stopped.is_set() or stopped.is_set():
+            if self._is_stopped.is_set() or is_over():
                 return
             found.append(self._digest(chunks[number]))
-            if time.monotonic() - told_at >= TELL_S:
+            if tell is not None and time.monotonic() - told_at >= TELL_S:
                 told_at = time.monotonic()
                 tell(sum(map(len, self._found)))
 

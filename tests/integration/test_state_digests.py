@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 import xxhash
 from torch import Tensor
 
@@ -119,6 +120,51 @@ def test_an_apply_stops_digests_that_a_healer_has_requested(monkeypatch: pytest.
     assert apply_once(source)
     assert healing.result() is False
     assert 0 < digest.num < num_chunks(source)
+
+
+# DIGEST-3
+def test_a_failure_is_raised_once_every_thread_has_ended() -> None:
+    begun, returned, ended = threading.Event(), threading.Event(), threading.Event()
+    first = threading.current_thread()
+
+    def digest(data: memoryview) -> str:
+        if threading.current_thread() is first:
+            assert begun.wait(DEADLINE_S)
+            raise ValueError("the first")
+        begun.set()
+        returned.wait(0.2)  # is set if nobody waits for this thread
+        ended.set()
+        raise ValueError("the second")
+
+    tensors = [torch.zeros(4 * CHUNK)]
+    of = digests.Digests(digest)
+    with pytest.raises(ValueError, match="the first"):
+        of.of(AT, tensors, staging.Chunks(tensors, None))
+    has_ended = ended.is_set()
+    returned.set()
+    assert has_ended
+    assert not of.are_begun(AT)
+
+
+# DIGEST-3
+def test_a_failure_of_a_further_thread_ends_the_others() -> None:
+    failing, failed, num = threading.Event(), threading.Event(), 0
+    first = threading.current_thread()
+
+    def digest(data: memoryview) -> str:
+        nonlocal num
+        if threading.current_thread() is not first:
+            failing.set()
+            raise ValueError("the second")
+        assert failing.wait(DEADLINE_S)
+        failed.wait(0.01)  # the other thread notes its error
+        num += 1
+        return "a digest"
+
+    tensors = [torch.zeros(200 * CHUNK)]
+    with pytest.raises(ValueError, match="the second"):
+        digests.Digests(digest).of(AT, tensors, staging.Chunks(tensors, None))
+    assert num < 100
 
 
 # RECEIVED-2
