@@ -17,6 +17,8 @@ SERVE-NEW      The state directory has no file of a job before its first decisio
 SERVE-KEYS     In office, agents of the newest record exchange the rendezvous keys of its generation until it is over.
                An agent without a seat in it may not put a key. Out of office, keys are dropped: agents send all of
                them again to a coordinator that takes office.
+SERVE-LIMIT    An agent whose record is over the limit of a message (a state directory may hold one; NEXT-9) is refused,
+               and so exits with the reason. Without a word it would open session after session.
 SERVE-LOG      Why a session of a job was closed is logged once for each host and reason.
 SERVE-STOP     The process ends when the state machine raises or a write fails. The state directory and the agents have
                all of its state.
@@ -41,6 +43,7 @@ from elasticgang.protocol.coordinator_messages import (
     AgentExited,
     CloseSession,
     CoordinatorEvent,
+    CoordinatorMessage,
     Granted,
     Hello,
     Notice,
@@ -402,16 +405,17 @@ class CoordinatorServer:
                         continue
                     before = job.known.get(number) if isinstance(message, Push) else None
                     key = id(message), "" if before is None else before.digest
-                    if key not in payloads:
-                        delta = self._delta(before, message) if isinstance(message, Push) else None
-                        data = encode(message) if delta is None else delta
-                        payloads[key] = Payload(pack(data) if isinstance(message, Push) else data)
+                    try:
+                        if key not in payloads:
+                            delta = self._delta(before, message) if isinstance(message, Push) else None
+                            data = encode(message) if delta is None else delta
+                            payloads[key] = Payload(pack(data) if isinstance(message, Push) else data)
+                        connection.send(payloads[key])
+                    except WireError as error:
+                        self._close_over_limit(job, connection, message, str(error))
+                        continue
                     if isinstance(message, Push):
                         job.known[number] = message.decision.record
-                    try:
-                        connection.send(payloads[key])
-                    except WireError as error:  # over the frame limit
-                        connection.abort(str(error))
                 case Persist():
                     job.num_writes += 1
                     task = asyncio.ensure_future(self._persist(job, instruction))
@@ -422,6 +426,17 @@ class CoordinatorServer:
                     if connection is not None:
                         job.closings.note(connection.peer.rsplit(":", 1)[0], reason)
                         connection.close()
+
+    @staticmethod
+    def _close_over_limit(job: _Job, connection: Connection, message: CoordinatorMessage, why: str) -> None:
+        """SERVE-LIMIT"""
+        if not isinstance(message, Push):
+            connection.abort(why)
+            return
+        reason = f"the record of {len(message.decision.record.agents)} agents cannot be sent: {why}"
+        job.closings.note(connection.peer.rsplit(":", 1)[0], reason)
+        connection.send(encode(Refused(reason)))
+        connection.close()
 
     @staticmethod
     def _delta(before: Record | None, push: Push) -> bytes | None:

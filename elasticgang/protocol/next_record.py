@@ -15,10 +15,13 @@ NEXT-6  If nobody holds some part of the committed state in the layout in force,
 NEXT-7  When the layout changes, members sit where as much as possible of the parts that they keep is in place (PLAN-8).
 NEXT-8  A record names the newest checkpoint that an agent reports or its parent names, unless that is of a step later
     than the committed one.
+NEXT-9  A record fits the messages that carry it. If it would not, joiners are refused, as many as are too much by the
+    record's mean size of an agent, or all agents of a job that has no record.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +32,7 @@ from elasticgang.layout.overlap import Part
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.record import (
     ACTIVE,
+    MAX_RECORD_BYTES,
     PROTOCOL,
     SPARE,
     CheckpointRef,
@@ -96,7 +100,7 @@ def next_record(
             for member in report.members
         ]
     )
-    return Record(
+    following = Record(
         job=reports[0].job,
         generation=1 if record is None else record.generation + 1,  # NEXT-1
         parent="" if record is None else record.digest,
@@ -116,6 +120,24 @@ def next_record(
         layouts=layouts,
         holders=_kept(holders, planned, statuses, number) if len(layouts) > 1 else (),
     )
+    return _too_large(record, following) or following
+
+
+def _too_large(record: Record | None, following: Record) -> Undecided | None:
+    """NEXT-9."""
+    size, num_agents = following.form.num_sent_bytes, len(following.agents)
+    if size <= MAX_RECORD_BYTES:
+        return None
+    why = (
+        f"the record of {num_agents} agents and {len(following.seats)} ranks would have {size} bytes, over the limit "
+        f"of {MAX_RECORD_BYTES} for a message: run fewer hosts or ranks, with shorter host names or fewer "
+        "--heal-interfaces"
+    )
+    if record is None:
+        return _refuse(tuple((agent, why) for agent in following.agents))
+    joining = [agent for agent in following.agents if not record.has_agent(agent)]
+    num_refused = math.ceil((size - MAX_RECORD_BYTES) * num_agents / size)
+    return _refuse(tuple((agent, why) for agent in joining[-num_refused:])) if joining else Undecided(why)
 
 
 def _saved(record: Record | None, reports: Sequence[Report], committed: Attempt) -> CheckpointRef | None:

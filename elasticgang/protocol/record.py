@@ -28,6 +28,9 @@ ACTIVE, LEARNER, SPARE = _STATUSES = "active", "learner", "spare"
 
 _STATUS_OF = dict(enumerate(_STATUSES))
 _NUM_ANCESTORS = 16
+# Of the text as it is sent (`RecordForm.num_sent_bytes`). A message has at most 16 MiB, of which the rest is for what
+# else it says.
+MAX_RECORD_BYTES = (16 << 20) - (64 << 10)
 
 Model: TypeAlias = "tuple[int, int, int]"  # coordinates along pp, sdp and tp
 

@@ -47,6 +47,12 @@ class RecordForm:
         return "\n".join((*self.tops, *self.lines.values(), *self.order))
 
     @property
+    def num_sent_bytes(self) -> int:
+        """Of the text as a string in a JSON message, which escapes its quotes, backslashes and ends of lines."""
+        text = self.text
+        return len(text) + sum(map(text.count, '"\\\n')) + len('""')
+
+    @property
     def digest(self) -> str:
         """FORM-DIGEST"""
         head, agents, addresses = self.tops

@@ -3,7 +3,8 @@
 Pure. A message is `[kind, field, ...]`, with the fields in the order of its class.
 
 MESSAGE-PACKED  Only a coordinator may compress a message: one process decompresses what one peer sends. It has at most
-                `MAX_PAYLOAD_BYTES` then, as others have.
+                `MAX_PAYLOAD_BYTES` then, as others have. The coordinator refuses to compress a larger one: no agent
+                would take it, in no session.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _INVALID = (
 
 
 def pack(payload: bytes) -> bytes:
-    """`payload`, compressed if it is large (MESSAGE-PACKED)."""
+    """`payload`, compressed if it is large. Raises WireError: it is over the limit (MESSAGE-PACKED)."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise WireError(f"a message of {len(payload)} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
     return payload if len(payload) < _MIN_PACKED_BYTES else _PACKED + zlib.compress(payload, 1)
 
 

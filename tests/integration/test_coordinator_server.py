@@ -73,6 +73,47 @@ def test_a_large_record_is_pushed_as_a_delta(monkeypatch: pytest.MonkeyPatch) ->
     play(test, Job())
 
 
+# SERVE-LIMIT
+def test_an_agent_whose_record_is_over_the_limit_of_a_message_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody is told the same in session after session."""
+    monkeypatch.setattr("elasticgang.session.messages.MAX_PAYLOAD_BYTES", 100)
+
+    async def test(job: Job) -> None:
+        agents = [job.add("a"), job.add("b")]
+        for agent in agents:
+            while not (refused := [each for each in map(refusal, agent.events) if each]):
+                agent.has_event.clear()
+                await agent.has_event.wait()
+            assert refused[0].startswith("the record of 2 agents cannot be sent: a message of ")
+            assert refused[0].endswith("bytes is over the limit of 100")
+        assert sum("cannot be sent" in line for line in job.log) == 1
+
+    play(test, Job())
+
+
+# NEXT-9
+def test_a_job_whose_record_would_be_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticgang.protocol.next_record.MAX_RECORD_BYTES", 100)
+
+    async def test(job: Job) -> None:
+        for agent in [job.add("a"), job.add("b")]:
+            while not (refused := [each for each in map(refusal, agent.events) if each]):
+                agent.has_event.clear()
+                await agent.has_event.wait()
+            assert "run fewer hosts or ranks" in refused[0]
+        assert job.server is not None
+        state = job.server.state_of("job")
+        assert state is not None
+        assert state.record is None
+
+    play(test, Job())
+
+
+def refusal(event: Any) -> str:
+    answer = event.answer if isinstance(event, agent_events.RecordAnswered) else None
+    return answer.refused[0][1] if isinstance(answer, Undecided) and answer.refused else ""
+
+
 def test_a_silent_agent_is_lost_and_the_job_goes_on() -> None:
     async def test(job: Job) -> None:
         a, b = await found(job)

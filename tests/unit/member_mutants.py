@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Any
-
-import pytest
 
 from elasticgang.errors import GangError
 from elasticgang.protocol import member_instructions as do
@@ -33,7 +31,7 @@ from tests.unit import (
     test_reshape,
     test_sum_route,
 )
-from tests.unit.patches import always
+from tests.unit.patches import always, with_monkeypatch
 from tests.unit.unit_mutant import UnitMutant
 
 _enter = MemberState.enter
@@ -93,14 +91,6 @@ def _take_for_all(self: KeyExchange[Hashable], party: Hashable, groups: Iterable
     return {other: new for other in others if new}
 
 
-def _with_monkeypatch(test: Callable[[pytest.MonkeyPatch], None]) -> Callable[[], None]:
-    def run() -> None:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            test(monkeypatch)
-
-    return run
-
-
 MEMBER_MUTANTS = {
     "a checkpoint is not loaded": UnitMutant(
         ((MemberLifecycle, "_loads", False),),
@@ -147,7 +137,7 @@ MEMBER_MUTANTS = {
     ),
     "a key has any length": UnitMutant(
         ((rendezvous_keys, "MAX_VALUE_CHARS", math.inf),),
-        _with_monkeypatch(test_rendezvous_keys.test_what_an_exchange_holds_is_bounded),
+        with_monkeypatch(test_rendezvous_keys.test_what_an_exchange_holds_is_bounded),
     ),
     "every rank exchanges the sums of its host": UnitMutant(
         ((sum_route, "sum_route", _all_exchange),), test_sum_route.test_the_numbers_of_every_rank_are_in_the_sum_once

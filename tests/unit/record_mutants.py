@@ -37,7 +37,7 @@ from tests.unit import (
     test_sent_records,
     test_session_wire,
 )
-from tests.unit.patches import always
+from tests.unit.patches import always, with_monkeypatch
 from tests.unit.unit_mutant import UnitMutant
 
 _coordinator_decides = CoordinatorState._decide
@@ -243,6 +243,14 @@ RECORD_MUTANTS = {
     "a record names the checkpoint that is reported last": UnitMutant(
         ((next_record, "_saved", lambda record, reports, committed: recovery.newest_checkpoint(reports)),),
         test_recovery.test_a_record_names_the_newest_checkpoint_that_is_complete,
+    ),
+    "a record has any size": UnitMutant(
+        ((next_record, "_too_large", always(None)),),
+        with_monkeypatch(test_next_record.test_a_job_too_large_for_a_message_is_refused_as_a_whole),
+    ),
+    "one joiner too many costs all": UnitMutant(
+        ((next_record, "math", SimpleNamespace(ceil=always(99))),),
+        with_monkeypatch(test_next_record.test_joiners_for_whom_no_message_has_room_are_refused, "xde", "ex"),
     ),
     "a job goes back at once to what is here": UnitMutant(
         ((recovery, "_unread", always(None)),),

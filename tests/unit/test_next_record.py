@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -268,3 +269,57 @@ def test_without_a_record_the_majority_decides() -> None:
     tie = [report("a", member("a0"), layout=PAIRS), report("b", member("b0"))]
     assert undecided(None, *tie) == undecided(None, *tie[::-1])
     assert len(undecided(None, *tie).refused) == 1
+
+
+# --- records that no message carries
+
+
+def limit_to(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticgang.protocol.next_record.MAX_RECORD_BYTES", record.form.num_sent_bytes)
+
+
+# NEXT-9
+def test_the_size_of_a_record_is_that_of_its_text_in_a_message() -> None:
+    record = agreed(None, report('a"\\', member("a0"), host="h\u00e4"))
+    assert record.form.num_sent_bytes == len(json.dumps(record.text))
+
+
+# NEXT-9
+def test_a_job_too_large_for_a_message_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_to(first("a", "b"), monkeypatch)
+    assert first("a", "b").agents == ("a", "b")
+    answer = undecided(None, *(report(agent, member(f"{agent}0")) for agent in "abc"))
+    assert [agent for agent, _ in answer.refused] == ["a", "b", "c"]
+    (why,) = {why for _, why in answer.refused}
+    assert why.startswith("the record of 3 agents and 3 ranks would have ")
+    assert "run fewer hosts or ranks, with shorter host names" in why
+
+
+# NEXT-9
+@pytest.mark.parametrize(("joiners", "refused"), [("d", "d"), ("xde", "ex")])
+def test_joiners_for_whom_no_message_has_room_are_refused(
+    joiners: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on, with as many joiners as there is room for."""
+    record, attempt = trained("a", "b", "c")
+    there = [report(a, member(f"{a}0", attempt, entered=2, active=True), seen=record) for a in "abc"]
+    fits = [agent for agent in joiners if agent not in refused]
+    limit_to(agreed(record, *there, *(report(agent, member(f"{agent}0")) for agent in fits)), monkeypatch)
+    joining = [report(agent, member(f"{agent}0")) for agent in joiners]
+    while isinstance(answer := next_record(record, [*there, *joining]), Undecided):
+        gone = {agent for agent, _ in answer.refused}
+        assert gone
+        joining = [each for each in joining if each.agent not in gone]
+    assert isinstance(answer, Record)
+    assert answer.agents == tuple(sorted([*"abc", *fits]))
+
+
+# NEXT-9
+def test_a_record_that_grows_beyond_a_message_without_joiners_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, attempt = trained("a", "b")
+    limit_to(record, monkeypatch)
+    there = [report(a, member(f"{a}0", attempt, entered=2, active=True), seen=record) for a in "ab"]
+    more = replace(there[1], members=(*there[1].members, *(member(f"b{index}") for index in range(1, 9))))
+    answer = undecided(record, there[0], more)
+    assert answer.refused == ()
+    assert answer.reason.startswith("the record of 2 agents and 10 ranks would have ")

@@ -14,10 +14,11 @@ import pytest
 
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.layout import ParallelLayout
+from elasticgang.process import framing
 from elasticgang.protocol import coordinator_messages as m
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.next_record import next_record
-from elasticgang.protocol.record import NO_RECORD, MemberReport, Record, Report
+from elasticgang.protocol.record import MAX_RECORD_BYTES, NO_RECORD, MemberReport, Record, Report
 from elasticgang.protocol.rendezvous_keys import MAX_VALUE_CHARS, Key, RendezvousKeys
 from elasticgang.session.frames import MAX_PAYLOAD_BYTES, FrameBuffer, FrameReader, FrameWriter, Payload
 from elasticgang.session.handshake import AGENT, RANK, ClientHandshake, Identity, ServerHandshake
@@ -424,7 +425,8 @@ def test_a_secret_file_that_is_not_there_says_so(tmp_path: Path) -> None:
 
 
 def test_the_limits_fit_each_other() -> None:
-    assert MAX_PAYLOAD_BYTES == 16 << 20
+    assert MAX_PAYLOAD_BYTES == framing.MAX_BYTES == 16 << 20
+    assert MAX_RECORD_BYTES + (32 << 10) < MAX_PAYLOAD_BYTES
     assert repr(Secret(SECRET)) == "Secret(...)"
 
 
@@ -439,6 +441,8 @@ def test_a_large_message_of_a_coordinator_is_compressed() -> None:
     assert decode_from_coordinator(packed) == notice
     small = encode(m.Finished())
     assert pack(small) == small
+    with pytest.raises(WireError, match="16777217 bytes is over the limit of 16777216"):
+        pack(b" " * (MAX_PAYLOAD_BYTES + 1))
     with pytest.raises(WireError, match="UnicodeDecodeError"):
         decode_from_agent(pack(encode(m.PeerMessage("successors", "1" * 10_000))))
 
@@ -451,7 +455,7 @@ def test_a_large_message_of_a_coordinator_is_compressed() -> None:
         b"z" + os.urandom(100),
         pack(b"[" * 10_000)[:-1],
         pack(b"[" * 10_000) + b"x",
-        pack(b" " * (MAX_PAYLOAD_BYTES + 1)),
+        b"z" + zlib.compress(b" " * (MAX_PAYLOAD_BYTES + 1), 1),
     ],
 )
 def test_what_is_not_one_compressed_message_is_refused(payload: bytes) -> None:

@@ -130,6 +130,7 @@ RULES = {
     "NEXT-6": ("nobody keeps the parts of another layout",),
     "NEXT-7": ("seats of another layout are given as to newcomers",),
     "NEXT-8": ("a record names the checkpoint that is reported last",),
+    "NEXT-9": ("a record has any size", "one joiner too many costs all"),
     "NOTICE": ("why a proposal is undecided is told once",),
     "OFFICE": (
         "a majority is trusted",
