@@ -36,6 +36,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from elasticgang.coordinator.push_payloads import PushPayloads
 from elasticgang.coordinator.state_directory import Kept, StateDirectory
 from elasticgang.errors import OperationalError, WireError
 from elasticgang.protocol.coordinator_messages import (
@@ -67,7 +68,7 @@ from elasticgang.session.frames import Payload
 from elasticgang.session.handshake import AGENT, OPERATOR
 from elasticgang.session.incidents import Incidents
 from elasticgang.session.listener import Listener
-from elasticgang.session.messages import decode_from_agent, decode_from_operator, encode, encode_delta, pack
+from elasticgang.session.messages import decode_from_agent, decode_from_operator, encode
 from elasticgang.testing import reached
 
 EXITED_S = 1.2
@@ -76,7 +77,6 @@ _PROBE_S = 1.0
 MAX_JOBS = 1024
 MAX_ENDED = 16384
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
-MIN_DELTA_BYTES = 8 << 10  # smaller records are sent whole, which is faster
 
 
 @dataclass
@@ -86,6 +86,7 @@ class _Job:
     closings: Incidents  # SERVE-LOG
     connections: dict[int, Connection] = field(default_factory=dict)
     known: dict[int, Record] = field(default_factory=dict)  # by session: the newest record that was sent to the agent
+    pushes: PushPayloads = field(default_factory=PushPayloads)
     events: deque[CoordinatorEvent] = field(default_factory=deque)
     is_busy: bool = False
     num_writes: int = 0
@@ -396,21 +397,21 @@ class CoordinatorServer:
             self._fail(error)
 
     def _carry_out(self, job: _Job, instructions: list[Send | Persist | CloseSession]) -> None:
-        payloads: dict[tuple[int, str], Payload] = {}  # a message to several sessions is encoded and hashed once
+        payloads: dict[int, Payload] = {}  # a message to several sessions is encoded and hashed once
         for instruction in instructions:
             match instruction:
                 case Send(number, message):
                     connection = job.connections.get(number)
                     if connection is None:
                         continue
-                    before = job.known.get(number) if isinstance(message, Push) else None
-                    key = id(message), "" if before is None else before.digest
                     try:
-                        if key not in payloads:
-                            delta = self._delta(before, message) if isinstance(message, Push) else None
-                            data = encode(message) if delta is None else delta
-                            payloads[key] = Payload(pack(data) if isinstance(message, Push) else data)
-                        connection.send(payloads[key])
+                        if isinstance(message, Push):
+                            payload = job.pushes.payload(message, job.known.get(number))
+                        elif id(message) in payloads:
+                            payload = payloads[id(message)]
+                        else:
+                            payload = payloads[id(message)] = Payload(encode(message))
+                        connection.send(payload)
                     except WireError as error:
                         self._close_over_limit(job, connection, message, str(error))
                         continue
@@ -437,12 +438,6 @@ class CoordinatorServer:
         job.closings.note(connection.peer.rsplit(":", 1)[0], reason)
         connection.send(encode(Refused(reason)))
         connection.close()
-
-    @staticmethod
-    def _delta(before: Record | None, push: Push) -> bytes | None:
-        if before is None or len(push.decision.record.text) < MIN_DELTA_BYTES:
-            return None
-        return encode_delta(before, push)
 
     async def _persist(self, job: _Job, persist: Persist) -> None:
         directory = self._options.directory

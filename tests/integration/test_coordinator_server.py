@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elasticgang.coordinator.decision_server import MIN_DELTA_BYTES
+from elasticgang.coordinator.push_payloads import MIN_DELTA_BYTES
 from elasticgang.protocol import agent_events
 from elasticgang.protocol.coordinator_messages import (
     EndGeneration,
