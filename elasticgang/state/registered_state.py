@@ -6,7 +6,8 @@ REGISTERED-1  Parameters and buffers are known by the names that they have in th
     those of the registered module, or what a function makes of these where a stage of a pipeline has others.
 REGISTERED-2  A module's state dict may have several keys for one tensor, and none for a buffer. Which tensor each key
     is, in the names of REGISTERED-1, is found out when the module is registered, because a state dict may run hooks. A
-    tensor that a hook has put in the place of another is the one with the same memory, or else of its key and shape.
+    tensor that a hook has put in the place of another is the one with the same memory, or else of its key and shape: a
+    warning then says that its values are not what the hook makes of them.
 REGISTERED-3  A state that is received in place is in memory that no two of its tensors share.
 REGISTERED-4  What `get_extra_state` of a module returns is small state, as that of a registered object. The object is
     called by the module's key in the state dict of the whole model (REGISTERED-1), so that it finds its stage.
@@ -147,13 +148,24 @@ class RegisteredState:
             return {key: key for key in named}
         names = {id(tensor): key for key, tensor in named.items()}
         keys: dict[str, str] = {}
-        unknown = []
+        unknown, computed = [], []
         for own, item in found.items():
             key = name_of(own)
-            if (known := names.get(id(item)) or _replaced(key, item, named)) is not None:
+            if (known := names.get(id(item)) or _in_memory_of(item, named)) is not None:
                 keys[key] = known
+            elif isinstance(item, Tensor) and key in named and named[key].shape == item.shape:
+                keys[key] = key
+                if item.numel() and not item.is_meta:
+                    computed.append(key)
             elif isinstance(item, Tensor) and own.rpartition(".")[2] != _EXTRA_KEY:
                 unknown.append(key)
+        if computed:
+            log.warning(
+                "an export of %r will have the module's own values of %s: a hook of its state dict puts other tensors "
+                "there, copies or computed ones",
+                name,
+                ", ".join(computed),
+            )
         if unknown:
             log.warning(
                 "an export of %r will lack %s: a hook of its state dict makes that of no one tensor of the module",
@@ -363,8 +375,8 @@ class _Slot(NamedTuple):
     number: int
 
 
-def _replaced(key: str, item: Any, named: dict[str, Tensor]) -> str | None:
-    """REGISTERED-2. The name of the tensor for which `item` stands under `key` in a state dict."""
+def _in_memory_of(item: Any, named: dict[str, Tensor]) -> str | None:
+    """REGISTERED-2. The name of the tensor that has the same memory as `item` of a state dict."""
     if not isinstance(item, Tensor):
         return None
     mine = local(item)
@@ -373,7 +385,7 @@ def _replaced(key: str, item: Any, named: dict[str, Tensor]) -> str | None:
             own = local(tensor)
             if own.dtype == mine.dtype and own.device == mine.device and is_same_memory(own, mine):
                 return name
-    return key if key in named and named[key].shape == item.shape else None
+    return None
 
 
 def _pair(offered: Any, own: Any, found: dict[int, Tensor]) -> None:
