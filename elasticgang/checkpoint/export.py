@@ -108,7 +108,7 @@ def _weights(manifest: Manifest, module: str | None) -> tuple[dict[str, str], di
     """The tensors of a module by the keys of its state dict, and what it has of extra state by its keys."""
     try:
         by_module = _keys(manifest)
-        others = others_of_stages(manifest, is_extra_state)
+        others = others_of_stages(manifest, lambda name: is_extra_state(name) and name.partition(EXTRA)[0] in by_module)
         states = {name: _module_state(others[name]) for name in others}
     except (KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(f"its manifest is invalid: {exc!r}") from exc

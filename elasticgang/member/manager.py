@@ -220,6 +220,7 @@ class QuorumManager:
 
         Raises:
             TypeError: an object has no such methods, or the extra state of a module cannot be sent.
+            ValueError: a name is registered already, or has a colon.
             InvalidOperationError: an object has parameters or is an optimizer, and the layout has a `fallback`: make it
                 in the function given to `build`.
         """

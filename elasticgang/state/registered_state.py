@@ -10,7 +10,8 @@ REGISTERED-2  A module's state dict may have several keys for one tensor, and no
     warning then says that its values are not what the hook makes of them.
 REGISTERED-3  A state that is received in place is in memory that no two of its tensors share.
 REGISTERED-4  What `get_extra_state` of a module returns is small state, as that of a registered object. The object is
-    called by the module's key in the state dict of the whole model (REGISTERED-1), so that it finds its stage.
+    called by the module's key in the state dict of the whole model (REGISTERED-1), so that it finds its stage. The
+    script can register no object under such a name, which has a colon.
 """
 
 from __future__ import annotations
@@ -75,12 +76,15 @@ class RegisteredState:
         """`name_of`: returns the whole model's name of a parameter or buffer from the one in its module.
 
         Raises:
-            ValueError: two of a module get the same name, or an object of this name is registered already.
+            ValueError: two of a module get the same name, or an object of this name is registered already, or the name
+                has a colon (REGISTERED-4).
             TypeError: an object cannot be saved.
         """
         for name, item in objects.items():
             if name in self._modules or name in self._optimizers or name in self._others:
                 raise ValueError(f"a state named {name!r} is registered already")
+            if EXTRA in name:
+                raise ValueError(f"the name of a state must have no {EXTRA!r}, but {name!r} has one")
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise TypeError(f"{name} ({type(item).__name__}) must have state_dict() and load_state_dict()")
             if isinstance(item, nn.Module):

@@ -203,6 +203,37 @@ def test_weights_are_loaded_into_a_module_with_extra_state(tmp_path: Path) -> No
     assert extra(model) == extra(Model())
 
 
+# REGISTERED-4
+def test_no_object_has_the_name_of_an_extra_state() -> None:
+    server = SnapshotServer()
+    for item in (Counter(), nn.Linear(1, 1)):
+        with pytest.raises(ValueError, match="the name of a state must have no ':', but 'metrics:train' has one"):
+            server.register(**{"metrics:train": item})
+    server.register(**{"metrics.train": Counter()})
+    server.close()
+
+
+# REGISTERED-4
+def test_a_checkpoint_with_an_object_whose_name_has_a_colon_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they were saved before such names were refused."""
+    with monkeypatch.context() as patch:
+        patch.setattr("elasticgang.state.registered_state.EXTRA", ";")  # of the extra state of `model`, which has none
+        rank = Rank(tmp_path, model=Replacing(lambda state: None))
+        rank.server.register(**{"metrics:train": Counter()})
+        rank.enter(("a0",))
+        rank.train(10).begin().close()
+    assert exported(tmp_path, "weights.pt").keys() == {*SAME}
+
+
+class Counter:
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1, "total": 2.0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class Replacing(nn.Module):
     """Whose state dict has other tensors than the module, by a hook."""
 
@@ -248,7 +279,11 @@ SAME = ("layer.weight", "layer.bias", "running")
     ("change", "keys", "warning"),
     [
         (renamed, {"kernel": "layer.weight", "layer.bias": "layer.bias", "running": "running"}, ""),
-        (copied, {key: key for key in SAME}, "will have the module's own values of running, layer.weight, layer.bias: a"),
+        (
+            copied,
+            {key: key for key in SAME},
+            "will have the module's own values of running, layer.weight, layer.bias: a",
+        ),
         (halved, {key: key for key in SAME}, "will have the module's own values of layer.weight: a hook"),
         (scaled, {key: key for key in SAME}, "will have the module's own values of layer.weight: a hook"),
         (split, {"layer.bias": "layer.bias", "running": "running"}, "will lack first, second: a hook"),
