@@ -3,8 +3,9 @@
 STANDBY-1  Comm processes start on a separate thread. Only `take` waits for one.
 STANDBY-2  A process without an agent starts one fork server with its first comm process. The fork server exits with
     that process.
-STANDBY-3  Where a rank that has died is restarted, the next standby starts `STANDBY_S` after one was taken: until then
-    the rank that starts needs the fork server and the cores.
+STANDBY-3  Where a rank that has died is restarted, the next standby starts `STANDBY_S` after one was taken, and after
+    the first commit: until then the rank that starts needs the fork server and the cores. If the commit is earlier, a
+    timer starts it, because the next step may take long.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ STANDBY_S = 0.3
 
 
 class StandbyPool:
-    """Keeps one comm process ready: the standby. Not thread-safe."""
+    """Keeps one comm process ready: the standby. Not thread-safe, but for its own timer."""
 
     def __init__(self, start: Callable[[], Future[CommProcess]]) -> None:
         """`start` begins to start a process; the future completes when that is ready."""
         self._start = start
         self._standby: Future[CommProcess] | None = start()
         self._taken_s = 0.0
+        self._lock = threading.Lock()  # between a timer and the others
+        self._timer: threading.Timer | None = None
 
     def take(self, timeout: float | None = None) -> CommProcess:
         """Wait for the standby and return it. A dead one is replaced.
@@ -66,7 +69,9 @@ class StandbyPool:
                 if is_new:
                     raise
                 continue  # an earlier start failed; try again now
-            self._standby, self._taken_s = None, time.monotonic()
+            with self._lock:
+                self._cancel_timer()
+                self._standby, self._taken_s = None, time.monotonic()
             if not (comm.ended or comm.has_died):
                 return comm
             comm.close()
@@ -74,13 +79,37 @@ class StandbyPool:
 
     def prepare(self) -> None:
         """Begin to start a standby if there is none."""
-        if self._standby is None:
-            self._standby = self._start()
+        with self._lock:
+            self._cancel_timer()
+            if self._standby is None:
+                self._standby = self._start()
 
     def prepare_when_due(self) -> None:
-        """`prepare`, unless it is too early (STANDBY-3)."""
-        if time.monotonic() >= self._taken_s + STANDBY_S:
+        """`prepare`, now or once it is due (STANDBY-3)."""
+        early_s = self._taken_s + STANDBY_S - time.monotonic()
+        if early_s <= 0:
             self.prepare()
+            return
+        with self._lock:
+            if self._standby is not None or self._timer is not None:
+                return
+            timer = threading.Timer(early_s, lambda: self._prepare_by(timer))
+            timer.daemon = True
+            with contextlib.suppress(RuntimeError):  # no thread is left: the next commit does it
+                timer.start()
+                self._timer = timer
+
+    def _prepare_by(self, timer: threading.Timer) -> None:
+        with self._lock:
+            if self._timer is timer:  # it was not cancelled as it fired
+                self._timer = None
+                with contextlib.suppress(RuntimeError):  # the process exits
+                    self._standby = self._standby or self._start()
+
+    def _cancel_timer(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
 
     def wait_standby(self, timeout: float) -> CommProcess:
         """The standby, once it is ready; it stays the standby. Raises as `take`."""
@@ -92,7 +121,9 @@ class StandbyPool:
             raise CollectiveTimeoutError(f"starting a comm process timed out after {timeout:g} seconds") from None
 
     def close(self) -> None:
-        standby, self._standby = self._standby, None
+        with self._lock:
+            self._cancel_timer()
+            standby, self._standby = self._standby, None
         if standby is None or standby.cancel():
             return
         try:

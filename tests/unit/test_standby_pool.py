@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import cast
 
@@ -53,27 +55,105 @@ def test_a_standby_that_starts_after_close_is_closed(monkeypatch: pytest.MonkeyP
     assert late.is_closed
 
 
+class Starts:
+    """Counts the comm processes that a pool starts, which come up at once."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.has_two = threading.Event()
+
+    def __call__(self) -> Future[CommProcess]:
+        self.num += 1
+        if self.num == 2:
+            self.has_two.set()
+        started = starting()
+        started.set_result(cast(CommProcess, Started()))
+        return started
+
+
+class Timer:
+    """In place of `threading.Timer`: `fire` is its time."""
+
+    made: list[Timer]
+
+    def __init__(self, interval_s: float, fire: Callable[[], object]) -> None:
+        assert 0 < interval_s <= supply_module.STANDBY_S
+        self.fire, self.is_cancelled = fire, False
+        self.made.append(self)
+
+    def start(self) -> None: ...
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+@pytest.fixture
+def timers(monkeypatch: pytest.MonkeyPatch) -> list[Timer]:
+    Timer.made = []
+    monkeypatch.setattr(threading, "Timer", Timer)
+    return Timer.made
+
+
 # STANDBY-3
-def test_the_next_standby_starts_some_time_after_one_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts: list[Future[CommProcess]] = []
-
-    def start() -> Future[CommProcess]:
-        starts.append(starting())
-        starts[-1].set_result(cast(CommProcess, Started()))
-        return starts[-1]
-
-    pool = StandbyPool(start)
+def test_the_next_standby_starts_some_time_after_one_was_taken(
+    monkeypatch: pytest.MonkeyPatch, timers: list[Timer]
+) -> None:
+    starts = Starts()
+    pool = StandbyPool(starts)
     pool.take()
     pool.prepare_when_due()
-    assert len(starts) == 1
+    assert (starts.num, len(timers)) == (1, 1)
     monkeypatch.setattr(supply_module, "STANDBY_S", 0.0)
     pool.prepare_when_due()
-    assert len(starts) == 2
+    assert (starts.num, timers[0].is_cancelled) == (2, True)
     pool.prepare_when_due()  # there is one
-    assert len(starts) == 2
-    monkeypatch.undo()
+    timers[0].fire()  # too late to be cancelled
+    assert starts.num == 2
+    monkeypatch.setattr(supply_module, "STANDBY_S", 0.3)
     pool.take()
     pool.prepare_when_due()
-    assert len(starts) == 2
+    assert starts.num == 2
     pool.take()  # whoever needs one does not wait
-    assert len(starts) == 3
+    assert (starts.num, timers[1].is_cancelled) == (3, True)
+
+
+# STANDBY-3
+def test_the_next_standby_is_started_although_no_commit_follows(timers: list[Timer]) -> None:
+    """The first commit came at once, and the next step takes long."""
+    starts = Starts()
+    pool = StandbyPool(starts)
+    pool.take()
+    pool.prepare_when_due()
+    pool.prepare_when_due()  # a further commit
+    (timer,) = timers
+    timer.fire()
+    assert starts.num == 2
+    pool.prepare()
+    assert starts.num == 2
+
+
+# STANDBY-3
+def test_a_timer_that_fires_late_starts_nothing(timers: list[Timer]) -> None:
+    starts = Starts()
+    pool = StandbyPool(starts)
+    pool.take()
+    pool.prepare_when_due()
+    pool.take()  # by a further failure: the next commit is waited for
+    timers[0].fire()
+    assert starts.num == 2
+    pool.prepare_when_due()
+    pool.close()
+    assert timers[1].is_cancelled
+    timers[1].fire()
+    assert starts.num == 2
+
+
+# STANDBY-3
+def test_the_timer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply_module, "STANDBY_S", 0.05)
+    starts = Starts()
+    pool = StandbyPool(starts)
+    pool.take()
+    pool.prepare_when_due()
+    assert starts.has_two.wait(60)
+    pool.close()
