@@ -10,14 +10,14 @@ SUMS-2  Every rank gets the same sums, bit by bit: the numbers of a host are add
     the hosts as in EXCHANGE-1.
 SUMS-3  The first error of the generation on any rank of a host ends the waits of all its ranks (BLOCK-4). Every wait
     has the deadline of a collective.
-    A rank whose wait another one has ended waits up to `NOTICE_S` for the agent's notice, which is on its way: a comm
-    process that a notice ends is halted and need not be killed (RENDEZVOUS-3).
 SUMS-4  The hang detector sees a sum as a collective of all ranks. A rank counts it after it has published its numbers:
     one that stops before is the one that the others wait for.
 SUMS-5  A rank that should have a block and has none does not enter the generation: it ends it after `NO_MEMORY_S`, so
     that generations do not follow each other at once while the agent has no descriptor.
 SUMS-6  A sum of more than `_PART` numbers is added up in parts, each with how many numbers the whole sum has. If ranks
     sum different numbers of numbers, none of them gets a sum.
+SUMS-7  A rank whose wait another one has ended waits up to `NOTICE_S` for the agent's notice, which is on its way: a
+    comm process that a notice ends is halted and need not be killed (RENDEZVOUS-3).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Sums:
             return block.read(row, self._number, deadline_s)
         except SumBlockEnded:
             why = "another rank of this host has ended the generation"
-            raise self._groups.wait_error(NOTICE_S) or PeerLostError(why) from None
+            raise self._groups.wait_error(NOTICE_S) or PeerLostError(why) from None  # SUMS-7
         except TimeoutError:
             local = self._route.local
             late = (

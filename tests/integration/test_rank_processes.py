@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from elasticgang.agent.change_log import ChangeLog
+from elasticgang.agent.rank_events import RankEvents
 from elasticgang.agent.rank_link import RankLink
 from elasticgang.agent.rank_processes import RankProcess, lower_group_priority
+from elasticgang.observe.events import EventLog
 from elasticgang.process import framing
 from elasticgang.process.death_watch import fields_of
 from elasticgang.process.priority import raise_priority
+from elasticgang.protocol.agent_events import ExitBegan
 
 _NICE = 16  # the field of /proc/PID/task/TID/stat behind the name
 _FAMILY = """
@@ -53,6 +62,37 @@ def test_what_is_left_of_a_rank_gets_a_lower_priority_with_all_its_threads_and_c
         assert nices(rank.pid) | nices(child) == {min(own + 10, 19)}
         rank.communicate(b"\n")
     lower_group_priority(rank.pid)  # it is gone: nothing happens
+
+
+# RANK-4
+@pytest.mark.parametrize("takes_part", [True, False])
+def test_the_agent_lowers_the_priority_of_a_rank_that_begins_to_exit_before_it_is_killed(takes_part: bool) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    seen: list[set[int]] = []
+    argv = [sys.executable, "-c", _FAMILY]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+
+        def handle(event: Any) -> None:
+            assert event == ExitBegan("a/0")
+            seen.append(nices(process.pid) | nices(child))
+            rank.kill()  # as the lifecycle demands
+
+        state = SimpleNamespace(takes_part=lambda member: takes_part, record=None)
+        lifecycle: Any = SimpleNamespace(state=state)
+        unused: Any = None
+        events = EventLog(None, print)
+        agent = RankEvents(
+            lifecycle, handle, ChangeLog(events, 0.0), events, unused, threading.Event(), lambda rank: ""
+        )
+        rank = RankProcess("a/0", 0, process.pid, -1, unused, unused, unused, -1, list)
+        agent.on_exit_began(rank, 0.0)
+        if not takes_part:
+            assert nices(process.pid) | nices(child) == {own}
+            rank.kill()
+        assert process.wait(60) == -signal.SIGKILL
+    assert seen == ([{min(own + 10, 19)}] if takes_part else [])
 
 
 def test_a_rank_is_notified_once_of_the_end_of_a_generation() -> None:

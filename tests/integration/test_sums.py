@@ -62,7 +62,7 @@ def block_of(route: SumRoute) -> int:
     return fd
 
 
-# SUMS-3
+# SUMS-3, SUMS-7
 @pytest.mark.parametrize("is_noticed", [True, False])
 def test_a_rank_whose_wait_another_has_ended_takes_the_error_of_its_own_notice(
     is_noticed: bool, monkeypatch: pytest.MonkeyPatch
