@@ -84,6 +84,7 @@ def run_job(args: argparse.Namespace, credentials: Credentials, listeners: Mappi
             events = EventLog(log_dir, output.write_line, is_bounded=args.log_dir is None)
             scalars = args.tensorboard_dir and os.path.join(args.tensorboard_dir, job.job_id)
             _serve(held, listeners, log_dir, scalars, output)
+            held.callback(events.close)  # before the page's server ends: it reads the last ones
             return Agent(job, output, events).run()
     except OperationalError as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)

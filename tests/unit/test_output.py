@@ -125,11 +125,13 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
     log = EventLog(str(tmp_path), said.append)
     log.write("started", number=1)
     file = tmp_path / "events.jsonl"
+    wait_until(file.read_text, "the first event")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, hard))
     try:
         log.write("spawned")
         log.write("exited")
+        log.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert said == [f"elasticgang: stopped writing events to {file}: File too large"]
@@ -144,6 +146,7 @@ def test_a_directory_that_nobody_has_given_is_bounded(tmp_path: Path, monkeypatc
         log.write_file(f"incident-{number}.json", "{}")
     for _ in range(20):
         log.write("warned", text="x" * (1 << 16))
+    log.close()
     file = tmp_path / "events.jsonl"
     assert said == [f"elasticgang: stopped writing events to {file}: it has 1 MiB; with --log-dir there is no limit"]
     assert len(file.read_text().splitlines()) == 15

@@ -1,0 +1,138 @@
+"""An event log whose disk takes nothing delays nobody, and says what it has dropped (EVENTLOG-1, EVENTLOG-2)."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticgang.observe import events
+from elasticgang.observe.events import EventLog
+from tests.chaos.training_scripts import training
+from tests.support import Job, wait_until
+
+TEXT = "x" * 1000
+_PIPE_BYTES = 4096
+
+
+class Pipe:
+    """In place of the file of events: a pipe that is read by hand."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "events.jsonl"
+        os.mkfifo(self.path)
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def read(self) -> bytes:
+        """What there is."""
+        try:
+            return os.read(self._fd, 1 << 20)
+        except BlockingIOError:
+            return b""
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Pipe]:
+    made = Pipe(tmp_path)
+    yield made
+    made.close()
+
+
+def fill(log: EventLog, num: int) -> None:
+    for number in range(num):
+        log.write("warned", number=number, text=TEXT)
+
+
+def read_all(pipe: Pipe, is_over: Callable[[list[int]], bool]) -> list[int]:
+    """The numbers of the events that are read until `is_over` of these."""
+    data = b""
+
+    def numbers() -> list[int]:
+        nonlocal data
+        data += pipe.read()
+        return [json.loads(line)["number"] for line in data[: data.rfind(b"\n") + 1].splitlines()]
+
+    return wait_until(lambda: found if is_over(found := numbers()) else None, "the events")
+
+
+def dropped(line: str) -> int:
+    return int(line.rpartition("; ")[2].split()[0])
+
+
+# EVENTLOG-1
+def test_a_blocked_disk_delays_nobody_and_drops_what_is_too_much(
+    pipe: Pipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MAX_QUEUED_BYTES", 1 << 20)
+    said: list[str] = []
+    log = EventLog(str(tmp_path), said.append)
+    fill(log, 3000)  # of which the pipe takes 64, and the queue 1000
+    assert said == [f"elasticgang: events are dropped: the disk of {pipe.path} takes none"]
+    kept = read_all(pipe, lambda found: len(said) == 2 and len(found) + dropped(said[1]) == 3000)
+    assert said[1].startswith(f"elasticgang: the disk of {pipe.path} takes events again; ")
+    assert kept == sorted(set(kept))
+    assert 900 < len(kept) < 1200
+    fill(log, 1)
+    assert read_all(pipe, bool) == [0]
+    log.close()
+    assert len(said) == 2
+
+
+# EVENTLOG-2
+def test_what_is_queued_is_written_at_the_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = EventLog(str(tmp_path), said.append)
+    fill(log, 1000)
+    log.write_file("incident-2.json", "{}")
+    log.close()
+    log.write("warned")
+    log.close()
+    assert [json.loads(line)["number"] for line in (tmp_path / "events.jsonl").read_text().splitlines()] == [
+        *range(1000)
+    ]
+    assert (tmp_path / "incident-2.json").read_text() == "{}"
+    assert said == []
+
+
+# EVENTLOG-2
+def test_the_end_does_not_wait_for_a_blocked_disk(pipe: Pipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "FLUSH_S", 0.05)
+    said: list[str] = []
+    log = EventLog(str(tmp_path), said.append)
+    fill(log, 500)
+    log.close()
+    written = read_all(pipe, lambda found: len(found) == 500)  # the process might go on
+    assert written == list(range(500))
+    (line,) = said
+    assert line.endswith(f"events were not written to {pipe.path}: its disk takes none")
+    assert 400 < int(line.split()[1]) <= 500
+
+
+# EVENTLOG-1
+@pytest.mark.timeout(240)
+def test_a_job_goes_on_while_its_log_takes_nothing(tmp_path: Path) -> None:
+    body = """
+                if rank == 1 and step.index == 5 and not (here / "killed").exists():
+                    (here / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                while step.index == 20 and not (manager.num_members == 2 or manager.join_noticed or manager.poisoned):
+                    time.sleep(0.01)  # the job does not end before the rank is back
+    """
+    pipe = Pipe(tmp_path)
+    writer = os.open(pipe.path, os.O_WRONLY)
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    os.write(writer, bytes(_PIPE_BYTES))  # the first event blocks
+    os.close(writer)
+    with Job(tmp_path, training(tmp_path, steps=40, body=body), ranks=2) as job:
+        assert job.wait() == 0, job.stderr
+    assert "rank 1" in job.stderr
+    (line,) = (line for line in job.stderr.splitlines() if "events were not written" in line)
+    assert int(line.split()[1]) > 10
+    pipe.close()
