@@ -32,6 +32,7 @@ from elasticgang.agent.gpu_monitor import GpuMonitor
 from elasticgang.agent.hang_monitor import HangMonitor
 from elasticgang.agent.hang_response import HangResponse
 from elasticgang.agent.job import Events, Job, Output
+from elasticgang.agent.number_log import NumberLog
 from elasticgang.agent.process_supervisor import ProcessSupervisor
 from elasticgang.agent.rank_events import RankEvents
 from elasticgang.agent.rank_launch import RankLaunch
@@ -101,6 +102,7 @@ class Agent:
         self._rendezvous = RankRendezvous(self._send_keys, self._spawn_task, output.write_line)
         self._began_at = time.monotonic()
         self._changes = ChangeLog(events, self._began_at)
+        self._numbers = NumberLog(events)
         self._gpus = GpuMonitor(job.devices)
         self._device_memory = DeviceMemory(self._gpus.users)
         self._rank_events = RankEvents(
@@ -239,6 +241,7 @@ class Agent:
         self._changes.ended()
         code = self._exit.result() if self._exit is not None and self._exit.done() else None
         if code is not None or self._lifecycle.state.record is not None:  # else there was no job
+            self._numbers.write()
             self._events.write("exiting", code=code, step=self._changes.pace.step)
         for task in self._tasks:
             task.cancel()
@@ -433,6 +436,7 @@ class Agent:
     def _on_exit(self, rank: RankProcess, died_at: float) -> None:
         self._rendezvous.remove_rank(rank.member)
         self._collect_commit(rank)
+        self._numbers.read(rank.member, rank.page)
         device = self._lifecycle.device_of(rank.local_rank)
         if device is not None and self._job.devices:
             self._device_memory.left(device, rank.pid)
@@ -448,6 +452,7 @@ class Agent:
             saving = saves.lines(now, {member: page.saving for member, page in pages.items()})
             for line in (*healing, *saving):
                 log.info("%s", line)
+            self._numbers.look(now, pages)
             self._stamp_successors()
             self._control_plane.broadcast_successors(self._num_successors(), again=True)
             for report in self._hang_monitor.detect(now, pages, finished=self._lifecycle.state.finished):

@@ -11,6 +11,7 @@ EventName = Literal[
     "spare",
     "healed",
     "saved",
+    "reported",
     "generation",
     "generation_change",
     "exit_began",

@@ -1,4 +1,5 @@
-"""How fast a job commits steps, and the time that a generation change costs. Pure: CLOCK_MONOTONIC seconds go in.
+"""How fast a job commits steps, the time that a generation change costs, and the means of what ranks report. Pure:
+CLOCK_MONOTONIC seconds go in.
 
 PACE-1  The usual time of a step is that of steps between whose commits no generation began. With the others, a change
     soon after the start would seem to cost nothing.
@@ -8,13 +9,24 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 NUM_BEGINNINGS = 64  # as many generations as there are commits on a status page
 
 Commits = Sequence[tuple[int, float]]  # (committed steps, seconds), the newest last
+
+
+def mean_numbers(ranks: Iterable[Mapping[str, float]]) -> dict[str, float | str]:
+    """The mean of each number over the ranks that report it; one that is not finite as text, which JSON can hold."""
+    values: dict[str, list[float]] = {}
+    for numbers in ranks:
+        for name, value in numbers.items():
+            values.setdefault(name, []).append(value)
+    means = {name: sum(found) / len(found) for name, found in sorted(values.items())}
+    return {name: mean if math.isfinite(mean) else str(mean) for name, mean in means.items()}
 
 
 def step_seconds(commits: Commits, beginnings: Iterable[float] = ()) -> float | None:

@@ -17,7 +17,8 @@ from elasticgang.watch.summary import RankStatus, Summary
 
 
 class JobReader:
-    """`is_alive`: whether the agent runs. `warn` is called for a line of the file that is no event, `on_event` for all
+    """`on_reported`: gets what the events have of the history, at the first `read` (SUMMARY-4). `is_alive`: whether the
+    agent runs. `warn` is called for a line of the file that is no event, `on_event` for all
     others. `offset`: the bytes of the file that are of earlier jobs."""
 
     def __init__(
@@ -30,6 +31,7 @@ class JobReader:
     ) -> None:
         self._path, self._is_alive, self._warn, self._on_event = path, is_alive, warn, on_event
         self._summary = Summary()
+        self.on_reported: Callable[[dict[str, Any]], None] = lambda point: None
         self._pages: dict[str, StatusPage] = {}
         self._offset = offset
         self._num_lines = 0
@@ -42,6 +44,7 @@ class JobReader:
         return self._summary.report(ranks, time.monotonic(), is_alive=is_alive)
 
     def _read_events(self) -> None:
+        is_first = not self._num_lines
         lines, self._offset = complete_lines(self._path, self._offset)
         for line in lines:
             self._num_lines += 1
@@ -49,6 +52,8 @@ class JobReader:
                 event = json.loads(line)
                 self._summary.add(event)
                 self._on_event(event)
+                if is_first and event["event"] == "reported" and (point := self._summary.reported()) is not None:
+                    self.on_reported(point)
             except (ValueError, KeyError, TypeError, AttributeError):
                 self._warn(f"{self._path}: line {self._num_lines} is no event; left out")
 

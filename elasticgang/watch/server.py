@@ -73,6 +73,7 @@ class StatusSource:
         """`on_status` gets each status."""
         self._reader, self._on_status = reader, on_status
         self._history = History()
+        reader.on_reported = self._history.add
         self._lock = threading.Lock()
         self._num_failures = _MAX_FAILURES - 1  # the first read counts
         self.refresh()

@@ -7,18 +7,19 @@ SUMMARY-1  Events go in one by one, and what is kept of them is bounded, so that
 SUMMARY-2  Once a step is committed in a generation, its learners have healed, and count as active.
 SUMMARY-3  The seconds of a change under way are counted by the rule by which the agent counts those of one that is
     over, less those of the step under way. Goodput contains both, in the status, on the page and in the metrics.
+SUMMARY-4  What the ranks report is read from their pages. Where there are none, as of a job that has ended, the events
+    have what was reported last, and the history of a page that starts late what was reported before (NUMBERLOG-1).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from elasticgang.observe.event_names import DATA_WORKER_LOSSES
-from elasticgang.observe.pace import NUM_BEGINNINGS, Commits, seconds_lost, step_seconds, steps_per_second
+from elasticgang.observe.pace import NUM_BEGINNINGS, Commits, mean_numbers, seconds_lost, step_seconds, steps_per_second
 
 Event = Mapping[str, Any]
 
@@ -65,6 +66,8 @@ class Summary:
         self._device_faults: dict[int | str, dict[str, Any]] = {}  # by index, or by UUID
         self._data_workers_lost: Counter[str] = Counter()  # by kind
         self._exiting: Event = {}
+        self._reported: Event | None = None  # SUMMARY-4
+        self._reported_rate = 0.0  # steps a second from the event before
         self._saved: Event | None = None  # of the newest checkpoint that this agent knows
 
     def add(self, event: Event) -> None:
@@ -96,6 +99,8 @@ class Summary:
             case "saved":
                 if self._saved is None or event["step"] >= self._saved["step"]:
                     self._saved = event
+            case "reported":
+                self._add_reported(event)
             case "data_worker_lost":
                 self._data_workers_lost[event["kind"]] += 1
             case "device_fault":
@@ -129,6 +134,12 @@ class Summary:
             "reason": event["reason"],
             "is_quarantined": event["is_quarantined"],
         }
+
+    def _add_reported(self, event: Event) -> None:
+        before = self._reported
+        if before is not None and event["t"] > before["t"]:
+            self._reported_rate = round(max(0, event["step"] - before["step"]) / (event["t"] - before["t"]), 4)
+        self._reported = event
 
     def _add_saved(self, generation: Event) -> None:
         """A rank of another host may have saved the checkpoint, or the job has gone back beyond it."""
@@ -169,7 +180,7 @@ class Summary:
             "steps_per_s": round(rate, 4) if is_alive else 0.0,
             "last_commit_age_s": round(now_s - _newest(commits)[0], 3) if commits and is_alive else None,
             "tokens_per_s": round(rate * sum(tokens), 2) if tokens and is_alive else None,
-            "numbers": _means(ranks),
+            "numbers": self._numbers(ranks),
             "goodput": round(max(0.0, 1 - lost_s / elapsed_s), 5) if elapsed_s else None,
             "lost_s": {cause: round(lost[cause], 3) for cause in sorted(lost)},
             "num_changes": dict(sorted(self._num_changes.items())),
@@ -181,6 +192,23 @@ class Summary:
             "data_workers_lost": {kind: self._data_workers_lost[kind] for kind in DATA_WORKER_LOSSES},
             "device_faults": [self._device_faults[device] for device in sorted(self._device_faults, key=str)],
             "changes": list(self._changes),
+        }
+
+    def _numbers(self, ranks: Mapping[str, RankStatus]) -> dict[str, float | str]:
+        """SUMMARY-4."""
+        found = mean_numbers({name: last for name, (last, _) in each.numbers.items()} for each in ranks.values())
+        return found or dict((self._reported or {}).get("numbers", {}))
+
+    def reported(self) -> dict[str, Any] | None:
+        """The newest event about numbers, as a point of the history. None: there is none yet."""
+        if self._reported is None:
+            return None
+        began_s = self._reported["t"] if self._started is None else self._started["monotonic"]
+        return {
+            "elapsed_s": max(0.0, self._reported["t"] - began_s),
+            "step": self._reported["step"],
+            "steps_per_s": self._reported_rate,
+            "numbers": self._reported["numbers"],
         }
 
     def _lost_under_way(self, commits: Commits, now_s: float) -> float:
@@ -243,13 +271,3 @@ def _seats(generation: Event, has_learners: bool) -> dict[str, int]:
 
 def _newest(commits: Commits) -> tuple[float, int]:
     return (commits[-1][1], len(commits)) if commits else (0.0, 0)
-
-
-def _means(ranks: Mapping[str, RankStatus]) -> dict[str, float | str]:
-    """Of the last values of all ranks; one that is not finite as text, which JSON can hold."""
-    values: dict[str, list[float]] = {}
-    for status in ranks.values():
-        for name, (last, _) in status.numbers.items():
-            values.setdefault(name, []).append(last)
-    means = {name: sum(found) / len(found) for name, found in sorted(values.items())}
-    return {name: mean if math.isfinite(mean) else str(mean) for name, mean in means.items()}

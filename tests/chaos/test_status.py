@@ -68,6 +68,8 @@ def test_the_status_follows_a_job_through_a_kill_to_its_end(tmp_path: Path) -> N
             assert job.wait() == 0, job.stderr
             assert watch.wait(GUARD_S) == 1, "the job runs no more"
             assert json.loads(watch.stdout.splitlines()[-1])["state"] == "finished"
+    *_, reported, ending = [event for event in job.events() if event["event"] in ("reported", "exiting")]
+    assert (ending["event"], reported["numbers"]["index"]) == ("exiting", ending["step"] - 1)
     code, text = status(tmp_path / "after", str(tmp_path))
     assert code == 1
     assert f"job job-{tmp_path.name}: finished" in text

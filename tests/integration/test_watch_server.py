@@ -59,6 +59,17 @@ def request(
         connection.close()
 
 
+# SUMMARY-4
+def test_a_page_of_recorded_events_has_the_loss(tmp_path: Path) -> None:
+    reported = [event(30.0 + n, "reported", step=10 * n, numbers={"loss": 1 / n}) for n in range(1, 5)]
+    with serving(tmp_path, [*EVENTS, *reported]) as port:
+        found = json.loads(request(port, "/status.json")[1])
+    assert found["status"]["numbers"] == {"loss": 0.25}
+    points = [(step, rate, loss) for _, step, rate, loss in found["history"]]
+    assert points[:4] == [(10, 0.0, 1.0), (20, 10.0, 0.5), (30, 10.0, 1 / 3), (40, 10.0, 0.25)]
+    assert [point[0] for point in found["history"][:4]] == [23.0, 24.0, 25.0, 26.0]
+
+
 # SERVER-2
 def test_the_page_is_read_only(tmp_path: Path) -> None:
     with serving(tmp_path, EVENTS) as port:

@@ -75,6 +75,23 @@ def report(
     return found
 
 
+# SUMMARY-4
+def test_what_was_reported_last_is_known_from_the_events_once_there_are_no_pages() -> None:
+    reported = [
+        event(15.0, "reported", step=3, numbers={"loss": 5.0}),
+        event(25.0, "reported", step=23, numbers={"loss": "nan", "tokens": 8.0}),
+    ]
+    events = [*RUNS, *reported]
+    assert report(events, {}, 30.0, is_alive=False)["numbers"] == {"loss": "nan", "tokens": 8.0}
+    assert report(events, PAGES, 30.0)["numbers"] == {"loss": 3.0, "tokens": 10.0}
+    assert report([*events, *STARTED], {}, 30.0)["numbers"] == {"loss": "nan", "tokens": 8.0}
+    assert report([*events, {**STARTED[0], "pid": 8}], {}, 30.0)["numbers"] == {}, "another job"
+    first, last = summary(events[:-1]).reported(), summary(events).reported()
+    assert first == {"elapsed_s": 7.0, "step": 3, "steps_per_s": 0.0, "numbers": {"loss": 5.0}}
+    assert last == {"elapsed_s": 17.0, "step": 23, "steps_per_s": 2.0, "numbers": {"loss": "nan", "tokens": 8.0}}
+    assert summary(RUNS).reported() is None
+
+
 def test_the_newest_checkpoint_is_the_one_saved_here_or_the_one_that_the_record_names() -> None:
     def checkpoint(*events: dict[str, Any]) -> Any:
         return summary([*RUNS, *events]).report(PAGES, 40.0, is_alive=True)["checkpoint"]

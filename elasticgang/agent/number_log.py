@@ -1,0 +1,52 @@
+"""Writes the numbers that the ranks of this host report, such as the loss, to the event log.
+
+NUMBERLOG-1  There is one event in `NUMBERS_S` at most, with the last numbers of each rank that has reported since the
+    one before, and one more as the agent exits: a log grows with the time that it is of, not with the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elasticgang.agent.job import Events
+from elasticgang.observe.pace import mean_numbers
+from elasticgang.process.status_page import StatusPage
+
+NUMBERS_S = 10.0
+
+
+class NumberLog:
+    """Belongs to the agent's event loop."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._due_s = 0.0
+        self._last: dict[str, dict[str, float]] = {}  # by member: what the next event has of it
+        self._num_reports: dict[str, int] = {}  # by member, as it was read last
+        self._step = 0
+
+    def read(self, member: str, page: StatusPage) -> None:
+        """Of a live rank, or of one that has just exited, for the next event."""
+        found = page.numbers()
+        num_reports = sum(number.num_reports for number in found.values())
+        if num_reports != self._num_reports.get(member, 0):
+            self._num_reports[member] = num_reports
+            self._last[member] = {name: number.last for name, number in found.items()}
+            self._step = max(self._step, page.committed[0])
+
+    def look(self, now_s: float, pages: Mapping[str, StatusPage]) -> None:
+        """Read `pages`, by member, and write an event if one is due."""
+        if now_s < self._due_s:
+            return
+        self._num_reports = {member: num for member, num in self._num_reports.items() if member in pages}
+        for member, page in pages.items():
+            self.read(member, page)
+        if self._last:
+            self._due_s = now_s + NUMBERS_S
+            self.write()
+
+    def write(self) -> None:
+        """NUMBERLOG-1."""
+        if self._last:
+            self._events.write("reported", step=self._step, numbers=mean_numbers(self._last.values()))
+            self._last = {}
