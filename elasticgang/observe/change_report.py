@@ -7,6 +7,8 @@ CHANGE-1  A change is over once every seated rank of this host knows of a step c
 CHANGE-2  A phase ends with the slowest rank of this host. A phase that did not take place on this host is None.
 CHANGE-3  What a rank only noticed (an effect) is not the cause, if members of other agents have left and none of this
     one: the cause is elsewhere, and names them. What another agent says of its own end stays.
+CHANGE-4  The end of another agent and a hang of a rank here do not hide each other, whichever is noticed first: the
+    cause names both. An agent may exit because its ranks waited for the one that hangs until its grace period ended.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from elasticgang.protocol.record import SPARE, Record
 CAUSES = ("start", "join", "drain", "left", "killed", "failed", "hung", "agent_lost", "abort", "elsewhere")
 PLANNED = frozenset({"start", "join", "drain", "left"})
 PHASES = ("detect", "abort", "quorum", "resolve", "configure", "heal", "first_commit")
+MAX_BESIDE = 4
 _START = "the job starts"
 
 
@@ -41,7 +44,7 @@ class _RankTimeline:
 @dataclass
 class _Cause:
     """`kind`: one of `CAUSES`. `exiting`: the member whose exit it is, until that is complete. `is_effect`: a rank has
-    only noticed that the generation is over (CHANGE-3)."""
+    only noticed that the generation is over (CHANGE-3). `beside`: further causes (CHANGE-4)."""
 
     text: str
     kind: str
@@ -49,6 +52,12 @@ class _Cause:
     is_root: bool = False
     exiting: str | None = None
     is_effect: bool = False
+    beside: tuple[str, ...] = ()
+
+    @property
+    def may_be_beside(self) -> bool:
+        """CHANGE-4. An effect is no cause of its own."""
+        return self.kind == "hung" or (self.kind == "abort" and not self.is_effect and self.text.startswith("agent "))
 
 
 @dataclass
@@ -83,10 +92,18 @@ class ChangeReporter:
         """Why the present generation ends. The first cause counts, but a root cause (a death) replaces its effects (a
         lost peer). `kind`: one of `CAUSES`. `exiting`: the member that has begun to exit; `exited` follows.
         `is_effect`: a rank has only noticed that the generation is over (CHANGE-3)."""
-        if self._cause is None:
-            self._cause = _Cause(cause, kind, at, is_root, exiting, is_effect)
-        elif is_root and not self._cause.is_root:
-            self._cause = _Cause(cause, kind, min(at, self._cause.at or at), True, exiting)
+        found, known = _Cause(cause, kind, at, is_root, exiting, is_effect), self._cause
+        if known is None:
+            self._cause = found
+            return
+        first, other = known, found
+        if is_root and not known.is_root:
+            found.at, found.is_effect, found.beside = min(at, known.at or at), False, known.beside
+            first, other = found, known
+        if first.may_be_beside and other.may_be_beside and "hung" in (first.kind, other.kind):  # CHANGE-4
+            named = dict.fromkeys((*first.beside, other.text))
+            first.beside = tuple(text for text in named if text != first.text)[:MAX_BESIDE]
+        self._cause = first
 
     def exited(self, member: str, cause: str, kind: str) -> Iterator[dict[str, Any]]:
         """The exit of `member` is complete: `cause` and `kind` say how it ended."""
@@ -194,7 +211,7 @@ def describe(change: _GenerationChange) -> dict[str, Any]:
         **layouts_of(record),
         "layout_before": None if before is None or before.layout == record.layout else before.layout.text,
         "num_holders": len(record.holders),
-        "cause": change.cause.text,
+        "cause": "; also ".join((change.cause.text, *change.cause.beside)),
         "kind": change.cause.kind,
         "left": sorted(set(old) - set(new)),
         "joined": sorted(set(new) - set(old)),

@@ -286,7 +286,8 @@ class AgentLifecycle:
 
     def _time_passed(self) -> list[AgentInstruction]:
         if self._grace_ends_s is not None and self._grace_ends_s <= self._now_s:
-            return self._exit(self._code)
+            why = f": {len(self._members)} of its ranks had not left within {self._options.grace_period_s:g} s"
+            return self._exit(self._code, why if self._members else "")
         done: list[AgentInstruction] = []
         if self._start_expires_s is not None and self._start_expires_s <= self._now_s:
             self._start_expires_s = None
@@ -421,10 +422,10 @@ class AgentLifecycle:
     def _fail(self, code: int, reason: str) -> list[AgentInstruction]:
         return [Fail(code, reason), *self._exit(self._code or code)]
 
-    def _exit(self, code: int) -> list[AgentInstruction]:
-        """LIFE-7."""
+    def _exit(self, code: int, why: str = "") -> list[AgentInstruction]:
+        """LIFE-7. `why`: for the other agents."""
         how = f"exits on {signal.Signals(self._signal).name}" if self._signal else "exits"
-        notices = self._notify_over(how)
+        notices = self._notify_over(how + why)
         self._phase = _Phase.EXITED
         return [*notices, StopHelpers(), Exit(code)]
 

@@ -392,6 +392,13 @@ def test_the_agent_exits_when_the_grace_period_of_the_first_signal_ends() -> Non
     assert host.now_s == began_s + 1.0
 
 
+def test_an_agent_whose_grace_period_ends_says_how_many_ranks_had_not_left() -> None:
+    host = running("b0")
+    host.gets(signal.SIGTERM)
+    notices = [each for each in host.waits() if isinstance(each, NotifyOver)]
+    assert [each.reason for each in notices] == ["agent a exits on SIGTERM: 2 of its ranks had not left within 1 s"]
+
+
 def test_a_signal_before_the_first_start_ends_the_agent_at_once() -> None:
     assert Host().gets(signal.SIGTERM)[-1] == Exit(128 + signal.SIGTERM)
 

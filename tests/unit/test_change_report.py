@@ -130,6 +130,34 @@ def test_a_lost_agent_is_the_root_cause() -> None:
     assert change["cause"] == "agent a exits on SIGTERM"
 
 
+# CHANGE-4
+@pytest.mark.parametrize("hang_comes_first", [True, False])
+def test_the_end_of_an_agent_and_a_hang_do_not_hide_each_other(hang_comes_first: bool) -> None:
+    changes = started()
+    end = "agent b exits on SIGTERM: 2 of its ranks had not left within 1 s"
+    causes: list[tuple[str, str, bool]] = [("rank 1 (pid 7) hung", "hung", True), (end, "abort", False)]
+    for text, kind, is_root in causes if hang_comes_first else reversed(causes):
+        for _ in range(2):  # said again
+            changes.caused(text, kind, 10.0, is_root=is_root)
+    changes.caused("rank 0 lost a peer", "abort", 10.1, is_effect=True)
+    changes.caused("rank 1 was killed by SIGKILL", "killed", 10.2, is_root=True)
+    list(changes.agreed(record_of(["a0", "a2"], 2), "a"))
+    (change,) = changes.ended()
+    assert (change["cause"], change["kind"]) == (f"rank 1 (pid 7) hung; also {end}", "hung")
+    assert f"({change['cause']})" in format_change(change, {"active": 2, "learner": 0})
+
+
+# CHANGE-4
+def test_what_a_death_has_caused_is_not_beside_it() -> None:
+    changes = started()
+    changes.caused("agent b, which lost a peer", "abort", 10.0, is_effect=True)
+    changes.caused("rank 2 died", "killed", 10.1, is_root=True)
+    changes.caused("agent b exits on SIGINT", "abort", 10.2)
+    list(changes.agreed(record_of(["a0", "a1"], 2), "a"))
+    (change,) = changes.ended()
+    assert change["cause"] == "rank 2 died"
+
+
 def test_an_agent_that_has_left_is_the_cause_only_if_there_is_no_other() -> None:
     changes = started()
     changes.agent_left("b", 10.01)  # it has no seats
