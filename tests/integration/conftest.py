@@ -22,8 +22,9 @@ from elasticgang.comm.comm_process import CommProcess, GroupSpec
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo
 from elasticgang.errors import GangError
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
+from elasticgang.state.striped_fetch import StripedFetch
 from scripts.benches.comm import open_store
-from tests.integration import saving
+from tests.integration import memory_heals, saving
 from tests.integration.loading import NUM_SAMPLES, SIZE, SLOT
 from tests.integration.rings import Ring
 from tests.integration.state_ranks import Rank, Ranks
@@ -31,6 +32,12 @@ from tests.support import DEADLINE_S, REPOSITORY
 
 _T = TypeVar("_T")
 _prefixes = itertools.count()
+
+
+@pytest.fixture
+def fetches(monkeypatch: pytest.MonkeyPatch) -> list[StripedFetch]:
+    """Every fetch, of states of any size, in small chunks."""
+    return memory_heals.record_fetches(monkeypatch)
 
 
 @pytest.fixture

@@ -14,12 +14,14 @@ import xxhash
 
 from elasticgang import testing
 from elasticgang.protocol.commit import Attempt
-from elasticgang.state import digests, peer_memory, snapshot_server, staging, striped_fetch, transport
+from elasticgang.state import digests, peer_memory, snapshot_server, striped_fetch, transport
 from elasticgang.state.peer_memory import PeerMemory
-from tests.integration.memory_holder import CHUNK, after
+from tests.integration.memory_heals import SIZE, address_of, assert_healed, healer_chunks, process
+from tests.integration.memory_holder import after
 from tests.integration.state_ranks import AT, FIRST, Background, Rank, same
-from tests.integration.test_peer_memory import SIZE, address_of, assert_healed, healer_chunks, process
 from tests.support import DEADLINE_S, wait_until
+
+pytestmark = pytest.mark.usefixtures("fetches")  # in small chunks
 
 
 class Gate:
@@ -30,27 +32,21 @@ class Gate:
         monkeypatch.setattr(snapshot_server, "digest_for", lambda credentials: self._digest)
         monkeypatch.setattr("elasticgang.state.healer.digest_for", lambda credentials: xxhash.xxh3_128_hexdigest)
 
+    def opens_as_digests_are_stopped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For an apply (SNAPSHOT-3), which has closed the connections of all healers by then."""
+        stop = digests.Digests.stop
+
+        def stop_and_open(of: digests.Digests) -> None:
+            stop(of)
+            self.opened.set()
+
+        monkeypatch.setattr(digests.Digests, "stop", stop_and_open)
+
     def _digest(self, data: memoryview) -> str:
         assert self.opened.wait(DEADLINE_S)
         with self._lock:
             self.num_digests += 1
         return xxhash.xxh3_128_hexdigest(data)
-
-
-@pytest.fixture(autouse=True)
-def fetches(monkeypatch: pytest.MonkeyPatch) -> list[striped_fetch.StripedFetch]:
-    made: list[striped_fetch.StripedFetch] = []
-    run = striped_fetch.StripedFetch.run
-
-    def seen(fetch: striped_fetch.StripedFetch) -> Any:
-        made.append(fetch)
-        return run(fetch)
-
-    monkeypatch.setattr(striped_fetch.StripedFetch, "run", seen)
-    monkeypatch.setattr(staging, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(striped_fetch, "STRIPE_BYTES", 1)
-    monkeypatch.setattr(peer_memory, "MIN_BYTES", 0)
-    return made
 
 
 @pytest.fixture
@@ -278,7 +274,7 @@ def test_a_healer_that_is_killed_before_it_has_digests_does_not_hold_up_an_apply
     with process("victim", source.server.address, seed=1) as victim:
         assert victim.wait(DEADLINE_S) == -signal.SIGKILL
         assert gate.num_digests == 0
-        threading.Timer(1.0, gate.opened.set).start()
+        gate.opens_as_digests_are_stopped(monkeypatch)
         with source.server.exclusive():
             pass
     assert gate.num_digests <= digests.NUM_DIGESTERS
@@ -297,7 +293,7 @@ def test_an_apply_before_the_digests_leaves_nothing_that_counts(
     source, healer = begun(2), Rank(1, size=SIZE)
     running = healing(healer, [source.server.address])
     wait_for_chunks(fetches, healer_chunks(source))
-    threading.Timer(3.0, gate.opened.set).start()  # long after the connection is closed
+    gate.opens_as_digests_are_stopped(monkeypatch)
     with source.server.exclusive():
         source.train()
     assert running.result() is False

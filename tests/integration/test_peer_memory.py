@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import platform
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,57 +16,15 @@ import torch
 from elasticgang import testing
 from elasticgang.errors import WireError
 from elasticgang.session.credentials import Credentials
-from elasticgang.state import peer_memory, snapshot_server, staging, striped_fetch
+from elasticgang.state import peer_memory, snapshot_server, striped_fetch
 from elasticgang.state.peer_memory import Lender, Offer, PeerMemory, UnreadableError
+from tests.integration.memory_heals import SIZE, address_of, assert_healed, healer_chunks, process
 from tests.integration.memory_holder import CHUNK, after
 from tests.integration.state_ranks import AT, Background, Rank, same
-from tests.preloaded import PreloadedProcess
-from tests.support import DEADLINE_S, REPOSITORY, environment, wait_until
+from tests.support import DEADLINE_S, wait_until
 
-SIZE = 20_000  # 3 floats each, thrice with the optimizer's state: about 240 chunks
 MANY = 150
-
-
-@pytest.fixture(autouse=True)
-def fetches(monkeypatch: pytest.MonkeyPatch) -> list[striped_fetch.StripedFetch]:
-    """Every fetch, of states of any size, in small chunks."""
-    made: list[striped_fetch.StripedFetch] = []
-    run = striped_fetch.StripedFetch.run
-
-    def seen(fetch: striped_fetch.StripedFetch) -> Any:
-        made.append(fetch)
-        return run(fetch)
-
-    monkeypatch.setattr(striped_fetch.StripedFetch, "run", seen)
-    monkeypatch.setattr(staging, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(striped_fetch, "STRIPE_BYTES", 1)
-    monkeypatch.setattr(peer_memory, "MIN_BYTES", 0)
-    return made
-
-
-@contextlib.contextmanager
-def process(role: str, *sources: str, seed: int = 2) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.integration.memory_holder", role, str(seed), str(SIZE), *sources]
-    pipe = subprocess.PIPE
-    with PreloadedProcess(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=REPOSITORY, env=environment()
-    ) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
-
-
-def address_of(holder: subprocess.Popen[str]) -> str:
-    assert holder.stdout is not None
-    return holder.stdout.readline().strip()
-
-
-def assert_healed(healer: Rank) -> None:
-    wanted = Rank(2, None, size=SIZE)
-    assert same(healer.large(), wanted.large())
-    assert same(healer.optim.state_dict(), wanted.optim.state_dict())
-    assert same(healer.small(), wanted.small())
+pytestmark = pytest.mark.usefixtures("fetches")  # in small chunks
 
 
 def test_a_holder_on_this_host_is_read_from_its_memory(fetches: list[striped_fetch.StripedFetch]) -> None:
@@ -80,11 +34,6 @@ def test_a_holder_on_this_host_is_read_from_its_memory(fetches: list[striped_fet
     assert_healed(healer)
     assert fetches[0].num_from_memory == healer_chunks(healer)
     assert healer.progress[-1][0] == healer.progress[-1][1] > 0
-
-
-def healer_chunks(rank: Rank) -> int:
-    tensors = [*rank.large()[0], *(each for state in rank.large()[1].values() for each in state.values())]
-    return sum(-(-tensor.nbytes // CHUNK) for tensor in tensors)
 
 
 # FETCH-3, PEERMEM-1
