@@ -2,7 +2,8 @@
 
 Pure: no clock, no socket. The agent performs the instructions and brings the events.
 
-PROMISE  An agent that has promised a term accepts decisions only from a coordinator whose term is not lower.
+PROMISE  An agent that has promised a term accepts decisions only from a coordinator whose term is not lower. It keeps
+         the promise when it takes another id.
 LEASE    The ranks may act for `lease_s` after the agent sent the last message that a coordinator in office answered.
          The answer counts from when that message was sent, so that the coordinator heard of the agent no earlier.
 REFUSED  A connection that was refused at the coordinator's address renews the lease as an answer does: nothing listens
@@ -77,7 +78,8 @@ _MAX_DOUBLINGS = 3
 @dataclass
 class AgentSession:
     """`handle` is the only way in. `decision`: the newest that this agent accepted. `lease_until_s`: None before the
-    first answer. `is_ended`: this agent takes part no more. `former`: as of `Hello`."""
+    first answer. `is_ended`: this agent takes part no more. `former`: as of `Hello`.
+    Under another id, the agent keeps what it has promised."""
 
     agent: str
     incarnation: str

@@ -18,7 +18,8 @@ REPORT   A report counts while the session by which it came is up, and its agent
 LOST     An agent is declared lost once it was silent for `lost_after_s` while the coordinator was in office, not
          counting what the coordinator itself stood still; or its process is known to be gone. Out of office nobody is
          lost, and where a record is known, a silent session is closed after half a lease: the operator's word, which
-         may be given while leases last, covers no agent that has a session.
+         may be given while leases last, covers no agent that has a session. An exit ends the generation, unless the job
+         has finished in it: all its ranks had connections then, which break by themselves.
 MOVED    After a restart from its state directory at another address, a coordinator declares no agent lost for its
          silence that has not promised its term: a connection refused at the old address renews that agent's lease.
 ALONE    A record that was decided without a state directory is followed by one without any of its agents, or its state
@@ -179,6 +180,7 @@ class CoordinatorState:
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
     _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes
     _was_in_office: bool = False
+    _finished_in: int = 0  # the generation in which the job finished, if this coordinator has seen it
     _first_report_s: float | None = None
     _num_founders: int = 1  # the most agents for which a report wants the first record to wait
     _is_founding_due: bool = False  # the next tick looks whether there are enough
@@ -382,8 +384,7 @@ class CoordinatorState:
         if record is None or not agents:
             return []
         out: Instructions = []
-        # The connections to the ranks of an agent that has exited break by themselves.
-        is_harmless = self.finished and self._exited.issuperset(agents)
+        is_harmless = record.generation == self._finished_in and self._exited.issuperset(agents)
         for agent in agents:
             out += self._close(agent, f"agent {agent} is declared lost")
         new = tuple([agent for agent in agents if agent not in self.lost])
@@ -426,11 +427,11 @@ class CoordinatorState:
         self.lost.discard(hello.agent)
         self._exited.discard(hello.agent)
         self._reconsider(hello.agent)
-        if hello.former and self._incarnations.get(hello.former, hello.incarnation) == hello.incarnation:
-            out += self._exit(hello.former, f"agent {hello.former} is now {hello.agent}")
         if hello.finished:
             out += self._finish(number)
         out += self._learn_term(hello.term)
+        if hello.former and self._incarnations.get(hello.former, hello.incarnation) == hello.incarnation:
+            out += self._exit(hello.former, f"agent {hello.former} is now {hello.agent}")
         if hello.over and self._is_member(hello.agent):
             out += self._end(EndGeneration(hello.over, "it was over when an agent came back"), number)
         if self.in_office and self._is_evicted(number):
@@ -557,8 +558,7 @@ class CoordinatorState:
     def _leave_office(self) -> None:
         self.granted = self._was_in_office = False
         self.unrecoverable = ""
-        if self._parents:
-            assert self._before is not None
+        if self._parents and self._before is not None:
             self._go_back(self._before)
             self.lost.clear()
             self._exited.clear()
@@ -687,6 +687,7 @@ class CoordinatorState:
         if self.finished:
             return []
         self.finished = True
+        self._finished_in = 0 if self.record is None else self.record.generation
         return self._persist() + self._broadcast(Finished())
 
     def _broadcast(self, message: CoordinatorMessage, source: int | None = None) -> Instructions:
@@ -822,11 +823,9 @@ class CoordinatorState:
         return [Persist(self.term, decision, self.finished, frozenset([self.address]), own=True)]
 
     def _persist(self) -> Instructions:
-        """PERSIST: a decision that is being written is not replaced by the one before."""
-        if self._deciding is not None:
-            return self._propose(self._deciding)
         if not self.has_directory:
             return []
+        assert self._deciding is None, "what is being written would be replaced by the decision before (PERSIST)"
         return [Persist(self.term, self.decision, self.finished, self.addresses, self.own)]
 
     def _persisted(self, digest: str) -> Instructions:

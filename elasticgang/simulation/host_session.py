@@ -69,7 +69,7 @@ def rejoin(host: Host, cluster: Cluster) -> None:
     host.newest_over = host.newest_join = 0
     host.early.clear()
     host.lease_until_s = None  # UNBOUND
-    host.session = AgentSession(host.id, incarnation=host.name, timeouts=TIMEOUTS, former=former)
+    host.session = AgentSession(host.id, host.name, TIMEOUTS, host.session.promised, former=former)
 
 
 def tick(host: Host, cluster: Cluster) -> None:

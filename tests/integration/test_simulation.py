@@ -57,7 +57,7 @@ PER_MILLE = {
     "partition": 250,
     "rejoined": 200,
     "restarted with its directory": 150,
-    "rolled forward": 45,
+    "rolled forward": 40,
     "saved at the end": 5,
     "sharded": 400,
     "signalled": 100,
@@ -155,11 +155,12 @@ def test_schedules_that_the_simulator_took_for_violations(seed: int) -> None:
 
 
 # BACK, WORD
-@pytest.mark.parametrize("seed", [2_204_067, 3_038_107, 8_015_409, 9_003_603])
+@pytest.mark.parametrize("seed", [2_204_067, 3_038_107, 8_015_409, 9_003_603, 60_009_637, 60_009_903])
 def test_schedules_in_which_a_rule_of_the_coordinator_was_missing(seed: int) -> None:
     """An office by the operator's word over an agent that went elsewhere; a committed step given up for a record that
-    nobody had accepted; a notice of a joiner that had been given for another record of that number; and a state given
-    up with a record that nobody had accepted."""
+    nobody had accepted; a notice of a joiner that had been given for another record of that number; a state given
+    up with a record that nobody had accepted; an exit after the end of the job, beside ranks that wait for those of the
+    agent; and a state given up by a coordinator to which an agent came under another id."""
     assert Schedule(seed).run() is None
 
 

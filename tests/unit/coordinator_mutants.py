@@ -12,7 +12,6 @@ from elasticgang.protocol.coordinator_messages import (
     CollectReport,
     Decision,
     Hello,
-    Persist,
     Push,
     Term,
     Welcome,
@@ -25,12 +24,6 @@ _decide = CoordinatorState._decide
 _in_office = CoordinatorState.in_office
 _welcome = CoordinatorState._welcome
 _renew = AgentSession._renew
-
-
-def _write_the_adopted(self: CoordinatorState) -> Any:
-    if not self.has_directory:
-        return []
-    return [Persist(self.term, self.decision, self.finished, self.addresses, self.own)]
 
 
 def _push_then_write(self: CoordinatorState, decision: Decision) -> Any:
@@ -152,6 +145,12 @@ def _free_once_lost(self: CoordinatorState, hello: Hello) -> bool:
     return _is_duplicate(self, hello) and hello.agent not in self.lost
 
 
+def _exit_unheard_after_the_end(self: CoordinatorState, agents: Any, *, has_left: bool = False) -> Any:
+    if self.finished and self.record is not None:
+        self._finished_in = self.record.generation
+    return _declare_lost(self, agents, has_left=has_left)
+
+
 def _parents_are_lost(self: CoordinatorState) -> bool:
     return bool(self._parents) and self._parents <= self.lost
 
@@ -199,6 +198,7 @@ _push = AgentSession._push
 _is_duplicate = CoordinatorState._is_duplicate
 _learn_term = CoordinatorState._learn_term
 _next = CoordinatorState._next
+_declare_lost = CoordinatorState._declare_lost
 _leave_office = CoordinatorState._leave_office
 _learn = CoordinatorState._learn
 _tell_undecided = CoordinatorState._tell_undecided
@@ -230,7 +230,6 @@ def _tell_undecided_once(self: CoordinatorState) -> Any:
 
 COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "pushed before it is written": ((CoordinatorState, "_propose", _push_then_write),),
-    "the decision before is written over the next": ((CoordinatorState, "_persist", _write_the_adopted),),
     "the first to come is trusted": ((CoordinatorState, "_has_all_promises", _trust_the_first),),
     "a majority is trusted": ((CoordinatorState, "_has_all_promises", _trust_a_majority),),
     "anybody founds a job": ((CoordinatorState, "in_office", property(_anybody_founds)),),
@@ -275,6 +274,7 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a record is delivered without a lease": ((AgentSession, "_push", _push_at_once),),
     "a report is sent once": ((AgentSession, "_welcome", _report_once),),
     "the end of the job is told once": ((AgentSession, "_connected", _finish_once),),
+    "an exit after the end ends no generation": ((CoordinatorState, "_declare_lost", _exit_unheard_after_the_end),),
     "a state is lost while its holders are silent": ((CoordinatorState, "_is_alone", always(False)),),
     "what is lost stays lost": ((CoordinatorState, "_reconsider", always(None)),),
     "a state is lost with a record that nobody has accepted": (

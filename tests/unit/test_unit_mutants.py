@@ -92,6 +92,7 @@ RULES = {
     "LIFE-8": ("a used device holds up other starts",),
     "LOST": (
         "a coordinator's standstill counts",
+        "an exit after the end ends no generation",
         "lost before it is fenced",
         "silent agents keep their sessions out of office",
     ),
@@ -145,7 +146,7 @@ RULES = {
         "the highest term alone decides",
         "what is lost stays lost",
     ),
-    "PERSIST": ("pushed before it is written", "the decision before is written over the next"),
+    "PERSIST": ("pushed before it is written",),
     "PRESENT": ("absent agents are not waited for",),
     "PROMISE": ("a promise is not told", "an agent accepts earlier terms"),
     "FORM-DIGEST": ("a digest covers no order",),
