@@ -226,7 +226,7 @@ def _fail_with_code_0(self: AgentLifecycle, code: int, reason: str) -> list[Agen
     return [Fail(code, reason), *self._exit(self._code)]
 
 
-def _exit_as_if_unsignalled(self: AgentLifecycle, code: int) -> list[AgentInstruction]:
+def _exit_as_if_unsignalled(self: AgentLifecycle, code: int, why: str = "") -> list[AgentInstruction]:
     self._phase = agent_lifecycle._Phase.EXITED
     return [StopHelpers(), Exit(0 if self._signal else code)]
 
