@@ -9,9 +9,11 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +25,7 @@ from elasticgang.errors import GangError, OperationalError
 from elasticgang.process.parent_death import signal_at_parent_death
 from scripts.benches.comm import open_store
 from tests.integration.rings import Ring
+from tests.support import is_alive
 
 WARM_UP = 30
 GENERATIONS = 1000
@@ -35,7 +38,7 @@ def reconfigure() -> None:
     """Two ranks go through 1,000 configurations with a collective in each. Prints what this process and those below it
     have, before and after."""
     with open_store() as store:
-        ring = Ring(lambda: ProcessGroupIsolatedGloo(30.0), 2, store)
+        ring = Ring(lambda: ProcessGroupIsolatedGloo(30.0), 2, store, num_threads=2)
         for number in range(WARM_UP):
             live_through(ring, number)
         before = footprint(ring)
@@ -55,9 +58,14 @@ def live_through(ring: Ring, number: int) -> None:
     ring.configure()
 
 
-def footprint(ring: Ring) -> dict[str, float]:
-    """Once it has settled: processes that end and groups that are torn down do so beside the path."""
-    previous: dict[str, float] = {}
+def footprint(ring: Ring) -> dict[str, Any]:
+    """Once it has settled: processes that end and groups that are torn down do so beside the path. Those that a
+    configuration has replaced are waited for."""
+    comms = {comm.pid for pg in ring.groups for comm in (pg.comm_process, pg.wait_standby(30.0))}
+    deadline = time.monotonic() + 20
+    while not (_comms_with_threads() == comms and _zombies() == []) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    previous: dict[str, Any] = {}
     for _ in range(100):
         found = _footprint(ring)
         if {**found, "rss_mb": 0, "comm_rss_mb": 0} == {**previous, "rss_mb": 0, "comm_rss_mb": 0}:
@@ -67,15 +75,26 @@ def footprint(ring: Ring) -> dict[str, float]:
     return previous
 
 
-def _footprint(ring: Ring) -> dict[str, float]:
+def _comms_with_threads() -> set[int]:
+    """The comm processes of which a thread still reads."""
+    found = (re.fullmatch(r"comm-(\d+)", thread.name) for thread in threading.enumerate())
+    return {int(each[1]) for each in found if each}
+
+
+def _zombies() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True) if not is_alive(child.pid)]
+
+
+def _footprint(ring: Ring) -> dict[str, Any]:
     here = psutil.Process()
     below = here.children(recursive=True)
     _pids.update(child.pid for child in below)
     comms = [psutil.Process(pg.comm_process.pid) for pg in ring.groups if pg.comm_process is not None]
     links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    names = _thread_names()
     return {
         "processes": len(below),
-        "threads": here.num_threads(),
+        "threads": len(names),
         "descriptors": len(links),
         "memfds": sum("memfd:" in link for link in links),
         "mappings": sum("memfd:" in line for line in open("/proc/self/maps")),
@@ -84,7 +103,28 @@ def _footprint(ring: Ring) -> dict[str, float]:
         "comm_threads": sum(comm.num_threads() for comm in comms),
         "comm_descriptors": sum(comm.num_fds() for comm in comms),
         "comm_rss_mb": round(sum(comm.memory_info().rss for comm in comms) / 1e6, 1),
+        "thread_names": sorted(names),
+        "links": sorted(re.sub(r"\d+", "N", link) for link in links),
+        "below": sorted(_name(child) for child in below),
     }
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return "one that has just ended"
+
+
+def _thread_names() -> list[str]:
+    """Of all threads of this process: Python's names, and the kernel's for those that Python does not know."""
+    known = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found = []
+    for number in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended
+            name = Path(f"/proc/self/task/{number}/comm").read_text().strip()
+            found.append(re.sub(r"comm-\d+", "comm-N", known.get(int(number), f"{name} (not Python's)")))
+    return found
 
 
 def _maker(name: str) -> int:

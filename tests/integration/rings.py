@@ -23,10 +23,12 @@ _prefixes = itertools.count()
 class Ring:
     """`make` makes each group; all are configured as one, over the store at `store`."""
 
-    def __init__(self, make: Callable[[], Any], size: int, store: str) -> None:
+    def __init__(self, make: Callable[[], Any], size: int, store: str, num_threads: int = 16) -> None:
+        """`num_threads`: the most that `each` and `begin` use. A pool may start one more with each call, also while
+        others are about to be idle: with `size` of them, their number is constant after the first call."""
         self.groups: list[Any] = [make() for _ in range(size)]
         self._store = store
-        self._threads = ThreadPoolExecutor(16)
+        self._threads = ThreadPoolExecutor(num_threads, "ring")
         self.configure()
 
     def __getitem__(self, rank: int) -> Any:

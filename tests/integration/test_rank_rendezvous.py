@@ -323,7 +323,7 @@ def test_a_block_that_is_larger_than_a_file_may_be_is_as_none() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, former)
         (line,) = host.lines
         assert "no memory for the votes of generation 1: [Errno 27] File too large" in line
-        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert len(os.listdir("/proc/self/fd")) <= num_open
         assert take_block(doors[0], records[0].digest) is None
         host.rendezvous.begin(records[1], "a")
         for door in doors:
