@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -95,6 +96,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(tier)
         if item.path.name == ALONE_IN and ALONE.fullmatch(item.name):
             item.add_marker("alone")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """While the tests are imported next to nothing is garbage, and afterwards nothing of that is: no garbage
+    collection, of which some tests begin many, looks through what thousands of tests and torch consist of."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
