@@ -5,6 +5,10 @@ from it. For its own fork server it gets a copy of that process, forked beforeha
 `elasticgang.process.forkserver.main`: only the modules are there already. An agent (`-m elasticgang`) is executed, as
 ever, and imports no torch.
 
+An agent that a preloaded command starts (`scripts/demo` does) is forked from that command's fork server, and so needs
+no import of torch either. It ends with its parent, as `scripts.demo_job.processes` has it, in a process group instead
+of a session of its own.
+
 What starts while modules are imported is tested with `Job(..., fresh=True)`.
 """
 
@@ -17,6 +21,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +31,8 @@ from typing import Any
 
 from elasticgang.launch.run import PRELOAD
 from elasticgang.process import forkserver
+from elasticgang.process.parent_death import signal_at_parent_death
+from scripts.demo_job.processes import ELASTICGANG
 
 MARK = "ELASTICGANG_TEST_JOB"  # the environment variable by which all processes of a command are found
 IN_NAMESPACE = ("ip", "netns", "exec")  # and its name: before a command that runs in that network namespace
@@ -40,6 +47,7 @@ _ENVIRONMENT = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: _NO_M
 
 _getenv = ctypes.CDLL(None).getenv
 _getenv.restype = ctypes.c_void_p
+_imported: list[str] = []  # by this process, for all that is forked from it
 _mark_address: int | None = _getenv(MARK.encode())  # before anything changes the environment
 
 
@@ -62,15 +70,20 @@ class PreloadedProcess(subprocess.Popen[Any]):
         super().__init__(args, **options)
 
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:
-        _, _, _, _, cwd, env, _, _, _, *files = given
-        stdin, _, _, stdout, _, stderr = files[:6]
-        request = {"command": list(args), "cwd": str(cwd), "env": dict(env), "imports": list(self._imports)}
-        with self._lock, _as_subreaper():
-            spawned = _server(os.getpid()).spawn(
-                f"{__name__}:run", request, fds=(stdin,), stdio=(stdout, stderr), name="eg-test"
-            )
-        os.close(spawned.pidfd)
-        _created(self, spawned.pid, files)
+        with self._lock:
+            _start(self, args, given, imports=list(self._imports))
+
+
+def _start(process: Any, command: Sequence[str], given: Sequence[Any], **request: Any) -> None:
+    """`given`: what `Popen` hands to `_execute_child` behind the arguments."""
+    _, _, _, _, cwd, env, _, _, _, *files = given
+    stdin, _, _, stdout, _, stderr = files[:6]
+    request |= {"command": list(command), "cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ)}
+    with _as_subreaper():
+        server = _server(os.getpid())
+        spawned = server.spawn(f"{__name__}:run", request, fds=(stdin,), stdio=(stdout, stderr), name="eg-test")
+    os.close(spawned.pidfd)
+    _created(process, spawned.pid, files)
 
 
 def _created(process: Any, pid: int, files: Sequence[int]) -> None:
@@ -97,6 +110,8 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
     """The forked process: becomes the command."""
     os.dup2(fds[0], 0)
     os.close(fds[0])
+    if (number := request.get("parent_death")) is not None:
+        signal_at_parent_death(signal.Signals(number))
     env: dict[str, str] = request["env"]
     words: list[str] = request["command"]
     if tuple(words[:3]) == IN_NAMESPACE:
@@ -109,6 +124,7 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
     os.chdir(request["cwd"])
     for module in request["imports"]:
         importlib.import_module(module)
+    _imported.extend(request["imports"])
     offer_fork_server()
     if command[:2] == ["-m", "elasticgang"]:
         sock, pid = _offered[os.getpid()]
@@ -171,13 +187,17 @@ def _become_fork_server(sock: socket.socket) -> None:
 
 
 class _OfferedProcess(subprocess.Popen[Any]):
-    """`Popen`; the first fork server is the one that was offered."""
+    """`Popen`; the first fork server is the one that was offered, and from it agents are forked."""
 
     def __init__(self, args: Any, *given: Any, start_new_session: bool = False, **options: Any) -> None:
         self._is_session_leader = start_new_session
         super().__init__(args, *given, start_new_session=start_new_session, **options)
 
     def _execute_child(self, args: Any, *given: Any) -> None:
+        if isinstance(args, list) and args[0] == str(ELASTICGANG) and args[1] == "run" and "torch" in sys.modules:
+            command = [sys.executable, "-m", "elasticgang", *args[1:]]
+            _start(self, command, given, imports=_imported, parent_death=signal.SIGTERM)
+            return
         offered = _offered.pop(os.getpid(), None) if isinstance(args, list) and args[1:3] == _FORK_SERVER else None
         if offered is None:
             execute: Callable[..., None] = getattr(super(), "_execute_child")  # noqa: B009  # typeshed has it not

@@ -107,6 +107,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="the mean wait between kills; each is between 0.6 and 1.4 times that (default: %(default)g)",
     )
     parser.add_argument(
+        "--max-kills", type=_integer, metavar="N", help="leave the ranks alone after N kills (default: kill to the end)"
+    )
+    parser.add_argument(
         "--seed",
         type=_integer,
         default=0,
@@ -154,6 +157,8 @@ def _complaints(args: argparse.Namespace) -> list[str]:
         found.append(f"--spares must be at least 0, but is {args.spares} instead")
     if args.steps < 1:
         found.append(f"--steps must be at least 1, but is {args.steps} instead")
+    if args.max_kills is not None and args.max_kills < 1:
+        found.append(f"--max-kills must be at least 1, but is {args.max_kills} instead; or add --no-kill")
     if args.seed < 0:
         found.append(f"--seed must be at least 0, but is {args.seed} instead")
     if args.output_dir is not None and args.output_dir.exists():
@@ -294,7 +299,9 @@ def spec_of(args: argparse.Namespace, directory: Path, *, is_reference: bool = F
 
 def run(args: argparse.Namespace, directory: Path) -> Report:
     spec = spec_of(args, directory / "main")
-    kills = None if args.no_kill else ScheduledKills(args.seed, spec.ranks + spec.spares, args.kill_every)
+    kills = (
+        None if args.no_kill else ScheduledKills(args.seed, spec.ranks + spec.spares, args.kill_every, args.max_kills)
+    )
     job, failure = run_job(spec, "training", kills)
     reference = None
     if not args.no_reference and failure is None:

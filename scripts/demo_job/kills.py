@@ -135,14 +135,16 @@ class Killer:
 class ScheduledKills:
     """Carries a drawn schedule out. A kill that may not be done when it is due is done as soon as it may be."""
 
-    def __init__(self, seed: int, ranks: int, every_s: float) -> None:
+    def __init__(self, seed: int, ranks: int, every_s: float, max_kills: int | None = None) -> None:
+        """`max_kills`: after so many the ranks are left alone."""
+        self._max_kills = math.inf if max_kills is None else max_kills
         self._schedule = draw_schedule(seed, ranks, every_s)
         self.drawn = [next(self._schedule)]
         self.carried_out: list[tuple[DueKill, Kill]] = []
 
     def tick(self, killer: Killer, run_log: RunLog) -> float:
         """Kill whom it is time for. Returns for how many seconds there is nothing to do."""
-        if run_log.started_at is None or run_log.finished:
+        if run_log.started_at is None or run_log.finished or len(self.carried_out) >= self._max_kills:
             return math.inf
         due = self.drawn[-1]
         wait_s = run_log.started_at + due.after_s - time.monotonic()
@@ -152,7 +154,8 @@ class ScheduledKills:
         if kill is None:
             return _HELD_UP_S
         self.carried_out.append((due, kill))
-        self.drawn.append(next(self._schedule))
+        if len(self.carried_out) < self._max_kills:
+            self.drawn.append(next(self._schedule))
         return 0.0
 
     def asked(self, run_log: RunLog, num_happened: int) -> list[DueKill]:

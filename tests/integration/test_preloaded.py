@@ -16,6 +16,13 @@ from tests.support import Command, Job, run_preloaded, wait_until
 BODY = '(here / f"at-{rank}").write_text(f"{os.getppid()}\\n"); time.sleep(600)'
 
 
+def is_fork_server(process: psutil.Process) -> bool:
+    try:
+        return bool(process.name() == "eg-forkserver")
+    except psutil.NoSuchProcess:  # it has just ended
+        return False
+
+
 def is_subreaper() -> int:
     found = ctypes.c_int()
     ctypes.CDLL(None).prctl(37, ctypes.byref(found), 0, 0, 0)
@@ -41,9 +48,7 @@ def test_a_job_replaces_the_fork_server_that_it_was_offered(tmp_path: Path) -> N
         job.expect_file(tmp_path / "at-0")
         before = job.fork_server()
         before.kill()
-        wait_until(
-            lambda: [new for new in job.processes() if new.name() == "eg-forkserver" and new != before], "another"
-        )
+        wait_until(lambda: [new for new in job.processes() if new != before and is_fork_server(new)], "another")
 
 
 def test_a_program_has_its_arguments_environment_and_exit_code(tmp_path: Path) -> None:
@@ -67,3 +72,29 @@ def test_a_program_that_raises_fails() -> None:
     assert "No module named tests.integration.no_such_module" in done.stderr
     assert is_subreaper() == before
     assert psutil.Process(os.getpid()).children() != []  # what it was forked from
+
+
+AGENT = """
+import os, pathlib, sys
+import torch
+from scripts.demo_job.processes import start_command
+
+agent = start_command(["run", "--nproc-per-node", "1", sys.argv[1]], pathlib.Path("agent.log"))
+print(os.getpid(), agent.pid, flush=True)
+sys.exit(agent.wait())
+"""
+
+
+def test_an_agent_that_a_program_starts_is_its_child_and_ends_with_it(tmp_path: Path) -> None:
+    rank = training(tmp_path, body=BODY)
+    (tmp_path / "program").mkdir()
+    command = [sys.executable, str(script(tmp_path / "program", AGENT)), str(rank)]
+    with Command(tmp_path / "folder", command, preloaded=True) as process:
+        at = tmp_path / "at-0"
+        wait_until(lambda: at.exists() and at.read_text().endswith("\n"), "a rank")
+        agent = int(at.read_text())
+        assert psutil.Process(agent).ppid() == process.process.pid
+        assert process.stdout == f"{process.process.pid} {agent}\n"
+        assert "libtorch" not in "".join(entry.path for entry in psutil.Process(agent).memory_maps())
+        process.process.kill()
+        process.assert_nothing_left()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice, pairwise
+from typing import cast
 
 import pytest
 
-from scripts.demo_job.kills import ScheduledKills, choose, draw_schedule
+from scripts.demo_job.kills import Killer, ScheduledKills, choose, draw_schedule
+from scripts.demo_job.run_audit import Kill
 from scripts.demo_job.run_log import RunLog
 
 
@@ -173,3 +176,19 @@ def test_what_was_due_while_the_job_ran_was_asked_for() -> None:
 
 def test_a_run_that_is_over_before_the_first_kill_was_asked_for_one() -> None:
     assert len(ScheduledKills(0, 4, 5.0).asked(finished_at(0.5), 0)) == 1
+
+
+class OfAnyRank:
+    """Kills whoever is due."""
+
+    def kill(self, run_log: RunLog, local_rank: int) -> Kill:
+        return Kill(f"m{local_rank}", local_rank, 100 + local_rank, 0.0, 0)
+
+
+def test_after_the_most_kills_the_ranks_are_left_alone() -> None:
+    run_log = journal_of({0: (1, 1)})
+    run_log.started_at = -1e6  # all kills are due
+    kills, killer = ScheduledKills(0, 3, 5.0, max_kills=2), cast(Killer, OfAnyRank())
+    assert [kills.tick(killer, run_log) for _ in range(4)] == [0.0, 0.0, math.inf, math.inf]
+    assert len(kills.carried_out) == 2
+    assert kills.asked(finished_at(1e6), 2) == kills.drawn == [due for due, _ in kills.carried_out]
