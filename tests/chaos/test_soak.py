@@ -1,4 +1,4 @@
-"""`scripts/chaos soak`: a minute of random faults on a job of two agents break no promise.
+"""`scripts/chaos soak`: half a minute of random faults on a job of two agents breaks no promise.
 
 `scripts/chaos soak --minutes 60` does more of the same.
 """
@@ -13,21 +13,18 @@ from typing import Any
 
 import pytest
 
-from tests.support import REPOSITORY
+from tests.support import run_preloaded
 
 SOAK = [sys.executable, "-m", "scripts.chaos_runs.soak"]
 
 
 def soak(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    command = [*SOAK, *arguments]
-    return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, cwd=REPOSITORY
-    )
+    return run_preloaded([*SOAK, *arguments], timeout=timeout_s)
 
 
 @pytest.mark.timeout(420)
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
-    options = ["--minutes", "1", "--pause", "0.1", "--seed", "7"]  # the pause leaves the cores to the tests beside
+    options = ["--minutes", "0.5", "--pause", "0.1", "--seed", "7"]  # the pause leaves the cores to the tests beside
     options += ["--reproducible"]  # and so the result is checked to the last bit
     done = soak(*options, "--output-dir", str(tmp_path), timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
