@@ -83,11 +83,17 @@ LAYOUTS = {
 
 
 def parts_of(
-    directory: Path, layout: dict[str, int], num_groups: int, unit: int, faults: list[Fault], *options: str
+    directory: Path,
+    layout: dict[str, int],
+    num_groups: int,
+    unit: int,
+    faults: list[Fault],
+    *options: str,
+    steps: int = sharded.NUM_STEPS,
 ) -> dict[tuple[int, int, int], set[str]]:
     """The digests that the ranks have ended with, by model coordinates."""
     sizes = Sizes(active=num_groups * unit, **layout)  # type: ignore[arg-type]
-    job = sharded.run(directory, sizes, faults, options=options)
+    job = sharded.run(directory, sizes, faults, steps=steps, options=options)
     assert job.process.returncode == 0, job.stderr
     assert len(list(directory.glob("fired-*"))) == len(faults)
     found: dict[tuple[int, int, int], set[str]] = {}
@@ -104,13 +110,13 @@ def parts_of(
 def test_parts_of_a_model_end_in_the_bits_of_one_replica_group(name: str, tmp_path: Path) -> None:
     """Two groups, of which one dies and heals, and three. Clipping is by the norm of the whole model."""
     unit, layout = LAYOUTS[name]
-    reproducible = ("--reduction", "reproducible")
-    alone = parts_of(tmp_path / "alone", layout, 1, unit, [], *reproducible)
+    reproducible, steps = ("--reduction", "reproducible"), 10
+    alone = parts_of(tmp_path / "alone", layout, 1, unit, [], *reproducible, steps=steps)
     kills = [at("forward", 0), at("totals_received", 1), at("applied", unit)]
-    assert parts_of(tmp_path / "two", layout, 2, unit, kills, *reproducible) == alone
+    assert parts_of(tmp_path / "two", layout, 2, unit, kills, *reproducible, steps=steps) == alone
     if name != "stages of split layers":
-        assert parts_of(tmp_path / "three", layout, 3, unit, [], *reproducible) == alone
-        assert parts_of(tmp_path / "plain", layout, 3, unit, []) != alone
+        assert parts_of(tmp_path / "three", layout, 3, unit, [], *reproducible, steps=steps) == alone
+        assert parts_of(tmp_path / "plain", layout, 3, unit, [], steps=steps) != alone
 
 
 # -- gradients that survivors keep

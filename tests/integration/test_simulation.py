@@ -18,7 +18,7 @@ from elasticgang.simulation.schedule import SETTINGS, Failure, Schedule
 from tests.integration.schedules import run_all
 from tests.unit.mutants import mutated
 
-NUM_SCHEDULES = 2_000
+NUM_SCHEDULES = 1_000
 
 # How many schedules in a thousand must have seen it: else they show little.
 PER_MILLE = {
