@@ -282,8 +282,9 @@ def test_nothing_is_left_behind_by_twenty_processes(forkserver: ForkServer, stor
     for _ in range(20):
         live()
     gc.collect()
-    assert descriptors() - before[0] == Counter()
     assert reader_threads() <= before[1]
+    # The store, in this process, closes its connections once it notices that the processes are dead.
+    wait_until(lambda: descriptors() <= before[0], f"the descriptors are back at {before[0]}", GUARD_S)
 
 
 class OnCuda(torch.Tensor):
