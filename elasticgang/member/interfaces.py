@@ -141,7 +141,9 @@ class Mover(Protocol):
 
 
 class Reducer(Protocol):
-    """Reduces gradients, as `DistributedDataParallel` does."""
+    """Reduces gradients, as `DistributedDataParallel` does. `is_reproducible`: in one order of additions."""
+
+    is_reproducible: bool
 
     def contribute(self) -> None:
         """Start to reduce the accumulated gradients, unless this step's backward has done so."""

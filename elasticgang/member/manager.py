@@ -416,6 +416,11 @@ class QuorumManager:
     def add_reducer(self, reducer: Reducer) -> None:
         self._driver.reducers.append(reducer)
 
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether gradients are added in one order: with `reduction="reproducible"`."""
+        return any(reducer.is_reproducible for reducer in self._driver.reducers)
+
     def keeper(self) -> SlotKeeper | None:
         """What keeps the gradients of slots, if anything does.
 

@@ -70,3 +70,11 @@ def replicating_dims(tensor: Tensor | None) -> list[tuple[str, int]]:
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     return [(names[dim], mesh.size(dim)) for dim, placed in enumerate(tensor.placements) if placed.is_replicate()]
+
+
+def is_first_replica(tensor: Tensor | None) -> bool:
+    """Whether no rank before this one has the same elements along the mesh of a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return True
+    place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+    return all(at == 0 for at, placed in zip(place, tensor.placements, strict=True) if placed.is_replicate())

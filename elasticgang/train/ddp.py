@@ -105,6 +105,7 @@ class DistributedDataParallel(nn.Module):
                     "`ShardedDataParallel`."
                 )
         self._over = over
+        self.is_reproducible = reduction == "reproducible"
         self.module = module
         self._manager = manager
         self._bucket_cap_mb = bucket_cap_mb

@@ -5,6 +5,9 @@ mixture, so each gradient is divided and clipped in its local part.
 
 OPTIMIZER-1  Where scaled gradients overflow on any rank, the step commits, no rank applies it, and all reduce the
     scale: the totals say so to all alike, before one votes.
+OPTIMIZER-2  With `reduction="reproducible"` nothing that an apply does to an element depends on how ranks divide the
+    parameters: the norm is of an exact sum (EXACT-1), and an optimizer that mixes elements is refused where a layout of
+    the job divides them.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import functools
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +26,15 @@ from torch.distributed.tensor import DTensor
 from elasticgang.errors import InvalidOperationError, NotSupportedError
 from elasticgang.layout import MODEL_AXES
 from elasticgang.member.manager import QuorumManager
-from elasticgang.state.dtensor import replicating_dims, stored
+from elasticgang.state.dtensor import is_first_replica, replicating_dims, stored
 from elasticgang.torch_private import divide_all, multiply_all
+from elasticgang.train import exact_square
 from elasticgang.train.loss_scale import next_state
 
 log = logging.getLogger("elasticgang")
 
 _COMMUNICATING = frozenset({"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer"})
+_MIXING = frozenset({"Adafactor", "LBFGS", "Muon"})  # of torch.optim: what they do to an element depends on others
 
 
 class Optimizer:
@@ -60,6 +65,7 @@ class Optimizer:
         self.sums: dict[str, float] = {}
         """The sums over all ranks that the last `step` was asked for, by name; empty unless it has returned True."""
         self._manager = manager
+        self._has_checked = False  # `_check_elementwise`
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self._scaler is not None and any(each.dtype is torch.float16 for each in self._parameters()):
             raise ValueError(
@@ -105,6 +111,10 @@ class Optimizer:
                 committed.
             InvalidOperationError: called outside `with step:`, or twice in it; or the weights of all ranks sum to 0; or
                 the scaler is not registered.
+            NotSupportedError: with `reduction="reproducible"`, where a layout of the job has `sdp`: the optimizer is
+                torch's Adafactor, LBFGS or Muon, whose result for an element depends on others; or parameters on the
+                CPU are float16 or bfloat16, or its `fused` form is chosen for them, because these round the last
+                elements of a part otherwise than the ones before.
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"`weight` must be finite and at least 0, but is {weight} instead.")
@@ -113,32 +123,35 @@ class Optimizer:
                 "register the scaler of the gradients before the first step, so that a rank that joins gets its scale: "
                 "`register_state(scaler=scaler)`"
             )
-        is_measured = max_norm is not None and self._manager.layout.unit > 1
+        self._check_elementwise()
+        is_exact = self._manager.is_reproducible and not self._has_own_meshes()
+        measures: Callable[[], list[float]] | None = None
+        if max_norm is not None and (is_exact or self._manager.layout.unit > 1):
+            measures = self._exact_squares if is_exact else self._squares
         names = sorted(sums or {})
         numbers = [_number(name, (sums or {})[name]) for name in names]
         self.sums = {}
         is_committed = self._manager.commit(
             float(weight),
             lambda total, *measured: self._apply(overflows=_overflows(measured)),
-            functools.partial(self._measure, is_measured) if is_measured or self._scaler is not None else None,
-            prepare=lambda total, *measured: self._make_ready(total, max_norm, measured),
+            functools.partial(self._measure, measures) if measures is not None or self._scaler is not None else None,
+            prepare=lambda total, *measured: self._make_ready(total, max_norm, measured, is_exact=is_exact),
             numbers=numbers,
         )
         self.sums = dict(zip(names, self._manager.step.sums, strict=True)) if is_committed else {}
         return is_committed
 
-    def _measure(self, is_measured: bool) -> list[float]:
-        """OPTIMIZER-1: whether a gradient of this rank overflows, if there is a scaler; and the squares, if
-        `is_measured`."""
+    def _measure(self, measures: Callable[[], list[float]] | None) -> list[float]:
+        """OPTIMIZER-1: whether a gradient of this rank overflows, if there is a scaler; and what `measures` returns."""
         overflows = self._scaler is not None and not self._is_finite()
-        squares = self._squares() if is_measured else []
+        squares = measures() if measures is not None else []
         return [float(overflows), *([0.0] * len(squares) if overflows else squares)]
 
     def _is_finite(self) -> bool:
         parts = [stored(gradient) for gradient in self._gradients()]
         return not parts or bool(torch.nn.utils.get_total_norm(parts, math.inf).isfinite())
 
-    def _make_ready(self, total: float, max_norm: float | None, measured: Sequence[float]) -> None:
+    def _make_ready(self, total: float, max_norm: float | None, measured: Sequence[float], *, is_exact: bool) -> None:
         """Divide and clip the gradients. `measured`: as of `_measure`, summed over all ranks."""
         if _overflows(measured):
             return
@@ -152,7 +165,8 @@ class Optimizer:
         if max_norm is None:
             return
         if squares := measured[1:]:
-            whole = torch.tensor(math.sqrt(math.fsum(squares)) / divisor, dtype=torch.float64, device="cpu")
+            root = exact_square.root_of(squares) if is_exact else math.sqrt(math.fsum(squares))
+            whole = torch.tensor(root / divisor, dtype=torch.float64, device="cpu")
         else:
             whole = self._norm_here()
         coefficient = torch.clamp(max_norm / (whole + 1e-6), max=1.0)
@@ -200,6 +214,54 @@ class Optimizer:
         if share is not None and share.index < share.group_size:
             squares[(gangs.pp.rank * layout.sdp + gangs.sdp.rank) * layout.tp + gangs.tp.rank] = self._square()
         return squares
+
+    def _exact_squares(self) -> list[float]:
+        """As `_squares`, in numbers that are added exactly (OPTIMIZER-2)."""
+        share = self._manager.step.share
+        if share is None or share.index >= share.group_size:
+            return exact_square.numbers_of(())
+        counted = [each.grad for each in self._parameters() if self._is_counted(each)]
+        return exact_square.numbers_of(stored(grad, summed=True) for grad in counted if grad is not None)
+
+    def _is_counted(self, parameter: Tensor) -> bool:
+        """Whether this rank is the first one of those that have the same elements of the parameter's gradient."""
+        named = self._axes_alike.get(parameter, set()) - {name for name, _ in replicating_dims(parameter.grad)}
+        return is_first_replica(parameter.grad) and all(getattr(self._manager.gangs, axis).rank == 0 for axis in named)
+
+    def _has_own_meshes(self) -> bool:
+        """Whether a parameter is divided along a mesh of the script, in a layout that divides none."""
+        return self._manager.layout.unit == 1 and any(
+            isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in self._parameters()
+        )
+
+    def _check_elementwise(self) -> None:
+        """OPTIMIZER-2. Raises NotSupportedError."""
+        if self._has_checked or not self._manager.is_reproducible:
+            return
+        self._has_checked = True
+        divided = [each for each in self._parameters() if isinstance(each, DTensor) and each.requires_grad]
+        if not divided or all(layout.sdp == 1 for layout in self._manager.layouts):
+            return
+        start = 'with `reduction="reproducible"` and `sdp`, '
+        for kind in type(self.optim).__mro__:
+            if kind.__name__ in _MIXING and f"{kind.__module__}.".startswith("torch.optim."):
+                raise NotSupportedError(
+                    f"{start}`optimizer` must treat each element of a parameter by itself, but {kind.__name__} does "
+                    "not: its result would depend on `sdp`. Use one such as SGD or AdamW."
+                )
+        if all(each.device.type != "cpu" for each in divided):
+            return
+        if any(group.get("fused") for group in self.param_groups):
+            raise NotSupportedError(
+                f"{start}an optimizer on the CPU must not have `fused=True`, which rounds the last elements of a part "
+                "otherwise than those before: its result would depend on `sdp`."
+            )
+        if any(each.dtype in (torch.float16, torch.bfloat16) for each in divided):
+            raise NotSupportedError(
+                f"{start}parameters on the CPU must not be float16 or bfloat16, of which an optimizer rounds the last "
+                "elements of a part otherwise than those before: its result would depend on `sdp`. Keep float32 "
+                "parameters, and compute in bfloat16 by `MixedPrecisionPolicy(param_dtype=, reduce_dtype=)`."
+            )
 
     def _square(self) -> float:
         """The part of the squared norm for which this rank's model coordinates stand."""

@@ -20,10 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from elasticgang.collectives.work import Work
 from elasticgang.gang import ReduceOperation
-from elasticgang.member.manager import QuorumManager
+from elasticgang.member.manager import QuorumManager, Step
 from elasticgang.state.dtensor import like, local, local_gradient
 from elasticgang.train.kept_gradients import slot_gradients
 from elasticgang.train.slot_gradients import check_reduction
+from elasticgang.train.tree_reduce_scatter import TreeReduceScatter, check_is_sharded, check_layouts, install
 
 
 class ShardedDataParallel(nn.Module):
@@ -36,14 +37,25 @@ class ShardedDataParallel(nn.Module):
     def __init__(
         self, manager: QuorumManager, module: nn.Module, *, reduction: str = "sum", keep: bool = False
     ) -> None:
-        """`reduction`, `keep`: as of `DistributedDataParallel`. "reproducible": the same bits for every number of
-        replica groups, if the module reduces over `sdp` in an order of its own, as FSDP2 does over Gloo.
+        """`reduction`, `keep`: as of `DistributedDataParallel`. "reproducible": the gradients of the slots are added in
+        one order for every number of replica groups and every `sdp`, so that a job ends in the bits of one undisturbed
+        rank with `sdp=1`. FSDP2 then exchanges gradients by an all-to-all. Ranks with `tp` or `pp` have other bits than
+        without. `Optimizer.step` says which optimizers it refuses.
 
         Raises:
-            ValueError: `reduction` is unknown.
+            ValueError: `reduction` is unknown. Or it is "reproducible", and an `sdp` of the job's layouts is no power
+                of two; or `sdp` is greater than 1, and `fully_shard` does not shard a trainable parameter over it.
         """
         super().__init__()
         check_reduction(reduction)
+        self.is_reproducible = reduction == "reproducible"
+        self._scatters: list[TreeReduceScatter] = []
+        self._slot: tuple[Step, int | None] | None = None  # the last one of `accumulate`
+        if self.is_reproducible:
+            check_layouts(manager.layouts)
+            if manager.layout.sdp > 1:
+                check_is_sharded(module)
+            self._scatters = install(module)
         self.module = module
         self._manager = manager
         self._parameters_in_order = list(module.parameters())
@@ -68,11 +80,18 @@ class ShardedDataParallel(nn.Module):
 
         Raises:
             InvalidOperationError: with `reduction="reproducible"` or `keep`, outside the loop over the slots of a
-                `GlobalBatch`.
+                `GlobalBatch`. Backward raises it with "reproducible" if `fully_shard` reduces gradients in another
+                dtype than that of the parameters, or if `sdp` is greater than 1 and it reduces a parameter's gradient
+                twice in a slot.
         """
-        self._manager.step.check()
+        step = self._manager.step
+        step.check()
         if self._of_slots is not None:
             self._of_slots.enter_slot()
+        if self._slot is None or self._slot[0] is not step or self._slot[1] != step.slot:
+            self._slot = step, step.slot
+            for scatter in self._scatters:
+                scatter.begin_slot()
         yield
 
     def contribute(self) -> None:
@@ -141,7 +160,7 @@ class ShardedDataParallel(nn.Module):
     def close(self) -> None:
         if self._of_slots is not None:
             self._of_slots.close()
-        self._sums, self._parameters_in_order = [], []
+        self._sums, self._parameters_in_order, self._slot = [], [], None
         self._buckets.clear()
 
     def _fsdp_modules(self) -> list[FSDPModule]:

@@ -1,0 +1,87 @@
+"""`ShardedDataParallel(reduction="reproducible")`: every `sdp` ends in the bits of one rank, by real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.demo_job.row_digest import sum_of
+from tests.support import run_preloaded
+
+JOB = "tests/integration/sdp_bits_job.py"
+DEADLINE_S = 180
+
+
+def run(output: Path, layout: str, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "elasticgang", "run", "--nproc-per-node", str(ranks), "--layout", layout]
+    command = [sys.executable, *launcher, JOB, "--output", str(output), *options]
+    return run_preloaded(command, timeout=DEADLINE_S)
+
+
+def digest_of(output: Path, layout: str, ranks: int, *options: str) -> str:
+    """The parameters that the job has ended with, on all ranks alike."""
+    done = run(output, layout, ranks, *options)
+    assert done.returncode == 0, done.stderr
+    found: dict[int, set[str]] = {}
+    for line in map(json.loads, output.read_text().splitlines()):
+        found.setdefault(line["part"], set()).add(line["digest"])
+        size = line["sdp"]
+    assert sorted(found) == list(range(size))
+    assert all(len(digests) == 1 for digests in found.values()), found
+    return sum_of(digest for (digest,) in found.values())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One rank that holds plain tensors."""
+    return digest_of(tmp_path_factory.mktemp("alone") / "out", "sdp=1", 1, "--plain")
+
+
+# SCATTER-1, OPTIMIZER-2
+@pytest.mark.parametrize(("layout", "ranks"), [("sdp=1", 2), ("sdp=2", 2), ("sdp=4", 4)])
+def test_every_sdp_ends_in_the_bits_of_one_rank(layout: str, ranks: int, tmp_path: Path, alone: str) -> None:
+    """Some shards are uneven, and some are empty."""
+    assert digest_of(tmp_path / "out", layout, ranks) == alone
+
+
+@pytest.mark.parametrize("options", [(), ("--keep",)], ids=["all slots again", "slots that are kept"])
+def test_a_kill_leaves_no_trace_in_the_bits_of_shards(options: tuple[str, ...], tmp_path: Path, alone: str) -> None:
+    """The rank dies after its backward. Its group is whole again once it has healed."""
+    assert digest_of(tmp_path / "out", "sdp=2", 4, "--kill", "2", *options) == alone
+    assert (tmp_path / "out.killed").exists()
+
+
+def test_plain_sums_of_these_gradients_depend_on_sdp(tmp_path: Path) -> None:
+    """Otherwise these tests would show nothing."""
+    one = digest_of(tmp_path / "one", "sdp=1", 1, "--reduction", "sum")
+    assert digest_of(tmp_path / "two", "sdp=2", 2, "--reduction", "sum") != one
+
+
+@pytest.mark.parametrize(
+    "options", [("--optimizer", "sgd"), ("--policy", "bfloat16"), ("--repeats",)], ids=lambda given: given[-1]
+)
+def test_sgd_and_forwards_in_bfloat16_and_layers_that_are_called_twice(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    one = digest_of(tmp_path / "one", "sdp=1", 1, *options)
+    assert digest_of(tmp_path / "two", "sdp=2", 2, *options) == one
+
+
+REFUSED = {
+    "sums in the dtype of the forward": (("--policy", "rounded"), "give its MixedPrecisionPolicy `reduce_dtype="),
+    "two backwards in a slot": (("--twice",), "must reduce a gradient once in a slot, but reduces that of"),
+    "parameters that are not sharded": (("--leave-out",), "does not shard embedding.weight: its gradients would be"),
+}
+
+
+# SCATTER-1, SCATTER-2
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_depend_on_sdp_is_refused(name: str, tmp_path: Path) -> None:
+    options, message = REFUSED[name]
+    done = run(tmp_path / "out", "sdp=2", 2, *options)
+    assert done.returncode != 0
+    assert message in done.stderr
