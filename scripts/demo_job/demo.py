@@ -36,6 +36,7 @@ examples:
   scripts/demo                                 four ranks, a kill about every 5 s, about a minute on two cores
   scripts/demo --kill-every 2 --seed 7         more kills, on another schedule
   scripts/demo --reproducible                  ends in the bits of one undisturbed rank
+  scripts/demo --reproducible --layout sdp=2   the same with FSDP2, in the bits of one rank that holds the whole model
   scripts/demo --steps 60 --kill-every 2 --no-reference
                                                a short one
   scripts/demo --no-kill --no-reference        the job alone
@@ -56,7 +57,8 @@ The reference is the same job without kills. The losses of the two may differ by
 rank's share is computed by others, so that the same terms are added in another order (measured without kills, with
 1 to 4 ranks over 300 steps: up to 2.6e-7; with one sample of one step left out: more than 1e-3). With --reproducible
 the reference is one rank alone, and the final parameters of all ranks must be the same as its, bit by bit. With
---layout it is one rank that holds the whole model (measured without kills: up to 3.2e-7).
+--layout it is one rank that holds the whole model (measured without kills: up to 3.2e-7). --reproducible compares the
+bits with it too, if the layouts divide the model over sdp alone; tp and pp change what is added to what.
 
 With a fallback layout the job has two agents, as if on two hosts. The second one has one rank. It is killed after a
 sixth of the steps, and started again a sixth after that, as often as the steps allow: the state moves to the fallback
@@ -119,7 +121,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--reproducible",
         action="store_true",
-        help='sum the gradients with reduction="reproducible", and compare the final parameters with one rank\'s',
+        help='sum the gradients with reduction="reproducible", and compare the final parameters with one rank\'s; also '
+        "with a --layout of sdp alone",
     )
     parser.add_argument("--no-kill", action="store_true", help="leave the ranks alone")
     parser.add_argument("--no-reference", action="store_true", help="leave out the undisturbed run")
@@ -144,8 +147,11 @@ def _complaints(args: argparse.Namespace) -> list[str]:
         found.append("--ranks must be at least 2, so that somebody is left with the state; or add --no-kill")
     if args.reproducible and args.no_reference:
         found.append("--reproducible compares with the undisturbed run: leave out --no-reference")
-    if args.reproducible and args.layout.unit > 1:
-        found.append("--reproducible compares whole sets of parameters: leave out --layout")
+    if args.reproducible and any(each.tp > 1 or each.pp > 1 for each in args.layout.options):
+        found.append(
+            "--reproducible compares with the bits of one rank, which hold for sdp: leave out tp and pp, which change "
+            "what is added to what"
+        )
     unit = args.layout.unit
     if args.ranks % unit:
         found.append(f"--ranks must be a multiple of {unit}, the ranks of a replica group, but is {args.ranks} instead")
@@ -279,8 +285,8 @@ def spec_of(args: argparse.Namespace, directory: Path, *, is_reference: bool = F
     is_divided = layout.unit > 1
     is_alone = is_reference and (is_divided or args.reproducible)
     ranks, spares = 1 if is_alone else args.ranks, 0 if is_reference else args.spares
+    train_args = ("--reduction", "reproducible" if args.reproducible else "sum")
     if not is_divided:
-        train_args = ("--reduction", "reproducible" if args.reproducible else "sum")
         return JobSpec(ranks, args.steps, args.seed, directory, train_args, spares=spares)
     has_second_host = bool(layout.fallback) and not is_alone and not args.no_kill
     return JobSpec(
@@ -288,7 +294,7 @@ def spec_of(args: argparse.Namespace, directory: Path, *, is_reference: bool = F
         args.steps,
         args.seed,
         directory,
-        (),
+        train_args,
         TRAIN_LAYOUT,
         spares,
         ["--module"] if is_alone else ["--layout", layout.text, "--module"],

@@ -25,6 +25,7 @@ from scripts.demo_job.run_audit import (
     percentile,
     recoveries,
     rejoins,
+    whole_digest,
 )
 from scripts.demo_job.run_log import Part, RunLog, Sizes, parts_of
 
@@ -93,6 +94,7 @@ class Report:
         digests: dict[Part, list[str]] = {part: [] for part in (run.asked.parts if last is None else parts_of(last))}
         for finished in run.run_log.finished:
             digests.setdefault(finished.part, []).append(finished.digest)
+        self.digest = whole_digest(digests) if run.asked.reproducible else None
         self.faults = faults(
             Outcome(
                 failure=run.failure,
@@ -145,6 +147,7 @@ class Report:
             "steps_asked": asked.steps,
             "kills_asked": len(self.run.due),
             "parameters": sorted({finished.digest for finished in self.run.run_log.finished}),
+            "whole_parameters": self.digest,
             "reference_parameters": self.reference_digest,
             "not_measured": {
                 "recovery_ms": len(self.recoveries) - len(recovery_ms),
@@ -186,7 +189,9 @@ class Report:
                 f"{self.difference.size:.1e} (tolerance {LOSS_TOLERANCE:.0e})"
             )
         if self.reference_digest is not None:
-            yield f"  bits         SHA-256 of one undisturbed rank's parameters: {self.reference_digest[:16]}..."
+            own, other = (digest or "unknown" for digest in (self.digest, self.reference_digest))
+            told = f"equal ({own[:16]}...)" if own == other else f"{own[:16]}... and {other[:16]}..., NOT equal"
+            yield f"  bits         digests of the final parameters and of one undisturbed rank's: {told}"
         if self.run.asked.kill_every_s is not None:
             yield f"  schedule     drawn from seed {self.run.asked.seed}, in seconds after the start of the ranks:"
             for kill in summary["kill_schedule"]["carried_out"]:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from scripts.demo_job.row_digest import sum_of
 from scripts.demo_job.run_log import Entered, Part, Prepared, RunLog, Sizes, StepAttempt, parts_of
 
 
@@ -276,6 +277,15 @@ class Outcome:
     fallbacks: int = 0
 
 
+def whole_digest(digests: Mapping[Part, Sequence[str]]) -> str | None:
+    """Of the whole model. None: a part has no digest, or several."""
+    found = [set(of_part) for of_part in digests.values()]
+    if not found or any(len(of_part) != 1 for of_part in found):
+        return None
+    parts = [digest for (digest,) in found]
+    return parts[0] if len(parts) == 1 else sum_of(parts)
+
+
 def faults(outcome: Outcome) -> list[str]:
     """Everything that is wrong, in sentences; empty for a run that has passed."""
     found = []
@@ -295,8 +305,8 @@ def faults(outcome: Outcome) -> list[str]:
             found.append(f"no rank{whose} finished")
         elif len(set(digests)) > 1:
             found.append(f"the ranks{whose} ended with {len(set(digests))} different sets of parameters")
-        elif outcome.reference_digest not in (None, digests[0]):
-            found.append("the ranks ended with other bits than one undisturbed rank")
+    if outcome.reference_digest is not None and whole_digest(outcome.digests) not in (None, outcome.reference_digest):
+        found.append("the ranks ended with other bits than one undisturbed rank")
     if outcome.difference is not None and not outcome.difference.size <= outcome.tolerance:
         found.append(
             f"the loss curve leaves the undisturbed run's by {outcome.difference.size:.2g} at step "

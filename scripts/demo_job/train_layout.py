@@ -1,6 +1,7 @@
 """Train a small Llama whose parts are divided among the ranks, in the layout of `elasticgang run --layout`: along `sdp`
 by FSDP2, along `tp` by `parallelize_module`, along `pp` by a 1F1B pipeline, or along several of these. Without one, a
-single rank computes the same losses up to rounding.
+single rank computes the same losses up to rounding; with `--reduction reproducible` and no axis but `sdp`, it ends in
+the same bits.
 
 It writes what `train.py` writes, with each rank's part of the model and the sizes of the layout beside it. Each part of
 the model sees every sample once; the loss is written by the ranks that alone know it: of the last stage, the first of
@@ -22,6 +23,7 @@ from torch.nn import functional
 import elasticgang as eg
 from elasticgang.train import Slots
 from scripts.demo_job.llama import Llama, LlamaConfig
+from scripts.demo_job.row_digest import digest_of_rows
 from scripts.demo_job.train import History, add_arguments, digest_of, load_text, make_batches
 
 
@@ -68,7 +70,7 @@ def main() -> None:
                 loss_sum=loss_sum,
             )
         else:
-            model = eg.ShardedDataParallel(manager, llama)
+            model = eg.ShardedDataParallel(manager, llama, reduction=args.reduction)
         adam = torch.optim.AdamW(model.parameters(), lr=args.lr)
         warmup = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1.0, (step + 1) / 20))
         optim = eg.Optimizer(manager, adam, replicated={"tp": llama.norms})
@@ -100,7 +102,10 @@ def main() -> None:
                 history.write("committed", step=step.index, **where, pid=os.getpid())
                 state.warmup.step()
 
-    history.write("finished", digest=digest_of(state.model), part=part, sizes=sizes, steps=manager.committed_steps)
+    # Of one model, whatever `sdp` is: compared with that of a rank that holds all of it.
+    rows = digest_of_rows(state.model.named_parameters()) if args.reduction == "reproducible" else None
+    digest = digest_of(state.model) if rows is None else rows
+    history.write("finished", digest=digest, part=part, sizes=sizes, steps=manager.committed_steps)
 
 
 def run_slots(model: eg.ShardedDataParallel, slots: Slots, data: Tensor) -> list[float]:

@@ -63,6 +63,25 @@ def test_a_reproducible_demo_ends_in_the_bits_of_one_undisturbed_rank(tmp_path: 
         assert summary["parameters"] == [summary["reference_parameters"]]
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("layout", "steps", "layouts"),
+    [("sdp=2", 30, ["sdp=2"]), ("sdp=2,min_replicas=2/sdp=1", 150, ["sdp=2", "sdp=1", "sdp=2"])],
+)
+def test_a_reproducible_demo_of_shards_ends_in_the_bits_of_one_undisturbed_rank(
+    layout: str, steps: int, layouts: list[str], tmp_path: Path
+) -> None:
+    """Also through a fallback layout and back."""
+    given = ["--reproducible", "--layout", layout, "--steps", str(steps), "--kill-every", "6"]
+    with demo(tmp_path, *given) as command:
+        assert command.wait(560.0) == 0, command.stdout + command.stderr
+        assert "one undisturbed rank's: equal (" in command.stdout
+    summary = summary_of(command)
+    assert summary["kills"] >= 1
+    assert summary["layouts"][:3] == layouts
+    assert summary["whole_parameters"] == summary["reference_parameters"]
+
+
 # PIPELINE-1, SHARDED-3
 @pytest.mark.timeout(600)  # up to 18 processes, one job after another; every kill delays the end
 @pytest.mark.parametrize(

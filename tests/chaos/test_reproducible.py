@@ -3,6 +3,7 @@ number of ranks and all kills."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.chaos import sharded
 from tests.chaos.sharded import Sizes
+from tests.chaos.sharded_job import whole_parameters
 from tests.chaos.test_kills import NUM_STEPS, Fault, at, check, histories, run, run_alone, soon
 
 REAL = ("--real", "--rows", "2000")
@@ -117,6 +119,27 @@ def test_parts_of_a_model_end_in_the_bits_of_one_replica_group(name: str, tmp_pa
     if name != "stages of split layers":
         assert parts_of(tmp_path / "three", layout, 3, unit, [], *reproducible, steps=steps) == alone
         assert parts_of(tmp_path / "plain", layout, 3, unit, [], steps=steps) != alone
+
+
+# SCATTER-1
+@pytest.mark.parametrize("sdp", [1, 2, 4])
+def test_kills_leave_no_trace_in_the_bits_of_shards(sdp: int, tmp_path: Path) -> None:
+    """Two groups, at all places of a step, end in the bits of one rank that holds the whole model."""
+
+    def whole(directory: Path, sizes: Sizes, faults: list[Fault]) -> dict[str, list[float]]:
+        job = sharded.run(directory, sizes, faults, options=("--reduction", "reproducible"))
+        assert job.process.returncode == 0, job.stderr
+        assert len(list(directory.glob("fired-*"))) == len(faults)
+        parts: dict[tuple[int, int, int], dict[str, list[float]]] = {}
+        for line in itertools.chain(*sharded.histories(directory).values()):
+            if line["kind"] == "finished":
+                pp, _, own, tp = line["seat"]
+                assert parts.setdefault((pp, own, tp), line["parameters"]) == line["parameters"]
+        return whole_parameters(parts)
+
+    kills = [at("forward", 0), at("totals_received", 1), at("votes_received", 0), at("torn", 1), at("applied", sdp)]
+    alone = whole(tmp_path / "alone", Sizes(active=1), [])
+    assert whole(tmp_path / "two", Sizes(active=2 * sdp, sdp=sdp, fsdp=True), kills) == alone
 
 
 # -- gradients that survivors keep

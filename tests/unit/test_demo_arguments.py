@@ -31,7 +31,8 @@ from scripts.demo_job import demo
         (["--output-dir", __file__], "is not a folder"),
         (["--output-dir", str(Path(__file__).parent)], "is not empty; name a new folder"),
         (["--reproducible", "--no-reference"], "compares with the undisturbed run: leave out --no-reference"),
-        (["--reproducible", "--layout", "tp=2"], "compares whole sets of parameters: leave out --layout"),
+        (["--reproducible", "--layout", "tp=2"], "hold for sdp: leave out tp and pp"),
+        (["--reproducible", "--layout", "sdp=2,min_replicas=2/pp=2"], "hold for sdp: leave out tp and pp"),
         (["--layout", "cp=2"], "argument --layout: a layout must be like sdp=2,tp=2 with the names pp, sdp, tp"),
         (["--layout", "tp=0"], "argument --layout: `tp` must be an integer of at least 1"),
         (["--layout", "sdp=2,min_replicas=2/sdp=8"], "sdp must divide 4, the number of slots of a batch, but is 8"),
@@ -69,6 +70,17 @@ def test_a_layout_has_two_replica_groups_and_a_spare() -> None:
     assert (args.ranks, args.spares) == (8, 0)
     args = demo.parse_args([])
     assert (args.ranks, args.spares) == (4, 0)
+
+
+def test_a_reproducible_job_of_shards_is_compared_with_one_rank_of_plain_tensors(tmp_path: Path) -> None:
+    args = demo.parse_args(["--reproducible", "--layout", "sdp=2,min_replicas=2/sdp=1"])
+    for is_reference, launcher in (
+        (False, ["--layout", "sdp=2,min_replicas=2/sdp=1", "--module"]),
+        (True, ["--module"]),
+    ):
+        spec = demo.spec_of(args, tmp_path, is_reference=is_reference)
+        assert spec.train_argv[-2:] == ["--reduction", "reproducible"]
+        assert list(spec.run_args) == launcher
 
 
 def test_help_names_the_exit_codes_and_the_tolerance(capsys: pytest.CaptureFixture[str]) -> None:

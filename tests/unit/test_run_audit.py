@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from scripts.demo_job.row_digest import sum_of
 from scripts.demo_job.run_audit import (
     Audit,
     CommittedRun,
@@ -37,6 +38,9 @@ GOOD = Outcome(
     kills_asked=1,
     kills=1,
 )
+
+
+SHARDED = replace(GOOD, digests={(0, 0, 0): ("d", "d"), (0, 1, 0): ("e",)})
 
 
 @dataclass
@@ -342,7 +346,8 @@ def test_the_largest_difference_between_two_curves(curve: dict[int, float], size
 
 def test_a_good_run_has_no_faults() -> None:
     assert faults(GOOD) == []
-    assert faults(replace(GOOD, digests={(0, 0, 0): ("d", "d"), (0, 1, 0): ("e",)})) == []
+    assert faults(SHARDED) == []
+    assert faults(replace(SHARDED, reference_digest=sum_of(["d", "e"]))) == []
     assert faults(replace(GOOD, difference=None, kills=2)) == []
     assert faults(replace(GOOD, reference_digest="d")) == []
 
@@ -359,6 +364,8 @@ def test_a_good_run_has_no_faults() -> None:
         (replace(GOOD, digests={(0, 0, 0): ("d",), (0, 1, 0): ()}), "no rank of the part (0, 1, 0) finished"),
         (replace(GOOD, digests={(): ("d", "e")}), "the ranks ended with 2 different sets of parameters"),
         (replace(GOOD, reference_digest="e"), "the ranks ended with other bits than one undisturbed rank"),
+        (replace(SHARDED, reference_digest="d"), "the ranks ended with other bits than one undisturbed rank"),
+        (replace(SHARDED, reference_digest="7"), "the ranks ended with other bits than one undisturbed rank"),
         (replace(GOOD, difference=Difference(1e-4, 7)), "the loss curve leaves the undisturbed run's"),
         (replace(GOOD, difference=Difference(math.nan, 7)), "the loss curve leaves the undisturbed run's"),
         (replace(GOOD, kills=0), "0 kills happened, fewer than the 1 asked for"),
