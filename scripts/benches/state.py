@@ -18,6 +18,7 @@ reason in its line:
                          plain `read` does, right after)
   reproducible_reduction the demo's model: the median step with reduction="reproducible" / with "sum"; --dim sets how
                          long a step is
+  reproducible_shards    the same for the demo's Llama, of which each of the ranks holds a shard (FSDP2, --layout sdp=2)
 
 Lower --mib where the memory does not hold such a state four times. --only selects some of the figures.
 """
@@ -35,6 +36,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,8 @@ from scripts.benches import steady
 from scripts.benches.heals import measure as heals
 from scripts.benches.heals.measure import end_tree, wait_for
 from scripts.benches.pairs.checkpointed import make_state
-from scripts.demo_job.driver import JobFailedError
+from scripts.demo_job.demo import TRAIN_LAYOUT
+from scripts.demo_job.driver import JobFailedError, JobSpec
 
 JOB = Path(__file__).with_name("pairs") / "checkpointed.py"
 GROUPS = ("heal", "gap", "steps", "resume", "reproducible")
@@ -192,15 +195,18 @@ def time_reading(path: Path) -> float:
     return time.perf_counter() - begun
 
 
-def reproducible(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    settings = argparse.Namespace(ranks=2, steps=args.demo_steps, seed=0, dim=args.dim)
+def reproducible(args: argparse.Namespace, directory: Path, *, is_sharded: bool) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"sum": [], "reproducible": []}
     for number in range(args.rounds):
         for kind, found in rates.items():
-            found.append(steady.ours(settings, directory / f"{kind}-{number}", f"--reduction={kind}"))
+            options = ("--dim", str(args.dim), f"--reduction={kind}")
+            spec = JobSpec(2, args.demo_steps, 0, directory / f"{kind}-{number}", options)
+            if is_sharded:
+                spec = replace(spec, script=TRAIN_LAYOUT, run_args=["--layout", "sdp=2", "--module"], num_parts=2)
+            found.append(steady.rate_of(spec))
     pairs = zip(rates["sum"], rates["reproducible"], strict=True)
     return {
-        "figure": "reproducible_reduction",
+        "figure": "reproducible_shards" if is_sharded else "reproducible_reduction",
         "rounds": args.rounds,
         "plain_ms": round(1000 / statistics.median(rates["sum"]), 1),
         "ratio": round(statistics.median(plain / exact for plain, exact in pairs), 3),
@@ -229,7 +235,8 @@ def measure_group(group: str, args: argparse.Namespace, directory: Path) -> Iter
     elif group == "resume":
         yield resume(args, directory)
     else:
-        yield reproducible(args, directory)
+        for is_sharded in (False, True):
+            yield reproducible(args, directory / ("shards" if is_sharded else "whole"), is_sharded=is_sharded)
 
 
 def main() -> None:

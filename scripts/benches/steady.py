@@ -49,7 +49,12 @@ _NUM_WINDOWS = 8  # in each round, in turn without the server and with it
 def ours(args: argparse.Namespace, directory: Path, *asked: str) -> float:
     """Steps a second. `asked`: options of the script."""
     options = ("--dim", str(args.dim), *asked)
-    with Job(JobSpec(args.ranks, args.steps, args.seed, directory, options)) as job:
+    return rate_of(JobSpec(args.ranks, args.steps, args.seed, directory, options))
+
+
+def rate_of(spec: JobSpec) -> float:
+    """Steps a second."""
+    with Job(spec) as job:
         job.follow(lambda: 1.0)
         job.read()
         times = sorted({line.attempt: line.t for line in reversed(job.run_log.committed)}.values())
