@@ -216,12 +216,17 @@ class Optimizer:
         return squares
 
     def _exact_squares(self) -> list[float]:
-        """As `_squares`, in numbers that are added exactly (OPTIMIZER-2)."""
+        """As `_squares`, in numbers that are added exactly (OPTIMIZER-2). So the replica groups with slots divide the
+        elements, which all of them have."""
         share = self._manager.step.share
-        if share is None or share.index >= share.group_size:
+        if share is None:
             return exact_square.numbers_of(())
+        group, num_groups = share.index // share.group_size, share.count // share.group_size
         counted = [each.grad for each in self._parameters() if self._is_counted(each)]
-        return exact_square.numbers_of(stored(grad, summed=True) for grad in counted if grad is not None)
+        parts = [stored(grad, summed=True).reshape(-1) for grad in counted if grad is not None]
+        return exact_square.numbers_of(
+            part[part.numel() * group // num_groups : part.numel() * (group + 1) // num_groups] for part in parts
+        )
 
     def _is_counted(self, parameter: Tensor) -> bool:
         """Whether this rank is the first one of those that have the same elements of the parameter's gradient."""

@@ -60,7 +60,7 @@ class TreeReduceScatter:
         if self._has_reduced:
             raise InvalidOperationError(
                 'with `reduction="reproducible"` and `sdp`, `fully_shard` must reduce a gradient once in a slot, but '
-                f"reduces that of {self._name} again: call `backward` once in a slot, of the sum of its losses."
+                f"reduces that of {self._name} again: call it and `backward` once in a slot, of the sum of the losses."
             )
         self._has_reduced = True
         received = torch.empty_like(input_tensor)

@@ -16,15 +16,18 @@ JOB = "tests/integration/sdp_bits_job.py"
 DEADLINE_S = 180
 
 
-def run(output: Path, layout: str, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
+def run(
+    output: Path, layout: str, ranks: int, *options: str, process_group: str = "isolated-gloo"
+) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "elasticgang", "run", "--nproc-per-node", str(ranks), "--layout", layout]
+    launcher += ["--process-group", process_group]
     command = [sys.executable, *launcher, JOB, "--output", str(output), *options]
     return run_preloaded(command, timeout=DEADLINE_S)
 
 
-def digest_of(output: Path, layout: str, ranks: int, *options: str) -> str:
+def digest_of(output: Path, layout: str, ranks: int, *options: str, process_group: str = "isolated-gloo") -> str:
     """The parameters that the job has ended with, on all ranks alike."""
-    done = run(output, layout, ranks, *options)
+    done = run(output, layout, ranks, *options, process_group=process_group)
     assert done.returncode == 0, done.stderr
     found: dict[int, set[str]] = {}
     for line in map(json.loads, output.read_text().splitlines()):
@@ -46,6 +49,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_sdp_ends_in_the_bits_of_one_rank(layout: str, ranks: int, tmp_path: Path, alone: str) -> None:
     """Some shards are uneven, and some are empty."""
     assert digest_of(tmp_path / "out", layout, ranks) == alone
+
+
+def test_torchs_gloo_has_the_same_bits(tmp_path: Path, alone: str) -> None:
+    assert digest_of(tmp_path / "out", "sdp=2", 2, process_group="gloo") == alone
 
 
 @pytest.mark.parametrize("options", [(), ("--keep",)], ids=["all slots again", "slots that are kept"])
