@@ -771,14 +771,14 @@ class CoordinatorState:
         proposal = list(reports.values())
         answer = next_record(record, proposal, self.lost)
         if isinstance(answer, Undecided):
-            if answer.reason != self.reason:
-                self.reason = self._undecided = answer.reason
-                self._undecided_s = self._now_s
+            self._note_undecided(answer.reason)
             return self._refuse(answer)
-        self.awaits_word = record is not None and self._is_alone(record, reports)
-        if self.awaits_word:
-            self.reason = (
-                "every agent of the record is silent, and may have another coordinator: this takes an operator"
+        self.awaits_word = False
+        if record is not None and self._is_alone(record, reports):
+            self.awaits_word = True
+            silent = ", ".join(agent for agent in record.agents if agent not in self._exited)
+            self._note_undecided(
+                f"agent {silent} of the record is silent, and may have another coordinator: this takes an operator"
             )
             return []
         if isinstance(answer, Unrecoverable):
@@ -791,6 +791,12 @@ class CoordinatorState:
         if record is not None and self._may_go_back(record, reports):
             answer = replace(answer, rolled_back=True)
         return self._propose(Decision(self.term, answer, self.has_directory))
+
+    def _note_undecided(self, reason: str) -> None:
+        """NOTICE."""
+        if reason != self.reason:
+            self.reason = self._undecided = reason
+            self._undecided_s = self._now_s
 
     def _may_go_back(self, record: Record, reports: dict[str, Report]) -> bool:
         """BACK: whether one that is not here may have accepted the record that was given up."""

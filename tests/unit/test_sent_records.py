@@ -187,5 +187,8 @@ def test_no_state_is_lost_while_an_agent_of_the_record_is_silent() -> None:
     out = driver.hear(joiner, m.Ready(report("c")))
     assert not any(isinstance(i, m.Send) and isinstance(i.message, m.JobUnrecoverable) for i in out)
     assert driver.state.awaits_word
+    out = driver.wait_with(joiner, driver.state.timeouts.notice_s + 1)
+    (notice,) = (i.message for i in out if isinstance(i, m.Send) and isinstance(i.message, m.Notice))
+    assert notice.reason.startswith("agent a, b of the record is silent")
     out = driver.do(m.OfficeGranted())
     assert any(isinstance(i, m.Send) and isinstance(i.message, m.JobUnrecoverable) for i in out)
