@@ -42,14 +42,12 @@ from elasticgang.protocol.agent_events import (
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import (
-    NO_TERM,
     EndGeneration,
     Goodbye,
     JoinRequest,
     Notice,
     Notify,
     PeerMessage,
-    Term,
     Timeouts,
     Welcome,
 )
@@ -137,11 +135,11 @@ class ControlPlane:
         self._successors: dict[str, int] = {}  # by agent
         self._sent_successors, self._sent_successors_s = 0, 0.0
         self._finish_known = asyncio.Event()
-        self._new_session("")
+        self._new_session(AgentSession(self.agent, self._incarnation, self._timeouts))
 
-    def _new_session(self, former: str, promised: Term = NO_TERM) -> None:
+    def _new_session(self, session: AgentSession) -> None:
         host, _, port = self.coordinator.rpartition(":")
-        self._session = AgentSession(self.agent, self._incarnation, self._timeouts, promised, former=former)
+        self._session = session
         self._client = AgentClient(self._session, self, (host, int(port)), self._job, self._credentials)
         self._welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reason = ""
@@ -194,7 +192,7 @@ class ControlPlane:
         self._failures.clear()
         self._blocked_on = []
         self._lease.until = float("inf")  # UNBOUND
-        self._new_session(former, self._session.promised)
+        self._new_session(self._session.under(self.agent))
         self._client.start()
         try:
             await asyncio.wait_for(asyncio.shield(self._welcome), self._limits.reconnect)

@@ -3,7 +3,7 @@
 Pure: no clock, no socket. The agent performs the instructions and brings the events.
 
 PROMISE  An agent that has promised a term accepts decisions only from a coordinator whose term is not lower. It keeps
-         the promise when it takes another id.
+         the promise when it takes another id, and speaks for the former one on what that had accepted.
 LEASE    The ranks may act for `lease_s` after the agent sent the last message that a coordinator in office answered.
          The answer counts from when that message was sent, so that the coordinator heard of the agent no earlier.
 REFUSED  A connection that was refused at the coordinator's address renews the lease as an answer does: nothing listens
@@ -78,8 +78,8 @@ _MAX_DOUBLINGS = 3
 @dataclass
 class AgentSession:
     """`handle` is the only way in. `decision`: the newest that this agent accepted. `lease_until_s`: None before the
-    first answer. `is_ended`: this agent takes part no more. `former`: as of `Hello`.
-    Under another id, the agent keeps what it has promised."""
+    first answer. `is_ended`: this agent takes part no more. `former`,
+    `former_decision`: as of `Hello`."""
 
     agent: str
     incarnation: str
@@ -91,6 +91,7 @@ class AgentSession:
     lease_until_s: float | None = None
     is_ended: bool = False
     former: str = ""
+    former_decision: Decision | None = None
     _session: int = 0
     _address: str = ""  # of the open session; "" without one
     _lease_address: str = ""  # REFUSED
@@ -154,11 +155,16 @@ class AgentSession:
         self._beats_s.clear()
         self._hello_s = self._last_answer_s = now_s
         self._next_beat_s = now_s + self.timeouts.heartbeat_s
-        ref = None if self.decision is None else self.decision.ref
-        return self._send(
-            Hello(
-                self.agent, self.incarnation, self._session, self.promised, ref, self.over, self.finished, self.former
-            )
+        ref, former_ref = (None if each is None else each.ref for each in (self.decision, self.former_decision))
+        own = (self.agent, self.incarnation, self._session, self.promised, ref, self.over, self.finished)
+        return self._send(Hello(*own, self.former, former_ref))
+
+    def under(self, agent: str) -> AgentSession:
+        """PROMISE: that of the same process under another id."""
+        former = self.former if self.former and self.decision is None else self.agent  # the one that may be in a record
+        decision = self.decision or self.former_decision
+        return AgentSession(
+            agent, self.incarnation, self.timeouts, self.promised, former=former, former_decision=decision
         )
 
     def _disconnected(self) -> None:
@@ -262,9 +268,9 @@ class AgentSession:
             case Push():
                 return self._push(message, now_s)
             case RequestDecision(digest):
-                known = self.decision
-                asked_for = known is not None and known.record.digest == digest
-                return self._send(KnownDecision(known)) if known is not None and asked_for else []
+                known = (each for each in (self.decision, self.former_decision) if each is not None)
+                asked_for = next((each for each in known if each.record.digest == digest), None)
+                return [] if asked_for is None else self._send(KnownDecision(asked_for))
             case EndGeneration():
                 return self._ended(message)
             case JoinNotice(generation):

@@ -101,7 +101,8 @@ class Hello:
     """First in each session. `incarnation`: of the agent's process. `session`: counts its sessions; a later one
     replaces an earlier one. `term`: the highest that it has promised. `decision`: the newest it knows. `over`: the
     newest generation that it knows to be over. `finished`: a rank has done all steps. `former`: the id of the same
-    process before, if it had one: all ranks of that id have exited."""
+    process before, if it had one: all ranks of that id have exited. The process speaks for it on what it has promised
+    and accepted; `former_decision`: the newest that it had accepted."""
 
     agent: str
     incarnation: str
@@ -111,6 +112,7 @@ class Hello:
     over: int = 0
     finished: bool = False
     former: str = ""
+    former_decision: DecisionRef | None = None
 
 
 @value(frozen=True)

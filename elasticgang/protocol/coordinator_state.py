@@ -22,9 +22,8 @@ LOST     An agent is declared lost once it was silent for `lost_after_s` while t
          has finished in it: all its ranks had connections then, which break by themselves.
 MOVED    After a restart from its state directory at another address, a coordinator declares no agent lost for its
          silence that has not promised its term: a connection refused at the old address renews that agent's lease.
-ALONE    A record that was decided without a state directory is followed by one without any of its agents, or its state
-         given up for lost, only if all of these have exited, if need be by the operator's word: those that are silent
-         may be led by another coordinator.
+ALONE    A record that was decided without a state directory is followed by one without any of its agents only if all of
+         these have exited, if need be by the operator's word: those that are silent may be led by another coordinator.
 ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it,
          or when all of these have exited, if need be by the operator's word.
 BACK     A coordinator without a state directory that leaves its office goes back behind a record that no agent of the
@@ -136,6 +135,7 @@ class _Session:
     number: int
     seen: RecordRef | None
     promised: bool = False
+    former: str = ""  # the id for which it speaks too (PROMISE)
     told: str = ""  # NOTICE: the newest reason
 
 
@@ -176,6 +176,7 @@ class CoordinatorState:
     _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
     _before: Decision | None = None  # BACK: the one before, until an agent has accepted the newest
     _given_up: Decision | None = None  # BACK: the newest
+    _is_own_once_accepted: bool = False  # PERSIST: the record is written then, and not before it is pushed
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
     _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes
@@ -192,7 +193,7 @@ class CoordinatorState:
     def __post_init__(self) -> None:
         self._silences = Silences(self.timeouts.standstill_s)
         self.addresses |= {self.address}
-        self.granted |= self.has_directory and (self.decision is None or self.own)
+        self.granted |= self._decides_by_directory
 
     @property
     def term(self) -> Term:
@@ -209,6 +210,11 @@ class CoordinatorState:
     @property
     def in_office(self) -> bool:
         return self.granted or self._has_all_promises()
+
+    @property
+    def _decides_by_directory(self) -> bool:
+        """OFFICE (a): the directory alone decides what follows the record."""
+        return self.has_directory and (self.decision is None or self.own)
 
     def _has_all_promises(self) -> bool:
         """OFFICE (b), WORD."""
@@ -392,7 +398,7 @@ class CoordinatorState:
             out += self._broadcast(Notice("left" if has_left else "lost", "", new))
         self.lost.update(agents)
         if self._parents_are_gone():
-            out += self._lift()
+            return out + self._go_on_without_parents() + self._decide()
         if not is_harmless and any(record.seats_of(agent) for agent in agents):
             how = "has left" if has_left else "is lost"
             out += self._end(EndGeneration(record.generation, f"agent {', '.join(agents)} {how}"))
@@ -417,9 +423,10 @@ class CoordinatorState:
         self._recall(hello.agent)
         if self._parents:  # BACK: what is news depends on it
             out += self._learn_term(hello.term)
-        if hello.decision is not None and self._is_news(hello.decision):
-            self._unlearned[number] = hello
-            return [*out, Send(number, RequestDecision(hello.decision.digest))]
+        for ref in (hello.decision, hello.former_decision):
+            if ref is not None and self._is_news(ref):
+                self._unlearned[number] = hello
+                return [*out, Send(number, RequestDecision(ref.digest))]
         known = None if hello.decision is None else RecordRef(hello.decision.generation, hello.decision.digest)
         self.sessions[number] = _Session(hello.agent, hello.incarnation, hello.session, known)
         self._session_of[hello.agent] = number
@@ -430,7 +437,11 @@ class CoordinatorState:
         if hello.finished:
             out += self._finish(number)
         out += self._learn_term(hello.term)
-        if hello.former and self._incarnations.get(hello.former, hello.incarnation) == hello.incarnation:
+        if self._speaks_for_former(hello):
+            if hello.former_decision is not None:
+                ref = hello.former_decision
+                out += self._note_accepted(hello.former, RecordRef(ref.generation, ref.digest))
+            self.sessions[number].former = hello.former
             out += self._exit(hello.former, f"agent {hello.former} is now {hello.agent}")
         if hello.over and self._is_member(hello.agent):
             out += self._end(EndGeneration(hello.over, "it was over when an agent came back"), number)
@@ -456,6 +467,10 @@ class CoordinatorState:
         if self._is_member(agent):
             self.unrecoverable = ""
 
+    def _speaks_for_former(self, hello: Hello) -> bool:
+        """SENDER: the agent of that id was the same process."""
+        return bool(hello.former) and self._incarnations.get(hello.former, hello.incarnation) == hello.incarnation
+
     def _is_duplicate(self, hello: Hello) -> bool:
         """SENDER."""
         return self._incarnations.setdefault(hello.agent, hello.incarnation) != hello.incarnation
@@ -469,14 +484,14 @@ class CoordinatorState:
         if promise.term != self.term:
             return out
         session.promised = True
-        self._promises.add(session.agent)
+        self._promises.update((session.agent, session.former) if session.former else (session.agent,))
         if self.in_office and not self._was_in_office:
             out += self._enter_office()
         return out + self._announce([session.agent]) + self._decide()
 
     def _known(self, number: int, decision: Decision) -> Instructions:
         waiting = self._unlearned.pop(number, None)
-        if waiting is None or waiting.decision != decision.ref:
+        if waiting is None or decision.ref not in (waiting.decision, waiting.former_decision):
             return [CloseSession(number, "it sends a decision that it was not asked for")]
         out = self._learn(decision)
         return out + self._receive(number, waiting)
@@ -514,7 +529,7 @@ class CoordinatorState:
         """Another coordinator has decided."""
         if not self._is_news(decision.ref):
             return []
-        self.decision, self.own = decision, False
+        self.decision, self.own, self._is_own_once_accepted = decision, False, False
         self.joining = min(self.joining, decision.record.generation - 1)  # it may be another one of that number
         self._parents = frozenset()
         self._before = self._given_up = None
@@ -531,7 +546,7 @@ class CoordinatorState:
         self.number = term.number + 1
         self._promises.clear()
         self._is_waived = False  # somebody may have the directory
-        if not self.has_directory or not self.in_office:
+        if not self._decides_by_directory or not self.in_office:
             self._leave_office()
         out = self._persist()
         for session in self.sessions.values():
@@ -547,7 +562,7 @@ class CoordinatorState:
             self._is_waived = True
         self.addresses = frozenset([self.address])
         out = self._enter_office() if self.in_office else []
-        return out + (self._lift() if self._parents_are_gone() else []) + self._decide()
+        return out + (self._go_on_without_parents() if self._parents_are_gone() else []) + self._decide()
 
     def _absent(self, record: Record) -> frozenset[str]:
         return frozenset(agent for agent in record.agents if agent not in self._session_of)
@@ -563,12 +578,14 @@ class CoordinatorState:
             self.lost.clear()
             self._exited.clear()
 
-    def _go_back(self, before: Decision) -> None:
+    def _go_back(self, before: Decision) -> Instructions:
         """BACK."""
         self._given_up, self.decision = self.decision, before
+        self.own = self._is_own_once_accepted = False
         self._before, self._parents = None, frozenset()
         generation = before.record.generation
         self.over, self.joining = min(self.over, generation), min(self.joining, generation)  # of the next one anew
+        return self._persist()
 
     def _enter_office(self) -> Instructions:
         self._was_in_office = True
@@ -612,13 +629,20 @@ class CoordinatorState:
         return not self._parents or agent in self._parents
 
     def _accepted(self, number: int, ref: RecordRef) -> Instructions:
-        session, record = self.sessions[number], self.record
-        session.seen = ref
+        self.sessions[number].seen = ref
+        return self._note_accepted(self.sessions[number].agent, ref)
+
+    def _note_accepted(self, agent: str, ref: RecordRef) -> Instructions:
+        record, out = self.record, []
         if self._given_up is not None and ref == self._given_up.record.ref:
             return self._learn(self._given_up)  # BACK
-        if record is not None and ref == record.ref:
-            self._before = None
-        return self._lift() if record is not None and ref == record.ref and session.agent in self._parents else []
+        if record is None or ref != record.ref:
+            return []
+        self._before = None
+        if self.has_directory and self._is_own_once_accepted:
+            self._is_own_once_accepted, self.own = False, True
+            out = self._persist()
+        return out + (self._lift() if agent in self._parents else [])
 
     def _lift(self) -> Instructions:
         """ACCEPT is met: the others are sent the record."""
@@ -744,6 +768,10 @@ class CoordinatorState:
         """ACCEPT. Those that are silent may be led by another coordinator (ALONE)."""
         return bool(self._parents) and self._parents <= self._exited | self._excused
 
+    def _go_on_without_parents(self) -> Instructions:
+        """BACK: nobody has the record, nor will; and others of the record before may be led by another coordinator."""
+        return self._lift() if self._before is None else self._go_back(self._before)
+
     def _unaccepted(self) -> str:
         """ACCEPT: why the operator's word is needed; empty when it is not."""
         if not self._parents or not self._parents <= self.lost:
@@ -773,6 +801,9 @@ class CoordinatorState:
         if isinstance(answer, Undecided):
             self._note_undecided(answer.reason)
             return self._refuse(answer)
+        if isinstance(answer, Unrecoverable) and self._before is None:
+            self.unrecoverable = answer.reason
+            return self._broadcast(JobUnrecoverable(answer.reason))
         self.awaits_word = False
         if record is not None and self._is_alone(record, reports):
             self.awaits_word = True
@@ -781,12 +812,9 @@ class CoordinatorState:
                 f"agent {silent} of the record is silent, and may have another coordinator: this takes an operator"
             )
             return []
-        if isinstance(answer, Unrecoverable):
-            if self._before is not None:  # BACK
-                self._go_back(self._before)
-                return self._decide()
-            self.unrecoverable = answer.reason
-            return self._broadcast(JobUnrecoverable(answer.reason))
+        if isinstance(answer, Unrecoverable):  # BACK
+            assert self._before is not None
+            return self._go_back(self._before) + self._decide()
         self.proposal = proposal
         if record is not None and self._may_go_back(record, reports):
             answer = replace(answer, rolled_back=True)
@@ -806,7 +834,7 @@ class CoordinatorState:
     def _is_alone(self, record: Record, reports: dict[str, Report]) -> bool:
         """ALONE."""
         assert self.decision is not None
-        if self.decision.durable or any(agent in reports for agent in record.agents):
+        if self.own or any(agent in reports for agent in record.agents):
             return False
         return not (self._exited | self._excused).issuperset(record.agents)
 
@@ -823,7 +851,7 @@ class CoordinatorState:
 
     def _propose(self, decision: Decision) -> Instructions:
         """PERSIST."""
-        if not self.has_directory:
+        if not self._decides_by_directory:
             return self._adopt(decision)
         self._deciding = decision
         return [Persist(self.term, decision, self.finished, frozenset([self.address]), own=True)]
@@ -845,15 +873,17 @@ class CoordinatorState:
 
     def _adopt(self, decision: Decision) -> Instructions:
         known, before, record = self.decision, self.record, decision.record
-        self.decision, self.own, self.granted, self.reason = decision, self.has_directory, True, ""
+        is_by_directory = self._decides_by_directory
+        self.decision, self.own, self.granted, self.reason = decision, is_by_directory, True, ""
+        self._is_own_once_accepted = not is_by_directory
         self._take_back_word()
         self.addresses = frozenset([self.address])
         self._undecided = ""
         self.lost.clear()
         self._exited.clear()
         self._silences.expect(record.agents)
-        self._parents = self._must_accept(before, record)
-        self._before, self._given_up = None if self.has_directory else known, None
+        self._parents = frozenset() if is_by_directory else self._must_accept(before, record)
+        self._before, self._given_up = None if is_by_directory else known, None
         push = Push(decision)
         out: Instructions = []
         for number, session in self.sessions.items():
@@ -864,6 +894,6 @@ class CoordinatorState:
 
     def _must_accept(self, before: Record | None, record: Record) -> frozenset[str]:
         """ACCEPT."""
-        if self.has_directory or before is None:
+        if before is None:
             return frozenset()
         return frozenset(before.agents) & frozenset(record.agents)

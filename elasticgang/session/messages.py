@@ -203,7 +203,9 @@ def encode_delta(parent: Record, push: m.Push) -> bytes | None:
 # -- messages
 
 _ENCODERS: dict[type, Callable[[Any], list[Any]]] = {
-    m.Hello: lambda x: [x.agent, x.incarnation, x.session, x.term, x.decision, x.over, x.finished, x.former],
+    m.Hello: lambda x: [
+        *(x.agent, x.incarnation, x.session, x.term, x.decision, x.over, x.finished, x.former, x.former_decision)
+    ],
     m.Promise: lambda x: [x.term],
     m.KnownDecision: lambda x: [decision_to_json(x.decision)],
     m.Ready: lambda x: [report_to_json(x.report)],
@@ -247,7 +249,7 @@ def _end_generation(generation: Any, reason: Any, is_effect: Any) -> m.EndGenera
 
 
 _FROM_AGENT: dict[str, Callable[..., Any]] = {
-    "Hello": lambda agent, incarnation, session, term, ref, over, finished, former: m.Hello(
+    "Hello": lambda agent, incarnation, session, term, ref, over, finished, former, former_ref: m.Hello(
         _name(agent),
         _name(incarnation),
         _number(session),
@@ -256,6 +258,7 @@ _FROM_AGENT: dict[str, Callable[..., Any]] = {
         _number(over),
         _flag(finished),
         _text(former),
+        _ref(former_ref),
     ),
     "Promise": lambda term: m.Promise(_term(term)),
     "KnownDecision": lambda decision: m.KnownDecision(decision_from_json(decision, is_checked=True)),

@@ -259,7 +259,7 @@ class CoordinatorProcess:
         if isinstance(message, Hello) and (host.name, session.agent) in cluster.chain.declared_lost:
             cluster.seen.add("lost agent came back")
         if isinstance(message, Promise) and message.term == self.state.term and session.number in self.state.sessions:
-            self.promises.add(session.agent)
+            self.promises.update({session.agent, session.agent_session.former} - {""})
         self.do(cluster, Received(session.number, message))
         if session.number in self.state.sessions:
             self.excused.discard(session.agent)

@@ -25,6 +25,7 @@ from elasticgang.protocol.agent_state import AgentState
 from elasticgang.protocol.coordinator_messages import (
     AddressLost,
     ConnectionRefused,
+    Decision,
     Disconnected,
     EndGeneration,
     Finished,
@@ -111,6 +112,11 @@ class Host:
     @property
     def agent_state(self) -> AgentState:
         return self.agent.state
+
+    @property
+    def known_decision(self) -> Decision | None:
+        """The newest that the process has accepted, under whichever id."""
+        return self.session.decision or self.session.former_decision
 
     @property
     def id(self) -> str:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elasticgang.protocol import agent_events as events
-from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.coordinator_messages import (
     Answer,
     CollectReport,
@@ -64,12 +63,12 @@ def rejoin(host: Host, cluster: Cluster) -> None:
     """Open a session under the agent's new id."""
     if host.connection is not None:
         host.hang_up()
-    former, host.former = host.former, ""
+    host.former = ""
     host.has_begun = False
     host.newest_over = host.newest_join = 0
     host.early.clear()
     host.lease_until_s = None  # UNBOUND
-    host.session = AgentSession(host.id, host.name, TIMEOUTS, host.session.promised, former=former)
+    host.session = host.session.under(host.id)
 
 
 def tick(host: Host, cluster: Cluster) -> None:

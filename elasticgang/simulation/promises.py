@@ -41,7 +41,7 @@ def may_found(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
         return False
     for host in cluster.hosts.values():
         pushes = () if host.connection is None else host.connection.to_agent
-        if host.alive and (host.session.decision is not None or any(isinstance(m, Push) for m in pushes)):
+        if host.alive and (host.known_decision is not None or any(isinstance(m, Push) for m in pushes)):
             return False
     return True
 
@@ -60,7 +60,7 @@ def may_grant(cluster: Cluster, coordinator: CoordinatorProcess) -> bool:
     for host in cluster.hosts.values():
         if not host.alive or host.name in present:
             continue
-        known = host.session.decision
+        known = host.known_decision
         if known is not None and _is_newer(known, state.decision):
             return False
         is_held = host.is_fenced or (host.session.is_ended and host.is_inert)
@@ -133,9 +133,10 @@ def check_push(
         return
     if coordinator.excused.issuperset({*before.agents} & {*record.agents}):
         return
-    parents = [other for other in cluster.hosts.values() if other.id in before.agents and other.id in record.agents]
+    wanted = {*before.agents} & {*record.agents}
+    parents = [other for other in cluster.hosts.values() if wanted & {other.id, other.session.former}]
     for other in parents:
-        known = other.session.decision
+        known = other.known_decision
         if known is not None and not _is_newer(decision, known):
             cluster.seen.add("joiner waited")
             return

@@ -2,7 +2,8 @@
 
 Each schedule draws its own weights at its start: some faults occur often and others never, and one host or coordinator
 at a time may be slow. So each schedule combines few kinds of faults, but repeats them. In every fourth one, several
-coordinators without a state directory contend for the agents: what leads to two leaders needs many such faults at once.
+coordinators, with and without a state directory, contend for the agents: what leads to two leaders needs many such
+faults at once.
 
 Equal seeds give equal schedules, in every process and Python version.
 """
@@ -119,7 +120,7 @@ class Schedule:
         self.is_contended = has_seconds and not has_directory and seed % _CONTENDED_EVERY == 2
         self.setting = replace(
             self.setting,
-            has_directory=drawn and not self.is_contended if has_directory is None else has_directory,
+            has_directory=drawn if has_directory is None else has_directory,
             saves_last=seed % 2 == 1,
             keeps=seed % 6 == 1,
         )

@@ -151,8 +151,10 @@ def _exit_unheard_after_the_end(self: CoordinatorState, agents: Any, *, has_left
     return _declare_lost(self, agents, has_left=has_left)
 
 
-def _parents_are_lost(self: CoordinatorState) -> bool:
-    return bool(self._parents) and self._parents <= self.lost
+def _leave_office_in_despair(self: CoordinatorState) -> None:
+    unrecoverable = self.unrecoverable
+    _leave_office(self)
+    self.unrecoverable = unrecoverable
 
 
 def _give_up_over_the_unaccepted(self: CoordinatorState, record: Any, reports: Any) -> Any:
@@ -169,13 +171,6 @@ def _keep_office_at_a_term(self: CoordinatorState, term: Term) -> Any:
 
 def _learn_higher_numbers(self: CoordinatorState, term: Term) -> Any:
     return _learn_term(self, term) if term.number > self.number else []
-
-
-def _keep_office_at_a_decision(self: CoordinatorState, decision: Decision) -> Any:
-    granted = self.granted
-    out = _learn(self, decision)
-    self.granted = granted
-    return out
 
 
 def _excuse_all(self: CoordinatorState, record: Record) -> frozenset[str]:
@@ -240,7 +235,6 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "promises count by sessions": ((CoordinatorState, "_has_all_promises", _count_sessions),),
     "office is kept": ((CoordinatorState, "_leave_office", always(None)),),
     "office is kept at a higher term": ((CoordinatorState, "_learn_term", _keep_office_at_a_term),),
-    "office is kept at a newer record": ((CoordinatorState, "_learn", _keep_office_at_a_decision),),
     "others' records are not learned": ((CoordinatorState, "_is_news", always(False)),),
     "reports outlive their session": (
         (CoordinatorState, "_counts", _counts_without_promise),
@@ -256,7 +250,6 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
         (CoordinatorState, "_welcome", _welcome_without_notices),
         (AgentSession, "_notices", _notices_lost),
     ),
-    "a silent parent is gone": ((CoordinatorState, "_parents_are_gone", _parents_are_lost),),
     "the operator's word stands for all agents": ((CoordinatorState, "_absent", _excuse_all),),
     "silent agents keep their sessions out of office": ((CoordinatorState, "_dispensable", _keep_silent_members),),
     "a record that nobody has accepted outlives its office": ((CoordinatorState, "_leave_office", _keep_unaccepted),),
@@ -275,7 +268,7 @@ COORDINATOR_MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a report is sent once": ((AgentSession, "_welcome", _report_once),),
     "the end of the job is told once": ((AgentSession, "_connected", _finish_once),),
     "an exit after the end ends no generation": ((CoordinatorState, "_declare_lost", _exit_unheard_after_the_end),),
-    "a state is lost while its holders are silent": ((CoordinatorState, "_is_alone", always(False)),),
+    "what is lost stays lost out of office": ((CoordinatorState, "_leave_office", _leave_office_in_despair),),
     "what is lost stays lost": ((CoordinatorState, "_reconsider", always(None)),),
     "a state is lost with a record that nobody has accepted": (
         (CoordinatorState, "_next", _give_up_over_the_unaccepted),

@@ -432,6 +432,7 @@ def test_a_coordinator_that_has_moved_declares_nobody_lost_that_it_has_not_heard
         granted=True,
         has_directory=True,
         decision=before.state.decision,
+        own=True,
         address="here",
         addresses=frozenset(addresses),
     )
@@ -455,7 +456,7 @@ def test_a_coordinator_that_has_moved_declares_nobody_lost_that_it_has_not_heard
 def test_an_agent_that_has_come_to_where_the_coordinator_is_now_is_lost_like_any_other() -> None:
     before, _, _ = found(has_directory=True, address="there")
     driver = Driver(
-        granted=True, has_directory=True, decision=before.state.decision, address="here", addresses=frozenset({"there"})
+        has_directory=True, decision=before.state.decision, own=True, address="here", addresses=frozenset({"there"})
     )
     ref = record(before).ref
     known = m.DecisionRef(before.state.term, ref.generation, ref.digest, True)

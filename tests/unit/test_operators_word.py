@@ -86,7 +86,8 @@ def test_a_parent_that_has_a_session_is_waited_for_whatever_the_operator_says() 
     driver.do(m.SessionClosed(b))
     assert not pushed(driver.do(m.OfficeGranted()), joiner)
     driver.do(m.SessionClosed(a))
-    assert pushed(driver.do(m.OfficeGranted()), joiner)
+    assert not pushed(driver.do(m.OfficeGranted()), joiner)
+    assert record(driver).agents == ("a", "b"), "nobody has the other one, nor will (BACK)"
 
 
 def pushed(out: list[Any], session: int) -> bool:

@@ -174,21 +174,3 @@ def test_no_state_is_lost_with_a_record_that_nobody_has_accepted(*, is_accepted:
         assert not lost
         assert (followed.record.parent, followed.record.agents) == (first.record.digest, ("b",))
         assert followed.record.rolled_back, "a may have accepted generation 2, and have committed steps in it"
-
-
-# ALONE
-def test_no_state_is_lost_while_an_agent_of_the_record_is_silent() -> None:
-    driver, a, b = found()
-    for session in (a, b):
-        driver.hear(session, m.Accepted(*record(driver).ref))
-        driver.do(m.SessionClosed(session))
-    driver.wait(driver.state.timeouts.lost_after_s + 1)
-    joiner = driver.open("c")
-    out = driver.hear(joiner, m.Ready(report("c")))
-    assert not any(isinstance(i, m.Send) and isinstance(i.message, m.JobUnrecoverable) for i in out)
-    assert driver.state.awaits_word
-    out = driver.wait_with(joiner, driver.state.timeouts.notice_s + 1)
-    (notice,) = (i.message for i in out if isinstance(i, m.Send) and isinstance(i.message, m.Notice))
-    assert notice.reason.startswith("agent a, b of the record is silent")
-    out = driver.do(m.OfficeGranted())
-    assert any(isinstance(i, m.Send) and isinstance(i.message, m.JobUnrecoverable) for i in out)
