@@ -26,7 +26,7 @@ class NumberLog:
         self._step = 0
 
     def read(self, member: str, page: StatusPage) -> None:
-        """Of a live rank, or of one that has just exited, for the next event."""
+        """Read the numbers of a rank that lives, or has just exited, for the next event."""
         found = page.numbers()
         num_reports = sum(number.num_reports for number in found.values())
         if num_reports != self._num_reports.get(member, 0):

@@ -22,7 +22,7 @@ _Key: TypeAlias = "tuple[Term, str, bool, int, int, str]"
 
 
 class PushPayloads:
-    """Of one job."""
+    """The payloads of one job."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[_Key, Payload] = OrderedDict()  # the one that was used last, last

@@ -1,7 +1,7 @@
 """The event log of an agent, as JSON lines, written by a thread of its own.
 
-EVENTLOG-1  Whoever logs an event never waits for the disk: a blocked one would delay the agent's heartbeats until its
-    lease ends. What waits to be written is bounded, by `MAX_QUEUED_BYTES`; what comes beyond it is dropped and counted.
+EVENTLOG-1  A caller never waits for the disk: a blocked one would delay the agent's heartbeats until its lease ends.
+    What waits to be written is bounded, by `MAX_QUEUED_BYTES`; what comes beyond it is dropped and counted.
 EVENTLOG-2  `close` waits up to `FLUSH_S` for what is queued, and says how much was not written. A process that is
     killed loses what is queued, and no more.
 """

@@ -12,7 +12,9 @@ OFFICE   A coordinator decides only in office. It takes office (a) from its stat
 WORD     The operator's word is that the agents of the record that have no session here have exited, and that no
          directory has a newer record. It counts as the promises of these agents, until they come back or the record is
          followed by another. It stands for no agent that has a session: that one may go to another coordinator.
-PERSIST  With a state directory, a record is pushed only after it was written there.
+PERSIST  With a state directory, a record is pushed only after it was written there. One that follows a record which the
+         directory has not decided is accepted by an agent first, as without a directory, and written then: until that,
+         the agents of the record before decide what follows it.
 PRESENT  Every agent of the record is ready, or declared lost, before the next record is decided.
 REPORT   A report counts while the session by which it came is up, and its agent has promised the present term.
 LOST     An agent is declared lost once it was silent for `lost_after_s` while the coordinator was in office, not
@@ -24,13 +26,13 @@ MOVED    After a restart from its state directory at another address, a coordina
          silence that has not promised its term: a connection refused at the old address renews that agent's lease.
 ALONE    A record that was decided without a state directory is followed by one without any of its agents only if all of
          these have exited, if need be by the operator's word: those that are silent may be led by another coordinator.
-ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it,
-         or when all of these have exited, if need be by the operator's word.
-BACK     A coordinator without a state directory that leaves its office goes back behind a record that no agent of the
-         record before has accepted, as far as it knows: another coordinator may have decided, or may decide, another
-         one. Any agent that has accepted it brings it back. So office is always over all agents of a record that
-         somebody has. In office it goes back so before it gives up a state for lost with a record that no agent has
-         accepted. What follows says that it goes back, unless all who may have accepted that record are present.
+ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it.
+BACK     A record that was decided without a state directory is dropped if, as far as the coordinator knows, no agent of
+         the record before has accepted it, and: the coordinator leaves its office, since another one may have decided,
+         or may decide, another record; or all that were to accept it have exited, if need be by the operator's word; or
+         a state would be given up for lost with it. The record before is the newest again. Any agent that has accepted
+         the dropped one brings it back. So office is always over all agents of a record that somebody has. The next
+         record has `rolled_back`, unless every agent that may have accepted the dropped one is present.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
          of the record that comes back may hold what was given up for lost: the coordinator decides again.

@@ -48,7 +48,7 @@ class RecordForm:
 
     @property
     def num_sent_bytes(self) -> int:
-        """Of the text as a string in a JSON message, which escapes its quotes, backslashes and ends of lines."""
+        """The size of the text in a JSON message, where its quotes, backslashes and ends of lines are escaped."""
         text = self.text
         return len(text) + sum(map(text.count, '"\\\n')) + len('""')
 
