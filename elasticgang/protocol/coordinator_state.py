@@ -666,11 +666,14 @@ class CoordinatorState:
             return self._close(session.agent, wrong)
         if self.record is not None and (why := mismatch(self.record, report)) is not None:
             return self._refuse(Undecided(why, ((session.agent, why),)))
+        out: Instructions = []
+        if self._before is not None or self._given_up is not None:  # BACK: `Accepted` may come later than the report
+            out += self._note_accepted(session.agent, report.newest_record)
         self._reports[session.agent] = report
         self._num_founders = max(self._num_founders, report.min_agents)
         if self._first_report_s is None:
             self._first_report_s = self._now_s
-        return self._announce([session.agent]) + self._decide()
+        return out + self._announce([session.agent]) + self._decide()
 
     def _announce(self, agents: Iterable[str]) -> Instructions:
         """In office: members of these agents may wait to join the present generation."""
