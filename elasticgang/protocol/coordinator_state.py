@@ -178,7 +178,6 @@ class CoordinatorState:
     _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
     _before: Decision | None = None  # BACK: the one before, until an agent has accepted the newest
     _given_up: Decision | None = None  # BACK: the newest
-    _is_own_once_accepted: bool = False  # PERSIST: the record is written then, and not before it is pushed
     _deciding: Decision | None = None  # written to the directory, not yet pushed
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
     _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes
@@ -531,7 +530,7 @@ class CoordinatorState:
         """Another coordinator has decided."""
         if not self._is_news(decision.ref):
             return []
-        self.decision, self.own, self._is_own_once_accepted = decision, False, False
+        self.decision, self.own = decision, False
         self.joining = min(self.joining, decision.record.generation - 1)  # it may be another one of that number
         self._parents = frozenset()
         self._before = self._given_up = None
@@ -583,7 +582,7 @@ class CoordinatorState:
     def _go_back(self, before: Decision) -> Instructions:
         """BACK."""
         self._given_up, self.decision = self.decision, before
-        self.own = self._is_own_once_accepted = False
+        self.own = False
         self._before, self._parents = None, frozenset()
         generation = before.record.generation
         self.over, self.joining = min(self.over, generation), min(self.joining, generation)  # of the next one anew
@@ -640,10 +639,10 @@ class CoordinatorState:
             return self._learn(self._given_up)  # BACK
         if record is None or ref != record.ref:
             return []
-        self._before = None
-        if self.has_directory and self._is_own_once_accepted:
-            self._is_own_once_accepted, self.own = False, True
+        if self.has_directory and self._before is not None:  # PERSIST: decided here, and not written yet
+            self.own = True
             out = self._persist()
+        self._before = None
         return out + (self._lift() if agent in self._parents else [])
 
     def _lift(self) -> Instructions:
@@ -880,7 +879,6 @@ class CoordinatorState:
         known, before, record = self.decision, self.record, decision.record
         is_by_directory = self._decides_by_directory
         self.decision, self.own, self.granted, self.reason = decision, is_by_directory, True, ""
-        self._is_own_once_accepted = not is_by_directory
         self._take_back_word()
         self.addresses = frozenset([self.address])
         self._undecided = ""
