@@ -24,15 +24,19 @@ LOST     An agent is declared lost once it was silent for `lost_after_s` while t
          has finished in it: all its ranks had connections then, which break by themselves.
 MOVED    After a restart from its state directory at another address, a coordinator declares no agent lost for its
          silence that has not promised its term: a connection refused at the old address renews that agent's lease.
+LEFT     An agent has left for good if it has said so in its session, which began with all that it had accepted; or if
+         its process speaks for it under another id. One whose host refuses connections has exited, but may have
+         accepted a record of another coordinator before.
 ALONE    A record that was decided without a state directory is followed by one without any of its agents only if all of
-         these have exited, if need be by the operator's word: those that are silent may be led by another coordinator.
+         these have left (LEFT), if need be by the operator's word: others may be, or may have been, led by another
+         coordinator.
 ACCEPT   Without a state directory, a joiner is sent a record only after an agent of the record before has accepted it.
 BACK     A record that was decided without a state directory is dropped if, as far as the coordinator knows, no agent of
          the record before has accepted it, and: the coordinator leaves its office, since another one may have decided,
-         or may decide, another record; or all that were to accept it have exited, if need be by the operator's word; or
-         a state would be given up for lost with it. The record before is the newest again. Any agent that has accepted
-         the dropped one brings it back. So office is always over all agents of a record that somebody has. The next
-         record has `rolled_back`, unless every agent that may have accepted the dropped one is present.
+         or may decide, another record; or all that were to accept it have left (LEFT), if need be by the operator's
+         word; or a state would be given up for lost with it. The record before is the newest again. Any agent that has
+         accepted the dropped one brings it back. So office is always over all agents of a record that somebody has. The
+         next record has `rolled_back`, unless every agent that may have accepted the dropped one is present.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
          of the record that comes back may hold what was given up for lost: the coordinator decides again.
@@ -173,6 +177,7 @@ class CoordinatorState:
     _reports: dict[str, Report] = field(default_factory=dict)
     _promises: set[str] = field(default_factory=set)  # agents that have promised the present term
     _exited: set[str] = field(default_factory=set)  # agents: of the lost, those that are known to have exited
+    _left: set[str] = field(default_factory=set)  # agents that have left (LEFT), whichever the record
     _excused: frozenset[str] = frozenset()  # WORD: agents of the record that have exited
     _is_waived: bool = False  # WORD: no directory is needed to follow the record
     _parents: frozenset[str] = frozenset()  # not empty: one of these has yet to accept the record (ACCEPT)
@@ -319,6 +324,7 @@ class CoordinatorState:
             case Finished():
                 return self._finish(number)
             case Goodbye(reason):
+                self._left.add(session.agent)
                 return self._exit(session.agent, f"agent {session.agent} ends: {reason}", has_left=True)
             case PeerMessage(topic, data):
                 return self._broadcast(PeerMessage(topic, data, session.agent), number)
@@ -434,6 +440,7 @@ class CoordinatorState:
         self._silences.hear(hello.agent)
         self.lost.discard(hello.agent)
         self._exited.discard(hello.agent)
+        self._left.discard(hello.agent)
         self._reconsider(hello.agent)
         if hello.finished:
             out += self._finish(number)
@@ -443,6 +450,7 @@ class CoordinatorState:
                 ref = hello.former_decision
                 out += self._note_accepted(hello.former, RecordRef(ref.generation, ref.digest))
             self.sessions[number].former = hello.former
+            self._left.add(hello.former)
             out += self._exit(hello.former, f"agent {hello.former} is now {hello.agent}")
         if hello.over and self._is_member(hello.agent):
             out += self._end(EndGeneration(hello.over, "it was over when an agent came back"), number)
@@ -587,6 +595,13 @@ class CoordinatorState:
         generation = before.record.generation
         self.over, self.joining = min(self.over, generation), min(self.joining, generation)  # of the next one anew
         return self._persist()
+
+    def _go_back_in_office(self, before: Decision) -> Instructions:
+        """BACK. Agents of the record before may never have been sent it."""
+        out = self._go_back(before)
+        for number in list(self.sessions):
+            out += [self._evict(number)] if self._is_evicted(number) else self._greet(number)
+        return out + self._announce(self._reports)
 
     def _enter_office(self) -> Instructions:
         self._was_in_office = True
@@ -769,21 +784,18 @@ class CoordinatorState:
         return f"waiting for agent {', '.join(missing)}" if missing else None
 
     def _parents_are_gone(self) -> bool:
-        """ACCEPT. Those that are silent may be led by another coordinator (ALONE)."""
-        return bool(self._parents) and self._parents <= self._exited | self._excused
+        """BACK: nobody has the record, nor will."""
+        return bool(self._parents) and self._parents <= self._left | self._excused
 
     def _go_on_without_parents(self) -> Instructions:
-        """BACK: nobody has the record, nor will; and others of the record before may be led by another coordinator."""
-        return self._lift() if self._before is None else self._go_back(self._before)
+        """BACK: others of the record before may be led by another coordinator."""
+        return self._lift() if self._before is None else self._go_back_in_office(self._before)
 
     def _unaccepted(self) -> str:
         """ACCEPT: why the operator's word is needed; empty when it is not."""
         if not self._parents or not self._parents <= self.lost:
             return ""
-        return (
-            f"agent {', '.join(sorted(self._parents))} is silent and has not accepted the record, and may have another "
-            "coordinator: this takes an operator"
-        )
+        return f"{self._gone(sorted(self._parents))}; it has not accepted the record: this takes an operator"
 
     def _away(self, record: Record) -> str:
         """MOVED: why the operator's word is needed; empty when it is not."""
@@ -811,14 +823,11 @@ class CoordinatorState:
         self.awaits_word = False
         if record is not None and self._is_alone(record, reports):
             self.awaits_word = True
-            silent = ", ".join(agent for agent in record.agents if agent not in self._exited)
-            self._note_undecided(
-                f"agent {silent} of the record is silent, and may have another coordinator: this takes an operator"
-            )
+            self._note_undecided(f"{self._gone(record.agents)}: this takes an operator")
             return []
         if isinstance(answer, Unrecoverable):  # BACK
             assert self._before is not None
-            return self._go_back(self._before) + self._decide()
+            return self._go_back_in_office(self._before) + self._decide()
         self.proposal = proposal
         if record is not None and self._may_go_back(record, reports):
             answer = replace(answer, rolled_back=True)
@@ -840,7 +849,15 @@ class CoordinatorState:
         assert self.decision is not None
         if self.own or any(agent in reports for agent in record.agents):
             return False
-        return not (self._exited | self._excused).issuperset(record.agents)
+        return not (self._left | self._excused).issuperset(record.agents)
+
+    def _gone(self, agents: Iterable[str]) -> str:
+        """Which of `agents` may have, or may have had, another coordinator."""
+        gone = [agent for agent in agents if agent not in self._left and agent not in self._excused]
+        silent = [agent for agent in gone if agent not in self._exited]
+        if silent:
+            return f"agent {', '.join(silent)} of the record is silent, and may have another coordinator"
+        return f"agent {', '.join(gone)} of the record has exited, and another coordinator may have led it before"
 
     def _refuse(self, void: Undecided) -> Instructions:
         out: Instructions = []

@@ -131,6 +131,14 @@ def _newer_by_generation(ref: DecisionRef, than: DecisionRef) -> bool:
     return ref.generation > than.generation
 
 
+_exit = CoordinatorState._exit
+
+
+def _exit_for_good(self: CoordinatorState, agent: str, reason: str, *, has_left: bool = False) -> Any:
+    self._left.add(agent)
+    return _exit(self, agent, reason, has_left=has_left)
+
+
 RECORD_MUTANTS = {
     "a job is abandoned without sessions": UnitMutant(
         ((CoordinatorState, "is_abandoned", property(_is_without_sessions)),),
@@ -173,6 +181,16 @@ RECORD_MUTANTS = {
     "joiners go on alone": UnitMutant(
         ((CoordinatorState, "_is_alone", always(False)),),
         test_coordinator_state.test_joiners_with_a_checkpoint_do_not_go_on_alone,
+    ),
+    "who has exited has left": UnitMutant(
+        ((CoordinatorState, "_exit", _exit_for_good),),
+        lambda: test_coordinator_state.test_who_has_exited_without_saying_so_may_have_had_another_coordinator(
+            has_said_so=False
+        ),
+    ),
+    "nobody is sent the record that is the newest again": UnitMutant(
+        ((CoordinatorState, "_go_back_in_office", CoordinatorState._go_back),),
+        test_sent_records.test_whoever_was_never_sent_the_record_before_is_sent_it_when_the_coordinator_goes_back,
     ),
     "lost agents come back as they are": UnitMutant(
         ((CoordinatorState, "_is_ancestor", staticmethod(always(True))),),

@@ -180,6 +180,25 @@ def test_joiners_with_a_checkpoint_do_not_go_on_alone() -> None:
     assert (record(driver).agents, record(driver).checkpoint) == (("c",), "d7")
 
 
+# LEFT, ALONE
+@pytest.mark.parametrize("has_said_so", [False, True])
+def test_who_has_exited_without_saying_so_may_have_had_another_coordinator(has_said_so: bool) -> None:
+    driver, a, b = found()
+    joiner = driver.open("c")
+    driver.hear(joiner, m.Ready(replace(report("c"), checkpoint=CheckpointRef(Attempt(7, 1), "d7"))))
+    for agent, session in (("a", a), ("b", b)):
+        if has_said_so:
+            driver.hear(session, m.Goodbye("the job is preempted"))
+        else:
+            driver.do(m.SessionClosed(session))
+            driver.do(m.AgentExited(agent))
+    if not has_said_so:
+        assert record(driver).generation == 1
+        assert "agent a, b of the record has exited" in driver.state.word_awaited
+        driver.do(m.OfficeGranted())
+    assert (record(driver).agents, record(driver).checkpoint) == (("c",), "d7")
+
+
 # REJOIN
 def test_an_agent_that_says_late_what_it_has_accepted_is_not_evicted() -> None:
     driver, a, _ = found()

@@ -166,7 +166,7 @@ def test_no_state_is_lost_with_a_record_that_nobody_has_accepted(is_accepted: st
         driver.hear(a, m.Accepted(*record(driver).ref))
     elif is_accepted:
         driver.hear(a, m.Ready(report("a", record(driver).ref)))
-    driver.do(m.AgentExited("a"))
+    driver.hear(a, m.Goodbye("the job is preempted"))
     out = returned(driver, first, tip=first.record.committed)
     followed = driver.state.decision
     assert followed is not None
@@ -177,3 +177,25 @@ def test_no_state_is_lost_with_a_record_that_nobody_has_accepted(is_accepted: st
         assert not lost
         assert (followed.record.parent, followed.record.agents) == (first.record.digest, ("b",))
         assert followed.record.rolled_back, "a may have accepted generation 2, and have committed steps in it"
+
+
+# BACK, LEFT
+def test_one_that_has_exited_may_have_accepted_the_record_and_told_another_coordinator() -> None:
+    driver, first, a = decided_without_b()
+    driver.do(m.SessionClosed(a))
+    driver.do(m.AgentExited("a"))
+    out = returned(driver, first, tip=first.record.committed)
+    assert not any(isinstance(i, m.Send) and isinstance(i.message, m.JobUnrecoverable) for i in out)
+    assert record(driver).generation == 2
+    assert "agent a of the record has exited" in driver.state.word_awaited
+    driver.do(m.OfficeGranted())
+    assert (record(driver).parent, record(driver).agents) == (first.record.digest, ("b",))
+
+
+# BACK
+def test_whoever_was_never_sent_the_record_before_is_sent_it_when_the_coordinator_goes_back() -> None:
+    driver, _, a = decided_without_b()
+    b = driver.open("b")  # it has not accepted generation 1 either
+    driver.hear(b, m.Ready(report("b")))
+    out = driver.hear(a, m.Goodbye("the job is preempted"))
+    assert pushed(out, b)

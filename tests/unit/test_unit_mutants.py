@@ -40,6 +40,7 @@ RULES = {
     "BACK": (
         "a record that nobody has accepted outlives its office",
         "a state is lost with a record that nobody has accepted",
+        "nobody is sent the record that is the newest again",
     ),
     "COMMIT-1": ("never rolled forward", "what was told does not count", "learners never decide"),
     "COMMIT-2": ("by step alone",),
@@ -73,6 +74,7 @@ RULES = {
     "KEYS-FIRST": ("the last value of a key stays",),
     "KEYS-GROUP": ("keys are sent to all",),
     "LEASE": ("a lease runs from the answer",),
+    "LEFT": ("who has exited has left",),
     "LIFE-1": ("an agent that ends starts ranks", "two ranks are forked at once"),
     "LIFE-2": ("a first start is tried again", "failed starts never give up"),
     "LIFE-3": (
