@@ -89,12 +89,12 @@ class AgentSession:
     over: int = 0
     finished: bool = False
     lease_until_s: float | None = None
+    lease_address: str = ""  # REFUSED
     is_ended: bool = False
     former: str = ""
     former_decision: Decision | None = None
     _session: int = 0
     _address: str = ""  # of the open session; "" without one
-    _lease_address: str = ""  # REFUSED
     _term: Term | None = None  # of the coordinator of this session
     _in_office: bool = False
     _hello_s: float = 0.0
@@ -238,7 +238,7 @@ class AgentSession:
         until_s = sent_s + self.timeouts.lease_s  # LEASE-1
         if until_s <= now_s:
             return []
-        self._lease_address = self._address
+        self.lease_address = self._address
         if self.lease_until_s is not None and until_s <= self.lease_until_s:
             return []
         self.lease_until_s = until_s
@@ -246,7 +246,7 @@ class AgentSession:
 
     def _refused(self, address: str, began_s: float, now_s: float) -> Instructions:
         """REFUSED."""
-        if address != self._lease_address or self.lease_until_s is None:
+        if address != self.lease_address or self.lease_until_s is None:
             return []
         until_s = began_s + self.timeouts.lease_s
         if until_s <= self.lease_until_s:
@@ -294,8 +294,8 @@ class AgentSession:
         is_first = self._term is None
         if welcome.term < self.promised:
             return []  # `Hello` has told the coordinator a higher term: it will take one beyond that
-        if welcome.term != self.promised and self._lease_address != self._address:
-            self._lease_address = ""  # REFUSED
+        if welcome.term != self.promised and self.lease_address != self._address:
+            self.lease_address = ""  # REFUSED
         self.promised = self._term = welcome.term
         was_in_office, self._in_office = self._in_office, welcome.in_office
         out = self._send(Promise(welcome.term))

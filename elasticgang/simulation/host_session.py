@@ -79,7 +79,7 @@ def tick(host: Host, cluster: Cluster) -> None:
 
 
 def do(host: Host, cluster: Cluster, event: SessionEvent) -> None:
-    session, known = host.session, host.session.decision
+    session, known, granted_at = host.session, host.session.decision, host.session.lease_address
     for instruction in session.handle(event, cluster.now_s * host.rate):
         if not host.alive:
             return
@@ -105,6 +105,8 @@ def do(host: Host, cluster: Cluster, event: SessionEvent) -> None:
                 elif host.is_lease_over(cluster):
                     cluster.seen.add("lease over")
                 host.handle(cluster, events.LeaseExpired(reason))
+    if host.connection is not None and session.lease_address not in ("", granted_at):
+        host.lease_holder = host.connection.coordinator  # also if the lease was as long before
     decision = session.decision
     if decision is not None and decision is not known and host.alive:
         cluster.chain.make_effective(decision)

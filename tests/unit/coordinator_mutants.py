@@ -102,9 +102,9 @@ def _refused_anywhere(self: AgentSession, address: str, began_s: float, now_s: f
 
 
 def _refused_by_former(self: AgentSession, welcome: Welcome, now_s: float) -> Any:
-    address = self._lease_address
+    address = self.lease_address
     out = _session_welcome(self, welcome, now_s)
-    self._lease_address = self._lease_address or address
+    self.lease_address = self.lease_address or address
     return out
 
 
