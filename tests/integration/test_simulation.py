@@ -150,8 +150,8 @@ def test_a_scenario_says_all_of_its_setting() -> None:
 def test_schedules_that_the_simulator_took_for_violations(seed: int) -> None:
     """A stopped coordinator got the operator's word. An agent that ended on a second SIGTERM, after the job had
     finished, was to notify the others of the end of a generation. The ranks of a frozen host that a coordinator had
-    declared lost, and decided without at the same moment, were held to live on. A lease that another coordinator granted
-    was held to be of the one before."""
+    declared lost, and decided without at the same moment, were held to live on. A lease that another coordinator
+    granted was held to be of the one before."""
     assert Schedule(seed).run() is None
 
 
