@@ -331,8 +331,8 @@ class Agent:
                 self._control_plane.broadcast_failed(member, local_rank, step)
             case NotifyOver(generation, reason):
                 self._control_plane.broadcast_over(generation, reason)
-            case NotifyFinished():
-                self._control_plane.broadcast_finished()
+            case NotifyFinished(generation):
+                self._control_plane.broadcast_finished(generation)
             case ReportDeviceFault():
                 self._events.write("device_fault", **asdict(instruction))
             case Warn(text):

@@ -275,8 +275,8 @@ class ControlPlane:
             self._newest_join = generation
             self._client.notify(Notify(JoinRequest(generation)))
 
-    def broadcast_finished(self) -> None:
-        self._client.notify(Notify(JobFinished()))
+    def broadcast_finished(self, generation: int) -> None:
+        self._client.notify(Notify(JobFinished(generation)))
 
     def broadcast_failed(self, member: str, local_rank: int, step: int) -> None:
         self._failures.append((member, local_rank, step))

@@ -362,7 +362,9 @@ class SignalRanks:
 
 @value(frozen=True)
 class NotifyFinished:
-    """Notify all other agents that the job has finished."""
+    """Notify all other agents that the job has finished, here in `generation`."""
+
+    generation: int
 
 
 @value(frozen=True)

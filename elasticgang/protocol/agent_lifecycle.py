@@ -412,7 +412,7 @@ class AgentLifecycle:
         if self._has_finished or not self.state.finished:
             return []
         self._has_finished = True
-        return [] if isinstance(event, Finished) else [NotifyFinished()]
+        return [] if isinstance(event, Finished) else [NotifyFinished(self.state.finished_in)]
 
     @property
     def _code(self) -> int:

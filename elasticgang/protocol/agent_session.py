@@ -87,7 +87,7 @@ class AgentSession:
     promised: Term = NO_TERM
     decision: Decision | None = None
     over: int = 0
-    finished: bool = False
+    finished: int = 0
     lease_until_s: float | None = None
     lease_address: str = ""  # REFUSED
     is_ended: bool = False
@@ -191,7 +191,8 @@ class AgentSession:
     def _notify(self, message: EndGeneration | JoinRequest | Finished | Goodbye | PeerMessage) -> Instructions:
         if isinstance(message, EndGeneration):
             self.over = max(self.over, message.generation)
-        self.finished = self.finished or isinstance(message, Finished)
+        if isinstance(message, Finished):
+            self.finished = max(self.finished, message.generation)
         out = self._send(message)
         self.is_ended = self.is_ended or isinstance(message, Goodbye)
         return out

@@ -119,6 +119,7 @@ class AgentState:
     record: Record | None = None
     newest_commit: Attempt | None = None
     finished: bool = False
+    finished_in: int = 0  # the newest generation in which a member here has finished
     _layout: ParallelLayout | None = None
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     _over: int = 0  # the newest generation of whose end this agent has sent or received a notice
@@ -339,6 +340,7 @@ class AgentState:
         is_missed = rank.phase is _Phase.SEATED and not in_order  # a requesting rank or a spare is in no generation
         rank.phase, rank.finished = _Phase.LEFT, finished
         self.finished = self.finished or finished
+        self.finished_in = max(self.finished_in, rank.generation if finished else 0)
         if finished and (part := self._part_of(member)) is not None:
             self._finished_parts.add(part)
         instructions = (

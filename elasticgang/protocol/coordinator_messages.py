@@ -100,9 +100,9 @@ EMBEDDED_TIMEOUTS = Timeouts(lease_s=_FOREVER_S, lost_after_s=1.1 * _FOREVER_S)
 class Hello:
     """First in each session. `incarnation`: of the agent's process. `session`: counts its sessions; a later one
     replaces an earlier one. `term`: the highest that it has promised. `decision`: the newest it knows. `over`: the
-    newest generation that it knows to be over. `finished`: a rank has done all steps. `former`: the id of the same
-    process before, if it had one: all ranks of that id have exited. The process speaks for it on what it has promised
-    and accepted; `former_decision`: the newest that it had accepted."""
+    newest generation that it knows to be over. `finished`: as of `Finished`; 0 if no rank has done all steps. `former`:
+    the id of the same process before, if it had one: all ranks of that id have exited. The process speaks for it on
+    what it has promised and accepted; `former_decision`: the newest that it had accepted."""
 
     agent: str
     incarnation: str
@@ -110,7 +110,7 @@ class Hello:
     term: Term = NO_TERM
     decision: DecisionRef | None = None
     over: int = 0
-    finished: bool = False
+    finished: int = 0
     former: str = ""
     former_decision: DecisionRef | None = None
 
@@ -161,7 +161,9 @@ class Accepted:
 
 @value(frozen=True)
 class Finished:
-    """A rank has done all steps. Also from the coordinator to the other agents."""
+    """A rank has done all steps, the last one in `generation`. Also from the coordinator to the other agents."""
+
+    generation: int = 0
 
 
 @value(frozen=True)

@@ -187,7 +187,7 @@ class CoordinatorState:
     _deferred: deque[CoordinatorEvent] = field(default_factory=deque)
     _unlearned: dict[int, Hello] = field(default_factory=dict)  # until `KnownDecision` comes
     _was_in_office: bool = False
-    _finished_in: int = 0  # the generation in which the job finished, if this coordinator has seen it
+    _finished_in: int = 0  # the newest generation in which an agent says that it has finished
     _first_report_s: float | None = None
     _num_founders: int = 1  # the most agents for which a report wants the first record to wait
     _is_founding_due: bool = False  # the next tick looks whether there are enough
@@ -321,8 +321,8 @@ class CoordinatorState:
                 return self._join(generation)
             case Accepted(generation, digest):
                 return self._accepted(number, RecordRef(generation, digest))
-            case Finished():
-                return self._finish(number)
+            case Finished(generation):
+                return self._finish(number, generation)
             case Goodbye(reason):
                 self._left.add(session.agent)
                 return self._exit(session.agent, f"agent {session.agent} ends: {reason}", has_left=True)
@@ -443,7 +443,7 @@ class CoordinatorState:
         self._left.discard(hello.agent)
         self._reconsider(hello.agent)
         if hello.finished:
-            out += self._finish(number)
+            out += self._finish(number, hello.finished)
         out += self._learn_term(hello.term)
         if self._speaks_for_former(hello):
             if hello.former_decision is not None:
@@ -726,12 +726,12 @@ class CoordinatorState:
         self.joining = generation
         return self._broadcast(JoinNotice(generation))
 
-    def _finish(self, source: int) -> Instructions:
+    def _finish(self, source: int, generation: int) -> Instructions:
+        self._finished_in = max(self._finished_in, generation)
         if self.finished:
             return []
         self.finished = True
-        self._finished_in = 0 if self.record is None else self.record.generation
-        return self._persist() + self._broadcast(Finished())
+        return self._persist() + self._broadcast(Finished(generation))
 
     def _broadcast(self, message: CoordinatorMessage, source: int | None = None) -> Instructions:
         return [Send(number, message) for number in self.sessions if number != source]

@@ -296,8 +296,8 @@ class Host:
                 host_session.do(self, cluster, ReportRequested())
             case events.NotifyOver(generation, reason):
                 self._broadcast_over(cluster, EndGeneration(generation, reason))
-            case events.NotifyFinished():
-                host_session.do(self, cluster, Notify(Finished()))
+            case events.NotifyFinished(generation):
+                host_session.do(self, cluster, Notify(Finished(generation)))
             case events.BroadcastFailure(member, local_rank, step):
                 host_session.do(self, cluster, Notify(PeerMessage("failed", f"{member} {local_rank} {step}")))
             case events.RetireMembers(members, _):

@@ -128,7 +128,7 @@ Attack = Callable[[FrameWriter], bytes]
     [
         (lambda w: TWO_GB + b"x" * 1000, ["2147483648 bytes", "1677"]),
         (lambda w: w.frame(os.urandom(1000)), ["UnicodeDecodeError"]),
-        (lambda w: w.frame(b'["Finished",1]'), ["TypeError"]),
+        (lambda w: w.frame(b'["Finished"]'), ["TypeError"]),
         (lambda w: w.frame(b"[" * 100_000), ["RecursionError"]),
         (lambda w: w.frame(b'["GrantOffice"]'), ["KeyError"]),
     ],

@@ -362,7 +362,7 @@ def test_an_agent_whose_process_is_gone_is_lost_long_before_its_lease_is_over() 
 # CONTROL-4
 def test_an_agent_is_told_of_nothing_before_it_begins() -> None:
     async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
-        one.control_plane.broadcast_finished()
+        one.control_plane.broadcast_finished(1)
         await other.until(lambda: other.state.finished)
         late = Host("c", coordinator.address)
         await late.control_plane.open()  # the first message says so
@@ -380,7 +380,7 @@ def test_the_end_of_a_job_is_told_before_its_agent_exits() -> None:
         await coordinator.stop()
         for host in (one, other):
             await host.until(lambda host=host: "coordinator unreachable" in host.logged)  # type: ignore[misc]
-        one.control_plane.broadcast_finished()
+        one.control_plane.broadcast_finished(1)
         confirming = asyncio.ensure_future(one.control_plane.confirm_finished())
         await asyncio.sleep(0)
         assert not confirming.done()
@@ -398,7 +398,7 @@ def test_an_agent_exits_with_a_warning_where_nobody_can_be_told_of_the_end(monke
     async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
         await coordinator.stop()
         await one.until(lambda: "coordinator unreachable" in one.logged)
-        one.control_plane.broadcast_finished()
+        one.control_plane.broadcast_finished(1)
         await one.control_plane.confirm_finished()
         (line,) = one.said
         assert line.startswith(

@@ -49,7 +49,7 @@ async def leave(*agents: Agent) -> None:
 
 async def finish(job: Job) -> None:
     a, b = await found(job)
-    a.client.notify(Notify(Finished()))
+    a.client.notify(Notify(Finished(1)))
     await until(lambda: any(isinstance(event, agent_events.Finished) for event in b.events))
     await leave(a, b)
     await is_forgotten(job)

@@ -162,7 +162,7 @@ def test_schedules_that_the_simulator_took_for_violations(seed: int) -> None:
 def test_schedules_in_which_a_rule_of_the_coordinator_was_missing(seed: int) -> None:
     """An office by the operator's word over an agent that went elsewhere; a committed step given up for a record that
     nobody had accepted; a notice of a joiner that had been given for another record of that number; a state given
-    up with a record that nobody had accepted; an exit after the end of the job, beside ranks that wait for those of the
+    up with a record that nobody had accepted; exits after the end of the job, beside ranks that wait for those of the
     agent; a state given up by a coordinator to which an agent came under another id; and agents that were never sent
     the record to which a coordinator in office went back."""
     assert Schedule(seed).run() is None

@@ -170,18 +170,18 @@ def test_no_rank_starts_once_the_job_has_finished() -> None:
     assert host.start("a0") == []
     host = running()
     host.exits("a1")
-    assert NotifyFinished() in host(MemberLeft("a0", finished=True))
+    assert NotifyFinished(1) in host(MemberLeft("a0", finished=True))
     assert host.agent.deadline_s is None
     assert host.exits("a0", 0) == ENDED
 
 
 def test_the_end_of_the_job_is_notified_once_and_not_if_another_agent_notified_it() -> None:
     host = running()
-    assert NotifyFinished() in host(MemberLeft("a0", finished=True))
-    assert NotifyFinished() not in host(MemberLeft("a1", finished=True))
+    assert NotifyFinished(1) in host(MemberLeft("a0", finished=True))
+    assert NotifyFinished(1) not in host(MemberLeft("a1", finished=True))
     host = running("b0")
-    assert NotifyFinished() not in host(Finished())
-    assert NotifyFinished() not in host(MemberLeft("a1", finished=True))
+    assert NotifyFinished(1) not in host(Finished())
+    assert NotifyFinished(1) not in host(MemberLeft("a1", finished=True))
 
 
 # -- start time-outs

@@ -86,8 +86,20 @@ def test_agents_that_are_lost_together_are_one_notice() -> None:
 
 def test_an_agent_that_ends_after_the_job_has_finished_ends_no_generation() -> None:
     driver, a, _ = found()
-    driver.hear(a, m.Finished())
+    driver.hear(a, m.Finished(1))
     assert sent(driver.hear(a, m.Goodbye()), m.EndGeneration) == []
+
+
+# LOST
+def test_an_exit_in_a_generation_after_the_one_in_which_the_job_finished_ends_that() -> None:
+    """Ranks of the newer one may wait for connections to those of the agent that exits."""
+    driver, a, b = found()
+    first = record(driver).ref
+    for agent, session in (("a", a), ("b", b)):
+        driver.hear(session, m.Ready(report(agent, first)))
+    assert record(driver).generation == 2
+    driver.hear(a, m.Finished(1))
+    assert sent(driver.hear(b, m.Goodbye()), m.EndGeneration)[0][0] == a
 
 
 def test_an_agent_with_another_layout_is_refused_at_once_and_ends_nothing() -> None:

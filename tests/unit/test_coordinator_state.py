@@ -90,7 +90,7 @@ def test_a_silent_agent_is_lost_after_the_time_and_not_before() -> None:
 def test_an_agent_that_leaves_a_finished_job_is_not_announced_as_lost(finished: bool) -> None:
     driver, a, b = found()
     if finished:
-        driver.hear(b, m.Finished())
+        driver.hear(b, m.Finished(1))
     out = driver.hear(b, m.Goodbye("all ranks have ended"))
     assert driver.state.lost == {"b"}
     assert (m.Send(a, m.Notice("left", "", ("b",))) in out) is not finished
@@ -233,12 +233,12 @@ def test_a_report_of_another_record_does_not_count() -> None:
 
 def test_a_job_that_finishes_is_persisted() -> None:
     driver, a, b = found(has_directory=True)
-    persist, *others = driver.hear(a, m.Finished())
+    persist, *others = driver.hear(a, m.Finished(1))
     assert persist == m.Persist(driver.state.term, driver.state.decision, True, driver.state.addresses, own=True)
-    assert m.Send(b, m.Finished()) in others
-    assert driver.hear(b, m.Finished()) == []
+    assert m.Send(b, m.Finished(1)) in others
+    assert driver.hear(b, m.Finished(1)) == []
     without, a, _ = found()
-    assert not any(isinstance(each, m.Persist) for each in without.hear(a, m.Finished()))
+    assert not any(isinstance(each, m.Persist) for each in without.hear(a, m.Finished(1)))
 
 
 # ABANDON

@@ -238,7 +238,7 @@ KEYS = RendezvousKeys("job/1/digest", ("0-1",), (Key("0-1", "0/1", "dmFsdWU="),)
 def agent_messages(record: Record) -> list[m.AgentMessage | RendezvousKeys]:
     decision = m.Decision(m.Term(2, "c"), record, True)
     return [
-        m.Hello("a", "i", 3, m.Term(1, "c"), decision.ref, 4, True),
+        m.Hello("a", "i", 3, m.Term(1, "c"), decision.ref, 4, 3),
         m.Hello("a", "i", 1),
         m.Promise(m.Term(1, "c")),
         m.KnownDecision(decision),
@@ -246,7 +246,7 @@ def agent_messages(record: Record) -> list[m.AgentMessage | RendezvousKeys]:
         m.EndGeneration(3, "why", is_effect=True),
         m.JoinRequest(4),
         m.Accepted(2, record.digest),
-        m.Finished(),
+        m.Finished(3),
         m.Goodbye("bye"),
         m.Heartbeat(7),
         m.PeerMessage("hangs", "{}"),
@@ -262,7 +262,7 @@ def coordinator_messages(record: Record) -> list[m.CoordinatorMessage | Rendezvo
         m.HeartbeatAnswer(7, False),
         m.EndGeneration(3, "why", is_effect=True),
         m.JoinNotice(4),
-        m.Finished(),
+        m.Finished(3),
         m.PeerMessage("hangs", "{}", "b"),
         m.Notice("refused", "its layout is another", ("b",)),
         m.Evicted("e"),
@@ -347,7 +347,7 @@ def test_mutilated_messages_are_refused_or_valid_but_never_raise_anything_else()
         b"{}",
         b'"Hello"',
         b'["Nothing"]',
-        b'["Finished",1]',
+        b'["Finished"]',
         b'["Heartbeat",true]',
         b'["Heartbeat",-1]',
         b'["Heartbeat",NaN]',
@@ -439,7 +439,7 @@ def test_a_large_message_of_a_coordinator_is_compressed() -> None:
     packed = pack(encode(notice))
     assert len(packed) < len(encode(notice)) / 10
     assert decode_from_coordinator(packed) == notice
-    small = encode(m.Finished())
+    small = encode(m.Finished(3))
     assert pack(small) == small
     with pytest.raises(WireError, match="16777217 bytes is over the limit of 16777216"):
         pack(b" " * (MAX_PAYLOAD_BYTES + 1))
