@@ -416,6 +416,7 @@ class Agent:
                 "collective_timeout": self._job.collective_timeout,
                 "process_group": self._job.process_group,
                 "credentials": self._job.credentials.to_json(),
+                "optimizer_bytes": self._ranks.optimizer_bytes,
             },
             env={
                 environment.JOB_ID: self._job.job_id,

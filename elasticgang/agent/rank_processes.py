@@ -127,6 +127,7 @@ class RankProcesses:
     def __init__(self, supervisor: ProcessSupervisor, output: Output, callbacks: RankCallbacks) -> None:
         self._supervisor, self._output, self._callbacks = supervisor, output, callbacks
         self._by_member: dict[str, RankProcess] = {}
+        self._last_optimizer_bytes = 0  # of the rank that exited last
 
     def __bool__(self) -> bool:
         return bool(self._by_member)
@@ -144,6 +145,12 @@ class RankProcesses:
     def pages(self) -> dict[str, StatusPage]:
         """The status pages of live ranks, by member."""
         return {member: rank.page for member, rank in self._by_member.items() if rank.status is None}
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """What a rank of this host says of its state, as of `StatusPage`. 0: nobody has said."""
+        found = [rank.page.optimizer_bytes for rank in self._by_member.values()]
+        return max(found, default=0) or self._last_optimizer_bytes
 
     def send(self, members: Sequence[str], kind: str, **fields: Any) -> None:
         message = framing.pack(kind, **fields)
@@ -240,6 +247,7 @@ class RankProcesses:
             await self._read_output(rank)
         rank.link.close()
         os.close(rank.stack_file)
+        self._last_optimizer_bytes = rank.page.optimizer_bytes or self._last_optimizer_bytes
         del self._by_member[rank.member]
         self._callbacks.on_exit(rank, died_at)
 

@@ -61,6 +61,7 @@ class MemberDriver:
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
         self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
+        self._sized = 0  # the newest generation in which the state of optimizers was measured
         self._covered = 0  # the newest generation whose stages were found to have everything
 
     def commit(
@@ -108,6 +109,7 @@ class MemberDriver:
                 self._load_forward = None
                 self._page.begin_step(index)
                 state_server.begin(tip)
+                self._measure_state(tip)
                 if self.checkpoints is not None:
                     self.checkpoints.begin(rendezvous.member, self.lifecycle.state)
             case Do.CONTRIBUTE:
@@ -200,6 +202,11 @@ class MemberDriver:
                     "starts, or spares once they fill a replica group; a second SIGTERM ends it now, and the state "
                     "with it"
                 )
+            case do.SendRequest():
+                if state_server.awaits_memory:
+                    with self._page.paused():
+                        state_server.wait_for_memory()
+                rendezvous.perform(instruction)
             case do.SendLeft():
                 if self.checkpoints is not None:
                     with self._page.paused():
@@ -211,6 +218,13 @@ class MemberDriver:
             case _:
                 return rendezvous.perform(instruction)
         return None
+
+    def _measure_state(self, tip: Attempt | None) -> None:
+        """Once in each generation: a rank that is restarted reserves as much memory (RESERVE-3)."""
+        entered = self.lifecycle.state.entered
+        if tip is not None and tip.step > 0 and entered != self._sized:
+            self._sized = entered
+            self._page.set_optimizer_bytes(self._state_server.optimizer_bytes)
 
     def _await_reduction(self) -> None:
         """DRIVER-1, DRIVER-2. An abort of the generation ends what it waits for. The time counts for the hang detector

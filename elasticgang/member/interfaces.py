@@ -38,6 +38,17 @@ class StateServer(Protocol):
     def unregister(self, names: Sequence[str]) -> None:
         """Drop the objects of these names."""
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """The size of the state of optimizers on the host."""
+
+    @property
+    def awaits_memory(self) -> bool:
+        """Whether `wait_for_memory` would wait."""
+
+    def wait_for_memory(self) -> None:
+        """Wait until memory for a heal is there, up to a limit."""
+
     def prepare(self, attempt: Attempt) -> None:
         """Learners are about to request the state of `attempt`, which this rank holds. Does not block."""
 

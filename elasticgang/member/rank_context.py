@@ -14,7 +14,8 @@ class RankContext:
     `process_group`: the kind that carries the data; None: the default of the rank's device. `credentials` authenticate
     the rank and the peers that heal from it. `link`, `door`, `forks`, `page` and `lease` are descriptors: the
     connection to the agent, the socket by which the agent takes further ones, the connection to its fork server, the
-    rank's status page, and the host's lease. `drain`: whether the rank drains."""
+    rank's status page, and the host's lease. `drain`: whether the rank drains. `optimizer_bytes`: the size of the state
+    of optimizers of a rank of this host, as of `StatusPage`; 0: not known."""
 
     member: str
     local_rank: int
@@ -30,6 +31,7 @@ class RankContext:
     page: int
     lease: int
     drain: Drain
+    optimizer_bytes: int = 0
 
 
 _context: RankContext | None = None

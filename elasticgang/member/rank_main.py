@@ -54,6 +54,7 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
             page=page_fd,
             lease=lease,
             drain=drain,
+            optimizer_bytes=args.get("optimizer_bytes", 0),
         )
     )
     os.register_at_fork(after_in_child=notices.close)

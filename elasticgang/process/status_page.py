@@ -47,6 +47,7 @@ _TIMES = _FIRST_BLOCK + _NUM_BLOCKS * _BLOCK  # when the last steps were committ
 _NUMBER = 3 + _NAME_WORDS  # a reported number: how often, the last value, the sum, the name
 _NUM_NUMBERS = 8
 _NUMBERS = _TIMES + _NUM_TIMES
+_OPTIMIZER_BYTES = _NUMBERS + _NUM_NUMBERS * _NUMBER
 MAX_NAME_BYTES = 8 * _NAME_WORDS
 FILE_NAME = "elasticgang-page"
 
@@ -294,6 +295,10 @@ class StatusPage:
             self._words[_TIMES + step % _NUM_TIMES] = time.monotonic_ns() & ~_LAP | step // _NUM_TIMES & _LAP
         self._words[_COMMITTED] = generation << _STEP_BITS | step
 
+    def set_optimizer_bytes(self, num_bytes: int) -> None:
+        """The size of the state of this rank's optimizers on the host, once there is one."""
+        self._words[_OPTIMIZER_BYTES] = num_bytes
+
     def report(self, name: str, value: float) -> None:
         """Keep a number of the script's.
 
@@ -439,6 +444,11 @@ class StatusPage:
     def set_successors(self, num: int) -> None:
         """How many other ranks of the job have no seat yet and could copy the state: they start, or wait."""
         self._words[_SUCCESSORS] = num
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """As of `set_optimizer_bytes`; 0: not known."""
+        return self._words[_OPTIMIZER_BYTES]
 
     @property
     def successors(self) -> int:

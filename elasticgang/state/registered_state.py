@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from elasticgang.errors import WireError
 from elasticgang.state import staging, transport
 from elasticgang.state.dtensor import like, local, locally
+from elasticgang.state.memory_reserve import MemoryReserve
 from elasticgang.state.serialization import flatten, unflatten
 
 log = logging.getLogger("elasticgang")
@@ -60,9 +61,11 @@ class _ExtraState:
 
 class RegisteredState:
     """`snapshot`: the small state from the beginning of the step. `written`: a mark behind all changes of the state
-    until then, after which a stream of its own may read it (PINNED-2)."""
+    until then, after which a stream of its own may read it (PINNED-2). `reserve`: memory for what is received and is
+    not there yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserve: MemoryReserve | None = None) -> None:
+        self.reserve = reserve
         self._modules: dict[str, nn.Module] = {}
         self._name_of: dict[str, Callable[[str], str]] = {}  # of the modules whose names may not be the model's
         self._parameters: dict[str, dict[str, nn.Parameter]] = {}
@@ -253,7 +256,8 @@ class RegisteredState:
             elif number in devices:
                 targets.append(torch.empty(tuple(shape), dtype=dtype, device=devices[number]))
             else:
-                targets.append(transport.empty(shape, dtype))
+                taken_from = None if self.reserve is None else self.reserve.take(shape, dtype)
+                targets.append(transport.empty(shape, dtype) if taken_from is None else taken_from)
         return targets
 
     def _devices_of(self, offered: dict[str, Any], kinds: list[tuple[list[int], torch.dtype]]) -> dict[int, Any]:
@@ -278,6 +282,12 @@ class RegisteredState:
     def num_bytes(self) -> int:
         """The size of the local parameters."""
         return sum(local(each).nbytes for of_module in self._parameters.values() for each in of_module.values())
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """The size of the local state of optimizers on the host."""
+        _, tensors = flatten({name: locally(each.state_dict()) for name, each in self._optimizers.items()})
+        return sum(tensor.nbytes for tensor in tensors if not staging.device.holds(tensor))
 
     def small(self, *, cloned: bool) -> dict[str, Any]:
         """The small state: buffers and registered objects, which forward and the code around it change."""

@@ -30,6 +30,7 @@ from elasticgang.state import heal_addresses, serving, staging, transport
 from elasticgang.state.authentication import Authenticator
 from elasticgang.state.digests import Digests, digest_for
 from elasticgang.state.healer import Healer
+from elasticgang.state.memory_reserve import MemoryReserve
 from elasticgang.state.peer_memory import Lender
 from elasticgang.state.registered_state import RegisteredState
 from elasticgang.state.serialization import flatten
@@ -72,17 +73,18 @@ class SnapshotServer:
         credentials: Credentials | None = None,
         on_heal_progress: Callable[[int, int], None] = lambda received, total: None,
         interfaces: Sequence[str] = (),
+        reserved_bytes: int = 0,
     ) -> None:
         """`host`: the address to serve on; None serves nobody. `credentials`: what peers of the job need.
         `on_heal_progress`: gets the bytes received, and how many there are, on any one thread at a time; 0 of 0 once a
         heal has failed. `interfaces`: of this host, or addresses of them, by which peers on other hosts heal
-        (HEALADDR-1).
+        (HEALADDR-1). `reserved_bytes`: what a heal is likely to receive for optimizers (RESERVE-1).
 
         Raises:
             OperationalError: without credentials, other hosts could connect to `host`.
         """
         authenticator = self.authenticator = Authenticator(job, credentials or Credentials())
-        self._state = RegisteredState()
+        self._state = RegisteredState(MemoryReserve(reserved_bytes))
         self._healer = Healer(self._state, authenticator, on_heal_progress)
         self._kinds: dict[str, Callable[[Channel, dict[str, Any]], None]] = {}
         self._changed = threading.Condition()
@@ -128,6 +130,26 @@ class SnapshotServer:
 
     # -- steps
 
+    @property
+    def awaits_memory(self) -> bool:
+        return self._state.reserve is not None and not self._state.reserve.is_populated
+
+    def wait_for_memory(self) -> None:
+        """RESERVE-1. Call it before this rank requests a record."""
+        if self._state.reserve is not None:
+            self._state.reserve.wait()
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """As of `RegisteredState`."""
+        return self._state.optimizer_bytes
+
+    def _release_memory(self) -> None:
+        """RESERVE-2."""
+        reserve, self._state.reserve = self._state.reserve, None
+        if reserve is not None:
+            reserve.release()
+
     def prepare(self, attempt: Attempt) -> None:
         """SNAPSHOT-4: learners are about to request the state of `attempt`, which this rank holds."""
         preparation, mark = _Preparation(), staging.device.mark()
@@ -153,6 +175,7 @@ class SnapshotServer:
     def begin(self, attempt: Attempt | None) -> None:
         if attempt is not None:
             self._healer.forget()
+            self._release_memory()
         self._state.begin_step()
         with self._changed:
             self._serving, self._forward_done = attempt, False

@@ -91,7 +91,12 @@ def join(
         rendezvous, state_server = (
             ElasticRendezvous(context, layout, device, groups),
             SnapshotServer(
-                context.host, context.job, context.credentials, context.drain.page.set_healing, heal_interfaces()
+                context.host,
+                context.job,
+                context.credentials,
+                context.drain.page.set_healing,
+                heal_interfaces(),
+                context.optimizer_bytes,
             ),
         )
         mover = StateMover(state_server, context.drain.page.set_healing) if layout.fallback else None

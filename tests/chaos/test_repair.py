@@ -5,6 +5,7 @@ Real training over `tp`, `pp` and `sdp`; where a rank dies is decided by the job
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -204,9 +205,10 @@ def test_what_would_make_the_others_wait_for_ever_is_refused(tmp_path: Path, scr
 
 
 LARGE = """
-import hashlib, os, pathlib, signal, threading, time
+import hashlib, os, pathlib, resource, signal, threading, time
 import torch, elasticgang as eg
 from elasticgang import testing
+from elasticgang.member.rank_context import inherited
 from elasticgang.state import striped_fetch
 
 manager = eg.join()
@@ -217,8 +219,10 @@ manager.register_state(model=model, optim=optim)
 batches = eg.GlobalBatch(64, size=6, slot=2)
 inner = striped_fetch.StripedFetch.run
 def run(self):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     state = inner(self)
-    print("pulled from", len(self.num_from), flush=True)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    print("pulled from", len(self.num_from), "reserve", inherited().optimizer_bytes, "faults", faults, flush=True)
     return state
 striped_fetch.StripedFetch.run = run
 met = threading.Barrier(2)
@@ -242,12 +246,18 @@ print("digest", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdiges
 """
 
 
+# RESERVE-1, RESERVE-3
 def test_a_large_state_is_pulled_from_all_that_hold_it(tmp_path: Path) -> None:
+    """Into memory whose pages are there: the other ranks wait."""
     path = tmp_path / "script.py"
     path.write_text(LARGE)
     with Job(tmp_path, path, ranks=3) as job:
         assert job.wait() == 0, job.stderr
-    assert "pulled from 2" in job.stdout
+    (healed,) = [line for line in job.stdout.splitlines() if "pulled from 2" in line]
+    *_, reserved, _, num_faults = healed.split()
+    size = 2 * 4 * 2048 * 2049  # Adam's averages
+    assert size <= int(reserved) <= size + 64
+    assert int(num_faults) < size // mmap.PAGESIZE // 4
     digests = [line.rpartition(" ")[2] for line in job.stdout.splitlines() if " digest " in line]
     assert len(digests) == 3
     assert len(set(digests)) == 1
