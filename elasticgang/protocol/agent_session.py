@@ -10,7 +10,7 @@ REFUSED  A connection that was refused at the coordinator's address renews the l
          there, so that nobody decides without this agent. It counts only at the address of the coordinator that
          granted the lease, and no more once another one was promised a term.
 FENCE    Once the lease is over the agent kills its ranks, and takes part no more under its id. A record that comes
-         before there is a lease waits for one.
+         before there is a lease waits for one. Until the ranks have it, the agent is not ready for the next one.
 READDRESS  So it does once its host has lost the address at which its ranks listen: no rank could connect to them again.
 UNBOUND  Before its first record, an agent is bound by no lease, and waits longest for an answer: its ranks cannot act.
          A coordinator that is slow because many agents come at once would otherwise lose them all, and their return
@@ -140,7 +140,8 @@ class AgentSession:
                 self._is_report_due = True
                 out += self._collect()
             case ReportCollected(report):
-                out += self._send(Ready(report))
+                self._is_report_due = self._held is not None  # FENCE
+                out += [] if self._is_report_due else self._send(Ready(report))
             case Notify(message):
                 out += self._notify(message)
             case Ticked():
@@ -198,7 +199,7 @@ class AgentSession:
         return out
 
     def _collect(self) -> Instructions:
-        if not self._is_report_due or not self.is_welcome:
+        if not self._is_report_due or not self.is_welcome or self._held is not None:
             return []
         self._is_report_due = False
         return [CollectReport()]

@@ -157,14 +157,19 @@ def test_schedules_that_the_simulator_took_for_violations(seed: int) -> None:
 
 # BACK, WORD
 @pytest.mark.parametrize(
-    "seed", [2_204_067, 3_038_107, 8_015_409, 9_003_603, 60_009_637, 60_009_903, 100_000_093, 200_015_046, 200_105_654]
+    "seed",
+    [
+        *(2_204_067, 3_038_107, 8_015_409, 9_003_603, 60_009_637, 60_009_903, 100_000_093, 200_015_046, 200_105_654),
+        *(300_150_053, 300_235_525),
+    ],
 )
 def test_schedules_in_which_a_rule_of_the_coordinator_was_missing(seed: int) -> None:
     """An office by the operator's word over an agent that went elsewhere; a committed step given up for a record that
     nobody had accepted; a notice of a joiner that had been given for another record of that number; a state given
     up with a record that nobody had accepted; exits after the end of the job, beside ranks that wait for those of the
-    agent; a state given up by a coordinator to which an agent came under another id; and agents that were never sent
-    the record to which a coordinator in office went back."""
+    agent; a state given up by a coordinator to which an agent came under another id; agents that were never sent
+    the record to which a coordinator in office went back; and a report of an agent whose ranks had yet to get the
+    record before."""
     assert Schedule(seed).run() is None
 
 

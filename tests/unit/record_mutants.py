@@ -19,7 +19,7 @@ from elasticgang.protocol import (
 )
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Action, Attempt
-from elasticgang.protocol.coordinator_messages import DecisionRef, EndGeneration, Ready
+from elasticgang.protocol.coordinator_messages import CollectReport, DecisionRef, EndGeneration, Ready
 from elasticgang.protocol.coordinator_state import CoordinatorState
 from elasticgang.protocol.member_state import MemberState
 from elasticgang.protocol.record import SPARE, MemberReport, Record, Report, Seat
@@ -139,6 +139,11 @@ def _exit_for_good(self: CoordinatorState, agent: str, reason: str, *, has_left:
     return _exit(self, agent, reason, has_left=has_left)
 
 
+def _collect_at_once(self: AgentSession) -> Any:
+    self._is_report_due = False
+    return [CollectReport()]
+
+
 RECORD_MUTANTS = {
     "a job is abandoned without sessions": UnitMutant(
         ((CoordinatorState, "is_abandoned", property(_is_without_sessions)),),
@@ -151,6 +156,10 @@ RECORD_MUTANTS = {
     "a forgotten job is founded anew": UnitMutant(
         ((CoordinatorState, "_decide", _founds_again),),
         test_coordinator_state.test_a_finished_job_that_was_forgotten_is_not_founded_anew,
+    ),
+    "an agent is ready beside a record that waits": UnitMutant(
+        ((AgentSession, "_collect", _collect_at_once),),
+        test_coordinator_state.test_an_agent_is_not_ready_for_the_next_record_before_its_ranks_have_the_one_that_waits_for_a_lease,
     ),
     "an agent without a record is fenced": UnitMutant(
         ((AgentSession, "_is_bound", always(True)),),

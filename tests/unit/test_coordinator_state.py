@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elasticgang.protocol import coordinator_messages as m
+from elasticgang.protocol.agent_events import RecordAnswered
 from elasticgang.protocol.agent_session import AgentSession
 from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.coordinator_state import Silences
@@ -331,6 +332,26 @@ def test_the_end_of_the_lease_kills_the_ranks_and_no_answer_brings_them_back() -
     assert session.is_ended
     assert session.handle(m.Answer(m.HeartbeatAnswer(1, True)), 108.1) == []
     assert session.handle(m.Connected("host:1"), 109.0) == []
+
+
+# FENCE
+def test_an_agent_is_not_ready_for_the_next_record_before_its_ranks_have_the_one_that_waits_for_a_lease() -> None:
+    """A coordinator would count on ranks that run in no generation, which the waiting record then has them enter."""
+    driver, _, _ = found()
+    decision = driver.state.decision
+    assert decision is not None
+    session = AgentSession("a", "i")
+    welcome(session, 100.0)
+    session.handle(m.Answer(m.Push(decision)), 120.0)  # the lease that nothing bound to is over
+    session.handle(m.Disconnected(), 120.0)
+    session.handle(m.Connected("host:1"), 121.0)
+    answered = session.handle(m.Answer(m.Welcome(m.Term(2, "d"), False)), 121.0)
+    assert m.CollectReport() not in answered
+    assert session.handle(m.ReportCollected(report("a")), 121.0) == []  # it was asked for before
+    session.handle(m.Answer(m.Welcome(m.Term(2, "d"), True)), 122.0)
+    delivered = session.handle(m.Answer(m.HeartbeatAnswer(2, True)), 122.5)
+    assert m.Inform(RecordAnswered(decision.record)) in delivered
+    assert session.handle(m.ReportRequested(), 123.0) == [m.CollectReport()]
 
 
 # READDRESS

@@ -64,7 +64,7 @@ RULES = {
     "DIVISION-3": ("one rank of a group keeps a run for all",),
     "DIVISION-4": ("a sum is kept with a run that the group has not",),
     "DIVISION-5": ("gradients of another state are kept",),
-    "FENCE": ("a record is delivered without a lease",),
+    "FENCE": ("a record is delivered without a lease", "an agent is ready beside a record that waits"),
     "HANG-1": ("a rank that is blocked may hang", "every edge blocks every rank"),
     "HANG-2": ("nobody is blocked in a collective",),
     "HANG-3": ("paused time counts", "the agent's own standstill counts"),
