@@ -134,7 +134,9 @@ def check_push(
     if coordinator.excused.issuperset({*before.agents} & {*record.agents}):
         return
     wanted = {*before.agents} & {*record.agents}
-    parents = [other for other in cluster.hosts.values() if wanted & {other.id, other.session.former}]
+    parents = [
+        other for other in cluster.hosts.values() if wanted & {other.id, other.session.agent, other.session.former}
+    ]
     for other in parents:
         known = other.known_decision
         if known is not None and not _is_newer(decision, known):

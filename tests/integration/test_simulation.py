@@ -146,12 +146,12 @@ def test_a_scenario_says_all_of_its_setting() -> None:
 
 
 # WORD-1, SIMHOST-4, LOST-1
-@pytest.mark.parametrize("seed", [1_092_135, 1_077_017, 1_109_415, 300_023_565])
+@pytest.mark.parametrize("seed", [1_092_135, 1_077_017, 1_109_415, 300_023_565, 300_259_354])
 def test_schedules_that_the_simulator_took_for_violations(seed: int) -> None:
     """A stopped coordinator got the operator's word. An agent that ended on a second SIGTERM, after the job had
     finished, was to notify the others of the end of a generation. The ranks of a frozen host that a coordinator had
     declared lost, and decided without at the same moment, were held to live on. A lease that another coordinator
-    granted was held to be of the one before."""
+    granted was held to be of the one before. An agent that had yet to connect under its new id was held to be gone."""
     assert Schedule(seed).run() is None
 
 
