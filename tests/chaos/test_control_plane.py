@@ -38,6 +38,7 @@ from elasticgang.protocol.coordinator_messages import JOB_TIMEOUTS
 from elasticgang.protocol.record import MemberReport, Record
 from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 from elasticgang.protocol.restarts import Restarts
+from elasticgang.session import operator_client
 from elasticgang.session.credentials import Credentials
 from tests.support import REPOSITORY
 
@@ -231,6 +232,23 @@ def test_what_ends_while_the_coordinator_is_away_is_told_on_its_return() -> None
             await host.enters(2)
             assert "coordinator reachable" in host.logged
             assert host.lease.remaining_s > 0
+
+    play(story)
+
+
+# PROMISE
+def test_an_agent_that_rejoins_under_another_id_brings_the_record_that_it_had_accepted() -> None:
+    """To a coordinator that knows nothing of the job, and to which the other agent does not come."""
+
+    async def story(coordinator: Coordinator, one: Host, other: Host) -> None:
+        await coordinator.stop()
+        await one.stop()
+        await coordinator.start(founds=False)
+        other.state.agent = "b.2"
+        assert await other.control_plane.rejoin("b")
+        host, _, port = coordinator.address.rpartition(":")
+        granted = await operator_client.grant(host, int(port), JOB, Credentials(), TIMEOUT_S)
+        assert "leads it on from generation 1" in granted
 
     play(story)
 
