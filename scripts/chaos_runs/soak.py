@@ -2,12 +2,16 @@
 
 The demo's model, on several agents with a coordinator: ranks, comm processes, standbys, agents and the coordinator are
 killed, ranks and comm processes are stopped, some for ever, ranks are drained, several at once; and ranks are killed
-inside a generation change, a heal and a vote, when the events tell of one. What ends is
-started again. One member that holds the state is always left alone.
+inside a generation change, a heal and a vote, when the events tell of one. What ends is started again. One member that
+holds the state is always left alone.
+
+With --layout it trains the demo's Llama, of which each rank holds a part, also in fallback layouts. One holder of each
+part is left alone then. Ranks are drained only if the others fill two replica groups.
 
 Checked from the members' own histories, which they write as they go: one chain of records (RULE-2); for each step one
-attempt (RULE-4), made of the step's samples, each once (RULE-5); final parameters equal on all members bit for bit; the
-loss curve beside that of one undisturbed process.
+attempt (RULE-4), made of the step's samples, each once (RULE-5); final parameters equal on all members of a part bit
+for bit; the loss curve beside that of one undisturbed process. With --reproducible the final bits are those of that
+process, which holds the whole model.
 
 The number of steps is what would nearly fill --minutes undisturbed, by the speed of a first run: under faults the job
 takes longer, and what is left after --minutes is done without.
@@ -28,15 +32,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elasticgang.layout import ParallelLayout
+from elasticgang.layout.parallel_layout import NOTATION, NOTATION_HELP
 from scripts.chaos_runs.soaking.checks import failed_checks
-from scripts.chaos_runs.soaking.fault_injector import FaultInjector
+from scripts.chaos_runs.soaking.fault_injector import WEIGHTS, WEIGHTS_OF_FALLBACKS, FaultInjector
 from scripts.chaos_runs.soaking.fleet import Fleet, FleetSpec
+from scripts.demo_job.demo import TRAIN_LAYOUT, llama_layout
 from scripts.demo_job.driver import TRAIN, Tail
 from scripts.demo_job.run_audit import CommittedRun
 from scripts.demo_job.run_log import RunLog
 from scripts.figures import check_output_dir
 
 _SMALL = ("--dim", "64", "--layers", "1", "--context", "32")
+_SMALL_LLAMA = ("--dim", "32", "--layers", "2", "--context", "32")  # a pipeline divides the layers
 _TICK_S = 0.004
 _TELL_S = 10.0
 _STALL_S = 90.0
@@ -113,7 +121,8 @@ def run_reference(args: argparse.Namespace, num_steps: int, directory: Path) -> 
     num_steps = min(num_steps, args.reference_steps)
     if num_steps == 0:
         return RunLog()
-    command = [sys.executable, str(TRAIN), *train_args(args, num_steps), "--output-dir", str(directory)]
+    script = ["-m", str(TRAIN_LAYOUT)] if is_divided(args) else [str(TRAIN)]
+    command = [sys.executable, *script, *train_args(args, num_steps), "--output-dir", str(directory)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     run_log = RunLog()
     for path in (directory / "history").glob("*.jsonl"):
@@ -123,25 +132,40 @@ def run_reference(args: argparse.Namespace, num_steps: int, directory: Path) -> 
 
 
 def expected_samples(args: argparse.Namespace, num_steps: int) -> Sequence[Sequence[int]]:
-    from scripts.demo_job import train
+    from scripts.demo_job import train, train_layout
 
-    parsed = train.parse_args(train_args(args, num_steps))
+    parsed = (train_layout if is_divided(args) else train).parse_args(train_args(args, num_steps))
     batches = train.make_batches(parsed, len(train.load_text(parsed.context)))
     return [batches.samples(step).tolist() for step in range(num_steps)]
 
 
 def train_args(args: argparse.Namespace, num_steps: int) -> list[str]:
     reduction = "reproducible" if args.reproducible else "sum"
-    return ["--steps", str(num_steps), "--seed", str(args.seed), "--reduction", reduction, *_SMALL]
+    small = _SMALL_LLAMA if is_divided(args) else _SMALL
+    return ["--steps", str(num_steps), "--seed", str(args.seed), "--reduction", reduction, *small]
 
 
 def fleet_spec(args: argparse.Namespace, num_steps: int, directory: Path) -> FleetSpec:
-    return FleetSpec(args.agents, args.ranks, directory, [*train_args(args, num_steps), "--pause", str(args.pause)])
+    given = [*train_args(args, num_steps), "--pause", str(args.pause)]
+    if not is_divided(args):
+        return FleetSpec(args.agents, args.ranks, directory, given)
+    script = ["--layout", args.layout.text, "--module", str(TRAIN_LAYOUT)]
+    return FleetSpec(args.agents, args.ranks, directory, given, script, max_unit(args.layout))
+
+
+def is_divided(args: argparse.Namespace) -> bool:
+    return max_unit(args.layout) > 1
+
+
+def max_unit(layout: ParallelLayout) -> int:
+    """The most ranks of a replica group, in any layout of the job."""
+    return max(each.unit for each in layout.options)
 
 
 def summary(
     fleet: Fleet, injector: FaultInjector, num_steps: int, seconds: float, faults: Sequence[str]
 ) -> dict[str, Any]:
+    committed = CommittedRun(fleet.run_log)
     phases: list[Mapping[str, float | None]] = [change["phases_ms"] for change in fleet.changes]
     return {
         "passed": not faults,
@@ -153,7 +177,8 @@ def summary(
         "generations": max((line["generation"] for _, line in fleet.generations), default=0),
         "members": len(fleet.run_log.spawned),
         "agents": len(fleet.agents) + len(fleet.past),
-        "dropped_attempts": len(CommittedRun(fleet.run_log).dropped),
+        "dropped_attempts": len(committed.dropped),
+        "layout_changes": max(0, len(committed.layouts) - 1),
         "in_doubt": sum(len(change["in_doubt"]) for change in fleet.changes),
         "configure_ms_max": max((phase["configure"] or 0.0 for phase in phases), default=0.0),
     }
@@ -172,6 +197,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--agents", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="of each agent (default: %(default)s)")
+    parser.add_argument(
+        "--layout",
+        type=llama_layout,
+        default=ParallelLayout(),
+        metavar=NOTATION,
+        help=f"train a Llama that is divided among ranks. {NOTATION_HELP[0].upper()}{NOTATION_HELP[1:]}",
+    )
     parser.add_argument("--every", type=float, default=2.0, help="mean seconds between faults (default: %(default)g)")
     parser.add_argument(
         "--pause", type=float, default=0.0, help="seconds that each rank sleeps in each step (default: %(default)g)"
@@ -183,7 +215,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--reproducible",
         action="store_true",
-        help='sum the gradients with reduction="reproducible": the job must end in the bits of the undisturbed run',
+        help='sum the gradients with reduction="reproducible": the job must end in the bits of the undisturbed run; '
+        "also with a --layout of sdp alone",
     )
     parser.add_argument("--output-dir", type=Path, help="keep everything here, in a new or empty folder")
     args = parser.parse_args(argv)
@@ -195,6 +228,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--pause must be at least 0")
     if args.agents < 1 or args.ranks < 1 or args.agents * args.ranks < 2:
         parser.error("there must be at least two ranks, so that somebody is left with the state")
+    if args.agents * args.ranks < 2 * max_unit(args.layout):
+        parser.error(f"there must be at least {2 * max_unit(args.layout)} ranks, so that each part survives its rank")
+    if args.agents * args.ranks < args.layout.num_needed:
+        parser.error(f"there must be at least {args.layout.num_needed} ranks to fill the first layout")
+    if args.reproducible and any(each.tp > 1 or each.pp > 1 for each in args.layout.options):
+        parser.error("--reproducible holds for sdp: leave out tp and pp, which change what is added to what")
     check_output_dir(parser, args.output_dir)
     return args
 
@@ -207,7 +246,8 @@ def run(args: argparse.Namespace, directory: Path) -> int:
         print(f"{rate:.1f} steps a second undisturbed; {num_steps} steps under faults", file=sys.stderr, flush=True)
     began = time.monotonic()
     with Fleet(fleet_spec(args, num_steps, directory / "job")) as fleet:
-        injector = FaultInjector(fleet, random.Random(f"soak {args.seed}"), args.every)
+        weights = WEIGHTS_OF_FALLBACKS if args.layout.fallback else WEIGHTS
+        injector = FaultInjector(fleet, random.Random(f"soak {args.seed}"), args.every, weights)
         try:
             soak(args, fleet, injector, num_steps)
             faults = []

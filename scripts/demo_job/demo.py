@@ -89,7 +89,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--layout",
-        type=_layout,
+        type=llama_layout,
         default=ParallelLayout(),
         metavar=NOTATION,
         help="train a Llama that is divided among ranks: sdp (FSDP2), tp (parallelize_module), pp (a 1F1B pipeline). "
@@ -200,7 +200,8 @@ def _integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a whole number, but is {text!r} instead") from None
 
 
-def _layout(text: str) -> ParallelLayout:
+def llama_layout(text: str) -> ParallelLayout:
+    """A layout that divides the Llama of train_layout.py evenly."""
     layout = layout_of(text)
     limits = {
         "pp": (_LLAMA_LAYERS, "layers"),

@@ -21,13 +21,14 @@ from scripts.demo_job.run_audit import (
     Rejoin,
     audit,
     faults,
+    final_digests,
     largest_difference,
     percentile,
     recoveries,
     rejoins,
     whole_digest,
 )
-from scripts.demo_job.run_log import Part, RunLog, Sizes, parts_of
+from scripts.demo_job.run_log import Part, RunLog, Sizes
 
 # How far the loss of a step may be from that of the undisturbed run, which adds up the same terms in another order.
 #
@@ -90,10 +91,7 @@ class Report:
         reached = max(self.curve, default=-1) + 1  # of a job that failed, what it committed is still audited
         expected = run.expected[:reached] if run.failure else run.expected
         self.audit: Audit = audit(self.committed_run, expected, {part[:1] + part[2:] for part in run.asked.parts})
-        last = next((finished.sizes for finished in run.run_log.finished if finished.sizes is not None), None)
-        digests: dict[Part, list[str]] = {part: [] for part in (run.asked.parts if last is None else parts_of(last))}
-        for finished in run.run_log.finished:
-            digests.setdefault(finished.part, []).append(finished.digest)
+        digests = final_digests(run.run_log, run.asked.parts)
         self.digest = whole_digest(digests) if run.asked.reproducible else None
         self.faults = faults(
             Outcome(

@@ -277,6 +277,15 @@ class Outcome:
     fallbacks: int = 0
 
 
+def final_digests(run_log: RunLog, parts: Iterable[Part] = ((),)) -> dict[Part, list[str]]:
+    """Of the parameters with which the ranks of each part ended. `parts`: of the model, if the ranks do not say."""
+    last = next((finished.sizes for finished in run_log.finished if finished.sizes is not None), None)
+    digests: dict[Part, list[str]] = {part: [] for part in (parts if last is None else parts_of(last))}
+    for finished in run_log.finished:
+        digests.setdefault(finished.part, []).append(finished.digest)
+    return digests
+
+
 def whole_digest(digests: Mapping[Part, Sequence[str]]) -> str | None:
     """Of the whole model. None: a part has no digest, or several."""
     found = [set(of_part) for of_part in digests.values()]

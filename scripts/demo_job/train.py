@@ -84,7 +84,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="the gradients of slots, when a step is tried again")
     parser.add_argument("--hold-bytes", type=int, default=0, help="memory that each rank holds besides, all written")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each rank sleeps in each step")
     return parser.parse_args(argv)
 
 
@@ -98,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # At 1e-3 the loss falls faster, but the rounding differences between two runs grow with the steps.
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--reduction", choices=["sum", "reproducible"], default="sum", help="of the gradients")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each rank sleeps in each step")
     parser.add_argument("--output-dir", help="write each rank's history and the final parameters' digest here")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 
 import torch
@@ -86,6 +87,7 @@ def main() -> None:
             part, sizes = [gangs.pp.rank, gangs.sdp.rank, gangs.tp.rank], [layout.pp, layout.sdp, layout.tp]
             knows_loss = gangs.pp.rank == layout.pp - 1 and gangs.tp.rank == 0
             tokens = slots.num_samples * args.context
+            time.sleep(args.pause)
             history.write(
                 "prepared",
                 step=step.index,

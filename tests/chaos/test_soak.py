@@ -1,4 +1,5 @@
-"""`scripts/chaos soak`: half a minute of random faults on a job of two agents breaks no promise.
+"""`scripts/chaos soak`: half a minute of random faults on a job of two agents breaks no promise, nor do some on a job
+whose ranks hold shards.
 
 `scripts/chaos soak --minutes 60` does more of the same.
 """
@@ -35,6 +36,18 @@ def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     assert summary["generations"] >= summary["num_faults"] / 3
 
 
+@pytest.mark.timeout(420)
+def test_random_faults_on_shards_leave_no_trace_in_the_bits(tmp_path: Path) -> None:
+    """With a fallback layout, in which each rank holds the whole model."""
+    options = ["--layout", "sdp=2,min_replicas=2/sdp=1", "--reproducible", "--steps", "50", "--pause", "0.1"]
+    options += ["--every", "1.5", "--seed", "4"]
+    done = soak(*options, "--output-dir", str(tmp_path), timeout_s=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["passed"], summary["steps"]) == (True, 50)
+    assert summary["num_faults"] >= 2
+
+
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
@@ -42,6 +55,10 @@ def test_random_faults_break_no_promise(tmp_path: Path) -> None:
         (["--pause", "-1"], "at least 0"),
         (["--reproducible", "--reference-steps", "5"], "needs the whole undisturbed run"),
         (["--agents", "1", "--ranks", "1"], "at least two ranks"),
+        (["--agents", "3", "--ranks", "1", "--layout", "sdp=2"], "at least 4 ranks, so that each part survives"),
+        (["--layout", "sdp=1,min_replicas=5/sdp=2"], "at least 5 ranks to fill the first layout"),
+        (["--layout", "sdp=3"], "sdp must divide 4"),
+        (["--layout", "sdp=2,tp=2", "--agents", "4", "--reproducible"], "leave out tp and pp"),
     ],
 )
 def test_what_cannot_be_soaked_is_refused(argument: list[str], told: str) -> None:

@@ -94,3 +94,34 @@ def test_a_long_run_is_compared_by_the_means_of_windows() -> None:
     reference = {step: float(step + 1) * (1.0 if step < 1000 else 1.02) for step in range(1100)}
     (told,) = faults(run_log_of(samples=samples), expected=[[0, 1]] * 1100, reference=reference)
     assert told == "the mean loss from step 1000 on is 1050.5000, the undisturbed run's 1071.5100"
+
+
+FIRST, SECOND = [0, 0, 0], [0, 1, 0]
+
+
+def with_parts(*ends: tuple[list[int], str], sdp: int = 2) -> RunLog:
+    """A good run whose members end with each (part, digest)."""
+    written = run_log_of(digests=())
+    for part, digest in ends:
+        line = {"kind": "finished", "t": 2.0, "digest": digest, "part": part, "sizes": [1, sdp, 1]}
+        written.add_history("m", line)
+    return written
+
+
+def test_the_digests_of_all_parts_sum_to_that_of_one_undisturbed_rank() -> None:
+    ends = [(FIRST, "1"), (SECOND, "2"), (SECOND, "2")]
+    whole = f"{3:064x}"
+    assert faults(with_parts(*ends), reference_digest=whole) == []
+    (told,) = faults(with_parts(*ends), reference_digest=f"{4:064x}")
+    assert told == "the members ended with other bits than one undisturbed rank"
+    assert faults(with_parts((FIRST, whole), (FIRST, whole), sdp=1), reference_digest=whole) == []
+
+
+def test_members_that_end_apart_with_one_part() -> None:
+    (told,) = faults(with_parts((FIRST, "1"), (SECOND, "2"), (SECOND, "3")), reference_digest="3")
+    assert told == "the members of the part (0, 1, 0) ended with 2 different sets of parameters"
+
+
+def test_nobody_that_finished_with_one_part() -> None:
+    (told,) = faults(with_parts((FIRST, "1")), reference_digest="1")
+    assert told == "no member of the part (0, 1, 0) finished"

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scripts.demo_job.run_audit import CommittedRun, audit
+from scripts.demo_job.run_audit import CommittedRun, audit, final_digests, whole_digest
 from scripts.demo_job.run_log import RunLog
 
 CLOSE_STEPS = 1000
@@ -40,14 +40,21 @@ def failed_checks(
     seen = audit(committed_run, expected)
     if seen.lost or seen.duplicate:
         found.append(f"RULE-5: {seen.lost} samples were lost and {seen.duplicate} seen twice")
-    digests = {finished.digest for finished in run_log.finished}
-    if not digests:
-        found.append("no member finished")
-    elif len(digests) > 1:
-        found.append(f"the members ended with {len(digests)} different sets of parameters")
-    elif reference_digest is not None and digests != {reference_digest}:
+    return found + _ends(run_log, reference_digest) + _apart(committed_run.curve, reference)
+
+
+def _ends(run_log: RunLog, reference_digest: str | None) -> list[str]:
+    found = []
+    by_part = final_digests(run_log)
+    for part, digests in by_part.items():
+        whose = f" of the part {part}" if part else ""
+        if not digests:
+            found.append(f"no member{whose} finished")
+        elif len(set(digests)) > 1:
+            found.append(f"the members{whose} ended with {len(set(digests))} different sets of parameters")
+    if reference_digest is not None and whole_digest(by_part) not in (None, reference_digest):
         found.append("the members ended with other bits than one undisturbed rank")
-    return found + _apart(committed_run.curve, reference)
+    return found
 
 
 def _chain(generations: Iterable[Mapping[str, Any]], changes: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -1,7 +1,8 @@
 """What is done to a fleet, when, and to whom: drawn from a seed, aimed by what the fleet tells of itself.
 
-FAULT-1  One live member that holds the newest committed state is left alone, with its agent, until the next fault: no
-    job survives the loss of all state. While nobody is known to hold it, nothing is done.
+FAULT-1  One live member of each part of the newest committed state, which holds that part, is left alone, with its
+    agent, until the next fault: no job survives the loss of state. While a part is not known to be held, nothing is
+    done.
 FAULT-2  Only a process that is, at that moment, what it is taken for is sent a signal.
 FAULT-3  What was stopped goes on later, or is left to --hang-timeout.
 """
@@ -9,19 +10,21 @@ FAULT-3  What was stopped goes on later, or is left to --hang-timeout.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import psutil
 
 from scripts.chaos_runs.soaking.comm_processes import comm_processes
 from scripts.chaos_runs.soaking.fleet import AgentProcess, Fleet
-from scripts.demo_job.run_log import Spawned, StepAttempt
+from scripts.chaos_runs.soaking.holders import choose_safe
+from scripts.demo_job.run_log import Spawned
 
 # How often each is drawn. The aimed ones wait for their moment: a generation change, a learner, a vote.
 WEIGHTS = {
@@ -39,10 +42,12 @@ WEIGHTS = {
     "coordinator": 2,
     "agent": 2,
 }
+WEIGHTS_OF_FALLBACKS = {**WEIGHTS, "agent": 8}  # only a lost host makes a job take another layout
 AIMED = ("in a change", "in a heal", "in a vote")
 
 _AIM_LIMIT_S = 5.0
 _STOPPED_S = (0.2, 1.2)
+_SETTLED_S = 2.0  # beside --hang-timeout: then nothing kills any more whom a stop had held up
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,13 @@ class FaultInjector:
     fleet: Fleet
     source: random.Random
     every_s: float
+    weights: Mapping[str, int] = field(default_factory=lambda: WEIGHTS)
     done: list[Fault] = field(default_factory=list)
     _due: float = 0.0
     _aimed: tuple[str, float] | None = None
     _change: list[str] = field(default_factory=list)
     _stopped: list[tuple[float, int]] = field(default_factory=list)
-    _hit: dict[str, float] = field(default_factory=dict)
+    _hit: dict[str, float] = field(default_factory=dict)  # until then they may die of it
     _drained: set[str] = field(default_factory=set)
 
     def tick(self) -> None:
@@ -78,7 +84,7 @@ class FaultInjector:
         if now < self._due:
             return
         self._due = now + self.every_s * self.source.uniform(0.3, 1.7)
-        kind = self.source.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        kind = self.source.choices(list(self.weights), list(self.weights.values()))[0]
         if kind in AIMED:
             self._aimed = kind, now
         else:
@@ -115,7 +121,7 @@ class FaultInjector:
         allowed = [
             (agent, spawned)
             for name, (agent, spawned) in self.fleet.live().items()
-            if name != safe and name not in self._drained
+            if name not in safe and name not in self._drained
         ]
         self.source.shuffle(allowed)
         victims = list(_STRIKES[kind](self, allowed, safe))
@@ -123,26 +129,27 @@ class FaultInjector:
             self.done.append(Fault(kind, time.monotonic(), tuple(victims)))
         return bool(victims)
 
-    def _safe(self) -> str | None:
-        """FAULT-1. Of those that hold the newest state, one that has not been hit."""
-        run_log = self.fleet.run_log
-        if run_log.newest is None:
-            return None
-        step, generation = run_log.newest
-        near = {StepAttempt(step, generation), StepAttempt(step - 1, generation)}
-        live = self.fleet.live()
-        holders = [name for name in live if run_log.last_committed.get(name) in near and name not in self._hit]
-        holders = [name for name in holders if name not in self._drained and not _is_stopped(live[name][1].pid)]
-        return self.source.choice(sorted(holders)) if holders else None
+    def _safe(self) -> set[str] | None:
+        """FAULT-1. Of those that hold the newest state, one of each part that has not been hit."""
+        live, now = self.fleet.live(), time.monotonic()
+        holders = {
+            part: [
+                name
+                for name in members
+                if self._hit.get(name, 0.0) <= now and name not in self._drained and not _is_stopped(live[name][1].pid)
+            ]
+            for part, members in self.fleet.holders().items()
+        }
+        return choose_safe(holders, {name: agent.index for name, (agent, _) in live.items()}, self.source)
 
     # -- what is done; each yields whom it was done to
 
-    def _kill_rank(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
+    def _kill_rank(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
         for _, spawned in allowed[:1]:
             self._send(spawned, signal.SIGKILL)
             yield spawned.member
 
-    def _several(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
+    def _several(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
         for _, spawned in allowed[: self.source.randint(2, 3)]:
             if self.source.random() < 0.7:
                 self._send(spawned, signal.SIGKILL)
@@ -150,13 +157,13 @@ class FaultInjector:
             else:
                 yield from self._kill_comm([(_, spawned)], safe)
 
-    def _kill_comm(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
+    def _kill_comm(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
         yield from self._to_comm(allowed, 0, signal.SIGKILL)
 
-    def _kill_standby(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
+    def _kill_standby(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
         yield from self._to_comm(allowed, 1, signal.SIGKILL)
 
-    def _stop_comm(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
+    def _stop_comm(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
         yield from self._to_comm(allowed, 0, signal.SIGSTOP)
 
     def _to_comm(self, allowed: list[tuple[AgentProcess, Spawned]], index: int, number: int) -> Iterator[str]:
@@ -169,18 +176,20 @@ class FaultInjector:
                     self._stopped.append((time.monotonic() + self.source.uniform(*_STOPPED_S), pids[index]))
                 yield spawned.member
 
-    def _stop_rank(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
+    def _stop_rank(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
         for _, spawned in allowed[:1]:
             self._send(spawned, signal.SIGSTOP)
-            self._stopped.append((time.monotonic() + self.source.uniform(*_STOPPED_S), spawned.pid))
+            until = time.monotonic() + self.source.uniform(*_STOPPED_S)
+            self._stopped.append((until, spawned.pid))
+            self._hit[spawned.member] = until + self.fleet.spec.hang_timeout_s + _SETTLED_S
             yield spawned.member
 
-    def _hang_rank(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
+    def _hang_rank(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
         for _, spawned in allowed[:1]:
             self._send(spawned, signal.SIGSTOP)
             yield spawned.member
 
-    def _in_vote(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
+    def _in_vote(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
         """Who has prepared a step that it has not committed, as far as it has written."""
         run_log = self.fleet.run_log
         newest = {prepared.member: prepared.attempt for prepared in run_log.prepared[-4 * self.fleet.spec.ranks :]}
@@ -191,38 +200,39 @@ class FaultInjector:
                 yield spawned.member
                 return
 
-    def _drain(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
-        """An agent whose ranks have all gone ends, and is started again; so at most half of the ranks are let go."""
+    def _drain(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
+        """An agent whose ranks have all gone ends, and is started again; so only some of the ranks are let go."""
         gone = sum(name in self._drained for agent in self.fleet.agents for name in agent.members)
         for _, spawned in allowed[:1]:
-            if gone < self.fleet.spec.ranks // 2:
+            if gone < self.fleet.spec.max_drained:
                 self._send(spawned, signal.SIGTERM)
                 self._drained.add(spawned.member)
                 yield spawned.member
 
-    def _kill_coordinator(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
+    def _kill_coordinator(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
         if self.fleet.coordinator.poll() is None:
             self.fleet.coordinator.kill()
             yield "coordinator"
 
-    def _kill_agent(self, allowed: list[tuple[AgentProcess, Spawned]], safe: str) -> Iterator[str]:
-        home = self.fleet.live()[safe][0]
-        others = [agent for agent in self.fleet.agents if agent is not home and agent.process.poll() is None]
+    def _kill_agent(self, allowed: list[tuple[AgentProcess, Spawned]], safe: Collection[str]) -> Iterator[str]:
+        live = self.fleet.live()
+        homes = {live[name][0].index for name in safe}
+        others = [agent for agent in self.fleet.agents if agent.index not in homes and agent.process.poll() is None]
         for agent in others[:1]:
-            self._hit.update((name, time.monotonic()) for name in agent.live())
+            self._hit.update((name, math.inf) for name in agent.live())
             agent.process.kill()
             yield f"agent {agent.index}"
 
     def _send(self, spawned: Spawned, number: int) -> None:
         """FAULT-2: a rank leads a process group of its own."""
         if number != signal.SIGTERM:
-            self._hit[spawned.member] = time.monotonic()
+            self._hit[spawned.member] = math.inf
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(spawned.pid) == spawned.pid:
                 os.kill(spawned.pid, number)
 
 
-_Strike = Callable[[FaultInjector, list[tuple[AgentProcess, Spawned]], str], Iterator[str]]
+_Strike = Callable[[FaultInjector, list[tuple[AgentProcess, Spawned]], Collection[str]], Iterator[str]]
 
 _STRIKES: dict[str, _Strike] = {
     "rank": FaultInjector._kill_rank,

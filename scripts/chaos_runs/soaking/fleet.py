@@ -14,31 +14,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.chaos_runs.soaking.holders import holders_of, passive_members
 from scripts.demo_job.driver import TRAIN, Tail
 from scripts.demo_job.processes import start_command
-from scripts.demo_job.run_log import RunLog, Spawned, member_name
+from scripts.demo_job.run_log import Part, RunLog, Spawned, member_name
 
 _STOP_S = 3.0
 
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """`train_args`: for train.py, beside where it writes."""
+    """`train_args`: for the script, beside where it writes. `script`: what `elasticgang run` runs, with its options.
+    `unit`: the most ranks of a replica group, in any layout of the job."""
 
     agents: int
     ranks_per_agent: int
     directory: Path
     train_args: Sequence[str]
+    script: Sequence[str] = (str(TRAIN),)
+    unit: int = 1
     hang_timeout_s: float = 3.0
 
     @property
     def ranks(self) -> int:
         return self.agents * self.ranks_per_agent
 
+    @property
+    def max_drained(self) -> int:
+        """How many ranks may have left at once: they come back only with their agent. The others fill two replica
+        groups, so that faults can go on."""
+        return self.ranks // 2 if self.unit == 1 else min(self.ranks // 2, self.ranks - 2 * self.unit)
+
 
 @dataclass
 class AgentProcess:
-    """One life of an agent."""
+    """One life of an agent. `name`: that of the agent in the job, once it has said so."""
 
     index: int
     process: subprocess.Popen[bytes]
@@ -46,6 +56,7 @@ class AgentProcess:
     events: Tail
     members: dict[str, Spawned] = field(default_factory=dict)
     exited: set[str] = field(default_factory=set)
+    name: str | None = None
 
     def live(self) -> dict[str, Spawned]:
         if self.process.poll() is not None:
@@ -64,6 +75,8 @@ class Fleet:
         self.fresh: list[tuple[AgentProcess, dict[str, Any]]] = []
         self.generations: list[tuple[AgentProcess, dict[str, Any]]] = []
         self.changes: list[dict[str, Any]] = []
+        self._generation = 0
+        self._passive: set[str] = set()
         self._histories: dict[str, Tail] = {}
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
@@ -96,6 +109,8 @@ class Fleet:
     def _add_event(self, agent: AgentProcess, line: dict[str, Any]) -> None:
         self.fresh.append((agent, line))
         match line["event"]:
+            case "started":
+                agent.name = line["agent"]
             case "spawned":
                 name = member_name(line["member"])
                 agent.members[name] = Spawned(name, line["t"], line["local_rank"], line["pid"])
@@ -104,8 +119,23 @@ class Fleet:
                 agent.exited.add(member_name(line["member"]))
             case "generation":
                 self.generations.append((agent, line))
+                self._seated(line)
             case "generation_change":
                 self.changes.append(line)
+
+    def _seated(self, line: dict[str, Any]) -> None:
+        """A generation has begun."""
+        if line["generation"] < self._generation:
+            return
+        self._generation = line["generation"]
+        live = {name: (agent.name, spawned.local_rank) for name, (agent, spawned) in self.live().items()}
+        self._passive = passive_members(line, live, self._passive)
+
+    def holders(self) -> dict[Part, list[str]]:
+        """Live members that hold each part of the newest committed state, as `holders_of` says."""
+        newest = self.run_log.newest
+        passive = self._passive if newest is not None and newest.generation < self._generation else set()
+        return holders_of(self.run_log, self.live().keys() - passive)
 
     def revive(self) -> list[str]:
         """Start what has ended, but for agents that have done their part. Returns what was started."""
@@ -157,7 +187,7 @@ class Fleet:
         command = ["run", "--coordinator", f"127.0.0.1:{self._port}", "--job-id", "soak"]
         command += ["--nnodes", f"1:{self.spec.agents}", "--nproc-per-node", str(self.spec.ranks_per_agent)]
         command += ["--log-dir", str(directory), "--hang-timeout", f"{self.spec.hang_timeout_s:g}"]
-        command += [str(TRAIN), *self.spec.train_args, "--output-dir", str(self.spec.directory)]
+        command += [*self.spec.script, *self.spec.train_args, "--output-dir", str(self.spec.directory)]
         process = start_command(command, directory / "agent.log")
         return AgentProcess(index, process, directory, Tail(directory / "events.jsonl"))
 
