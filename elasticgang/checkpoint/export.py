@@ -39,8 +39,8 @@ def export(
     """Write the state dict of the registered `module` (None: the only one) to `output`: its parameters and persistent
     buffers under all of their keys, and its extra state, so that `load_state_dict` of the whole model takes it. A
     safetensors file has only the extra state that is one tensor; the rest is left out, with a warning. `source`: a
-    checkpoint, or a directory of which the newest usable one is taken; or the URL of one. `progress_on`: where the
-    progress is shown. Returns the checkpoint and the number of keys.
+    checkpoint, or a directory of which the newest usable one is taken, with a warning for each newer one; or the URL of
+    one. `progress_on`: where the progress is shown. Returns the checkpoint and the number of keys.
 
     Raises:
         CheckpointError: there is no usable checkpoint, or none of that module; or a plain tensor of it differs
@@ -48,7 +48,36 @@ def export(
         OSError: `output` cannot be written, or `source` cannot be read.
         NotSupportedError, OperationalError: fsspec cannot open `source`.
     """
-    folder, manifest = _find(source)
+    storage = storage_at(source)
+    if (folder := storage.as_folder()).has_manifest():
+        return folder.path, _export(folder, listing.read_manifest(folder), output, module, progress_on)
+    problems = []
+    for found in listing.scan(storage):
+        problem = found.problem
+        if found.manifest is not None:
+            try:
+                return found.path, _export(found.folder, found.manifest, output, module, progress_on)
+            except CheckpointError as exc:
+                if not _is_corrupt(found.folder, found.manifest):
+                    raise
+                problem = str(exc)
+        log.warning("cannot use the checkpoint %s: %s; trying the one before", found.path, problem)
+        problems.append(f"{found.folder.name}: {problem}")
+    raise CheckpointError(
+        f"there is no usable checkpoint in {storage.path}" + "".join(f"; {each}" for each in problems)
+    )
+
+
+def _is_corrupt(folder: Folder, manifest: Manifest) -> bool:
+    try:
+        listing.verify(folder, manifest)
+    except CheckpointError:
+        return True
+    return False
+
+
+def _export(folder: Folder, manifest: Manifest, output: Path, module: str | None, progress_on: TextIO | None) -> int:
+    """As `export`, from one checkpoint. Returns the number of keys."""
     reader = CheckpointReader(folder, manifest, MODEL_AXES)
     names, extra = _weights(manifest, module)
     names |= {key: str(spec["tensor"]) for key, spec in extra.items() if _is_tensor(spec)}
@@ -66,14 +95,40 @@ def export(
                 extra = {}
             files.write_file(output, _safetensors(reader, names, add))
         else:
-            temporary = output.with_name(f".{output.name}.tmp")
-            held.callback(temporary.unlink, missing_ok=True)
             tensors = {name: _read(reader, reader.entry(name), add) for name in read}
             written = {key: tensors[name] for key, name in names.items()}  # tied ones have one storage
             written |= {key: unflatten(spec, Whole(reader)) for key, spec in extra.items()}  # type: ignore[arg-type]
-            torch.save(written, temporary)
-            os.replace(temporary, output)
-    return folder.path, len(names) + len(extra)
+            _save(written, output)
+    return len(names) + len(extra)
+
+
+class _Output:
+    """A file for `torch.save`, which raises RuntimeError for any error of `write`: `error` is the first one."""
+
+    def __init__(self, write: Callable[[memoryview], None]) -> None:
+        self._write = write
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            self._write(memoryview(data))
+        except OSError as exc:
+            self.error = self.error or exc
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        """All of it is written at once."""
+
+
+def _save(written: dict[str, Any], output: Path) -> None:
+    """Raises OSError: `output` cannot be written, and is as it was."""
+    with files.new_file(output) as write:
+        file = _Output(write)
+        try:
+            torch.save(written, file)  # type: ignore[arg-type]  # of a file, it calls no other method
+        except RuntimeError as exc:
+            raise file.error or exc from exc
 
 
 def _is_tensor(spec: Any) -> bool:
@@ -88,20 +143,6 @@ def _read(reader: CheckpointReader, entry: TensorEntry, on_read: Callable[[int],
     tensor = reader.read(entry, [0] * len(entry.shape), entry.shape)
     on_read(_num_bytes(entry))
     return tensor
-
-
-def _find(source: str | os.PathLike[str]) -> tuple[Folder, Manifest]:
-    storage = storage_at(source)
-    if (folder := storage.as_folder()).has_manifest():
-        return folder, listing.read_manifest(folder)
-    problems = []
-    for found in listing.scan(storage):
-        if found.manifest is not None:
-            return found.folder, found.manifest
-        problems.append(f"{found.folder.name}: {found.problem}")
-    raise CheckpointError(
-        f"there is no usable checkpoint in {storage.path}" + "".join(f"; {each}" for each in problems)
-    )
 
 
 def _weights(manifest: Manifest, module: str | None) -> tuple[dict[str, str], dict[str, Any]]:
@@ -178,8 +219,11 @@ def _safetensors(
 def main(argv: list[str]) -> int:
     try:
         path, num_tensors = export(argv[1], Path(argv[2]), argv[3] if len(argv) > 3 else None, sys.stderr)
-    except (CheckpointError, NotSupportedError, OperationalError, OSError) as exc:
+    except (CheckpointError, NotSupportedError, OperationalError) as exc:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
+        return 1
+    except OSError as exc:
+        print(f"elasticgang: error: {exc.filename or argv[2]}: {exc.strerror}", file=sys.stderr)
         return 1
     print(f"{num_tensors} tensors of {path} are in {argv[2]}")
     return 0

@@ -7,8 +7,9 @@ FILES-2  A checkpoint is complete once its manifest has its name. A deletion beg
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,13 +115,20 @@ class LocalFolder:
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """FILES-1. Raises OSError: the file was not written, and nothing of it is left."""
+    with new_file(path) as write:
+        for chunk in chunks:
+            write(memoryview(chunk))
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Callable[[memoryview], None]]:
+    """As `write_file`, of what the body writes with the function that it gets."""
     temporary = path.with_name(f".{path.name}.tmp")
     before_call()
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         try:
-            for chunk in chunks:
-                _write_all(descriptor, memoryview(chunk))
+            yield functools.partial(_write_all, descriptor)
             before_call()
             os.fsync(descriptor)
         finally:

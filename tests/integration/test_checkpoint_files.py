@@ -272,7 +272,7 @@ def test_a_verification_tells_how_many_bytes_it_has_read(tmp_path: Path) -> None
     assert sum(parts) == found.manifest.num_bytes
 
 
-def test_a_corrupt_checkpoint_is_not_exported(tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint_is_not_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint_writer.save(tmp_path, 10)
     file = tmp_path / checkpoint_writer.directory(10) / "shard-0-0-0-00001.safetensors"
     data = bytearray(file.read_bytes())
@@ -282,6 +282,33 @@ def test_a_corrupt_checkpoint_is_not_exported(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"model\.w in shard-0-0-0-00001\.safetensors is corrupt"):
             export(tmp_path, tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == [checkpoint_writer.directory(10)]
+    checkpoint_writer.save(tmp_path, 5)
+    for name in ("weights.safetensors", "weights.pt"):
+        assert export(tmp_path, tmp_path / name) == (str(tmp_path / checkpoint_writer.directory(5)), 2)
+        assert "is corrupt: the digest does not match; trying the one before" in caplog.text
+        caplog.clear()
+        with pytest.raises(CheckpointError, match="name one of the modules"):  # which says nothing of the files
+            export(tmp_path, tmp_path / name, "other")
+    with pytest.raises(CheckpointError, match="is corrupt"):  # named, it is the only one
+        export(tmp_path / checkpoint_writer.directory(10), tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_an_output_that_cannot_be_written_is_an_error_that_says_why(tmp_path: Path, suffix: str) -> None:
+    """A limit on the size of files stands for a full disk. What was there stays."""
+    checkpoint_writer.save(tmp_path, 10)
+    missing, file = str(tmp_path / "missing" / f"weights{suffix}"), tmp_path / f"weights{suffix}"
+    file.write_text("before")
+    for output, limit, told in ((missing, "", "No such file"), (str(file), "ulimit -f 0; ", "File too large")):
+        command = f"trap '' XFSZ; {limit}exec {sys.executable} -m elasticgang export {tmp_path} {output}"
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert done.returncode == 1
+        assert done.stderr.startswith("elasticgang: error: ")
+        assert told in done.stderr
+        assert file.name in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert file.read_text() == "before"
+    assert sorted(os.listdir(tmp_path)) == [checkpoint_writer.directory(10), file.name]
 
 
 # LISTING-3
