@@ -18,7 +18,7 @@ from elasticgang.checkpoint import files, listing
 from elasticgang.checkpoint.block_reader import CheckpointReader
 from elasticgang.checkpoint.loader import Whole
 from elasticgang.checkpoint.locations import storage_at
-from elasticgang.checkpoint.manifest import SUFFIX, Manifest, TensorEntry
+from elasticgang.checkpoint.manifest import INVALID, SUFFIX, Manifest, TensorEntry
 from elasticgang.checkpoint.names import tensor_names, without_axes
 from elasticgang.checkpoint.placed import KEYS, MODULE_KINDS
 from elasticgang.checkpoint.saved_objects import others_of_stages
@@ -151,7 +151,9 @@ def _weights(manifest: Manifest, module: str | None) -> tuple[dict[str, str], di
         by_module = _keys(manifest)
         others = others_of_stages(manifest, lambda name: is_extra_state(name) and name.partition(EXTRA)[0] in by_module)
         states = {name: _module_state(others[name]) for name in others}
-    except (KeyError, TypeError, ValueError) as exc:
+    except CheckpointError:
+        raise
+    except INVALID as exc:
         raise CheckpointError(f"its manifest is invalid: {exc!r}") from exc
     if module is None and len(by_module) == 1:
         (module,) = by_module
@@ -178,7 +180,7 @@ def _keys(manifest: Manifest) -> dict[str, dict[str, str]]:
 
     Raises:
         CheckpointError: two stages have different tensors under one key.
-        KeyError, TypeError, ValueError: the manifest is invalid.
+        INVALID: the manifest is.
     """
     found: dict[str, dict[str, str]] = {}
     for objects in manifest.objects.values():

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from elasticgang.checkpoint.block_reader import BlockReader, CheckpointReader
-from elasticgang.checkpoint.manifest import Manifest, TensorEntry
+from elasticgang.checkpoint.manifest import INVALID, Manifest, TensorEntry
 from elasticgang.checkpoint.names import without_axes
 from elasticgang.checkpoint.placed import Seated, name_tensors, names_of_owned, place
 from elasticgang.checkpoint.saved_objects import PER_PARAMETER, ModelMismatch, SavedObjects, SavedOptimizer
@@ -66,7 +66,9 @@ def state_of(reader: BlockReader, state: dict[str, Any], seated: Seated) -> tupl
             name: _Optimizer(reader, name, state, saved.optimizers[name], seated).read(has_all=has_all)
             for name in state["optimizers"]
         }
-    except (KeyError, TypeError, IndexError, AttributeError) as exc:
+    except CheckpointError:
+        raise
+    except INVALID as exc:
         raise CheckpointError(f"its manifest is invalid: {exc!r}") from exc
     loaded = {
         "small": {"buffers": read["buffers"], "others": others},

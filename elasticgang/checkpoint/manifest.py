@@ -18,6 +18,7 @@ from typing import Any
 
 from elasticgang.checkpoint.digest import DIGEST_CHARS, digest_of
 from elasticgang.errors import CheckpointError
+from elasticgang.layout import MODEL_AXES
 from elasticgang.protocol.commit import Attempt
 
 FORMAT = 3
@@ -47,6 +48,9 @@ DTYPES = {
     "float64": ("F64", 8),
     "complex64": ("C64", 8),
 }
+
+INVALID = (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError)
+"""What readers of `Manifest.objects` raise if these are of another form: a digest does not say who has written them."""
 
 _HEAD = b'{"digest":"'
 _MAX_SIZE = 1 << 60
@@ -152,7 +156,7 @@ def parse(data: bytes) -> Manifest:
             _text(content["job"]),
             Attempt(_size(content["step"]), _size(content["generation"])),
             _text(content["record"]),
-            dict(content["layout"]),
+            _layout(content["layout"]),
             tuple(map(file_from_json, content["files"])),
             tuple(map(tensor_from_json, content["tensors"])),
             dict(content["objects"]),
@@ -161,9 +165,9 @@ def parse(data: bytes) -> Manifest:
         if content["data_position"] != {"step": manifest.attempt.step}:
             raise ValueError("the data position is not the step")
         _check(manifest)
-    except (KeyError, TypeError, ValueError, RecursionError) as exc:
-        if isinstance(exc, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except INVALID as exc:
         raise CheckpointError(f"its manifest is invalid: {exc!r}") from exc
     return manifest
 
@@ -186,7 +190,10 @@ def tensor_from_json(data: dict[str, Any]) -> TensorEntry:
         )
         for piece in data["pieces"]
     )
-    return TensorEntry(_text(data["name"]), _sizes(data["shape"]), data["dtype"], _text(data["placement"]), pieces)
+    shape = _sizes(data["shape"])
+    if 0 in shape and math.prod(max(1, size) for size in shape) >= _MAX_SIZE:
+        raise ValueError(f"{list(shape)} is no shape")  # torch computes strides of it
+    return TensorEntry(_text(data["name"]), shape, data["dtype"], _text(data["placement"]), pieces)
 
 
 def file_from_json(data: dict[str, Any]) -> FileEntry:
@@ -294,6 +301,13 @@ _size = _checked(int, lambda value: 0 <= value < _MAX_SIZE, "size or offset")
 _text = _checked(str, lambda value: len(value) <= _MAX_NAME, "name")
 _digest = _checked(str, lambda value: _DIGEST.fullmatch(value) is not None, "digest")
 _file_name = _checked(str, lambda value: _FILE_NAME.fullmatch(value) is not None, "name of a file of a checkpoint")
+
+
+def _layout(values: Any) -> dict[str, Any]:
+    for axis in MODEL_AXES:
+        if type(size := values.get(axis, 1)) is not int or size < 1:
+            raise ValueError(f"{size!r:.200} is no size of {axis}")
+    return dict(values)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

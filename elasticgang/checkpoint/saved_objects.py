@@ -75,7 +75,7 @@ class SavedObjects:
 
         Raises:
             ModelMismatch: MERGE-1; or no seat has what the reader needs.
-            KeyError, TypeError, IndexError, AttributeError: the manifest is invalid.
+            INVALID: the manifest is.
         """
         self.tensors: set[str] = set()
         self.others = Merged("the registered object")
@@ -125,7 +125,7 @@ def others_of_stages(manifest: Manifest, is_wanted: Callable[[str], bool]) -> Me
 
     Raises:
         ModelMismatch: MERGE-1.
-        KeyError, TypeError, ValueError: the manifest is invalid.
+        INVALID: the manifest is.
     """
     found = Merged("the registered object")
     for saved, objects in _seats_for(manifest, min(manifest.objects), MODEL_AXES):

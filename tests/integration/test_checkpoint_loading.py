@@ -125,6 +125,55 @@ def test_the_one_before_is_loaded_in_place_of_one_that_cannot_be_used(
     assert "trying the one before" in caplog.text
 
 
+def replace_optimizer(content: dict[str, Any], entries: Any) -> None:
+    for objects in content["objects"].values():
+        objects["optimizers"]["dict"] = [["optim", {"dict": entries}]]
+
+
+def replace_others(content: dict[str, Any], entries: Any) -> None:
+    for objects in content["objects"].values():
+        objects["others"] = {"dict": entries}
+
+
+def add_empty_tensor(content: dict[str, Any]) -> None:
+    """It has no bytes, and strides that no number holds."""
+    entry = {"name": "x", "shape": [0, 1 << 59, 1 << 59], "dtype": "float32", "placement": "", "pieces": []}
+    content["tensors"].append(entry)
+    replace_others(content, [["counter", {"tensor": "x"}]])
+
+
+# LOADER-1
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(objects=[1]),
+        lambda content: content.update(objects=dict.fromkeys(content["objects"], 5)),
+        lambda content: content.update(layout={"pp": [], "sdp": "x"}),
+        lambda content: replace_others(content, [["counter"]]),
+        lambda content: replace_others(content, [[[1], 2]]),
+        lambda content: replace_others(content, [["counter", {"tensor": 7}]]),
+        lambda content: replace_optimizer(content, [["state"]]),
+        lambda content: replace_optimizer(
+            content, [["state", {"dict": []}], ["param_groups", [{"dict": [["params", [[]]]]}]]]
+        ),
+        add_empty_tensor,
+    ],
+    ids=["no objects", "numbers", "layout", "no pairs", "no keys", "no name", "optimizer", "groups", "strides"],
+)
+def test_objects_that_are_none_are_no_reason_to_end(
+    saved: Path, change: Callable[[dict[str, Any]], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under a digest that matches, which does not say who has written it."""
+    newest = Path(next(listing.scan(storage_at(saved))).path)
+    rewritten(newest, change)
+    rank = Rank(saved).train(3)
+    if rank.newest().attempt.step == 20:  # it is found out when the objects are read
+        assert not rank.load(20)
+        assert same(rank, Rank(saved).train(3))  # unchanged
+    assert f"the checkpoint {newest}: its manifest is invalid" in caplog.text
+    assert rank.load(10)
+
+
 # SAVER-3
 def test_a_job_does_not_start_anew_beside_checkpoints_that_cannot_be_used(saved: Path) -> None:
     empty = Rank(saved / "other")
