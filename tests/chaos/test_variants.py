@@ -40,8 +40,8 @@ def alone(optimizer: str) -> tuple[dict[int, float], Values]:
         return losses(found), whole(found, 1)
 
 
-def options(directory: Path, optimizer: str) -> list[str]:
-    return ["--steps", str(NUM_STEPS), "--optimizer", optimizer, "--output-dir", str(directory)]
+def options(directory: Path, optimizer: str, num_steps: int = NUM_STEPS) -> list[str]:
+    return ["--steps", str(num_steps), "--optimizer", optimizer, "--output-dir", str(directory)]
 
 
 def losses(found: Lines) -> dict[int, float]:
@@ -88,6 +88,34 @@ def test_kills_leave_no_trace_in_any_kind_of_state(sdp: int, optimizer: str, tmp
         assert state[name] == pytest.approx(values, rel=TOLERANCE, abs=TOLERANCE), name
     model = {name.removeprefix("model."): values for name, values in wanted.items() if name.startswith("model.")}
     assert all(wanted[f"ema.{name}"] != values for name, values in model.items() if "frozen" not in name)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("optimizer", "first", "second"),
+    [("adamw, fused", 2, 4), ("sgd", 4, 0), ("adamw, foreach", 0, 2), ("adafactor", 0, 0)],
+)
+def test_a_checkpoint_has_any_kind_of_state_for_any_division(
+    optimizer: str, first: int, second: int, tmp_path: Path
+) -> None:
+    """Four ranks hold shards of 3, 3, 3 and no rows. The first job ends in the middle."""
+    checkpoints = ["--checkpoints", str(tmp_path / "checkpoints")]
+    for name, sdp, steps in (("first", first, NUM_STEPS // 2), ("second", second, NUM_STEPS)):
+        directory = tmp_path / name
+        directory.mkdir()
+        script = [*options(directory, optimizer, steps), "--sdp", str(sdp), *checkpoints]
+        with Job(directory, JOB, *script, ranks=max(2, sdp) + (name == "second" and not sdp)) as job:
+            assert job.wait() == 0, job.stderr
+    assert f"continues at the checkpoint of step {NUM_STEPS // 2}" in job.stderr
+    found, (wanted_losses, wanted) = histories(directory), alone(optimizer)
+    found_losses = losses(found)
+    assert sorted(found_losses) == list(range(NUM_STEPS // 2, NUM_STEPS))
+    for step, loss in found_losses.items():
+        assert math.isclose(loss, wanted_losses[step], rel_tol=TOLERANCE), f"step {step}"
+    state = whole(found, max(second, 1))
+    assert state.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert state[name] == pytest.approx(values, rel=TOLERANCE, abs=TOLERANCE), name
 
 
 COMMUNICATES = """

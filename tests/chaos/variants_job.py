@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--sdp", type=int, default=0, help="ranks that divide the model; 0: each has all of it")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), required=True)
     parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--checkpoints", type=Path, help="save the state here after the last step, and go on from here")
     parser.add_argument("--faults", type=json.loads, default=[])
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -102,6 +103,8 @@ def main() -> None:
         return {"model": model, "ema": ema, "optim": optim}
 
     state = manager.build(build)
+    if args.checkpoints is not None:
+        manager.checkpoints(args.checkpoints, every_steps=1000)
     batches = eg.GlobalBatch(NUM_SAMPLES, size=BATCH_SIZE, slot=SLOT, seed=SEED)
     tokens = torch.randint(TOKENS, (NUM_SAMPLES, 2), generator=torch.Generator().manual_seed(SEED))
     history = History(args.output_dir / "history", manager.member)
