@@ -20,7 +20,7 @@ from elasticgang.environment import checkpoint_dir
 from elasticgang.errors import GangError, InvalidOperationError, NotSupportedError, StepAborted
 from elasticgang.gang import Gang, Gangs
 from elasticgang.gang.bans import Ban
-from elasticgang.layout import ParallelLayout
+from elasticgang.layout import ParallelLayout, integer_from
 from elasticgang.member.driver import MemberDriver
 from elasticgang.member.interfaces import Checkpoints, Mover, Reducer, Rendezvous, SlotKeeper, StateServer
 from elasticgang.member.seat_state import BuildFunction, NameFunction, SeatState
@@ -293,7 +293,7 @@ class QuorumManager:
 
         Raises:
             ValueError: no directory is given, neither or both of `every_steps` and `every_seconds` are, or a number is
-                too small.
+                too small or no integer.
             InvalidOperationError: it was called before, or the first step has begun.
             OperationalError: the directory cannot be written, or the URL cannot be listed.
             NotSupportedError: what the URL needs is missing: `pip install 'elasticgang[fsspec]'`, and fsspec's package
@@ -302,12 +302,12 @@ class QuorumManager:
         if (every_steps is None) == (every_seconds is None):
             raise ValueError("give one of `every_steps` and `every_seconds`.")
         for name, value in (("every_steps", every_steps), ("keep", keep)):
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+            if value is not None and integer_from(1, value) is None:
+                raise ValueError(f"`{name}` must be an integer of at least 1, but is {value!r} instead.")
         if every_seconds is not None and not (math.isfinite(every_seconds) and every_seconds > 0):
             raise ValueError(f"`every_seconds` must be finite and greater than 0, but is {every_seconds} instead.")
         directory = directory if directory is not None else checkpoint_dir()
-        if directory is None:
+        if directory is None or not os.fspath(directory):
             raise ValueError("`directory` must be given, here or by `elasticgang run --checkpoint-dir`.")
         if self._driver.checkpoints is not None:
             raise InvalidOperationError("`checkpoints` was called before; a job has one directory of them")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+import elasticgang as eg
 from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.digest import digest_of
 from elasticgang.checkpoint.locations import storage_at
@@ -239,6 +242,27 @@ def test_what_has_no_place_in_safetensors_is_refused(tmp_path: Path) -> None:
     rank.state.tip = rank.state.committed = Attempt(10, 1)
     with pytest.raises(NotSupportedError, match=r"a checkpoint cannot hold counter\.wave: it is complex128"):
         rank.begin()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"every_steps": None}, "give one of `every_steps` and `every_seconds`"),
+        ({"every_seconds": 3.0}, "give one of `every_steps` and `every_seconds`"),
+        ({"every_steps": 0}, "`every_steps` must be an integer of at least 1, but is 0"),
+        ({"every_steps": 2.5}, "`every_steps` must be an integer of at least 1, but is 2.5"),
+        ({"keep": 0}, "`keep` must be an integer of at least 1, but is 0"),
+        ({"keep": True}, "`keep` must be an integer of at least 1, but is True"),
+        ({"every_steps": None, "every_seconds": math.nan}, "`every_seconds` must be finite and greater than 0"),
+        ({"every_steps": None, "every_seconds": 0}, "`every_seconds` must be finite and greater than 0"),
+        ({"directory": ""}, "`directory` must be given"),
+        ({"directory": None}, "`directory` must be given"),
+    ],
+)
+def test_arguments_that_say_nothing_are_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        eg.join().checkpoints(**{"directory": tmp_path, "every_steps": 5, **changes})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
