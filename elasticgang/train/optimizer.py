@@ -148,7 +148,9 @@ class Optimizer:
         return [float(overflows), *([0.0] * len(squares) if overflows else squares)]
 
     def _is_finite(self) -> bool:
-        parts = [stored(gradient) for gradient in self._gradients()]
+        parts = [
+            part for gradient in self._gradients() if (part := stored(gradient)).numel()
+        ]  # no norm of an empty one
         return not parts or bool(torch.nn.utils.get_total_norm(parts, math.inf).isfinite())
 
     def _make_ready(self, total: float, max_norm: float | None, measured: Sequence[float], *, is_exact: bool) -> None:

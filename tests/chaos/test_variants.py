@@ -1,5 +1,6 @@
 """Kills leave no trace in what models and optimizers have beside plain parameters: tied weights, frozen layers, several
-parameter groups, an average of the weights, and each kind of optimizer; on whole models, and on uneven shards."""
+parameter groups, an average of the weights, a scale of the losses, and each kind of optimizer; on whole models, and on
+uneven shards."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def test_kills_leave_no_trace_in_any_kind_of_state(sdp: int, optimizer: str, tmp
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("optimizer", "first", "second"),
-    [("adamw, fused", 2, 4), ("sgd", 4, 0), ("adamw, foreach", 0, 2), ("adafactor", 0, 0)],
+    [("adamw, fused", 2, 4), ("sgd, scaled", 4, 0), ("adamw, foreach", 0, 2), ("adafactor", 0, 0)],
 )
 def test_a_checkpoint_has_any_kind_of_state_for_any_division(
     optimizer: str, first: int, second: int, tmp_path: Path

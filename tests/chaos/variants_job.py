@@ -1,5 +1,6 @@
 """A training job with what models and optimizers have beside plain parameters: tied weights, a frozen layer, parameter
-groups with options of their own, an average of the weights (EMA), and any optimizer of OPTIMIZERS.
+groups with options of their own, an average of the weights (EMA), and any optimizer of OPTIMIZERS. With "scaled" in its
+name, the losses are scaled, and some overflow in the backward of one slot.
 
 With `--sdp 2` the model is divided by `fully_shard`; its 9 rows leave an uneven shard. Everything is in double
 precision, so that the run of one process differs by the order of summation alone. Faults are as of `job.py`.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -21,13 +23,15 @@ from torch.distributed.fsdp import fully_shard
 
 import elasticgang as eg
 from elasticgang.state.dtensor import local
-from tests.chaos.job import Faults, History
+from tests.chaos.job import INIT_SCALE, Faults, History
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 16, 2, 5
 TOKENS, WIDTH = 9, 6
 EMA_DECAY = 0.75
+OVERFLOWING = (1, 4, 8)  # steps
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "sgd, scaled": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.02),
     "adamw, fused": partial(torch.optim.AdamW, lr=0.02, fused=True),
     "adamw, foreach": partial(torch.optim.AdamW, lr=0.02, foreach=True),
@@ -90,6 +94,8 @@ def main() -> None:
     manager = eg.join(layout=eg.ParallelLayout(sdp=max(args.sdp, 1)))
     faults.install(manager)
 
+    is_scaled = "scaled" in args.optimizer
+
     def build(seat: eg.ModelCoordinates) -> dict[str, object]:
         module, ema = Model(), Model().requires_grad_(False)
         if args.sdp:
@@ -99,8 +105,9 @@ def main() -> None:
             model: nn.Module = eg.ShardedDataParallel(manager, module)
         else:
             model = eg.DistributedDataParallel(manager, module)
-        optim = eg.Optimizer(manager, OPTIMIZERS[args.optimizer](groups_of(module)))
-        return {"model": model, "ema": ema, "optim": optim}
+        scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=3, enabled=is_scaled)
+        optim = eg.Optimizer(manager, OPTIMIZERS[args.optimizer](groups_of(module)), scaler=scaler)
+        return {"model": model, "ema": ema, "optim": optim, "scaler": scaler}
 
     state = manager.build(build)
     if args.checkpoints is not None:
@@ -117,8 +124,10 @@ def main() -> None:
                 with state.model.accumulate(last=slot.last):
                     read, written = tokens[slot.index].unbind(1)
                     loss = nn.functional.cross_entropy(state.model(read), written, reduction="sum")
-                    loss.backward()  # type: ignore[no-untyped-call]
                     losses.append(loss.item())
+                    if is_scaled and step.index in OVERFLOWING and slot.number == 3:
+                        loss = loss * math.inf
+                    state.scaler.scale(loss).backward()
             faults.at("body")
             history.write("prepared", step=step.index, generation=step.generation, loss=sum(losses))
             if state.optim.step(weight=slots.num_samples, max_norm=0.5):
@@ -127,7 +136,10 @@ def main() -> None:
                 history.write("committed", step=step.index, generation=manager.tip.generation)
     model = state.model.module
     assert model.output.weight is model.embedding.weight
-    history.write("finished", part=manager.gangs.sdp.rank, state=state_of(model, state.ema, state.optim.optim))
+    values = state_of(model, state.ema, state.optim.optim)
+    if is_scaled:
+        values["step.scale"] = [state.scaler.get_scale()]
+    history.write("finished", part=manager.gangs.sdp.rank, state=values)
     faults.finish()
 
 

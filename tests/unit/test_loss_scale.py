@@ -70,6 +70,19 @@ def test_a_step_with_an_overflow_commits_and_is_not_applied(max_norm: float | No
     assert state == torchs([index not in (1, 4) for index in range(7)])
 
 
+def test_a_parameter_without_elements_does_not_overflow() -> None:
+    """As the shard of a rank that has no row."""
+    manager = eg.join()
+    empty, full, own = torch.nn.Parameter(torch.ones(0, 2)), torch.nn.Parameter(torch.ones(1)), scaler()
+    optim = eg.Optimizer(manager, torch.optim.SGD([empty, full], lr=0.125), scaler=own)
+    manager.register_state(parameters=torch.nn.ParameterList([empty, full]), optim=optim, scaler=own)
+    for step in manager.steps(1):
+        with step:
+            own.scale(empty.sum() + full.sum()).backward()  # type: ignore[no-untyped-call]
+            assert optim.step(weight=1.0)
+    assert full.item() == 0.875
+
+
 def test_a_scaler_that_is_not_registered_is_refused() -> None:
     manager = eg.join()
     parameter = torch.nn.Parameter(torch.ones(1))
