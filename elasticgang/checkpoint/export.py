@@ -51,8 +51,10 @@ def export(
     storage = storage_at(source)
     if (folder := storage.as_folder()).has_manifest():
         return folder.path, _export(folder, listing.read_manifest(folder), output, module, progress_on)
-    problems = []
+    problems: list[str] = []
     for found in listing.scan(storage):
+        if problems:
+            log.warning("cannot use the checkpoint %s; trying the one before", problems[-1])
         problem = found.problem
         if found.manifest is not None:
             try:
@@ -61,7 +63,6 @@ def export(
                 if not _is_corrupt(found.folder, found.manifest):
                     raise
                 problem = str(exc)
-        log.warning("cannot use the checkpoint %s: %s; trying the one before", found.path, problem)
         problems.append(f"{found.folder.name}: {problem}")
     raise CheckpointError(
         f"there is no usable checkpoint in {storage.path}" + "".join(f"; {each}" for each in problems)

@@ -39,13 +39,13 @@ def test_random_faults_break_no_promise(tmp_path: Path) -> None:
 @pytest.mark.timeout(420)
 def test_random_faults_on_shards_leave_no_trace_in_the_bits(tmp_path: Path) -> None:
     """With a fallback layout, in which each rank holds the whole model."""
-    options = ["--layout", "sdp=2,min_replicas=2/sdp=1", "--reproducible", "--steps", "50", "--pause", "0.1"]
-    options += ["--every", "1.5", "--seed", "4"]
+    options = ["--layout", "sdp=2,min_replicas=2/sdp=1", "--reproducible", "--steps", "24", "--pause", "0.15"]
+    options += ["--every", "1", "--seed", "4"]
     done = soak(*options, "--output-dir", str(tmp_path), timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["passed"], summary["steps"]) == (True, 50)
-    assert summary["num_faults"] >= 2
+    assert (summary["passed"], summary["steps"]) == (True, 24)
+    assert summary["num_faults"] >= 1
 
 
 @pytest.mark.parametrize(
