@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.chaos_runs.soaking.holders import choose_safe, holders_of, passive_members
+from scripts.chaos_runs.soaking.holders import choose_safe, holders_of, passive_members, seats_by_part
 from scripts.demo_job.run_log import RunLog
 
 FIRST, SECOND = (0, 0, 0), (0, 1, 0)
@@ -66,27 +66,41 @@ def test_nobody_becomes_passive_while_state_moves_to_another_layout() -> None:
     assert passive_members(event, LIVE, {"d"}) == {"d"}
 
 
+def test_each_seat_has_the_part_of_its_rank() -> None:
+    event = {
+        "layout": "sdp=2,min_replicas=2",
+        "active": 3,
+        "seats": [
+            {"agent": "A", "seats": [[1, 1, "active"], [0, 0, "active"]]},
+            {"agent": "B", "seats": [[1, 3, "active"], [0, 2, "learner"], [2, None, "spare"]]},
+        ],
+    }
+    assert seats_by_part(event) == {FIRST: [("A", 0)], SECOND: [("A", 1), ("B", 1)]}
+    moving = seats_by_part({**event, "active": 0})
+    assert moving == {FIRST: [("A", 0), ("B", 0)], SECOND: [("A", 1), ("B", 1)]}
+    stages = seats_by_part({**event, "layout": "pp=2", "active": 0})
+    assert stages == {FIRST: [("A", 0), ("A", 1)], (1, 0, 0): [("B", 0), ("B", 1)]}
+
+
 HOST_OF = {"a": 0, "b": 0, "c": 1, "d": 1}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_one_holder_of_each_part_is_safe_on_one_host_if_that_has_all(seed: int) -> None:
-    safe = choose_safe({FIRST: ["a", "c"], SECOND: ["b", "d"]}, HOST_OF, random.Random(seed))
+    safe = choose_safe([["a", "c"], ["b", "d"]], HOST_OF, random.Random(seed))
     assert safe in ({"a", "b"}, {"c", "d"})
 
 
 def test_any_host_may_be_the_one_that_is_left_alone() -> None:
-    found = [
-        choose_safe({FIRST: ["a", "c"], SECOND: ["b", "d"]}, HOST_OF, random.Random(seed)) == {"a", "b"}
-        for seed in range(20)
-    ]
+    found = [choose_safe([["a", "c"], ["b", "d"]], HOST_OF, random.Random(seed)) == {"a", "b"} for seed in range(20)]
     assert set(found) == {True, False}
 
 
 def test_holders_on_several_hosts_are_safe_if_none_has_all_parts() -> None:
-    assert choose_safe({FIRST: ["a"], SECOND: ["c"]}, HOST_OF, random.Random(0)) == {"a", "c"}
+    assert choose_safe([["a"], ["c"]], HOST_OF, random.Random(0)) == {"a", "c"}
+    assert choose_safe([["a"], ["a", "c"]], HOST_OF, random.Random(0)) == {"a"}
 
 
-@pytest.mark.parametrize("holders", [{}, {FIRST: ["a"], SECOND: []}])
-def test_nobody_is_safe_while_a_part_is_not_known_to_be_held(holders: dict[tuple[int, ...], list[str]]) -> None:
-    assert choose_safe(holders, HOST_OF, random.Random(0)) is None
+@pytest.mark.parametrize("groups", [[], [["a"], []]])
+def test_nobody_is_safe_while_a_part_is_not_known_to_be_held(groups: list[list[str]]) -> None:
+    assert choose_safe(groups, HOST_OF, random.Random(0)) is None

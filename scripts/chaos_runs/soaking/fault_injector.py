@@ -132,15 +132,15 @@ class FaultInjector:
     def _safe(self) -> set[str] | None:
         """FAULT-1. Of those that hold the newest state, one of each part that has not been hit."""
         live, now = self.fleet.live(), time.monotonic()
-        holders = {
-            part: [
+        groups = [
+            [
                 name
                 for name in members
                 if self._hit.get(name, 0.0) <= now and name not in self._drained and not _is_stopped(live[name][1].pid)
             ]
-            for part, members in self.fleet.holders().items()
-        }
-        return choose_safe(holders, {name: agent.index for name, (agent, _) in live.items()}, self.source)
+            for members in self.fleet.holders()
+        ]
+        return choose_safe(groups, {name: agent.index for name, (agent, _) in live.items()}, self.source)
 
     # -- what is done; each yields whom it was done to
 

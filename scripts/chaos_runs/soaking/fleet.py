@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.chaos_runs.soaking.holders import holders_of, passive_members
+from scripts.chaos_runs.soaking.holders import holders_of, passive_members, seats_by_part
 from scripts.demo_job.driver import TRAIN, Tail
 from scripts.demo_job.processes import start_command
-from scripts.demo_job.run_log import Part, RunLog, Spawned, member_name
+from scripts.demo_job.run_log import RunLog, Spawned, member_name, parts_of
 
 _STOP_S = 3.0
 
@@ -77,6 +77,7 @@ class Fleet:
         self.changes: list[dict[str, Any]] = []
         self._generation = 0
         self._passive: set[str] = set()
+        self._event: dict[str, Any] = {}  # of the newest generation
         self._histories: dict[str, Tail] = {}
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
@@ -130,12 +131,26 @@ class Fleet:
         self._generation = line["generation"]
         live = {name: (agent.name, spawned.local_rank) for name, (agent, spawned) in self.live().items()}
         self._passive = passive_members(line, live, self._passive)
+        self._event = line
 
-    def holders(self) -> dict[Part, list[str]]:
-        """Live members that hold each part of the newest committed state, as `holders_of` says."""
-        newest = self.run_log.newest
-        passive = self._passive if newest is not None and newest.generation < self._generation else set()
-        return holders_of(self.run_log, self.live().keys() - passive)
+    def holders(self) -> list[list[str]]:
+        """Groups of live members: the newest committed state is whole while one of each is left. [] if that is not
+        known. In a layout that has committed nothing yet, the former holders keep all parts until the vote of a step
+        that commits nothing, which no history tells, and the new ones hold them from that on."""
+        newest, sizes = self.run_log.newest, self.run_log.sizes
+        if newest is None:
+            return []
+        live = self.live()
+        is_newer = newest.generation < self._generation
+        former = list(holders_of(self.run_log, live.keys() - (self._passive if is_newer else set())).values())
+        if not is_newer or sizes is None:
+            return former
+        by_seat = {(agent.name, spawned.local_rank): name for name, (agent, spawned) in live.items()}
+        seated = seats_by_part(self._event)
+        if seated.keys() == set(parts_of(sizes)):
+            return former
+        new = [[by_seat[seat] for seat in seats if seat in by_seat] for seats in seated.values()]
+        return new if self._event["active"] else former + new
 
     def revive(self) -> list[str]:
         """Start what has ended, but for agents that have done their part. Returns what was started."""

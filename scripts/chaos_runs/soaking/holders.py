@@ -5,10 +5,12 @@ Pure: no clock, file or process.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from elasticgang.layout import ParallelLayout
 from scripts.demo_job.run_log import Part, RunLog, StepAttempt, parts_of
 
 
@@ -44,17 +46,35 @@ def passive_members(
     return {member for member, where in live.items() if where not in active}
 
 
-def choose_safe(
-    holders: Mapping[Part, Sequence[str]], host_of: Mapping[str, int], source: random.Random
-) -> set[str] | None:
-    """One holder of each part. As many of them as possible are on one host, drawn from `source`, so that other hosts
-    may be lost. None: a part has no holder, or there is no part."""
-    if not holders or not all(holders.values()):
+def seats_by_part(generation: Mapping[str, Any]) -> dict[Part, list[tuple[str, int]]]:
+    """The agent and local rank of each active seat of the event `generation` by part of the model; of all seats, while
+    state moves to its layout."""
+    layout = ParallelLayout.parse(generation["layout"])
+    seats = [(rank, agent["agent"], *seat) for agent in generation["seats"] for *seat, rank in _seats_of(agent)]
+    num_replicas = len(seats) // layout.unit
+    places = itertools.product(range(layout.pp), range(num_replicas), range(layout.sdp), range(layout.tp))
+    found: dict[Part, list[tuple[str, int]]] = {part: [] for part in parts_of((layout.pp, layout.sdp, layout.tp))}
+    for (pp, _, sdp, tp), (_, agent, local_rank, status) in zip(places, sorted(seats), strict=False):
+        if status == "active" or not generation["active"]:
+            found[pp, sdp, tp].append((agent, local_rank))
+    return found
+
+
+def _seats_of(agent: Mapping[str, Any]) -> list[tuple[int, str, int]]:
+    return [(local_rank, status, rank) for local_rank, rank, status in agent["seats"] if rank is not None]
+
+
+def choose_safe(groups: Sequence[Sequence[str]], host_of: Mapping[str, int], source: random.Random) -> set[str] | None:
+    """One member of each of `groups`. As many of them as possible are on one host, drawn from `source`, so that other
+    hosts may be lost. None: a group is empty, or there is none."""
+    if not groups or not all(groups):
         return None
-    hosts = sorted({host_of[member] for members in holders.values() for member in members})
+    hosts = sorted({host_of[member] for members in groups for member in members})
     source.shuffle(hosts)
-    safe = set()
-    for members in holders.values():
+    safe: set[str] = set()
+    for members in groups:
+        if safe.intersection(members):
+            continue
         host = next(host for host in hosts if any(host_of[member] == host for member in members))
         safe.add(source.choice([member for member in members if host_of[member] == host]))
     return safe
