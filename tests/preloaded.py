@@ -2,14 +2,14 @@
 
 One process has imported what all of them need: a fork server of this pytest process. A `PreloadedProcess` is forked
 from it. For its own fork server it gets a copy of that process, forked beforehand, which then runs the whole of
-`elasticgang.process.forkserver.main`: only the modules are there already. An agent (`-m elasticgang`) is executed, as
-ever, and imports no torch.
+`elasticgang.process.forkserver.main`: only the modules are there already. In an agent (`-m elasticgang`) no module of
+torch is there, nor another that an agent does not import: what it imports besides, it imports anew.
 
 An agent that a preloaded command starts (`scripts/demo` does) is forked from that command's fork server, and so needs
 no import of torch either. It ends with its parent, as `scripts.demo_job.processes` has it, in a process group instead
 of a session of its own.
 
-What starts while modules are imported is tested with `Job(..., fresh=True)`.
+What starts while modules are imported, and what an agent takes, is tested with `Job(..., fresh=True)`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
+from elasticgang.launch import cli
 from elasticgang.launch.run import PRELOAD
 from elasticgang.process import forkserver
 from elasticgang.process.parent_death import signal_at_parent_death
@@ -49,11 +51,13 @@ _getenv = ctypes.CDLL(None).getenv
 _getenv.restype = ctypes.c_void_p
 _imported: list[str] = []  # by this process, for all that is forked from it
 _mark_address: int | None = _getenv(MARK.encode())  # before anything changes the environment
+_of_an_agent = frozenset(sys.modules)  # where this module is imported before torch
+_hidden: list[ModuleType] = []
 
 
 @functools.cache
 def _server(pid: int) -> forkserver.ForkServer:
-    server = forkserver.ForkServer((*PRELOAD, *_EXTRA, __name__), env=_ENVIRONMENT)
+    server = forkserver.ForkServer((__name__, *PRELOAD, *_EXTRA), env=_ENVIRONMENT)
     server.wait_ready()
     atexit.register(server.close)
     return server
@@ -81,7 +85,8 @@ def _start(process: Any, command: Sequence[str], given: Sequence[Any], **request
     request |= {"command": list(command), "cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ)}
     with _as_subreaper():
         server = _server(os.getpid())
-        spawned = server.spawn(f"{__name__}:run", request, fds=(stdin,), stdio=(stdout, stderr), name="eg-test")
+        name = "python" if _is_agent(command[1:]) else "eg-test"
+        spawned = server.spawn(f"{__name__}:run", request, fds=(stdin,), stdio=(stdout, stderr), name=name)
     os.close(spawned.pidfd)
     _created(process, spawned.pid, files)
 
@@ -117,7 +122,7 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
     if tuple(words[:3]) == IN_NAMESPACE:
         _enter_namespace(words[3])
         words = words[4:]
-    python, *command = words
+    _, *command = words
     assert _mark_address is not None
     ctypes.memmove(_mark_address, env[MARK].encode(), len(_NO_MARK))  # where /proc shows it, of forks too
     _set_environment(env)
@@ -125,11 +130,10 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
     for module in request["imports"]:
         importlib.import_module(module)
     _imported.extend(request["imports"])
-    offer_fork_server()
-    if command[:2] == ["-m", "elasticgang"]:
-        sock, pid = _offered[os.getpid()]
-        sock.set_inheritable(True)
-        os.execve(python, [python, "-m", __name__, str(sock.fileno()), str(pid), *command[2:]], env)
+    if command[:3] != ["-m", "elasticgang", "coordinator"]:  # it starts no process
+        offer_fork_server()
+    if _is_agent(command):
+        _run_agent(command[2:])
     is_module = command[0] == "-m"
     sys.argv = command[is_module:]
     if is_module:
@@ -138,6 +142,41 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
         sys.path.insert(0, os.path.dirname(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
     return 0
+
+
+def _is_agent(command: Sequence[str]) -> bool:
+    return list(command[:2]) == ["-m", "elasticgang"]
+
+
+def _run_agent(arguments: list[str]) -> NoReturn:
+    """As `python -m`, but without the finalizers of the modules that it has not imported: they take a quarter of a
+    second."""
+    hide_modules()
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
+    code: object
+    try:
+        code = cli.main(arguments)
+    except SystemExit as exc:
+        code = exc.code
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code or 0)
+
+
+def hide_modules() -> None:
+    """Of torch and of the project, all that an agent does not import."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("elasticgang", "torch", "torchft")]:
+        if name not in _of_an_agent:
+            module = sys.modules.pop(name)
+            _hidden.append(module)  # it stays alive
+            parent, _, own = name.rpartition(".")
+            if parent in _of_an_agent and getattr(sys.modules[parent], own, None) is module:
+                delattr(sys.modules[parent], own)
 
 
 def _enter_namespace(name: str) -> None:
@@ -210,18 +249,3 @@ class _OfferedProcess(subprocess.Popen[Any]):
         socket.send_fds(sock, [json.dumps(request).encode()], list(pass_fds))
         sock.close()
         _created(self, pid, files)
-
-
-def main() -> int:
-    """The agent: `python -m tests.preloaded DESCRIPTOR PID run ...`."""
-    _, descriptor, pid, *arguments = sys.argv
-    sock = socket.socket(fileno=int(descriptor))
-    sock.set_inheritable(False)
-    _offer(sock, int(pid))
-    from elasticgang.launch.cli import main
-
-    return main(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE_S = 180.0  # a guard against a hang; no test waits for it to pass
 PROMPT_S = 10.0  # for what takes milliseconds: the machine may stand still for seconds
 
-_PROGRAM = ("-m", "elasticgang")
+PROGRAM = ("-m", "elasticgang")
 
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound="Command")
@@ -188,6 +188,11 @@ def run_preloaded(
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
+def can_be_forked(prefix: Sequence[str], program: Sequence[str]) -> bool:
+    """Whether `PreloadedProcess` starts it as Python would."""
+    return tuple(program) == PROGRAM and (not prefix or tuple(prefix[:-1]) == IN_NAMESPACE)
+
+
 class Job(Command):
     """`elasticgang run`."""
 
@@ -200,7 +205,7 @@ class Job(Command):
         options: Sequence[str] = (),
         env: dict[str, str] | None = None,
         stdout: int | None = None,
-        program: Sequence[str] = _PROGRAM,
+        program: Sequence[str] = PROGRAM,
         prefix: Sequence[str] = (),
         fresh: bool = False,
         imports: Sequence[str] = (),
@@ -208,8 +213,7 @@ class Job(Command):
         """`program`: Python's arguments for the command line; `prefix`: a command that runs it. `fresh`: its fork
         server imports torch, as a user's does. `imports`: what the ranks of one that is not import too."""
         run = [*prefix, sys.executable, *program, "run", "--nproc-per-node", str(ranks), "--log-dir", str(directory)]
-        can_be_forked = not prefix or tuple(prefix[:-1]) == IN_NAMESPACE
-        preloaded = not fresh and can_be_forked and tuple(program) == _PROGRAM
+        preloaded = not fresh and can_be_forked(prefix, program)
         command = [*run, *options, str(script), *args]
         super().__init__(directory, command, env=env, stdout=stdout, preloaded=preloaded, imports=imports)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from tests.chaos.training_scripts import script, training
-from tests.support import Command, Job, run_preloaded, wait_until
+from tests.support import REPOSITORY, Command, Job, run_preloaded, wait_until
 
 BODY = '(here / f"at-{rank}").write_text(f"{os.getppid()}\\n"); time.sleep(600)'
 
@@ -37,10 +38,43 @@ def test_all_processes_of_a_job_are_found_and_end_with_its_agent(fresh: bool, tm
         agent, server = found[job.process.pid], found[job.fork_server().pid]
         assert {job.rank_pid(0), job.rank_pid(1)} < found.keys()
         assert (server.name(), server.ppid()) == ("eg-forkserver", agent.pid)
-        assert "libtorch" not in "".join(entry.path for entry in agent.memory_maps())
+        assert ("libtorch" in "".join(entry.path for entry in agent.memory_maps())) is not fresh
         assert any("elasticgang.process.forkserver" in part for part in server.cmdline())
         job.process.kill()
         job.assert_nothing_left(5.0)
+
+
+AGENT_MODULES = """
+import sys
+from tests import preloaded
+
+before = set(sys.modules)
+import elasticgang, elasticgang.train, torch, torchft
+assert not {"elasticgang.agent.agent", "elasticgang.launch.cli", "elasticgang.launch.run"} - before
+assert not {"elasticgang.train", "torch", "torchft"} & before
+preloaded.hide_modules()
+assert not {name for name in set(sys.modules) - before if name.partition(".")[0] in ("elasticgang", "torch")}
+assert not hasattr(elasticgang, "train")
+import elasticgang.environment, elasticgang.launch.commands
+"""
+
+
+def test_an_agent_that_is_forked_has_the_modules_that_one_imports_and_none_of_torch() -> None:
+    command = [sys.executable, "-c", AGENT_MODULES]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_agent_that_is_forked_exits_as_one_that_is_executed(tmp_path: Path) -> None:
+    for arguments in (["--version"], ["run"], ["run", str(tmp_path / "missing.py")]):
+        command = [sys.executable, "-m", "elasticgang", *arguments]
+        executed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        forked = run_preloaded(command)
+        assert (forked.returncode, forked.stdout, forked.stderr) == (
+            executed.returncode,
+            executed.stdout,
+            executed.stderr,
+        )
 
 
 def test_a_job_replaces_the_fork_server_that_it_was_offered(tmp_path: Path) -> None:
@@ -95,6 +129,5 @@ def test_an_agent_that_a_program_starts_is_its_child_and_ends_with_it(tmp_path: 
         agent = int(at.read_text())
         assert psutil.Process(agent).ppid() == process.process.pid
         assert process.stdout == f"{process.process.pid} {agent}\n"
-        assert "libtorch" not in "".join(entry.path for entry in psutil.Process(agent).memory_maps())
         process.process.kill()
         process.assert_nothing_left()
