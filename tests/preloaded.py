@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
@@ -43,7 +44,10 @@ _NAMESPACES = "/run/netns"
 _CLONE_NEWNET = 0x40000000
 _FORK_SERVER = ["-m", forkserver.__name__]
 _MAX_MESSAGE = 1 << 17
-_EXTRA = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.utils.data", "elasticgang.gang")
+_EXTRA = (
+    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.utils.data", "elasticgang.gang"),
+    *("tests.chaos.job", "tests.chaos.reshaped_job"),  # and with them what most jobs of tests import
+)
 # As the agent sets them for its fork server: torch reads them when it is imported.
 _ENVIRONMENT = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: _NO_MARK}
 
@@ -130,6 +134,8 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
     for module in request["imports"]:
         importlib.import_module(module)
     _imported.extend(request["imports"])
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch's own: they take a tenth of the time of a short rank
     if command[:3] != ["-m", "elasticgang", "coordinator"]:  # it starts no process
         offer_fork_server()
     if _is_agent(command):

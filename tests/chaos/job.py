@@ -383,6 +383,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the gradients of slots when a step is tried again")
     parser.add_argument("--slot", type=int, default=SLOT, help="samples in a slot")
     parser.add_argument("--scaled", action="store_true", help="scale the losses; those of some slots overflow")
+    parser.add_argument("--memory", action="store_true", help="say in which file the gradients lie")
     parser.add_argument("--factory", choices=["ProcessGroupGloo", "ProcessGroupBabyGloo"], help="of torchft")
     args = parser.parse_args()
 
@@ -430,7 +431,7 @@ def main() -> None:
             mine = (*slots.kept, *slots)
             samples = [int(sample) for slot in mine for sample in slot.index]
             numbers = [slot.number for slot in mine]
-            memory = memory_of(model.bias.grad)
+            memory = memory_of(model.bias.grad) if args.memory else ""
             history.write(
                 "prepared",
                 step=step.index,

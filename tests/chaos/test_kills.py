@@ -246,7 +246,7 @@ def test_gradients_that_comm_processes_share_are_exact_whoever_dies(
         at("totals_received", 2, "comms"),  # all have their gradients, and keep them until the next record
         at("votes_received", 0),
     ]
-    job = run(tmp_path, faults, script_options=large)
+    job = run(tmp_path, faults, script_options=[*large, "--memory"])
     check(job, faults, run_alone(tmp_path_factory.mktemp("alone"), *large))
     lines = [line for history in histories(tmp_path) for line in history if line["kind"] == "prepared"]
     assert {re.sub(r"\d+", "N", line["memory"]) for line in lines} - {""} == {"/memfd:elasticgang-N-N-N (deleted)"}
