@@ -48,6 +48,7 @@ _EXTRA = (
     *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.utils.data", "elasticgang.gang"),
     *("tests.chaos.job", "tests.chaos.reshaped_job"),  # and with them what most jobs of tests import
 )
+_HIDDEN = ("elasticgang", "pynvml", "torch", "torchft")
 # As the agent sets them for its fork server: torch reads them when it is imported.
 _ENVIRONMENT = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: _NO_MARK}
 
@@ -136,8 +137,7 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
     _imported.extend(request["imports"])
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's own: they take a tenth of the time of a short rank
-    if command[:3] != ["-m", "elasticgang", "coordinator"]:  # it starts no process
-        offer_fork_server()
+    offer_fork_server()
     if _is_agent(command):
         _run_agent(command[2:])
     is_module = command[0] == "-m"
@@ -158,6 +158,7 @@ def _run_agent(arguments: list[str]) -> NoReturn:
     """As `python -m`, but without the finalizers of the modules that it has not imported: they take a quarter of a
     second."""
     hide_modules()
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
     code: object
     try:
@@ -175,8 +176,8 @@ def _run_agent(arguments: list[str]) -> NoReturn:
 
 
 def hide_modules() -> None:
-    """Of torch and of the project, all that an agent does not import."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("elasticgang", "torch", "torchft")]:
+    """Of torch, of what it looks for, and of the project, all that an agent has not imported when it begins."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in _HIDDEN]:
         if name not in _of_an_agent:
             module = sys.modules.pop(name)
             _hidden.append(module)  # it stays alive

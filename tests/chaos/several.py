@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.chaos.test_kills import JOB, check_samples, histories
-from tests.support import PROGRAM, Command, Job, can_be_forked, is_alive, kill, run_preloaded, wait_until
+from tests.support import Command, Job, is_alive, kill, run_preloaded, wait_until
 
 NUM_STEPS = 30
 SLOW_S = 240.0  # processes import torch; a guard, as `support.DEADLINE_S`
@@ -31,14 +31,14 @@ class Coordinator(Command):
         port: int = 0,
         state: bool = False,
         credentials: Sequence[str] = (),
-        program: Sequence[str] = PROGRAM,
+        program: Sequence[str] = ("-m", "elasticgang"),
         prefix: Sequence[str] = (),
     ) -> None:
         """`program` and `prefix`: see `Job`."""
         options = ["--state-dir", str(directory / "state")] if state else []
         options += credentials
         command = [*prefix, sys.executable, *program, "coordinator", "--host", host, "--port", str(port)]
-        super().__init__(directory, [*command, *options], preloaded=can_be_forked(prefix, program))
+        super().__init__(directory, [*command, *options])
 
     @functools.cached_property
     def address(self) -> str:
