@@ -147,7 +147,8 @@ def test_the_operators_word_lets_the_job_go_on_without_an_agent_that_is_gone(tmp
             agent.expect("coordinator unreachable")
         kill_agent(agents[1])
         cluster.restart_coordinator()
-        assert "without agent" in wait_until(lambda: give_word(cluster), "the word")
+        # The agent that is back may have yet to promise.
+        assert "leads it on from generation 1" in wait_until(lambda: give_word(cluster), "the word")
         assert generation_of(agents[0], 2)["ranks"] == [0]
         cluster.release(5)
         cluster.check(alone, agents[:1])
