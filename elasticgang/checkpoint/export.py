@@ -226,7 +226,8 @@ def main(argv: list[str]) -> int:
         print(f"elasticgang: error: {exc}", file=sys.stderr)
         return 1
     except OSError as exc:
-        print(f"elasticgang: error: {exc.filename or argv[2]}: {exc.strerror}", file=sys.stderr)
+        what = f"{exc.filename or argv[2]}: {exc.strerror}" if exc.strerror else str(exc)
+        print(f"elasticgang: error: {what}", file=sys.stderr)
         return 1
     print(f"{num_tensors} tensors of {path} are in {argv[2]}")
     return 0

@@ -166,12 +166,14 @@ class MemberDriver:
                 self.checkpoints.drop()
             case Do.FIND_CHECKPOINT:
                 with self._page.paused():
+                    state_server.wait_for_memory()  # RESERVE-1; what the rank reports is found out afterwards
                     return None if self.checkpoints is None else self.checkpoints.newest(self.lifecycle.state)
             case do.LoadCheckpoint(ref):
                 if self.checkpoints is None:
                     raise StateLostError(
                         f"the job goes back to the checkpoint of step {ref.attempt.step}; this rank has none"
                     )
+                state_server.release_memory()
                 with self._page.paused(), state_server.exclusive():
                     is_loaded = self.checkpoints.load(ref, self.lifecycle.state)
                 self._loaded = (ref.attempt, self.checkpoints.coverage) if is_loaded else None
@@ -183,7 +185,11 @@ class MemberDriver:
             case do.KeepFormer(former, is_dropped):
                 self._keep_former(former, is_dropped=is_dropped)
             case do.Move():
+                state_server.release_memory()
                 return self._move(instruction)
+            case do.ReportSpare():
+                state_server.release_memory()
+                rendezvous.perform(instruction)
             case Do.REPORT_HEALED:
                 rendezvous.perform(instruction)
                 reached("healed")
@@ -202,11 +208,6 @@ class MemberDriver:
                     "starts, or spares once they fill a replica group; a second SIGTERM ends it now, and the state "
                     "with it"
                 )
-            case do.SendRequest():
-                if state_server.awaits_memory:
-                    with self._page.paused():
-                        state_server.wait_for_memory()
-                rendezvous.perform(instruction)
             case do.SendLeft():
                 if self.checkpoints is not None:
                     with self._page.paused():
@@ -220,10 +221,10 @@ class MemberDriver:
         return None
 
     def _measure_state(self, tip: Attempt | None) -> None:
-        """Once in each generation: a rank that is restarted reserves as much memory (RESERVE-3)."""
-        entered = self.lifecycle.state.entered
-        if tip is not None and tip.step > 0 and entered != self._sized:
-            self._sized = entered
+        """Once in each generation, after its first commit, for which the others of a dead rank wait: a rank that is
+        restarted reserves as much memory (RESERVE-3)."""
+        if tip is not None and tip.step > 0 and tip.generation == self.lifecycle.state.entered != self._sized:
+            self._sized = tip.generation
             self._page.set_optimizer_bytes(self._state_server.optimizer_bytes)
 
     def _await_reduction(self) -> None:

@@ -42,12 +42,11 @@ class StateServer(Protocol):
     def optimizer_bytes(self) -> int:
         """The size of the state of optimizers on the host."""
 
-    @property
-    def awaits_memory(self) -> bool:
-        """Whether `wait_for_memory` would wait."""
-
     def wait_for_memory(self) -> None:
-        """Wait until memory for a heal is there, up to a limit."""
+        """Wait until memory for a heal is there, up to a limit, once."""
+
+    def release_memory(self) -> None:
+        """This rank does not heal now, or has healed: give back what is left of that memory."""
 
     def prepare(self, attempt: Attempt) -> None:
         """Learners are about to request the state of `attempt`, which this rank holds. Does not block."""

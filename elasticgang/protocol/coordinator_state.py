@@ -34,9 +34,10 @@ ACCEPT   Without a state directory, a joiner is sent a record only after an agen
 BACK     A record that was decided without a state directory is dropped if, as far as the coordinator knows, no agent of
          the record before has accepted it, and: the coordinator leaves its office, since another one may have decided,
          or may decide, another record; or all that were to accept it have left (LEFT), if need be by the operator's
-         word; or a state would be given up for lost with it. The record before is the newest again. Any agent that has
-         accepted the dropped one brings it back. So office is always over all agents of a record that somebody has. The
-         next record has `rolled_back`, unless every agent that may have accepted the dropped one is present.
+         word; or a state would be given up for lost with it. The record before is the newest again. Until the next
+         decision, any agent that has accepted the dropped one brings it back. So office is always over all agents of a
+         record that somebody has. The next record has `rolled_back`, unless every agent that may have accepted the
+         dropped one is present.
 REJOIN   An agent that was declared lost may come back, as a joiner that may bring state, if the newest record it knows
          is an ancestor of the present one; else it is evicted, before it learns that the coordinator is in office. One
          of the record that comes back may hold what was given up for lost: the coordinator decides again.
@@ -440,7 +441,6 @@ class CoordinatorState:
         self._silences.hear(hello.agent)
         self.lost.discard(hello.agent)
         self._exited.discard(hello.agent)
-        self._left.discard(hello.agent)
         self._reconsider(hello.agent)
         if hello.finished:
             out += self._finish(number, hello.finished)
@@ -599,9 +599,9 @@ class CoordinatorState:
     def _go_back_in_office(self, before: Decision) -> Instructions:
         """BACK. Agents of the record before may never have been sent it."""
         out = self._go_back(before)
-        for number in list(self.sessions):
-            out += [self._evict(number)] if self._is_evicted(number) else self._greet(number)
-        return out + self._announce(self._reports)
+        for number in self.sessions:  # what they know is an ancestor of the dropped record, and of the one before
+            out += self._greet(number)  # with `joining`
+        return out
 
     def _enter_office(self) -> Instructions:
         self._was_in_office = True

@@ -3,20 +3,23 @@
 RESERVE-1  The first write to a page takes several times as long as a later one. The other ranks would wait for that in
     a heal. A thread has the kernel map the pages while the script starts, and the rank requests its first record once
     that is done: until then, the others train without it.
-RESERVE-2  Each tensor has a storage of its own in the memory. What no tensor has taken is given back to the kernel once
-    the rank has its state.
+RESERVE-2  Each tensor has a storage of its own in the memory, of a size that does not change. What no tensor has taken
+    is given back to the kernel once the rank has its state, or takes it from elsewhere: a checkpoint, or another
+    layout. What was taken lives as long as any of its tensors.
 RESERVE-3  The size is what another rank of the host says, or the former one of this place. It is a hint: if it is too
-    small, or the kernel cannot do it, the rest is allocated in the heal.
+    small, the host has not so much memory left, or the kernel cannot do it, the rest is allocated in the heal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
 import mmap
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 import torch
@@ -25,10 +28,12 @@ from torch import Tensor
 log = logging.getLogger("elasticgang")
 
 MIN_BYTES = 16 << 20  # below, it would gain less than 10 ms
-RESERVE_TIMEOUT_S = 60.0
+RESERVE_TIMEOUT_S = 20.0
 _PIECE_BYTES = 16 << 20
 _ALIGNMENT = 64  # bytes, as torch's own tensors on the CPU
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -43,7 +48,7 @@ class MemoryReserve:
         self.num_taken = 0  # bytes, up to the end of the last tensor
         self._populated = threading.Event()
         self._is_released = threading.Event()
-        if MIN_BYTES <= num_bytes <= psutil.virtual_memory().available:
+        if MIN_BYTES <= num_bytes <= available_bytes():
             self._populate(num_bytes)
         else:
             self._populated.set()
@@ -66,14 +71,21 @@ class MemoryReserve:
             address = _address_of(memory)
             for start in range(0, len(memory), _PIECE_BYTES):
                 size = min(_PIECE_BYTES, len(memory) - start)
-                if self._is_released.is_set() or _libc.madvise(address + start, size, _MADV_POPULATE_WRITE):
+                is_over = self._is_released.is_set() or size > available_bytes()  # other ranks reserve memory too
+                if is_over or _libc.madvise(address + start, size, _MADV_POPULATE_WRITE):
                     return
         finally:
             self._populated.set()
 
     def wait(self, timeout_s: float = RESERVE_TIMEOUT_S) -> bool:
-        """Wait until the pages are there. Returns whether they are, or cannot be."""
-        return self._populated.wait(timeout_s)
+        """Wait until the pages are there. Returns whether they are, or cannot be. If not, the thread ends soon."""
+        if not self._populated.wait(timeout_s):
+            log.warning(
+                "the memory for the state was not there after %g s: the rest is allocated in the heal", timeout_s
+            )
+            self._is_released.set()
+            self._memory = None
+        return self._populated.is_set()
 
     @property
     def is_populated(self) -> bool:
@@ -82,7 +94,7 @@ class MemoryReserve:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """A tensor on the CPU, not initialized; None if too little is left (RESERVE-2)."""
         count = math.prod(shape)
-        start = -(-self.num_taken // _ALIGNMENT) * _ALIGNMENT
+        start = _aligned(self.num_taken)
         if self._memory is None or not count or start + count * dtype.itemsize > len(self._memory):
             return None
         self.num_taken = start + count * dtype.itemsize
@@ -93,10 +105,32 @@ class MemoryReserve:
         self._is_released.set()
         memory, self._memory = self._memory, None
         if memory is None or not self._populated.wait(RESERVE_TIMEOUT_S):
-            return
+            return  # the thread has it; it goes with the thread
         start = -(-self.num_taken // mmap.PAGESIZE) * mmap.PAGESIZE
         if self.num_taken and start < len(memory):
             _libc.madvise(_address_of(memory) + start, len(memory) - start, mmap.MADV_DONTNEED)
+
+
+def room_for(tensor: Tensor) -> int:
+    """How many bytes of a reserve such a tensor takes."""
+    return _aligned(tensor.nbytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def available_bytes() -> int:
+    """What the host has left, and the process's control group."""
+    left = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        (path,) = [line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
+        group = _CGROUP / path.lstrip("/")
+        limit = int((group / "memory.max").read_text())  # ValueError: "max"
+        used = int((group / "memory.current").read_text())
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"]
+        left = min(left, limit - used + int(cached))
+    return left
 
 
 def _address_of(memory: mmap.mmap) -> int:

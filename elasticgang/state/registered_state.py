@@ -20,7 +20,7 @@ import bisect
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elasticgang.errors import WireError
-from elasticgang.state import staging, transport
+from elasticgang.state import memory_reserve, staging, transport
 from elasticgang.state.dtensor import like, local, locally
 from elasticgang.state.memory_reserve import MemoryReserve
 from elasticgang.state.serialization import flatten, unflatten
@@ -285,9 +285,13 @@ class RegisteredState:
 
     @property
     def optimizer_bytes(self) -> int:
-        """The size of the local state of optimizers on the host."""
-        _, tensors = flatten({name: locally(each.state_dict()) for name, each in self._optimizers.items()})
-        return sum(tensor.nbytes for tensor in tensors if not staging.device.holds(tensor))
+        """How much of a `MemoryReserve` the local state of optimizers takes. 0: an optimizer cannot say."""
+        try:
+            states = [locally(optimizer.state_dict()) for optimizer in self._optimizers.values()]
+        except Exception as exc:  # of the script's class
+            log.debug("the size of the state of optimizers is not known: %r", exc)
+            return 0
+        return sum(memory_reserve.room_for(tensor) for tensor in _tensors_in(states) if is_on_host(tensor))
 
     def small(self, *, cloned: bool) -> dict[str, Any]:
         """The small state: buffers and registered objects, which forward and the code around it change."""
@@ -381,6 +385,22 @@ def _on_device(value: Any, parameter: torch.Tensor, former: Any, writer: staging
     target = former if fits and staging.device.holds(former) else torch.empty_like(value, device=part.device)
     writer.copy(target, value)
     return target
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not staging.device.holds(tensor)
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Whatever else there is."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors_in(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors_in(value)
 
 
 class _Slot(NamedTuple):

@@ -130,21 +130,17 @@ class SnapshotServer:
 
     # -- steps
 
-    @property
-    def awaits_memory(self) -> bool:
-        return self._state.reserve is not None and not self._state.reserve.is_populated
-
     def wait_for_memory(self) -> None:
         """RESERVE-1. Call it before this rank requests a record."""
-        if self._state.reserve is not None:
-            self._state.reserve.wait()
+        if self._state.reserve is not None and not self._state.reserve.wait():
+            self._state.reserve = None
 
     @property
     def optimizer_bytes(self) -> int:
         """As of `RegisteredState`."""
         return self._state.optimizer_bytes
 
-    def _release_memory(self) -> None:
+    def release_memory(self) -> None:
         """RESERVE-2."""
         reserve, self._state.reserve = self._state.reserve, None
         if reserve is not None:
@@ -175,7 +171,7 @@ class SnapshotServer:
     def begin(self, attempt: Attempt | None) -> None:
         if attempt is not None:
             self._healer.forget()
-            self._release_memory()
+            self.release_memory()
         self._state.begin_step()
         with self._changed:
             self._serving, self._forward_done = attempt, False

@@ -102,6 +102,17 @@ def test_an_exit_in_a_generation_after_the_one_in_which_the_job_finished_ends_th
     assert sent(driver.hear(b, m.Goodbye()), m.EndGeneration)[0][0] == a
 
 
+# LOST
+def test_the_newest_generation_in_which_an_agent_has_finished_is_the_one_that_counts() -> None:
+    driver, a, b = found()
+    first = record(driver).ref
+    for agent, session in (("a", a), ("b", b)):
+        driver.hear(session, m.Ready(report(agent, first)))
+    driver.hear(a, m.Finished(2))
+    driver.hear(b, m.Finished(1))
+    assert sent(driver.hear(b, m.Goodbye()), m.EndGeneration) == []
+
+
 def test_an_agent_with_another_layout_is_refused_at_once_and_ends_nothing() -> None:
     driver, a, b = found()
     c = driver.open("c")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import mmap
+import platform
 import resource
 from pathlib import Path
 
@@ -8,9 +9,19 @@ import psutil
 import pytest
 import torch
 
+from elasticgang.layout import ParallelLayout
+from elasticgang.member.local_rendezvous import LocalRendezvous
+from elasticgang.member.manager import QuorumManager
+from elasticgang.protocol.member_instructions import Instruction, SendRequest
+from elasticgang.protocol.record import Record
 from elasticgang.state.memory_reserve import MIN_BYTES, MemoryReserve
+from elasticgang.state.snapshot_server import SnapshotServer
+from elasticgang.train.optimizer import Optimizer
 
 SIZE = 4 * MIN_BYTES
+maps_pages = pytest.mark.skipif(
+    tuple(map(int, platform.release().split(".")[:2])) < (5, 14), reason="this kernel has no MADV_POPULATE_WRITE"
+)
 
 
 def resident_bytes() -> int:
@@ -25,6 +36,7 @@ def populated(num_bytes: int) -> MemoryReserve:
 
 
 # RESERVE-1
+@maps_pages
 def test_the_first_write_to_a_reserved_tensor_finds_its_pages() -> None:
     tensor = populated(SIZE).take((MIN_BYTES // 4,), torch.float32)
     assert tensor is not None
@@ -48,6 +60,7 @@ def test_each_tensor_has_a_storage_of_its_own_where_torch_would_have_aligned_it(
 
 
 # RESERVE-2
+@maps_pages
 def test_what_was_not_taken_is_given_back_and_what_was_stays() -> None:
     reserve = populated(SIZE)
     tensor = reserve.take((MIN_BYTES // 4,), torch.float32)
@@ -77,3 +90,29 @@ def test_nothing_is_reserved_that_is_small_or_does_not_fit(num_bytes: int) -> No
     assert reserve.is_populated
     assert reserve.take((1,), torch.float32) is None
     reserve.release()
+
+
+# RESERVE-1
+def test_a_rank_has_the_memory_before_it_reports_and_requests_a_record() -> None:
+    done: list[str] = []
+
+    class Server(SnapshotServer):
+        def wait_for_memory(self) -> None:
+            done.append("memory")
+
+    class Requests(LocalRendezvous):
+        def perform(self, instruction: Instruction) -> Record | None:
+            if isinstance(instruction, SendRequest):
+                done.append("request")
+            return super().perform(instruction)
+
+    layout, device = ParallelLayout(), torch.device("cpu")
+    manager = QuorumManager(Requests(layout, device), Server(), layout, device)
+    model = torch.nn.Linear(2, 2)
+    optim = Optimizer(manager, torch.optim.AdamW(model.parameters()))
+    manager.register_state(model=model, optim=optim)
+    for step in manager.steps(2):
+        with step:
+            model(torch.ones(1, 2)).sum().backward()
+            optim.step(weight=1.0)
+    assert done == ["memory", "request"]
