@@ -256,7 +256,7 @@ def test_a_large_state_is_pulled_from_all_that_hold_it(tmp_path: Path) -> None:
     (healed,) = [line for line in job.stdout.splitlines() if "pulled from 2" in line]
     *_, reserved, _, num_faults = healed.split()
     size = 2 * 4 * 2048 * 2049  # Adam's averages
-    assert size <= int(reserved) <= size + 64
+    assert size <= int(reserved) <= size + 4 * 64  # and their numbers of steps, aligned
     assert int(num_faults) < size // mmap.PAGESIZE // 4
     digests = [line.rpartition(" ")[2] for line in job.stdout.splitlines() if " digest " in line]
     assert len(digests) == 3
