@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import re
@@ -25,6 +26,11 @@ hypothesis.settings.load_profile("elasticgang")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 # Before torch is imported: OpenMP threads that wait for a core which another test has made tests 30 times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Large memory has a mapping of its own. glibc would put it on the heap once a test has freed as much, and later tests
+# would find it there, or not, by the tests before them.
+_M_MMAP_THRESHOLD = -3
+ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20)
 
 # A shell's background job ignores it, and so would what a test starts and then interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
