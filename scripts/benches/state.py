@@ -233,6 +233,7 @@ def measure_group(group: str, args: argparse.Namespace, directory: Path) -> Iter
     elif group == "steps":
         yield from run_steps(args, directory)
     elif group == "resume":
+        os.sync()  # the rows before have written GiBs, which a disk may still take
         yield resume(args, directory)
     else:
         for is_sharded in (False, True):
