@@ -78,13 +78,13 @@ class MemoryReserve:
             self._populated.set()
 
     def wait(self, timeout_s: float = RESERVE_TIMEOUT_S) -> bool:
-        """Wait until the pages are there. Returns whether they are, or cannot be. If not, the thread ends soon."""
+        """Wait until the pages are there. Returns whether they are, or cannot be. If not, drop the reserve: its thread
+        ends soon."""
         if not self._populated.wait(timeout_s):
             log.warning(
                 "the memory for the state was not there after %g s: the rest is allocated in the heal", timeout_s
             )
             self._is_released.set()
-            self._memory = None
         return self._populated.is_set()
 
     @property

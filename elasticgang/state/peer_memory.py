@@ -121,9 +121,8 @@ def name_tracer(pid: int) -> bool:
 
 def is_lendable(tensor: Tensor) -> bool:
     """Whether the bytes of `tensor` lie in this process's memory in order."""
-    is_on_host = tensor.device.type == "cpu" and not staging.device.holds(tensor)
     is_plain = tensor.layout is strided and not tensor.is_conj() and not tensor.is_neg()
-    return is_on_host and is_plain and tensor.is_contiguous() and tensor.nbytes > 0
+    return staging.is_on_host(tensor) and is_plain and tensor.is_contiguous() and tensor.nbytes > 0
 
 
 def _scope() -> int:

@@ -291,7 +291,7 @@ class RegisteredState:
         except Exception as exc:  # of the script's class
             log.debug("the size of the state of optimizers is not known: %r", exc)
             return 0
-        return sum(memory_reserve.room_for(tensor) for tensor in _tensors_in(states) if is_on_host(tensor))
+        return sum(memory_reserve.room_for(tensor) for tensor in _tensors_in(states) if staging.is_on_host(tensor))
 
     def small(self, *, cloned: bool) -> dict[str, Any]:
         """The small state: buffers and registered objects, which forward and the code around it change."""
@@ -385,10 +385,6 @@ def _on_device(value: Any, parameter: torch.Tensor, former: Any, writer: staging
     target = former if fits and staging.device.holds(former) else torch.empty_like(value, device=part.device)
     writer.copy(target, value)
     return target
-
-
-def is_on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not staging.device.holds(tensor)
 
 
 def _tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -216,6 +216,10 @@ class ChunkWriter:
                 copied.synchronize()
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not device.holds(tensor)
+
+
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor as a vector, without a copy if it is contiguous."""
     flat = tensor.detach().contiguous().view(-1)
