@@ -133,8 +133,9 @@ class Command:
     def processes(self) -> list[psutil.Process]:
         """All live processes of the command, orphans too."""
         found = []
-        for process in psutil.process_iter():
+        for pid in psutil.pids():  # psutil.process_iter remembers processes whose ids others have now
             with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found

@@ -14,9 +14,10 @@ def comm_processes(rank_pid: int) -> list[int]:
     """The comm processes of a rank, oldest first: in use, then the standby. They are of its process group. Without one
     of a former generation that is halted (COMM-6) or exits."""
     found = []
-    for process in psutil.process_iter():
+    for pid in psutil.pids():  # psutil.process_iter remembers processes whose ids others have now
         with contextlib.suppress(psutil.Error, OSError):
-            is_comm = os.getpgid(process.pid) == rank_pid and process.name().startswith("eg-comm")
-            if is_comm and not is_over(process.pid):
-                found.append((process.create_time(), process.pid))
+            process = psutil.Process(pid)
+            is_comm = os.getpgid(pid) == rank_pid and process.name().startswith("eg-comm")
+            if is_comm and not is_over(pid):
+                found.append((process.create_time(), pid))
     return [pid for _, pid in sorted(found)]
