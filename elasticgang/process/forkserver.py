@@ -218,7 +218,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _import(preload: Sequence[str]) -> None:
     gc.disable()  # collections take a quarter of the time of these imports, and find next to nothing
-    with huge_pages.collapsing():  # FORK-5
+    # FORK-5. A fork of a process that has imported them all has its memory in huge pages already.
+    imported = all(module in sys.modules for module in preload)
+    with contextlib.nullcontext() if imported else huge_pages.collapsing():
         for module in preload:
             importlib.import_module(module)
             _refuse_cuda(module)

@@ -34,13 +34,15 @@ def test_the_others_go_on_before_the_memory_of_a_killed_rank_is_freed(tmp_path: 
     with Job(tmp_path, training(tmp_path, steps=150, setup=setup, body=body), ranks=3) as job:
         assert job.wait() == 0, job.stderr
     events = job.events()
-    deaths = [event for event in events if event["event"] == "exit_began"]
+    changes = {member: e for e in events if e["event"] == "generation_change" for member in e["left"]}
+    # Not of one that died when the others had committed the last step.
+    deaths = [event for event in events if event["event"] == "exit_began" and event["member"] in changes]
     assert deaths
     went_on_first = 0
     for began in deaths:
         (gone,) = (event for event in events if event["event"] == "exited" and event["member"] == began["member"])
         assert gone["status"] == -9
-        (change,) = (e for e in events if e["event"] == "generation_change" and began["member"] in e["left"])
+        change = changes[began["member"]]
         assert change["cause"] == "rank 1 was killed by SIGKILL"
         begun, left = events.index(began), events.index(gone)
         next_generation = next(i for i, e in enumerate(events) if e.get("generation") == change["generation"])
