@@ -155,7 +155,8 @@ class Agent:
             return self._exit.result()
         starting.result()
         code = await self._exit
-        if code == 0 and self._lifecycle.state.finished and self._coordinator is None:
+        is_over = code == 0 or self._rank_events.unsaved is not None
+        if is_over and self._lifecycle.state.finished and self._coordinator is None:
             self._confirming = asyncio.ensure_future(self._control_plane.confirm_finished())
             await asyncio.wait([self._confirming])
         return code
@@ -373,7 +374,20 @@ class Agent:
                 self._stopping.set()
             case Exit(code):
                 assert self._exit is not None
-                self._exit.set_result(code)
+                self._exit.set_result(code or self._fail_unsaved())
+
+    def _fail_unsaved(self) -> int:
+        """The exit code of a job that has finished. Whoever starts it again has its last steps trained and saved."""
+        unsaved = self._rank_events.unsaved
+        if unsaved is None:
+            return 0
+        reason = (
+            f"the job has finished, but its state after the last step, {unsaved.step}, is not saved: mend what the "
+            "warnings name, and start it again, under another --job-id if its coordinator goes on; it continues at the "
+            "newest checkpoint"
+        )
+        self._carry_out(Fail(1, reason))
+        return 1
 
     def _warn(self, text: str) -> None:
         self._events.write("warned", text=text)

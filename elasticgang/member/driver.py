@@ -61,6 +61,7 @@ class MemberDriver:
         self._load_forward: Callable[[], None] | None = None
         self._to_apply: Callable[[], None] = lambda: None
         self._loaded: tuple[Attempt, Coverage | None] | None = None  # what this rank has loaded for its seat
+        self._has_failed_last = False  # the save of the final state
         self._sized = 0  # the newest generation in which the state of optimizers was measured
         self._covered = 0  # the newest generation whose stages were found to have everything
 
@@ -157,7 +158,9 @@ class MemberDriver:
             case Do.SAVE_LAST:
                 assert self.checkpoints is not None
                 with self._page.paused():
-                    return self.checkpoints.save_last(rendezvous.member, self.lifecycle.state)
+                    outcome = self.checkpoints.save_last(rendezvous.member, self.lifecycle.state)
+                _, self._has_failed_last = outcome
+                return outcome
             case Do.IS_SAVED:
                 with self._page.paused():  # an object store may take long
                     return self.checkpoints is not None and self.checkpoints.has(self.lifecycle.state.committed)
@@ -212,6 +215,9 @@ class MemberDriver:
                 if self.checkpoints is not None:
                     with self._page.paused():
                         self.checkpoints.close(rendezvous.member, self.lifecycle.state)
+                        final = self.lifecycle.state.committed
+                        if self._has_failed_last and not self.checkpoints.has(final):
+                            rendezvous.tell_unsaved(final)
                 rendezvous.perform(instruction)
             case Do.CLOSE:
                 rendezvous.perform(instruction)

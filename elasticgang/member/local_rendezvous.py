@@ -60,6 +60,9 @@ class LocalRendezvous:
     def tell_saved(self, ref: CheckpointRef, path: str, num_bytes: int, duration_s: float) -> None:
         """There is no agent."""
 
+    def tell_unsaved(self, attempt: Attempt) -> None:
+        """There is no agent."""
+
     def perform(self, instruction: Instruction) -> Record | None:
         match instruction:
             case Do.LEAVE_GENERATION:

@@ -58,6 +58,7 @@ from elasticgang.process.lease import Lease
 from elasticgang.process.status_page import ThreadState
 from elasticgang.process.sum_block import SumBlock
 from elasticgang.protocol import member_instructions as do
+from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
 from elasticgang.protocol.record import CheckpointRef, Record, Seat, layout_to_json
 from elasticgang.protocol.sum_route import SumRoute, sum_route
@@ -212,6 +213,9 @@ class ElasticRendezvous:
             bytes=num_bytes,
             duration_s=round(duration_s, 3),
         )
+
+    def tell_unsaved(self, attempt: Attempt) -> None:
+        self._link.send("unsaved", step=attempt.step, generation=attempt.generation)
 
     def perform(self, instruction: Instruction) -> Record | None:
         match instruction:

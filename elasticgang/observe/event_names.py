@@ -11,6 +11,7 @@ EventName = Literal[
     "spare",
     "healed",
     "saved",
+    "unsaved",
     "reported",
     "generation",
     "generation_change",

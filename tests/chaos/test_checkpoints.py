@@ -211,7 +211,10 @@ def test_training_goes_on_while_no_save_fits_on_the_disk(tmp_path: Path) -> None
     with job(tmp_path, "first", 2, steps=EVERY) as running:
         assert running.wait() == 0, running.stderr
     with job(tmp_path, "second", 2, max_file_bytes="65536") as running:
-        assert running.wait() == 0, running.stderr
+        assert running.wait() == 1, running.stderr
+        final = f"the job has finished, but its state after the last step, {STEPS}, is not saved"
+        assert running.stderr.count(f"elasticgang: error: {final}") == 1
+        assert running.expect("unsaved")["step"] == running.expect("exiting", code=1)["step"] == STEPS
         for step in range(2 * EVERY, STEPS + 1, EVERY):
             assert f"step {step} is not saved: " in running.stderr
         assert "File too large" in running.stderr
