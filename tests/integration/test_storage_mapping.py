@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -18,16 +19,24 @@ from elasticgang.comm.storage_mapping import SMALLEST_BYTES, MappedTensor, Stora
 from tests.support import REPOSITORY
 
 NUM = 1 << 20  # 4 MiB of float32
+HOLE_BYTES = 8 << 20  # above malloc's threshold (tests/conftest.py), and less than a tensor of these tests has
+IS_MAPPED = 2  # in the word before the memory
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_mappings() -> None:
-    """Large memory has a mapping of its own, whatever the tests before have left on the heap."""
+def own_mappings() -> Iterator[None]:
+    """Large memory has a mapping of its own, whatever the tests before have left on the heap: no hole there is large
+    enough for it. malloc takes a hole before it makes a mapping, however large the memory is."""
     libc = ctypes.CDLL(None)
-    trim_threshold, mmap_threshold = -1, -3
-    libc.mallopt(mmap_threshold, 1 << 20)
-    libc.mallopt(trim_threshold, 0)
-    libc.malloc_trim(0)
+    libc.malloc.argtypes, libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+    libc.free.argtypes, libc.free.restype = (ctypes.c_void_p,), None
+    gc.collect()
+    taken = [libc.malloc(HOLE_BYTES)]
+    while not ctypes.c_size_t.from_address(taken[-1] - 8).value & IS_MAPPED:
+        taken.append(libc.malloc(HOLE_BYTES))
+    yield
+    for address in taken:
+        libc.free(address)
 
 
 @pytest.fixture
