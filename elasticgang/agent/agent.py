@@ -85,6 +85,7 @@ from elasticgang.protocol.rendezvous_keys import RendezvousKeys
 log = logging.getLogger("elasticgang")
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_UNSAVED = 1  # the exit code
 
 
 class Agent:
@@ -155,7 +156,7 @@ class Agent:
             return self._exit.result()
         starting.result()
         code = await self._exit
-        is_over = code == 0 or self._rank_events.unsaved is not None
+        is_over = code == 0 or (code == _UNSAVED and self._rank_events.unsaved_step)  # not after a signal
         if is_over and self._lifecycle.state.finished and self._coordinator is None:
             self._confirming = asyncio.ensure_future(self._control_plane.confirm_finished())
             await asyncio.wait([self._confirming])
@@ -378,16 +379,16 @@ class Agent:
 
     def _fail_unsaved(self) -> int:
         """The exit code of a job that has finished. Whoever starts it again has its last steps trained and saved."""
-        unsaved = self._rank_events.unsaved
-        if unsaved is None:
+        step = self._rank_events.unsaved_step
+        if not step:
             return 0
         reason = (
-            f"the job has finished, but its state after the last step, {unsaved.step}, is not saved: mend what the "
+            f"the job has finished, but its state after the last step, {step}, is not saved: mend what the "
             "warnings name, and start it again, under another --job-id if its coordinator goes on; it continues at the "
             "newest checkpoint"
         )
-        self._carry_out(Fail(1, reason))
-        return 1
+        self._carry_out(Fail(_UNSAVED, reason))
+        return _UNSAVED
 
     def _warn(self, text: str) -> None:
         self._events.write("warned", text=text)

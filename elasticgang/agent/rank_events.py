@@ -49,7 +49,7 @@ class RankEvents:
         self._take_errors = take_errors
         self._shown: dict[str, int] = {}  # by traceback: the first rank that failed with it
         self._shown_whole: set[str] = set()
-        self.unsaved: Attempt | None = None  # the job's final state, where it was to be saved and is in no checkpoint
+        self.unsaved_step = 0  # of the job's final state, if it was to be saved and is in no checkpoint
 
     def on_message(self, rank: RankProcess, message: dict[str, Any]) -> None:
         """Raises WireError, KeyError, TypeError or ValueError: the message is invalid."""
@@ -85,8 +85,8 @@ class RankEvents:
                 told = {name: message[name] for name in ("step", "generation", "digest", "path", "bytes", "duration_s")}
                 self._events.write("saved", member=rank.member, local_rank=rank.local_rank, **told)
             case "unsaved":
-                self.unsaved = Attempt(message["step"], message["generation"])
-                self._events.write("unsaved", member=rank.member, local_rank=rank.local_rank, step=self.unsaved.step)
+                self.unsaved_step = int(message["step"])
+                self._events.write("unsaved", member=rank.member, local_rank=rank.local_rank, step=self.unsaved_step)
             case "entered":
                 phases = message["phases"]
                 reporter.entered(rank.member, phases["generation"], phases)

@@ -217,7 +217,7 @@ class MemberDriver:
                         self.checkpoints.close(rendezvous.member, self.lifecycle.state)
                         final = self.lifecycle.state.committed
                         if self._has_failed_last and not self.checkpoints.has(final):
-                            rendezvous.tell_unsaved(final)
+                            rendezvous.tell_unsaved(final.step)
                 rendezvous.perform(instruction)
             case Do.CLOSE:
                 rendezvous.perform(instruction)

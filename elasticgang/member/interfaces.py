@@ -246,8 +246,8 @@ class Rendezvous(Protocol):
         """Tell the agent that a checkpoint has become complete. `path`: its directory or URL. `duration_s`: since the
         save began. Thread-safe."""
 
-    def tell_unsaved(self, attempt: Attempt) -> None:
-        """Tell the agent that the job's final state, of `attempt`, was to be saved and is in no checkpoint."""
+    def tell_unsaved(self, step: int) -> None:
+        """Tell the agent that the job's final state, after `step`, was to be saved and is in no checkpoint."""
 
     def perform(self, instruction: Instruction) -> Record | None:
         """Carry out an instruction for the process groups or the agent. `Do.AWAIT_RECORD` returns the record.

@@ -60,7 +60,7 @@ class LocalRendezvous:
     def tell_saved(self, ref: CheckpointRef, path: str, num_bytes: int, duration_s: float) -> None:
         """There is no agent."""
 
-    def tell_unsaved(self, attempt: Attempt) -> None:
+    def tell_unsaved(self, step: int) -> None:
         """There is no agent."""
 
     def perform(self, instruction: Instruction) -> Record | None:

@@ -58,7 +58,6 @@ from elasticgang.process.lease import Lease
 from elasticgang.process.status_page import ThreadState
 from elasticgang.process.sum_block import SumBlock
 from elasticgang.protocol import member_instructions as do
-from elasticgang.protocol.commit import Attempt
 from elasticgang.protocol.member_instructions import AbortNotice, Do, Instruction, Observed
 from elasticgang.protocol.record import CheckpointRef, Record, Seat, layout_to_json
 from elasticgang.protocol.sum_route import SumRoute, sum_route
@@ -214,8 +213,8 @@ class ElasticRendezvous:
             duration_s=round(duration_s, 3),
         )
 
-    def tell_unsaved(self, attempt: Attempt) -> None:
-        self._link.send("unsaved", step=attempt.step, generation=attempt.generation)
+    def tell_unsaved(self, step: int) -> None:
+        self._link.send("unsaved", step=step)
 
     def perform(self, instruction: Instruction) -> Record | None:
         match instruction:
