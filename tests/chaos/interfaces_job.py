@@ -1,13 +1,15 @@
-"""A job of two hosts in which a rank heals while its test pulls a cable: `interfaces_job.py DIRECTORY STANDS`.
+"""A job of two hosts in which a rank heals while its test pulls a cable: `interfaces_job.py DIRECTORY WAITS`.
 
-Ranks read no memory of each other, as on different machines. With STANDS=1, a learner makes the file `healing` at its
-20th chunk, and waits for `go_on`. Once it has healed, all write their parameters' sum in the same step.
+Ranks read no memory of each other, as on different machines. With WAITS=test, a learner makes the file `healing` at its
+20th chunk, and waits for `go_on`. With WAITS=paths, neither of two paths receives more than `NUM_EACH` chunks before
+the other one has received as many. Once it has healed, all write their parameters' sum in the same step.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,16 +19,19 @@ from torch import nn
 import elasticgang as eg
 from elasticgang import testing
 from elasticgang.state import peer_memory, staging, striped_fetch
+from tests.chaos.several import SLOW_S
 from tests.integration.memory_holder import after
 from tests.support import wait_until
 
 NUM_BYTES = 24 << 20
+NUM_EACH = 64
+_CHUNK_BYTES = 64 << 10
 _NEVER = 10**6
 
 
 def main() -> None:
-    here, stands = Path(sys.argv[1]), sys.argv[2] == "1"
-    staging.CHUNK_BYTES = 64 << 10
+    here, waits = Path(sys.argv[1]), sys.argv[2]
+    staging.CHUNK_BYTES = _CHUNK_BYTES
     striped_fetch.STRIPE_BYTES = 1 << 20
     peer_memory.MIN_BYTES = 1 << 60
     torch.manual_seed(os.getpid())
@@ -41,8 +46,17 @@ def main() -> None:
         (here / "healing").touch()
         wait_until((here / "go_on").exists, "the test")
 
-    if stands:
+    paths, path = threading.Barrier(2), threading.local()
+
+    def meet() -> None:
+        path.num = getattr(path, "num", 0) + 1
+        if path.num == NUM_EACH:
+            paths.wait(SLOW_S)
+
+    if waits == "test":
         testing.fail_at("chunk_received", after(20, stand))
+    elif waits == "paths":
+        testing.fail_at("chunk_received", meet)
     testing.fail_at("healed", lambda: has_healed.append(True))
     is_told = False
     for step in manager.steps(_NEVER):

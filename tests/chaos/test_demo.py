@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.exhaustive import exhaustive
 from tests.support import Command, wait_until
 
 KEYS = (
@@ -79,7 +80,13 @@ def test_a_reproducible_demo_of_shards_ends_in_the_bits_of_one_undisturbed_rank(
 # PIPELINE-1, SHARDED-3
 @pytest.mark.timeout(600)  # up to 18 processes, one job after another; every kill delays the end
 @pytest.mark.parametrize(
-    ("layout", "steps", "every_s"), [("sdp=2", 40, 2), ("tp=2", 14, 3), ("pp=2", 40, 2), ("sdp=2,tp=2", 8, 3)]
+    ("layout", "steps", "every_s"),
+    [
+        ("sdp=2", 40, 2),
+        pytest.param("tp=2", 14, 3, marks=exhaustive),
+        ("pp=2", 40, 2),
+        pytest.param("sdp=2,tp=2", 8, 3, marks=exhaustive),
+    ],
 )
 def test_a_demo_of_each_layout_survives_its_kills(layout: str, steps: int, every_s: int, tmp_path: Path) -> None:
     """Two replica groups and a spare; the losses are those of one rank that holds the whole model."""
@@ -103,8 +110,8 @@ def test_a_demo_of_each_layout_survives_its_kills(layout: str, steps: int, every
     ("layout", "fallback", "steps"),
     [
         ("sdp=2,min_replicas=2/sdp=1", "sdp=1", 54),
-        ("tp=2,min_replicas=2/sdp=2", "sdp=2", 30),
-        ("pp=2,min_replicas=2/sdp=2", "sdp=2", 54),
+        pytest.param("tp=2,min_replicas=2/sdp=2", "sdp=2", 30, marks=exhaustive),
+        pytest.param("pp=2,min_replicas=2/sdp=2", "sdp=2", 54, marks=exhaustive),
     ],
 )
 def test_a_demo_takes_its_fallback_layout_under_kills(layout: str, fallback: str, steps: int, tmp_path: Path) -> None:

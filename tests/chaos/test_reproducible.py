@@ -13,6 +13,7 @@ from tests.chaos import sharded
 from tests.chaos.sharded import Sizes
 from tests.chaos.sharded_job import whole_parameters
 from tests.chaos.test_kills import NUM_STEPS, Fault, at, check, histories, run, run_alone, soon
+from tests.exhaustive import always_without, exhaustive
 
 REAL = ("--real", "--rows", "2000")
 REPRODUCIBLE = (*REAL, "--reduction", "reproducible")
@@ -108,7 +109,7 @@ def parts_of(
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", always_without(LAYOUTS, {"shards by hand"}))
 def test_parts_of_a_model_end_in_the_bits_of_one_replica_group(name: str, tmp_path: Path) -> None:
     """Two groups, of which one dies and heals, and three. Clipping is by the norm of the whole model."""
     unit, layout = LAYOUTS[name]
@@ -122,7 +123,7 @@ def test_parts_of_a_model_end_in_the_bits_of_one_replica_group(name: str, tmp_pa
 
 
 # SCATTER-1
-@pytest.mark.parametrize("sdp", [1, 2, 4])
+@pytest.mark.parametrize("sdp", [1, 2, pytest.param(4, marks=exhaustive)])
 def test_kills_leave_no_trace_in_the_bits_of_shards(sdp: int, tmp_path: Path) -> None:
     """Two groups, at all places of a step, end in the bits of one rank that holds the whole model."""
 

@@ -21,6 +21,7 @@ from elasticgang.checkpoint import listing
 from elasticgang.checkpoint.locations import storage_at
 from tests.chaos.resumed_sharded_job import Model, assembled
 from tests.chaos.test_checkpoints import kill_whole, newest
+from tests.exhaustive import exhaustive
 from tests.support import REPOSITORY, Job, kill, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several jobs, one after another
@@ -83,7 +84,14 @@ def check(directory: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [((4, 2), (2, 2)), ((2, 2), (4, 2)), ((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 2), (4, 4)), ((4, 4), (2, 1))],
+    [
+        ((4, 2), (2, 2)),
+        pytest.param((2, 2), (4, 2), marks=exhaustive),
+        pytest.param((2, 2), (1, 1), marks=exhaustive),
+        ((1, 1), (2, 2)),
+        ((2, 2), (4, 4)),
+        ((4, 4), (2, 1)),
+    ],
     ids=lambda each: f"{each[0]} ranks sdp={each[1]}",
 )
 def test_a_divided_model_goes_on_from_its_checkpoint(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from elasticgang import testing
 from elasticgang.errors import OperationalError
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import staging, striped_fetch, transport
@@ -70,10 +71,14 @@ def assert_healed(healer: Rank, sources: list[Rank]) -> None:
 
 def test_each_holder_sends_a_part(pulls: list[striped_fetch.StripedFetch]) -> None:
     sources, healer = holders(3), Rank(1, size=SIZE)
-    assert healer.server.heal(addresses(sources), AT)
+
+    def wait_for_all() -> None:
+        wait_until(lambda: pulls[0].num_from.keys() == set(addresses(sources)), "a chunk from each holder")
+
+    with testing.fail_at("chunk_received", wait_for_all):
+        assert healer.server.heal(addresses(sources), AT)
     assert_healed(healer, sources)
     (only,) = pulls
-    assert set(only.num_from) == set(addresses(sources))
     assert sum(only.num_from.values()) > 150
 
 

@@ -6,13 +6,13 @@ schedules (minutes).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
 
 from elasticgang.protocol.commit import Action, Attempt, Fate, Standing, action, resolve
+from tests.exhaustive import exhaustive
 from tests.unit.commit_model import FIRST, Op, Rule, parse, replay, start
 from tests.unit.commit_search import Bounds, explore
 
@@ -118,7 +118,7 @@ def test_no_schedule_breaks_a_promise(num_active: int, num_learners: int, bounds
     assert found.num_proposals > found.num_worlds > 50 * (num_active + num_learners)
 
 
-@pytest.mark.skipif("ELASTICGANG_EXHAUSTIVE" not in os.environ, reason="takes minutes; set ELASTICGANG_EXHAUSTIVE=1")
+@exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("num_active", "num_learners", "bounds"), LARGE)
 def test_no_longer_schedule_breaks_a_promise(num_active: int, num_learners: int, bounds: Bounds) -> None:

@@ -6,13 +6,13 @@ members and two generation changes; ELASTICGANG_EXHAUSTIVE=1 adds that of 5 memb
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
 
 from elasticgang.protocol.commit import Attempt, action, resolve
 from elasticgang.protocol.recovery import CommittedState
+from tests.exhaustive import exhaustive
 from tests.unit.commit_model import AWAY, DIES, FIRST, PRESENT, start
 from tests.unit.commit_search import Bounds, explore
 from tests.unit.mutants import MUTANTS, patched
@@ -53,7 +53,7 @@ def test_no_schedule_breaks_a_promise(num_active: int, num_learners: int, bounds
         assert min(said["Undecided"], said["Unrecoverable"]) > 50
 
 
-@pytest.mark.skipif("ELASTICGANG_EXHAUSTIVE" not in os.environ, reason="takes minutes; set ELASTICGANG_EXHAUSTIVE=1")
+@exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("num_active", "num_learners", "bounds"), LARGE)
 def test_no_longer_schedule_breaks_a_promise(num_active: int, num_learners: int, bounds: Bounds) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import exhaustive
 from tests.integration.programs.catalog import MODULES, TOPICS, programs
 from tests.integration.programs.changes import FOUR, THREE
 from tests.integration.programs.outcomes import JOB, Outcomes, differences
@@ -59,7 +60,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-@pytest.mark.parametrize("mode", ["gloo-gang", "backend", "run"])
+@pytest.mark.parametrize("mode", [pytest.param("gloo-gang", marks=exhaustive), "backend", "run"])
 def test_programs_give_what_they_give_over_gloo(mode: str, topic: str, given: Given) -> None:
     mine = {name: outcomes for name, outcomes in given(mode).items() if programs()[name].topic == topic}
     assert mine
