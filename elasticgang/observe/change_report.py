@@ -4,7 +4,8 @@ Pure: `agent.py` passes the events in, with CLOCK_MONOTONIC seconds. Each change
 
 CHANGE-1  A change is over once every seated rank of this host knows of a step committed in its generation and the exit
     that caused it is complete, so that its status is known; or when the next generation begins, or when the job ends.
-CHANGE-2  A phase ends with the slowest rank of this host. A phase that did not take place on this host is None.
+CHANGE-2  A phase ends with the slowest rank of this host. A phase that did not take place on this host is None. The
+    first one, `leave`, begins when the agent knows the cause: how long it took to be known, an agent cannot tell.
 CHANGE-3  What a rank only noticed (an effect) is not the cause, if members of other agents have left and none of this
     one: the cause is elsewhere, and names them. What another agent says of its own end stays.
 CHANGE-4  The end of another agent and a hang of a rank here do not hide each other, whichever is noticed first: the
@@ -23,7 +24,7 @@ from elasticgang.protocol.record import SPARE, Record
 # Who or what ends a generation. No fault is behind the planned ones.
 CAUSES = ("start", "join", "drain", "left", "killed", "failed", "hung", "agent_lost", "abort", "elsewhere")
 PLANNED = frozenset({"start", "join", "drain", "left"})
-PHASES = ("detect", "abort", "quorum", "resolve", "configure", "heal", "first_commit")
+PHASES = ("leave", "abort", "quorum", "resolve", "configure", "heal", "first_commit")
 MAX_BESIDE = 4
 _START = "the job starts"
 
@@ -269,7 +270,7 @@ def _times(change: _GenerationChange) -> dict[str, Any]:
     healed = [timeline.healed for timeline in timelines if timeline.healed is not None]
     committed = [timeline.committed for timeline in timelines if timeline.committed is not None]
     found = {
-        "detect": None if caused_at is None else began - caused_at,
+        "leave": None if caused_at is None else began - caused_at,
         "abort": aborted - began,
         "quorum": agreed - aborted,
         "resolve": resolved - agreed,

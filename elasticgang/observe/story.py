@@ -15,7 +15,7 @@ _NUM_MEMBERS = 12  # of each kind, in a story
 _MAX_VALUE = 120  # characters of a list, in a line
 _HIDDEN = frozenset({"t", "wall", "event"})
 _PHASE_WORDS = {
-    "detect": "until the ranks had left the old generation",
+    "leave": "until the ranks had left the old generation",
     "abort": "to end its collectives",
     "quorum": "to agree on who takes part",
     "resolve": "to decide the step in doubt",

@@ -8,7 +8,7 @@ what is measured is the runtime. Prints one JSON line per figure, in ms where th
   dropped_steps  tries that somebody had prepared and that were not committed
   notice_ms      from the kill until the agent knows that the rank exits (`process/death_watch.py`)
   gone_ms        from the kill until its pidfd says that it is gone, with its memory
-  phase_ms       of a recovery: detect, abort, quorum, configure, first_commit; they add up to it
+  phase_ms       of a recovery: detect (to the notice), leave, abort, quorum, configure, first_commit; they add up to it
 
 And beside them, in the same run, the same kills of a job of torchft's, with the ratios to ours: its Manager, in-process
 Gloo, its lighthouse with the default settings of its command and "tuned" (heartbeat timeout 1 s, join timeout 0.2 s).

@@ -6,7 +6,7 @@ line per figure, in ms:
 
   recovery_ms  from the kill to the next committed step
   full_ms      from the kill to the first committed step that all four ranks voted for, the former spare with them
-  phase_ms     of a recovery: detect, abort, quorum, configure, first_commit; they add up to it
+  phase_ms     of a recovery: detect, leave, abort, quorum, configure, first_commit; they add up to it
 """
 
 from __future__ import annotations

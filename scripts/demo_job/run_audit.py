@@ -124,13 +124,16 @@ class Kill:
 
 @dataclass(frozen=True)
 class Phases:
-    """Where a recovery's time went, in ms; the slowest survivor ends each phase, and they add up to the whole.
+    """Where a recovery's time went, in ms; they add up to the whole. The agent ends the first phase, and the slowest
+    survivor each other one.
 
-    detect: until it leaves the old generation. abort: its comm process is gone. quorum: the next generation is agreed.
-    configure: a step in doubt is resolved, the groups are up. first_commit: the next step is committed.
+    detect: until the agent knows of the death. leave: the survivor has left the old generation. abort: its comm process
+    is gone. quorum: the next generation is agreed. configure: a step in doubt is resolved, the groups are up.
+    first_commit: the next step is committed.
     """
 
     detect: float
+    leave: float
     abort: float
     quorum: float
     configure: float
@@ -191,9 +194,11 @@ def _phases(run_log: RunLog, kill: Kill, attempt: StepAttempt, committed_at: flo
     ]
     if not ways:
         return None
+    left_at = max(way.began for way in ways)
     ends = [
         kill.t,
-        max(way.began for way in ways),
+        min(run_log.noticed.get(kill.member, left_at), left_at),
+        left_at,
         max(way.aborted for way in ways),
         max(way.agreed for way in ways),
         max(way.configured for way in ways),

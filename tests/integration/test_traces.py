@@ -25,7 +25,7 @@ from elasticgang.watch.traces import Traces, make_exporter, trace_id
 from tests.support import DEADLINE_S, wait_until
 from tests.unit.test_summary import RUNS, STARTED, change, event
 
-PHASES = {"detect": 10.0, "abort": 5.0, "configure": 100.0, "heal": 400.0, "first_commit": 500.0, "resolve": None}
+PHASES = {"leave": 10.0, "abort": 5.0, "configure": 100.0, "heal": 400.0, "first_commit": 500.0, "resolve": None}
 KILLED = {
     **change(20.2, 2, "killed", 0.25),
     "cause": "rank 1 was killed by SIGKILL",
@@ -53,7 +53,7 @@ def test_the_phases_are_children_of_their_change() -> None:
     spans = {span.name: span for span in exported([*STARTED, KILLED])}
     whole = spans.pop("generation change")
     assert whole.parent is None
-    assert names(list(spans.values())) == ["abort", "configure", "detect", "first_commit", "heal"]
+    assert names(list(spans.values())) == ["abort", "configure", "first_commit", "heal", "leave"]
     assert all(span.parent == whole.context for span in spans.values())
     wall = 1_000_000.0  # of the clock's zero
     times = {
@@ -61,7 +61,7 @@ def test_the_phases_are_children_of_their_change() -> None:
         for name, span in [*spans.items(), ("whole", whole)]
     }
     assert times == {
-        "detect": (20.0, 20.01),
+        "leave": (20.0, 20.01),
         "abort": (20.01, 20.015),
         "configure": (20.015, 20.115),
         "heal": (20.115, 20.515),
@@ -222,7 +222,7 @@ def test_a_collector_over_grpc_gets_the_spans(tmp_path: Path, monkeypatch: pytes
                 ]
                 names += [span.name for span in spans]
                 assert {int.from_bytes(span.trace_id, "big") for span in spans} == {trace_id("demo", 2, "d")}
-        assert sorted(names) == ["abort", "configure", "detect", "first_commit", "generation change", "heal"]
+        assert sorted(names) == ["abort", "configure", "first_commit", "generation change", "heal", "leave"]
     finally:
         server.stop(None).wait()
         threads.shutdown()

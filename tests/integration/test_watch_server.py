@@ -284,7 +284,7 @@ def test_a_browser_shows_hosts_by_name_and_when_the_changes_were(tmp_path: Path)
         {"agent": f"{name}-{number:08x}{again}", "host": "10.0.0.1", "seats": [[0, number, "active"]]}
         for number, (name, again) in enumerate([("gpu-17", ""), ("gpu-18", ".2"), ("twice", ""), ("twice", ".3")])
     ]
-    phases = {"detect": 2000.0, "quorum": 500.0, "heal": 1500.0, "first_commit": 2500.0}
+    phases = {"leave": 2000.0, "quorum": 500.0, "heal": 1500.0, "first_commit": 2500.0}
     events = [
         *STARTED,
         {**generation(12.0, 1, 0), "seats": seats},

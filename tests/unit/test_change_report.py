@@ -47,7 +47,7 @@ def test_a_death_is_reported_with_its_cause_and_phases() -> None:
     assert change["in_doubt"] == [{"step": 2, "generation": 1, "outcome": "rolled forward"}]
     # From the first sign, at 10.01; the slower rank, a1, ends each phase.
     expected = {
-        "detect": 40.0,
+        "leave": 40.0,
         "abort": 10.0,
         "quorum": 10.0,
         "resolve": 10.0,
@@ -58,7 +58,7 @@ def test_a_death_is_reported_with_its_cause_and_phases() -> None:
     assert tuple(change["phases_ms"]) == PHASES
     assert format_change(change, {"active": 2, "learner": 0}) == (
         "generation 2 (rank 2 was killed by SIGKILL): 2 active; 1 left; step 2 in doubt was rolled forward; "
-        "190 ms (detect 40, abort 10, quorum 10, resolve 10, configure 10, first_commit 110)"
+        "190 ms (leave 40, abort 10, quorum 10, resolve 10, configure 10, first_commit 110)"
     )
 
 
@@ -75,7 +75,7 @@ def test_a_newcomer_that_heals_is_no_late_survivor() -> None:
     changes.healed("a3", 2, 10.5)
     told += changes.committed("a3", Attempt(2, 2), 11.0)
     assert [change["joined"] for change in told] == [["a3"]]
-    assert told[0]["phases_ms"]["detect"] == 20.0
+    assert told[0]["phases_ms"]["leave"] == 20.0
     assert told[0]["phases_ms"]["heal"] == 440.0
 
 
@@ -189,7 +189,7 @@ def test_a_change_is_reported_once_the_exit_that_caused_it_is_complete() -> None
     assert list(changes.exited("a1", "rank 1 was killed by SIGKILL", "killed")) == []
     (change,) = changes.exited("a2", "rank 2 was killed by SIGKILL", "killed")
     assert change["cause"] == "rank 2 was killed by SIGKILL"
-    assert change["phases_ms"]["detect"] == 10.0
+    assert change["phases_ms"]["leave"] == 10.0
 
 
 def test_an_exit_that_is_complete_first_names_the_cause() -> None:

@@ -64,6 +64,7 @@ class Writer:
         self.event("spawned", member=member, local_rank=local_rank, pid=local_rank + 100)
 
     def exit(self, member: str) -> None:
+        self.event("exit_began", member=member, monotonic=self.t)
         self.event("exited", member=member, monotonic=self.t, status=-9)
 
     def generation(self, number: int, ranks: Iterable[int], members: Iterable[str] = ()) -> None:
@@ -280,7 +281,9 @@ def test_the_phases_add_up_to_the_recovery() -> None:
     assert recovery.recovery_ms is not None
     assert phases.quorum == pytest.approx(200)
     assert phases.configure == pytest.approx(300)
-    total = phases.detect + phases.abort + phases.quorum + phases.configure + phases.first_commit
+    assert phases.detect == pytest.approx((writer.run_log.noticed["b"] - kill.t) * 1e3)
+    assert phases.leave > 0
+    total = phases.detect + phases.leave + phases.abort + phases.quorum + phases.configure + phases.first_commit
     assert total == pytest.approx(recovery.recovery_ms)
 
 

@@ -12,7 +12,7 @@ import pytest
 from elasticgang.launch.cli import main
 from elasticgang.observe.story import line_of, tell
 
-PHASES = {"detect": 3.1, "abort": 0.4, "quorum": 5.0, "resolve": None, "configure": 9.0, "heal": None}
+PHASES = {"leave": 3.1, "abort": 0.4, "quorum": 5.0, "resolve": None, "configure": 9.0, "heal": None}
 
 
 def event(at: float, name: str, **fields: Any) -> dict[str, Any]:

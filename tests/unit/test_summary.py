@@ -32,7 +32,7 @@ def generation(
 
 
 def change(at: float, number: int, kind: str, lost_s: float) -> dict[str, Any]:
-    phases = {"detect": 10.0, "abort": None, "first_commit": 200.0}
+    phases = {"leave": 10.0, "abort": None, "first_commit": 200.0}
     fields = {"left": ["h-1/1/b"], "joined": [], "moved": [], "in_doubt": [], "checkpoint": None}
     return event(
         at,
@@ -122,7 +122,7 @@ def test_a_running_job() -> None:
     assert found["numbers"] == {"loss": 3.0, "tokens": 10.0}
     assert found["goodput"] == pytest.approx(1 - 4.5 / 12.25, abs=1e-4)
     assert found["lost_s"] == {"start": 4.5}
-    assert found["phase_s"] == {"detect": 0.01, "abort": 0.0, "first_commit": 0.2}
+    assert found["phase_s"] == {"leave": 0.01, "abort": 0.0, "first_commit": 0.2}
     assert found["seats"] == {"active": 2, "learner": 0, "spare": 1}
     assert found["healing"] == [{"local_rank": 1, "received_bytes": 30, "bytes": 120}]
     here, there = found["hosts"]
@@ -280,7 +280,7 @@ def test_the_terminal_shows_it_in_a_few_lines() -> None:
     assert "  h (h-1, this agent): 0 1\n  k (k-1): spare\n" in text
     assert "local rank 1 heals: [#######.......................] 25 % of 120 bytes" in text
     assert "goodput 63.3 %; lost by cause: start 4.50 s (1)" in text
-    assert "generation 1: cause 1; 1 left; lost 4.50 s; detect 10, first_commit 200 ms" in text
+    assert "generation 1: cause 1; 1 left; lost 4.50 s; leave 10, first_commit 200 ms" in text
 
 
 def test_the_layout_in_force_is_shown_with_what_it_falls_back_from() -> None:

@@ -1,7 +1,7 @@
 "use strict";
 // Shows status.json, which is read again every second. Text goes in as text only, never as markup.
 
-const PHASES = ["detect", "abort", "quorum", "resolve", "configure", "heal", "first_commit"];
+const PHASES = ["leave", "abort", "quorum", "resolve", "configure", "heal", "first_commit"];
 const CAUSES = ["start", "join", "drain", "left", "killed", "failed", "hung", "agent_lost", "abort", "elsewhere", "under_way"];
 const POLL_MS = 1000;
 const byId = (id) => document.getElementById(id);
