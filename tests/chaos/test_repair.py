@@ -207,6 +207,7 @@ def test_what_would_make_the_others_wait_for_ever_is_refused(tmp_path: Path, scr
 LARGE = """
 import hashlib, os, pathlib, resource, signal, time
 import torch, elasticgang as eg
+from elasticgang import testing
 from elasticgang.member.rank_context import inherited
 from elasticgang.state import striped_fetch
 
@@ -217,21 +218,21 @@ optim = eg.Optimizer(manager, torch.optim.Adam(model.parameters()))
 manager.register_state(model=model, optim=optim)
 batches = eg.GlobalBatch(64, size=6, slot=2)
 inner = striped_fetch.StripedFetch.run
+under_way = []
 def run(self):
+    under_way.append(self)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     state = inner(self)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     print("pulled from", len(self.num_from), "reserve", inherited().optimizer_bytes, "faults", faults, flush=True)
     return state
 striped_fetch.StripedFetch.run = run
-inner_count = striped_fetch.StripedFetch._count
-def count(self, *arguments):  # nobody reads a second chunk before both holders have given one
-    inner_count(self, *arguments)
+def wait_for_both():  # nobody reads a second chunk before both holders have given one
     limit = time.monotonic() + 60
-    while pathlib.Path("fired").exists() and len(self.num_from) < 2:
+    while pathlib.Path("fired").exists() and len(under_way[-1].num_from) < 2:
         assert time.monotonic() < limit
         time.sleep(0.002)
-striped_fetch.StripedFetch._count = count
+testing.fail_at("chunk_received", wait_for_both)
 for step in manager.steps(8):
     with step:
         slots = batches.slots(step)
