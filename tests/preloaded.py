@@ -222,12 +222,12 @@ def _offer(sock: socket.socket, pid: int) -> None:
 def _become_fork_server(sock: socket.socket) -> None:
     owner = os.getppid()
     data, fds, _, _ = socket.recv_fds(sock, _MAX_MESSAGE, 1)
-    sock.close()
     if not data:  # the owner has ended, and needed none
         os._exit(0)
     request = json.loads(data)
     if request["new_session"]:
         os.setsid()
+    sock.close()
     _set_environment(request["env"])
     sys.exit(forkserver.main([forkserver.__name__, str(fds[0]), str(owner), *request["preload"]]))
 
@@ -253,6 +253,7 @@ class _OfferedProcess(subprocess.Popen[Any]):
         sock, pid = offered
         _, _, _, _, _, *preload = args  # python -m module descriptor owner
         request = {"env": dict(env), "preload": preload, "new_session": self._is_session_leader}
-        socket.send_fds(sock, [json.dumps(request).encode()], list(pass_fds))
-        sock.close()
+        with sock:
+            socket.send_fds(sock, [json.dumps(request).encode()], list(pass_fds))
+            sock.recv(1)  # as after `Popen`, it is in its session
         _created(self, pid, files)

@@ -99,7 +99,7 @@ class Agent:
         self._timer: asyncio.TimerHandle | None = None
         self._exit: asyncio.Future[int] | None = None
         self._stopping = threading.Event()
-        self._supervisor = ProcessSupervisor(job.env, job.preload, self._stopping, self._spawn_task)
+        self._supervisor = ProcessSupervisor(job.env, job.preload, self._stopping, self._spawn_task, job.num_ranks)
         self._rendezvous = RankRendezvous(self._send_keys, self._spawn_task, output.write_line)
         self._began_at = time.monotonic()
         self._changes = ChangeLog(events, self._began_at)

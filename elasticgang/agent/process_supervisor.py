@@ -22,6 +22,7 @@ import psutil
 
 from elasticgang.errors import OperationalError
 from elasticgang.process.forkserver import ForkServer, Spawned
+from elasticgang.process.priority import weigh_session
 
 _S = TypeVar("_S", bound=Spawned)
 
@@ -35,7 +36,7 @@ class ProcessSupervisor:
     """Belongs to the agent's event loop; only functions given to `fork` run on another thread.
 
     `preload`: modules that the fork server imports. `stopping`: once set, no fork server is replaced. `spawn_task`:
-    runs a task whose failure ends the agent.
+    runs a task whose failure ends the agent. `num_ranks`: that are to compute at once.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class ProcessSupervisor:
         preload: Sequence[str],
         stopping: threading.Event,
         spawn_task: Callable[[asyncio.Future[Any]], object],
+        num_ranks: int = 1,
     ) -> None:
         self._env = {"RUST_LOG": "error", _LOG_LEVEL: os.environ.get(_LOG_LEVEL, "ERROR"), **env}
-        self._preload = tuple(preload)
+        self._preload, self._num_ranks = tuple(preload), num_ranks
         self._stopping, self._spawn_task = stopping, spawn_task
         self._thread = ThreadPoolExecutor(1, "fork")
         self._own: set[int] = set()
@@ -145,6 +147,8 @@ class ProcessSupervisor:
     def _new_server(self) -> ForkServer:
         self._has_imported = False
         try:
-            return ForkServer(self._preload, env=self._env)
+            server = ForkServer(self._preload, env=self._env)
+            weigh_session(server.process.pid, self._num_ranks)
+            return server
         except OSError as exc:
             raise OperationalError(f"the fork server could not be started: {exc}") from exc

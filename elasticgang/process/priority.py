@@ -1,7 +1,11 @@
-"""The priority of a process that answers within a lease, beside the ranks, which compute on every core.
+"""The priority of a process that answers within a lease, beside the ranks, which compute on every core; and that of the
+ranks beside other jobs.
 
 PRIORITY-OWN   Only the calling thread has it. Processes and threads that it starts have the default.
 PRIORITY-USER  A policy or niceness that the user chose is kept.
+PRIORITY-SESSION
+    Where the kernel divides the processor time between sessions (`autogroup` in sched(7)), each worker of torchrun is a
+    session of its own. The ranks of an agent are one session together, which gets the weight of so many.
 
 Without the right to lower its niceness, the process asks for short slices, which Linux 6.12 grants to anybody: a thread
 that wakes up then runs before threads with longer ones. An older kernel ignores that.
@@ -11,15 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import struct
+from pathlib import Path
 
 NICENESS = -10
 SLICE_NS = 100_000  # the shortest that Linux takes
 _CALLS = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # sched_setattr
 _ATTRIBUTES = struct.Struct("=IIQiIQQQII")  # of `struct sched_attr`
 _RESET_ON_FORK = 1
+_LEVEL = 1.25  # by which a step of niceness changes a weight
+_LOWEST = -20
 
 
 def raise_priority(pid: int = 0) -> None:
@@ -30,6 +38,14 @@ def raise_priority(pid: int = 0) -> None:
         os.sched_setscheduler(pid, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))  # PRIORITY-OWN
         os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
     _shorten_slices(pid, os.getpriority(os.PRIO_PROCESS, pid))
+
+
+def weigh_session(pid: int, num: int) -> None:
+    """PRIORITY-SESSION, as far as it is permitted. `pid`: a process of the session, which counts as `num`."""
+    niceness = max(_LOWEST, -round(math.log(num, _LEVEL)))
+    with contextlib.suppress(OSError):
+        if os.getpriority(os.PRIO_PROCESS, pid) == 0:  # PRIORITY-USER
+            Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
 
 
 def _shorten_slices(pid: int, niceness: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 from elasticgang.process.priority import NICENESS
 from tests.chaos.several import Coordinator
 from tests.chaos.training_scripts import training
-from tests.support import Job
+from tests.support import Job, wait_until
 
 RAISED = """
 import os, subprocess, sys, threading
@@ -90,6 +90,69 @@ def test_coordinators_and_agents_have_it_and_the_ranks_have_not(tmp_path: Path) 
         others = [process for process in found.values() if process.pid not in raised]
         assert "eg-rank-0" in {process.name() for process in others}
         assert min(niceness for process in others for niceness in thread_niceness(process)) >= 0
+
+
+AUTOGROUP = Path("/proc/self/autogroup")
+WEIGHED = """
+import subprocess, sys
+from elasticgang.process.priority import weigh_session
+with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True, preexec_fn={before}) as process:
+    for num in map(int, sys.argv[1:]):
+        weigh_session(process.pid, num)
+        print(open(f"/proc/{{process.pid}}/autogroup").read().split()[-1])
+"""
+needs_sessions = pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel has no autogroups")
+
+
+def weights(*nums: int, before: str = "None", prefix: Sequence[str] = ()) -> list[int]:
+    """The niceness of a session that counts as so many."""
+    command = [*prefix, sys.executable, "-c", WEIGHED.format(before=before), *map(str, nums)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    return [int(line) for line in done.stdout.split()]
+
+
+# PRIORITY-SESSION
+@needs_the_right
+@needs_sessions
+def test_a_session_has_the_weight_of_as_many() -> None:
+    """By the kernel's table of weights, a step of niceness is about 1.25."""
+    assert weights(1, 2, 4, 8, 16, 1000) == [0, -3, -6, -9, -12, -20]
+
+
+# PRIORITY-SESSION, PRIORITY-USER
+@needs_sessions
+def test_a_session_of_a_nice_job_keeps_its_weight() -> None:
+    assert weights(4, before="lambda: __import__('os').nice(5)") == [0]
+
+
+# PRIORITY-SESSION
+@needs_sessions
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="needs `setpriv`")
+def test_without_the_right_a_session_has_the_weight_of_one() -> None:
+    assert weights(4, prefix=[] if os.geteuid() else ["setpriv", "--bounding-set", "-sys_nice"]) == [0]
+
+
+# PRIORITY-SESSION
+@needs_the_right
+@needs_sessions
+@pytest.mark.timeout(240)
+def test_the_ranks_of_a_job_are_a_session_of_their_weight(tmp_path: Path) -> None:
+    """Also those that a new fork server starts."""
+    body = 'here.joinpath(f"group-{os.getpid()}").write_text(open("/proc/self/autogroup").read())'
+    path = training(tmp_path, steps=100_000, body=f"time.sleep(0.01); {body}")
+    with Job(tmp_path, path, ranks=2) as job:
+
+        def groups() -> set[str]:
+            return {group.read_text() for group in tmp_path.glob("group-*")} - {""}
+
+        wait_until(lambda: len(list(tmp_path.glob("group-*"))) == 2, "both ranks")
+        (first,) = wait_until(groups, "their groups")
+        assert first.split()[1:] == ["nice", "-3"]
+        named = {process.name(): process for process in job.processes()}
+        named["eg-forkserver"].kill()
+        named["eg-rank-1"].kill()
+        wait_until(lambda: len(groups()) == 2, "a rank of another fork server")
+        assert {group.split()[-1] for group in groups()} == {"-3"}
 
 
 def thread_niceness(process: psutil.Process) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import time
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def main() -> None:
             if output is not None:
                 output.write(json.dumps({"step": step, "t": time.monotonic(), "loss_sum": loss_sum}) + "\n")
     destroy_process_group()
+    os._exit(0)  # torch's threads abort now and then when the interpreter ends
 
 
 if __name__ == "__main__":
