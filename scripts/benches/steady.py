@@ -11,6 +11,9 @@ microbatches, optimizer and clipping. Prints one JSON line per figure:
                      as the median over windows of one run in turn; the processor time of the server, in % of a core
   coordinator_calls  bytes a second that the job sends to its coordinator, with slow steps and with fast ones; what
                      grows with the steps is calls of the steps, the rest heartbeats and watching
+
+With --busy N, only steps_per_s, while N other processes compute, each in a session of its own: how a job keeps its
+share of a machine beside others.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,7 +78,8 @@ def plain(args: argparse.Namespace, directory: Path) -> float:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     if done.returncode:
-        raise JobFailedError(f"torchrun ended with {done.returncode}; see {directory / 'job.log'}")
+        last = (directory / "job.log").read_text(errors="replace").splitlines()[-20:]
+        raise JobFailedError("\n".join([f"torchrun ended with {done.returncode}:", *last]))
     return _rate([line["t"] for line in Tail(output).read()])
 
 
@@ -189,17 +193,33 @@ def _speed(times: Sequence[float], began: float, ended: float) -> float:
     return (len(inside) - 1) / (inside[-1] - inside[0])
 
 
+@contextlib.contextmanager
+def busy(num: int) -> Iterator[None]:
+    """So many processes compute, each in a session of its own."""
+    with contextlib.ExitStack() as held:
+        for _ in range(num):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+            held.enter_context(process)
+            held.callback(process.kill)
+        yield
+
+
 def measure(args: argparse.Namespace, directory: Path) -> Any:
     rates: dict[str, list[float]] = {"ours": [], "ddp": [], "reproducible": [], "keep": []}
-    for number in range(args.rounds):
-        rates["ours"].append(ours(args, directory / f"ours-{number}"))
-        rates["ddp"].append(plain(args, directory / f"ddp-{number}"))
-        rates["reproducible"].append(ours(args, directory / f"reproducible-{number}", "--reduction=reproducible"))
-        rates["keep"].append(ours(args, directory / f"keep-{number}", "--keep"))
+    with busy(args.busy):
+        for number in range(args.rounds):
+            rates["ours"].append(ours(args, directory / f"ours-{number}"))
+            rates["ddp"].append(plain(args, directory / f"ddp-{number}"))
+            if not args.busy:
+                option = "--reduction=reproducible"
+                rates["reproducible"].append(ours(args, directory / f"reproducible-{number}", option))
+                rates["keep"].append(ours(args, directory / f"keep-{number}", "--keep"))
     mine, theirs = statistics.median(rates["ours"]), statistics.median(rates["ddp"])
     ratio = statistics.median(a / b for a, b in zip(rates["ours"], rates["ddp"], strict=True))
     found = {"ours": round(mine, 2), "ddp": round(theirs, 2), "ddp_step_ms": round(1e3 / theirs, 1)}
     yield {"figure": "steps_per_s", **found, "ratio": round(ratio, 3), "asked": 0.97, "rounds": args.rounds}
+    if args.busy:
+        return
     for figure, name, most in (("reproducible_reduction", "reproducible", 1.3), ("kept_slots", "keep", 1.01)):
         ratio = statistics.median(a / b for a, b in zip(rates["ours"], rates[name], strict=True))
         yield {
@@ -230,8 +250,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120, help="of each run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
     parser.add_argument("--dim", type=int, default=336, help="of the model: how long a step is (default: %(default)s)")
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     args = parser.parse_args()
+    if args.busy < 0:
+        parser.error(f"--busy must be at least 0, but is {args.busy} instead")
     if args.ranks < 2 or args.rounds < 1 or args.steps < 2 * _WARM_UP:
         parser.error(f"--ranks must be at least 2, --rounds at least 1, --steps at least {2 * _WARM_UP}")
     return args
@@ -240,7 +263,9 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        return print_figures("steady", {"ranks": args.ranks}, measure(args, Path(temporary)), (JobFailedError,))
+        return print_figures(
+            "steady", {"ranks": args.ranks, "busy": args.busy}, measure(args, Path(temporary)), (JobFailedError,)
+        )
 
 
 if __name__ == "__main__":
