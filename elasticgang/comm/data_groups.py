@@ -44,6 +44,7 @@ from elasticgang.errors import (
     PeerLostError,
     StaleGenerationError,
 )
+from elasticgang.process.late_signals import LONGEST_WAIT_S
 from elasticgang.process.status_page import CommBlock
 from elasticgang.torch_private import baby_process, unreported_error
 
@@ -167,7 +168,8 @@ class DataConfiguration:
 
         thread = threading.Thread(target=configure, name="data-configure", daemon=True)
         thread.start()
-        self._changed.wait()  # the group's own timeout ends `configure`
+        while not self._changed.wait(LONGEST_WAIT_S):  # SIGNAL-LATE; the group's own timeout ends `configure`
+            pass
         self._changed.clear()
         if self.error is not None:
             self._groups.forget(name)  # its `configure` may still run and cannot be cancelled

@@ -28,10 +28,11 @@ from typing import Any, Protocol
 
 from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import RUN, RUN_MARK
+from elasticgang.process.late_signals import LONGEST_WAIT_S
 
 _MAX_MESSAGE = 1 << 17
 _UNREAD_MS = 100  # the longest time that a message without a waiter stays unread
-_LONGEST_POLL_MS = 1 << 30
+_LONGEST_POLL_MS = LONGEST_WAIT_S * 1000
 _LAST_READER_S = 5.0
 
 log = logging.getLogger("elasticgang")
@@ -186,7 +187,7 @@ class ReplyReader:
             return True
 
     def _wait_beside(self, work: CommWork, seconds: float) -> None:
-        """Wait until `work` has ended, or this thread is to read."""
+        """Wait until `work` has ended, or this thread is to read; or for `LONGEST_WAIT_S` (SIGNAL-LATE)."""
         wake = threading.Event()
         with self._turn:
             if not (self._is_read or self._is_over):
@@ -195,7 +196,7 @@ class ReplyReader:
         goes_on = False
         try:
             work.wake_at_end(wake)
-            wake.wait(min(seconds, threading.TIMEOUT_MAX))
+            wake.wait(min(seconds, LONGEST_WAIT_S))
             goes_on = True
         finally:
             work.forget_wake(wake)
@@ -222,7 +223,8 @@ class ReplyReader:
         return next((wake for wake, work in self._waiting.items() if not work.done()), None)
 
     def _read_until(self, is_over: Callable[[], bool], deadline: float | None = None) -> None:
-        """Read messages until `is_over()`, the deadline, or the process's end."""
+        """Read messages until `is_over()`, the deadline, or the process's end. SIGNAL-LATE: with a deadline, the caller
+        may be the first thread."""
         number = self._sock.fileno()
         while not is_over():
             left = None if deadline is None else (deadline - time.monotonic()) * 1000

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
@@ -54,6 +55,7 @@ from elasticgang.member.rank_context import RankContext
 from elasticgang.member.sums import Sums
 from elasticgang.member.torch_environment import TorchEnvironment
 from elasticgang.process.forkserver import ForkServerClient
+from elasticgang.process.late_signals import LONGEST_WAIT_S
 from elasticgang.process.lease import Lease
 from elasticgang.process.status_page import ThreadState
 from elasticgang.process.sum_block import SumBlock
@@ -254,7 +256,7 @@ class ElasticRendezvous:
         return None
 
     def _await_record(self) -> Record | None:
-        record = self._link.records.get()
+        record = self._next_record()
         if record is not None:
             self.page.set_thread_state(ThreadState.REQUESTING)
             self._phases["agreed"] = time.monotonic()
@@ -262,6 +264,11 @@ class ElasticRendezvous:
         elif self._link.is_job_over:
             log.info("the job has finished; %s has waited as a spare, and ends", self.member)
         return record
+
+    def _next_record(self) -> Record | None:
+        while True:
+            with contextlib.suppress(queue.Empty):  # SIGNAL-LATE
+                return self._link.records.get(timeout=LONGEST_WAIT_S)
 
     def _configure(self, record: Record, seat: Seat) -> None:
         """Configure all gangs of the generation in one round."""

@@ -1,8 +1,6 @@
 """Waits for the change of a word in shared memory, in the kernel, without the GIL.
 
 FUTEX-1  On a CPU that `SYSTEM_CALL` does not list there is no wake-up: `wait` returns after `_POLL_S`.
-FUTEX-2  A signal that arrives after Python's last look for one, and before the system call begins, does not interrupt
-    the call. Its handler runs once the call returns: after `_LONGEST_S` at most.
 """
 
 from __future__ import annotations
@@ -12,11 +10,12 @@ import platform
 import threading
 import time
 
+from elasticgang.process.late_signals import LONGEST_WAIT_S
+
 SYSTEM_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # its number
 _WAIT, _WAKE = 0, 1
 _ALL = (1 << 31) - 1
 _POLL_S = 0.001
-_LONGEST_S = 0.1
 
 _libc = ctypes.CDLL(None)
 
@@ -31,11 +30,11 @@ def is_available() -> bool:
 
 def wait(word: ctypes.c_uint32, value: int, timeout_s: float) -> None:
     """Wait until `word`, which was `value`, is changed and woken; `timeout_s` seconds at most. Returns at once if it
-    has changed already, and early at any time: the caller checks the word again."""
+    has changed already, and early at any time (also by SIGNAL-LATE): the caller checks the word again."""
     if SYSTEM_CALL is None:  # FUTEX-1
         time.sleep(min(max(timeout_s, 0.0), _POLL_S))
         return
-    nanoseconds = max(int(min(timeout_s, _LONGEST_S) * 1e9), 0)  # FUTEX-2
+    nanoseconds = max(int(min(timeout_s, LONGEST_WAIT_S) * 1e9), 0)
     timeout = _Timespec(nanoseconds // 1_000_000_000, nanoseconds % 1_000_000_000)
     _call(word, _WAIT, value, ctypes.byref(timeout))
 

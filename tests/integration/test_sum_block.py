@@ -223,34 +223,3 @@ def test_a_cpu_without_wake_ups_reads_all_the_same(fd: int, monkeypatch: pytest.
     put(block, 1, 1, 5.0)
     reader.join(GUARD_S)
     assert found == [[5.0]]
-
-
-# FUTEX-2
-def test_a_wait_ends_soon_after_a_signal_that_does_not_interrupt_it() -> None:
-    """It arrives in another thread, which leaves Python's handler to this one, as one before the call begins does."""
-
-    class Arrived(Exception):
-        pass
-
-    def handle(number: int, frame: object) -> None:
-        raise Arrived
-
-    def signal_itself() -> None:
-        time.sleep(0.05)  # in the wait, or before it: both are to end
-        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
-
-    def wait() -> None:
-        thread.start()
-        while time.monotonic() < deadline_s:
-            futex.wait(word, 7, deadline_s - time.monotonic())
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    word, deadline_s = ctypes.c_uint32(7), time.monotonic() + 20.0
-    thread = threading.Thread(target=signal_itself)
-    try:
-        with pytest.raises(Arrived):
-            wait()
-        assert time.monotonic() < deadline_s - 10.0
-    finally:
-        thread.join()
-        signal.signal(signal.SIGUSR1, before)
