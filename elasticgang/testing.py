@@ -47,6 +47,7 @@ PLACES = {
     "healed": "a learner has loaded the state; it is not active",
     "forward_awaited": "a peer waits for the end of its forward before it serves a learner; it holds the server's lock",
     "serving": "a peer is about to send its state to a learner",
+    "leaving": "the rank's loop over steps has ended; its agent does not know",
     "checkpoint_copying": "a rank is about to copy its share of a checkpoint; an apply waits for the copy",
     "checkpoint_copied": "a rank's share of a checkpoint is in shared memory; nothing of it is written",
     "checkpoint_io": "the writer of a checkpoint is about to change its directory by a system call, or its store",

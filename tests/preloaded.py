@@ -199,6 +199,7 @@ def _set_environment(env: Mapping[str, str]) -> None:
 
 # -- a fork server that has imported already
 
+_OFFER_S = 60.0  # a guard, as `support.DEADLINE_S`
 _offered: dict[int, tuple[socket.socket, int]] = {}  # of the process with that id: its child, which waits
 
 
@@ -254,6 +255,7 @@ class _OfferedProcess(subprocess.Popen[Any]):
         _, _, _, _, _, *preload = args  # python -m module descriptor owner
         request = {"env": dict(env), "preload": preload, "new_session": self._is_session_leader}
         with sock:
+            sock.settimeout(_OFFER_S)
             socket.send_fds(sock, [json.dumps(request).encode()], list(pass_fds))
             sock.recv(1)  # as after `Popen`, it is in its session
         _created(self, pid, files)

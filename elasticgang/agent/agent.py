@@ -98,6 +98,7 @@ class Agent:
         self._lifecycle = AgentLifecycle(_new_id(), _options_of(job))
         self._timer: asyncio.TimerHandle | None = None
         self._exit: asyncio.Future[int] | None = None
+        self._is_unsaved = False  # the job has finished without its final state in a checkpoint
         self._stopping = threading.Event()
         self._supervisor = ProcessSupervisor(job.env, job.preload, self._stopping, self._spawn_task, job.num_ranks)
         self._rendezvous = RankRendezvous(self._send_keys, self._spawn_task, output.write_line)
@@ -156,7 +157,7 @@ class Agent:
             return self._exit.result()
         starting.result()
         code = await self._exit
-        is_over = code == 0 or (code == _UNSAVED and self._rank_events.unsaved_step)  # not after a signal
+        is_over = code == 0 or self._is_unsaved  # not after a signal
         if is_over and self._lifecycle.state.finished and self._coordinator is None:
             self._confirming = asyncio.ensure_future(self._control_plane.confirm_finished())
             await asyncio.wait([self._confirming])
@@ -387,6 +388,7 @@ class Agent:
             "warnings name, and start it again, under another --job-id if its coordinator goes on; it continues at the "
             "newest checkpoint"
         )
+        self._is_unsaved = True
         self._carry_out(Fail(_UNSAVED, reason))
         return _UNSAVED
 
@@ -487,6 +489,7 @@ class Agent:
 
     async def _rejoin(self, former: str) -> None:
         """Connect under the new id, with new members, once the coordinator answers."""
+        self._rank_events.unsaved_step = 0  # of the former members
         if await self._control_plane.rejoin(former):
             self._connected()
 

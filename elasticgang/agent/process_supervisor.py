@@ -141,14 +141,13 @@ class ProcessSupervisor:
             self._wait_ready()
 
     def _wait_ready(self) -> None:
+        weigh_session(self._server.process.pid, self._num_ranks)
         self._server.wait_ready()
         self._has_imported = True
 
     def _new_server(self) -> ForkServer:
         self._has_imported = False
         try:
-            server = ForkServer(self._preload, env=self._env)
-            weigh_session(server.process.pid, self._num_ranks)
-            return server
+            return ForkServer(self._preload, env=self._env)
         except OSError as exc:
             raise OperationalError(f"the fork server could not be started: {exc}") from exc

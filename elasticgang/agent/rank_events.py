@@ -84,9 +84,6 @@ class RankEvents:
             case "saved":
                 told = {name: message[name] for name in ("step", "generation", "digest", "path", "bytes", "duration_s")}
                 self._events.write("saved", member=rank.member, local_rank=rank.local_rank, **told)
-            case "unsaved":
-                self.unsaved_step = int(message["step"])
-                self._events.write("unsaved", member=rank.member, local_rank=rank.local_rank, step=self.unsaved_step)
             case "entered":
                 phases = message["phases"]
                 reporter.entered(rank.member, phases["generation"], phases)
@@ -106,7 +103,10 @@ class RankEvents:
                     reason=message["reason"],
                 )
             case "left":
-                finished, in_order = message["finished"], message["in_order"]
+                finished, in_order, unsaved = message["finished"], message["in_order"], message["unsaved"]
+                if unsaved is not None:
+                    self.unsaved_step = int(unsaved)
+                    self._events.write("unsaved", member=rank.member, local_rank=rank.local_rank, step=unsaved)
                 rank.has_finished = finished
                 if not finished and (in_order or self._has_seat(rank.member)):
                     how, kind = ("leaves", "left") if in_order else ("left before the last step", "failed")

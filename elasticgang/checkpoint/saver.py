@@ -48,6 +48,7 @@ log = logging.getLogger("elasticgang")
 FINISH_TIMEOUT_S = 600.0
 ALONE_S = 60.0  # NFS keeps that a file is missing for up to so long
 _ROUND_S = 1.0
+_LOOK_S = 0.1
 _COMMITTER = ((0, 0, 0), 0)  # the part and the number of the writer that writes the manifest
 
 
@@ -217,7 +218,8 @@ class DurableCheckpoints:
         """What follows may overwrite the state."""
         if self._save is not None and not self._save.has_read.is_set():
             self._save.shut()
-            self._save.has_read.wait()
+            while not self._save.has_read.wait(_LOOK_S):  # SIGNAL-LATE
+                pass
 
     def _is_complete(self, attempt: Attempt) -> bool:
         with contextlib.suppress(OSError):

@@ -85,6 +85,7 @@ class WriterProcess:
             self._process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it is reaped with this process
+                self._process.wait(_EXIT_TIMEOUT_S)
         self._process.stdout.close()
         os.close(self._descriptor)

@@ -212,6 +212,7 @@ class MemberDriver:
                     "with it"
                 )
             case do.SendLeft():
+                reached("leaving")
                 if self.checkpoints is not None:
                     with self._page.paused():
                         self.checkpoints.close(rendezvous.member, self.lifecycle.state)

@@ -247,7 +247,8 @@ class Rendezvous(Protocol):
         save began. Thread-safe."""
 
     def tell_unsaved(self, step: int) -> None:
-        """Tell the agent that the job's final state, after `step`, was to be saved and is in no checkpoint."""
+        """Tell the agent, with the `SendLeft` that follows, that the job's final state, after `step`, was to be saved
+        and is in no checkpoint."""
 
     def perform(self, instruction: Instruction) -> Record | None:
         """Carry out an instruction for the process groups or the agent. `Do.AWAIT_RECORD` returns the record.

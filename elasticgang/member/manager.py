@@ -386,8 +386,11 @@ class QuorumManager:
                     raise InvalidOperationError(f"step {step.index} was not used; write `with step:` in the loop")
             returned = True
         finally:
-            drain.in_loop = False
-            driver.run(lifecycle.leave(num_steps, returned=returned))
+            try:
+                driver.run(lifecycle.leave(num_steps, returned=returned))  # a signal does not interrupt it
+            finally:
+                drain.in_loop = False
+            driver.run(lifecycle.leave(num_steps, returned=returned))  # one that has come since its end
 
     def leave(self) -> None:
         """Drain this rank: its loop over `steps` ends after the step under way or the next one, and the other ranks go

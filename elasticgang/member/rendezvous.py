@@ -131,6 +131,7 @@ class ElasticRendezvous:
         self._data_store: DataStore | None = None  # of the present generation
         self._link.send("joined", device_uuid=device_uuid(device), has_chosen_device=is_own_choice(device))
         self.drain.wake = lambda: self._link.records.put(None)
+        self._unsaved: int | None = None
         os.register_at_fork(after_in_child=self._close_in_child)
 
     @property
@@ -216,7 +217,7 @@ class ElasticRendezvous:
         )
 
     def tell_unsaved(self, step: int) -> None:
-        self._link.send("unsaved", step=step)
+        self._unsaved = step
 
     def perform(self, instruction: Instruction) -> Record | None:
         match instruction:
@@ -250,7 +251,7 @@ class ElasticRendezvous:
                     self._link.send("committed", step=attempt.step, generation=attempt.generation)
                 self._groups.end_halted()
             case do.SendLeft():
-                self._link.send("left", **asdict(instruction))
+                self._link.send("left", **asdict(instruction), unsaved=self._unsaved)
             case Do.CLOSE:
                 self._close()
         return None

@@ -10,8 +10,6 @@ import platform
 import threading
 import time
 
-from elasticgang.process.late_signals import LONGEST_WAIT_S
-
 SYSTEM_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # its number
 _WAIT, _WAKE = 0, 1
 _ALL = (1 << 31) - 1
@@ -30,11 +28,11 @@ def is_available() -> bool:
 
 def wait(word: ctypes.c_uint32, value: int, timeout_s: float) -> None:
     """Wait until `word`, which was `value`, is changed and woken; `timeout_s` seconds at most. Returns at once if it
-    has changed already, and early at any time (also by SIGNAL-LATE): the caller checks the word again."""
+    has changed already, and early at any time : the caller checks the word again."""
     if SYSTEM_CALL is None:  # FUTEX-1
         time.sleep(min(max(timeout_s, 0.0), _POLL_S))
         return
-    nanoseconds = max(int(min(timeout_s, LONGEST_WAIT_S) * 1e9), 0)
+    nanoseconds = max(int(timeout_s * 1e9), 0)
     timeout = _Timespec(nanoseconds // 1_000_000_000, nanoseconds % 1_000_000_000)
     _call(word, _WAIT, value, ctypes.byref(timeout))
 

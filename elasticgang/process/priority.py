@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import struct
+import time
 from pathlib import Path
 
 NICENESS = -10
@@ -28,6 +29,8 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQII")  # of `struct sched_attr`
 _RESET_ON_FORK = 1
 _LEVEL = 1.25  # by which a step of niceness changes a weight
 _LOWEST = -20
+# Of all sessions of a machine, Linux changes one in 0.1 s for a process without CAP_SYS_ADMIN.
+_NUM_TRIES, _PAUSE_S = 10, 0.11
 
 
 def raise_priority(pid: int = 0) -> None:
@@ -41,11 +44,17 @@ def raise_priority(pid: int = 0) -> None:
 
 
 def weigh_session(pid: int, num: int) -> None:
-    """PRIORITY-SESSION, as far as it is permitted. `pid`: a process of the session, which counts as `num`."""
+    """PRIORITY-SESSION, as far as it is permitted; it may take a second. `pid`: a process of the session, which counts
+    as `num`. The largest weight is that of 86."""
     niceness = max(_LOWEST, -round(math.log(num, _LEVEL)))
     with contextlib.suppress(OSError):
-        if os.getpriority(os.PRIO_PROCESS, pid) == 0:  # PRIORITY-USER
-            Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+        if niceness == 0 or os.getpriority(os.PRIO_PROCESS, pid) != 0:  # PRIORITY-USER
+            return
+        for _ in range(_NUM_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+                return
+            time.sleep(_PAUSE_S)
 
 
 def _shorten_slices(pid: int, niceness: int) -> None:

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elasticgang.process import futex
+from elasticgang.process.late_signals import LONGEST_WAIT_S
 
 FILE_NAME = "elasticgang-sums"
 MAX_VALUES = 4096  # in one sum
@@ -145,7 +146,7 @@ class SumBlock:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError
-            futex.wait(self._bells[row], value, left_s)
+            futex.wait(self._bells[row], value, min(left_s, LONGEST_WAIT_S))  # SIGNAL-LATE
 
 
 def _first(row: int) -> int:

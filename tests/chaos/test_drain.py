@@ -114,6 +114,20 @@ def test_in_the_last_step_it_is_too_late(tmp_path: Path, alone: str) -> None:
     assert {event["status"] for event in job.events() if event["event"] == "exited"} == {0}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_has_done_all_steps_and_leaves_is_not_interrupted(ranks: int, tmp_path: Path) -> None:
+    """Nor is what follows its loop: the job is over for all, whoever was to go."""
+    setup = """
+        from elasticgang import testing
+        testing.fail_at("leaving", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    """
+    after = '(here / f"after-{rank}").write_text(f"{manager.committed_steps}\\n")'
+    with Job(tmp_path, training(tmp_path, setup=setup, after=after), ranks=ranks) as job:
+        assert job.wait() == 0, job.stderr
+        assert {event["status"] for event in job.events() if event["event"] == "exited"} == {0}
+    assert [(tmp_path / f"after-{rank}").read_text() for rank in range(ranks)] == ["5\n"] * ranks
+
+
 def test_when_all_go_the_job_ends_and_says_so(tmp_path: Path) -> None:
     faults = together("body", 0, 1, 2, step=4)
     job = run(tmp_path, faults)

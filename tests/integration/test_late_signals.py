@@ -7,7 +7,7 @@ in the kernel does the same.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import os
 import signal
 import threading
 import time
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticgang.process import futex
+from elasticgang.process.sum_block import SumBlock
 from tests.chaos.training_scripts import training
 from tests.integration.comm_calls import GUARD_S, start_sum
 from tests.integration.conftest import Worlds
@@ -52,13 +52,16 @@ def signal_in_another_thread() -> Iterator[Callable[[], None]]:
 def test_a_wait_for_a_word() -> None:
     def wait() -> None:
         send()
-        while time.monotonic() < deadline_s:
-            futex.wait(word, 7, deadline_s - time.monotonic())
+        block.read(1, 1, deadline_s)
 
-    word, deadline_s = ctypes.c_uint32(7), time.monotonic() + GUARD_S
+    fd = os.memfd_create("block")
+    SumBlock.prepare(fd, 2)
+    block, deadline_s = SumBlock(fd, 2), time.monotonic() + GUARD_S
     with signal_in_another_thread() as send, pytest.raises(Arrived):
         wait()
     assert time.monotonic() < deadline_s - GUARD_S / 2
+    block.close()
+    os.close(fd)
 
 
 # SIGNAL-LATE, REPLY-2

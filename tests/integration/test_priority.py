@@ -120,6 +120,7 @@ def test_a_session_has_the_weight_of_as_many() -> None:
 
 
 # PRIORITY-SESSION, PRIORITY-USER
+@needs_the_right
 @needs_sessions
 def test_a_session_of_a_nice_job_keeps_its_weight() -> None:
     assert weights(4, before="lambda: __import__('os').nice(5)") == [0]
