@@ -23,7 +23,7 @@ class NumberLog:
         self._due_s = 0.0
         self._last: dict[str, dict[str, float]] = {}  # by member: what the next event has of it
         self._num_reports: dict[str, int] = {}  # by member, as it was read last
-        self._step = 0
+        self._step = 0  # the last one of those that the next event is about
 
     def read(self, member: str, page: StatusPage) -> None:
         """Read the numbers of a rank that lives, or has just exited, for the next event."""
@@ -49,4 +49,4 @@ class NumberLog:
         """NUMBERLOG-1."""
         if self._last:
             self._events.write("reported", step=self._step, numbers=mean_numbers(self._last.values()))
-            self._last = {}
+            self._last, self._step = {}, 0

@@ -69,5 +69,17 @@ def test_the_last_numbers_of_a_rank_that_has_exited_are_written_at_the_end(pages
     assert len(events.written) == 1
     log.write()
     assert events.written[1:] == [("reported", 7, {"loss": 3.0, "tokens": 8.0})]
+    one.commit(7, 1)
     log.look(120.0, {"a/0": one})
     assert events.written[2:] == [("reported", 7, {"loss": "nan"})]
+
+
+# NUMBERLOG-1
+def test_after_a_job_has_gone_back_the_steps_are_those_that_are_trained_again(pages: dict[str, StatusPage]) -> None:
+    events, (one, _) = Events(), pages.values()
+    log = NumberLog(events)
+    for now_s, step in ((100.0, 90), (120.0, 41), (140.0, 60)):
+        one.report("loss", 1.0)
+        one.commit(step, 1)
+        log.look(now_s, pages)
+    assert [step for _, step, _ in events.written] == [90, 41, 60]
