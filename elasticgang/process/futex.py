@@ -28,7 +28,7 @@ def is_available() -> bool:
 
 def wait(word: ctypes.c_uint32, value: int, timeout_s: float) -> None:
     """Wait until `word`, which was `value`, is changed and woken; `timeout_s` seconds at most. Returns at once if it
-    has changed already, and early at any time : the caller checks the word again."""
+    has changed already, and early at any time: the caller checks the word again."""
     if SYSTEM_CALL is None:  # FUTEX-1
         time.sleep(min(max(timeout_s, 0.0), _POLL_S))
         return
