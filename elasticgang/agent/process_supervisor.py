@@ -5,6 +5,9 @@ SUPERVISOR-1  Forks run one at a time, in the order of the requests. The supervi
     to `fork` therefore uses ids and sockets of its own, and cleans up after itself if it fails.
 SUPERVISOR-2  The supervisor never reaps a process as an orphan that another part of the agent waits for, even if the
     process dies at once.
+SUPERVISOR-3  Orphans are reaped on a timer, `_REAP_S` after the signal. While threads of a dead process end, with the
+    low priority of RANK-4, the kernel can hold up whoever reaps it, without sleep: 0.5 s and more have been seen where
+    the agent's loop did it at once.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ import psutil
 
 from elasticgang.errors import OperationalError
 from elasticgang.process.forkserver import ForkServer, Spawned
-from elasticgang.process.priority import weigh_session
+from elasticgang.process.priority import weigh_own_session, weigh_session
 
 _S = TypeVar("_S", bound=Spawned)
 
 _END_S = 2.0
+_REAP_S = 0.25
 _END_POLL_S = 0.002
 _NUM_TRIES = 3
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -53,6 +57,7 @@ class ProcessSupervisor:
         self._thread = ThreadPoolExecutor(1, "fork")
         self._own: set[int] = set()
         self._num_forking = 0
+        self._reaper: asyncio.TimerHandle | None = None
         self._has_imported = False  # the current fork server
 
     def open(self) -> None:
@@ -102,7 +107,12 @@ class ProcessSupervisor:
         self._own.discard(pid)
 
     def reap(self) -> None:
-        """Reap orphans: comm processes and the ranks' own children are reparented to the agent."""
+        """Reap orphans before long: comm processes and the ranks' own children are reparented to the agent."""
+        if self._reaper is None:  # SUPERVISOR-3
+            self._reaper = asyncio.get_running_loop().call_later(_REAP_S, self._reap)
+
+    def _reap(self) -> None:
+        self._reaper = None
         if self._num_forking:
             return  # `reap` is called again after the fork
         with contextlib.suppress(ChildProcessError):
@@ -141,6 +151,7 @@ class ProcessSupervisor:
             self._wait_ready()
 
     def _wait_ready(self) -> None:
+        weigh_own_session()
         weigh_session(self._server.process.pid, self._num_ranks)
         self._server.wait_ready()
         self._has_imported = True

@@ -22,7 +22,7 @@ from elasticgang.checkpoint.locations import is_url
 from elasticgang.errors import OperationalError
 from elasticgang.launch.output import PrefixedOutput, log_to
 from elasticgang.observe.events import EventLog
-from elasticgang.process.priority import raise_priority
+from elasticgang.process.priority import raise_priority, weigh_own_session
 from elasticgang.process.stop_signals import release_stop_signals
 from elasticgang.session.credentials import Credentials
 from elasticgang.watch import registry, serving
@@ -156,7 +156,6 @@ def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         release_stop_signals()
-        raise_priority()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
 
@@ -168,6 +167,8 @@ def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
     def log(line: str) -> None:
         output.write_line(f"coordinator: {line}")
 
+    raise_priority()
+    weigh_own_session()
     try:
         asyncio.run(run())
     except OperationalError as exc:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 
 from elasticgang.process import futex
+from elasticgang.process.priority import raise_priority
 
 NUM_WORDS = 8  # of 8 bytes: room for a `pthread_mutex_t`, which begins with the 4 bytes of its futex
 _RECHECK_S = 10
@@ -158,6 +159,7 @@ class DeathWatch:
 
     def _wait(self) -> None:
         """DEATH-2."""
+        raise_priority()  # the agent's loop waits for this thread
         while not (word := self._word.value) & _OWNER_DIED:
             futex.wait(self._word, word, _RECHECK_S)  # returns at once if the word has changed
         if not self._is_closed:

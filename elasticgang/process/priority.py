@@ -6,6 +6,10 @@ PRIORITY-USER  A policy or niceness that the user chose is kept.
 PRIORITY-SESSION
     Where the kernel divides the processor time between sessions (`autogroup` in sched(7)), each worker of torchrun is a
     session of its own. The ranks of an agent are one session together, which gets the weight of so many.
+PRIORITY-LEADER
+    There, the niceness of a thread counts only within its session, so that a process that frees the memory of a dead
+    rank has the weight of all ranks beside their agent. A process that leads its session gives it the largest weight.
+    In a session that another process leads, such as a shell, there may be work that is not ours: it keeps its weight.
 
 Without the right to lower its niceness, the process asks for short slices, which Linux 6.12 grants to anybody: a thread
 that wakes up then runs before threads with longer ones. An older kernel ignores that.
@@ -48,13 +52,29 @@ def weigh_session(pid: int, num: int) -> None:
     as `num`. The largest weight is that of 86."""
     niceness = max(_LOWEST, -round(math.log(num, _LEVEL)))
     with contextlib.suppress(OSError):
-        if niceness == 0 or os.getpriority(os.PRIO_PROCESS, pid) != 0:  # PRIORITY-USER
+        if niceness != 0 and os.getpriority(os.PRIO_PROCESS, pid) == 0:  # PRIORITY-USER
+            _set_session_niceness(pid, niceness)
+
+
+def weigh_own_session() -> None:
+    """PRIORITY-LEADER, of a process whose first thread has called `raise_priority`, as far as it is permitted; it may
+    take a second."""
+    pid = os.getpid()
+    with contextlib.suppress(OSError):
+        if os.getsid(0) == pid and os.getpriority(os.PRIO_PROCESS, pid) in (0, NICENESS):  # PRIORITY-USER
+            _set_session_niceness(pid, _LOWEST)
+
+
+def _set_session_niceness(pid: int, niceness: int) -> None:
+    """Unless the user has set one. Raises OSError: it is not permitted, or the kernel has no autogroups."""
+    path = Path(f"/proc/{pid}/autogroup")  # "/autogroup-21 nice 0"
+    if not path.read_text().endswith(" nice 0\n"):  # PRIORITY-USER
+        return
+    for _ in range(_NUM_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            path.write_text(str(niceness))
             return
-        for _ in range(_NUM_TRIES):
-            with contextlib.suppress(BlockingIOError):
-                Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
-                return
-            time.sleep(_PAUSE_S)
+        time.sleep(_PAUSE_S)
 
 
 def _shorten_slices(pid: int, niceness: int) -> None:

@@ -96,8 +96,8 @@ AUTOGROUP = Path("/proc/self/autogroup")
 WEIGHED = """
 import subprocess, sys
 from elasticgang.process.priority import weigh_session
-with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True, preexec_fn={before}) as process:
-    for num in map(int, sys.argv[1:]):
+for num in map(int, sys.argv[1:]):
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True, preexec_fn={before}) as process:
         weigh_session(process.pid, num)
         print(open(f"/proc/{{process.pid}}/autogroup").read().split()[-1])
 """
@@ -131,6 +131,73 @@ def test_a_session_of_a_nice_job_keeps_its_weight() -> None:
 @pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="needs `setpriv`")
 def test_without_the_right_a_session_has_the_weight_of_one() -> None:
     assert weights(4, prefix=[] if os.geteuid() else ["setpriv", "--bounding-set", "-sys_nice"]) == [0]
+
+
+LEADING = """
+import os
+from elasticgang.process.priority import raise_priority, weigh_own_session
+{before}
+raise_priority()
+weigh_own_session()
+print(open("/proc/self/autogroup").read().split()[-1])
+"""
+
+
+def weight_of_own(before: str = "pass", *, leads: bool = True, prefix: Sequence[str] = ()) -> int:
+    """The niceness of the session of a process that asks for the largest weight."""
+    own = Path("/proc/self/autogroup").read_text()
+    command = [*prefix, sys.executable, "-c", LEADING.format(before=before)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, start_new_session=leads)
+    assert Path("/proc/self/autogroup").read_text() == own
+    return int(done.stdout)
+
+
+# PRIORITY-LEADER
+@needs_the_right
+@needs_sessions
+def test_a_process_gives_the_session_that_it_leads_the_largest_weight() -> None:
+    assert weight_of_own() == -20
+
+
+# PRIORITY-LEADER
+@needs_the_right
+@needs_sessions
+def test_a_session_that_another_process_leads_keeps_its_weight() -> None:
+    own = int(Path("/proc/self/autogroup").read_text().split()[-1])
+    assert weight_of_own("assert os.getsid(0) != os.getpid()", leads=False) == own
+
+
+# PRIORITY-LEADER, PRIORITY-USER
+@needs_the_right
+@needs_sessions
+def test_a_session_that_the_user_has_made_nice_keeps_its_weight() -> None:
+    assert weight_of_own("open('/proc/self/autogroup', 'w').write('7')") == 7
+    assert weight_of_own("os.setpriority(os.PRIO_PROCESS, 0, 5)") == 0
+
+
+# PRIORITY-LEADER
+@needs_sessions
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="needs `setpriv`")
+def test_without_the_right_an_own_session_keeps_its_weight() -> None:
+    assert weight_of_own(prefix=[] if os.geteuid() else ["setpriv", "--bounding-set", "-sys_nice"]) == 0
+
+
+# PRIORITY-LEADER
+@needs_the_right
+@needs_sessions
+@pytest.mark.skipif(shutil.which("setsid") is None, reason="needs `setsid`")
+def test_agents_and_coordinators_weigh_their_sessions(tmp_path: Path) -> None:
+    path = training(tmp_path, steps=100_000, body='time.sleep(0.01); (here / f"at-{rank}").write_text("1\\n")')
+
+    def weight(pid: int) -> str:
+        return Path(f"/proc/{pid}/autogroup").read_text().split()[-1]
+
+    with Coordinator(tmp_path / "apart", prefix=["setsid"]) as apart:
+        assert apart.address
+        assert weight(apart.process.pid) == "-20"
+    with Job(tmp_path, path, prefix=["setsid"]) as job:
+        job.expect_file(tmp_path / "at-0")
+        assert weight(job.process.pid) == "-20"
 
 
 # PRIORITY-SESSION

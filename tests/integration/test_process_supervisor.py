@@ -29,5 +29,10 @@ def test_a_launch_whose_answer_was_lost_leaves_no_rank(tmp_path: Path) -> None:
     assert found == {"tries": 2, "twin lives": False, "runs": True}
 
 
+# SUPERVISOR-3
+def test_orphans_are_reaped_on_a_timer(tmp_path: Path) -> None:
+    assert outcome(tmp_path, "orphan") == {"waits": True}
+
+
 def test_no_fork_server_starts_after_the_end(tmp_path: Path) -> None:
     assert outcome(tmp_path, "after the end") == {}

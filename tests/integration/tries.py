@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,13 +100,38 @@ async def _after_the_end(supervisor: ProcessSupervisor) -> dict[str, Any]:
     supervisor.kill()
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
     supervisor.reap()
+    await _until_reaped()
     return {}
+
+
+async def _orphan(supervisor: ProcessSupervisor) -> dict[str, Any]:
+    """A process ends that the supervisor has not forked."""
+    orphan = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
+    for _ in range(3):  # one timer, however many signals there are
+        supervisor.reap()
+    at_once = _has_unreaped()
+    await _until_reaped()
+    return {"waits": at_once}
+
+
+def _has_unreaped() -> bool:
+    return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+async def _until_reaped() -> None:
+    end_s = time.monotonic() + GUARD_S
+    with contextlib.suppress(ChildProcessError):  # there is no other child
+        while _has_unreaped():
+            assert time.monotonic() < end_s, "a dead child is not reaped"
+            await asyncio.sleep(0.01)
 
 
 CASES: dict[str, Callable[[ProcessSupervisor], Any]] = {
     "stopped": _stopped,
     "twin": _twin,
     "after the end": _after_the_end,
+    "orphan": _orphan,
 }
 
 
