@@ -14,7 +14,7 @@ for bit; the loss curve beside that of one undisturbed process. With --reproduci
 process, which holds the whole model.
 
 The number of steps is what would nearly fill --minutes undisturbed, by the speed of a first run: under faults the job
-takes longer, and what is left after --minutes is done without.
+takes longer, and what is left after --minutes, and after --min-faults, is done without.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def soak(args: argparse.Namespace, fleet: Fleet, injector: FaultInjector, num_st
     newest, moved = fleet.run_log.newest, began
     while not fleet.is_over:
         fleet.read()
-        if not fleet.run_log.finished and time.monotonic() < blows_end:
+        is_due = time.monotonic() < blows_end or len(injector.done) < args.min_faults
+        if is_due and not fleet.run_log.finished:
             injector.tick()
         else:
             injector.stop()
@@ -193,6 +194,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=1.0, help="of faults (default: %(default)g)")
     parser.add_argument(
+        "--min-faults", type=int, default=0, help="at least so many, where --minutes bring fewer (default: %(default)s)"
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, help="of the faults, the model and the data (default: %(default)s)"
     )
     parser.add_argument("--agents", type=int, default=2, help="(default: %(default)s)")
@@ -222,6 +226,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.minutes <= 0 or args.every <= 0:
         parser.error("--minutes and --every must be greater than 0")
+    if args.min_faults < 0:
+        parser.error(f"--min-faults must be at least 0, but is {args.min_faults} instead")
     if args.reproducible and args.reference_steps < 10**9:
         parser.error("--reproducible needs the whole undisturbed run: leave out --reference-steps")
     if args.pause < 0:

@@ -26,6 +26,7 @@ def soak(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(420)
 def test_random_faults_break_no_promise(tmp_path: Path) -> None:
     options = ["--minutes", "0.5", "--pause", "0.1", "--seed", "7"]  # the pause leaves the cores to the tests beside
+    options += ["--min-faults", "8"]  # a slow machine needs longer for them
     options += ["--reproducible"]  # and so the result is checked to the last bit
     done = soak(*options, "--output-dir", str(tmp_path), timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,6 +54,7 @@ def test_random_faults_on_shards_leave_no_trace_in_the_bits(tmp_path: Path) -> N
     [
         (["--minutes", "0"], "must be greater than 0"),
         (["--pause", "-1"], "at least 0"),
+        (["--min-faults", "-1"], "at least 0"),
         (["--reproducible", "--reference-steps", "5"], "needs the whole undisturbed run"),
         (["--agents", "1", "--ranks", "1"], "at least two ranks"),
         (["--agents", "3", "--ranks", "1", "--layout", "sdp=2"], "at least 4 ranks, so that each part survives"),
