@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -137,6 +138,8 @@ def run(request: dict[str, Any], fds: list[int]) -> int:
     _imported.extend(request["imports"])
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's own: they take a tenth of the time of a short rank
+    if "triton" in sys.modules:
+        atexit.register(gc.unfreeze)  # it would call each of its objects a leak, on stderr
     offer_fork_server()
     if _is_agent(command):
         _run_agent(command[2:])

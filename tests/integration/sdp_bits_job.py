@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 POLICIES = {
     "float32": MixedPrecisionPolicy(),
     "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "rounded": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "rounded": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
 }
 
 

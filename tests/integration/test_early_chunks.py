@@ -278,6 +278,7 @@ def test_a_healer_that_is_killed_before_it_has_digests_does_not_hold_up_an_apply
         with source.server.exclusive():
             pass
     assert gate.num_digests <= digests.NUM_DIGESTERS
+    gate.opened.set()  # also where the holder had not begun to serve the victim before the apply
     source.server.begin(AT)
     healer = Rank(1, size=SIZE)
     # The holder may still be giving up the digests for the victim: the healer then tries again, as in its next step.

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from scripts.chaos_runs.soaking.holders import choose_safe, holders_of, passive_members, seats_by_part
+from scripts.chaos_runs.soaking.holders import (
+    choose_safe,
+    holders_of,
+    passive_members,
+    seated_members,
+    seats_by_part,
+)
 from scripts.demo_job.run_log import RunLog
 
 FIRST, SECOND = (0, 0, 0), (0, 1, 0)
@@ -80,6 +86,12 @@ def test_each_seat_has_the_part_of_its_rank() -> None:
     assert moving == {FIRST: [("A", 0), ("B", 0)], SECOND: [("A", 1), ("B", 1)]}
     stages = seats_by_part({**event, "layout": "pp=2", "active": 0})
     assert stages == {FIRST: [("A", 0), ("A", 1)], (1, 0, 0): [("B", 0), ("B", 1)]}
+
+
+def test_a_successor_of_a_dead_member_has_no_seat_before_the_next_generation() -> None:
+    spawned = {"a": ("A", 0, 1.0), "b": ("A", 1, 1.0), "successor": ("B", 0, 3.0)}
+    assert seated_members({"t": 2.0}, spawned) == {("A", 0): "a", ("A", 1): "b"}
+    assert seated_members({"t": 4.0}, spawned)["B", 0] == "successor"
 
 
 HOST_OF = {"a": 0, "b": 0, "c": 1, "d": 1}

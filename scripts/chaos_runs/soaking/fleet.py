@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.chaos_runs.soaking.holders import holders_of, passive_members, seats_by_part
+from scripts.chaos_runs.soaking.holders import holders_of, passive_members, seated_members, seats_by_part
 from scripts.demo_job.driver import TRAIN, Tail
 from scripts.demo_job.processes import start_command
 from scripts.demo_job.run_log import RunLog, Spawned, member_name, parts_of
@@ -145,7 +145,8 @@ class Fleet:
         former = list(holders_of(self.run_log, live.keys() - (self._passive if is_newer else set())).values())
         if not is_newer or sizes is None:
             return former
-        by_seat = {(agent.name, spawned.local_rank): name for name, (agent, spawned) in live.items()}
+        spawned = {name: (agent.name, member.local_rank, member.t) for name, (agent, member) in live.items()}
+        by_seat = seated_members(self._event, spawned)
         seated = seats_by_part(self._event)
         if seated.keys() == set(parts_of(sizes)):
             return former

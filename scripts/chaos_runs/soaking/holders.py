@@ -60,6 +60,14 @@ def seats_by_part(generation: Mapping[str, Any]) -> dict[Part, list[tuple[str, i
     return found
 
 
+def seated_members(
+    generation: Mapping[str, Any], spawned: Mapping[str, tuple[str | None, int, float]]
+) -> dict[tuple[str | None, int], str]:
+    """Who may be in a seat of the event `generation`, by agent and local rank. `spawned`: those of each member, and
+    when it was spawned. The successor of a member that has died since holds nothing of what that one held."""
+    return {(agent, local_rank): name for name, (agent, local_rank, t) in spawned.items() if t <= generation["t"]}
+
+
 def _seats_of(agent: Mapping[str, Any]) -> list[tuple[int, str, int]]:
     return [(local_rank, status, rank) for local_rank, rank, status in agent["seats"] if rank is not None]
 
