@@ -269,8 +269,8 @@ class Job(Command):
         return bool(seen["event"] == "spawned" and seen["local_rank"] == local_rank)
 
     def fork_server(self) -> psutil.Process:
-        """The child of the agent that is the leader of a session."""
-        return next(child for child in psutil.Process(self.process.pid).children() if os.getsid(child.pid) == child.pid)
+        found = (child for child in psutil.Process(self.process.pid).children() if child.name() == "eg-forkserver")
+        return next(child for child in found if child.status() != psutil.STATUS_ZOMBIE)
 
 
 def kill(pid: int) -> None:

@@ -5,9 +5,9 @@ SUPERVISOR-1  Forks run one at a time, in the order of the requests. The supervi
     to `fork` therefore uses ids and sockets of its own, and cleans up after itself if it fails.
 SUPERVISOR-2  The supervisor never reaps a process as an orphan that another part of the agent waits for, even if the
     process dies at once.
-SUPERVISOR-3  Orphans are reaped on a timer, `_REAP_S` after the signal. While threads of a dead process end, with the
-    low priority of RANK-4, the kernel can hold up whoever reaps it, without sleep: 0.5 s and more have been seen where
-    the agent's loop did it at once.
+SUPERVISOR-3  Orphans are reaped on a timer, at most `_REAP_S` after the signal. While several processes end at the low
+    priority of RANK-4, the kernel can spin in the call that reaps one of them: 0.5 s and more were measured where the
+    agent's loop reaped orphans at once. A rank and the fork server are reaped at once: their successors wait for that.
 """
 
 from __future__ import annotations
@@ -101,30 +101,36 @@ class ProcessSupervisor:
             return spawned
         finally:
             self._num_forking -= is_own
+            self.reap()
 
     def release(self, pid: int) -> None:
         """The caller has reaped the process."""
         self._own.discard(pid)
 
     def reap(self) -> None:
-        """Reap orphans before long: comm processes and the ranks' own children are reparented to the agent."""
+        """A child has ended. Comm processes and the ranks' own children are reparented to the agent: SUPERVISOR-3."""
+        self._reap_server()
         if self._reaper is None:  # SUPERVISOR-3
             self._reaper = asyncio.get_running_loop().call_later(_REAP_S, self._reap)
 
     def _reap(self) -> None:
         self._reaper = None
         if self._num_forking:
-            return  # `reap` is called again after the fork
+            return  # `fork` calls `reap` then
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if found.si_pid in self._own:
                     return  # its owner reaps it and calls `reap` again
                 if found.si_pid == self._server.process.pid:
-                    self._server.process.wait()
-                    if self._has_imported and not self._stopping.is_set():  # else the next fork replaces it
-                        self._spawn_task(self._off_loop(self._replace_early))
+                    self._reap_server()
                     continue
                 os.waitid(os.P_PID, found.si_pid, os.WEXITED)
+
+    def _reap_server(self) -> None:
+        process = self._server.process
+        has_died = process.returncode is None and process.poll() is not None
+        if has_died and self._has_imported and not self._stopping.is_set():  # else the next fork replaces it
+            self._spawn_task(self._off_loop(self._replace_early))
 
     def _off_loop(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

@@ -167,8 +167,8 @@ def run_coordinator(args: argparse.Namespace, credentials: Credentials) -> int:
     def log(line: str) -> None:
         output.write_line(f"coordinator: {line}")
 
-    raise_priority()
     weigh_own_session()
+    raise_priority()
     try:
         asyncio.run(run())
     except OperationalError as exc:

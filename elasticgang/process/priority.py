@@ -7,9 +7,11 @@ PRIORITY-SESSION
     Where the kernel divides the processor time between sessions (`autogroup` in sched(7)), each worker of torchrun is a
     session of its own. The ranks of an agent are one session together, which gets the weight of so many.
 PRIORITY-LEADER
-    There, the niceness of a thread counts only within its session, so that a process that frees the memory of a dead
-    rank has the weight of all ranks beside their agent. A process that leads its session gives it the largest weight.
-    In a session that another process leads, such as a shell, there may be work that is not ours: it keeps its weight.
+    There, niceness counts only within a session. A rank that exits would compete with its agent at the weight of all
+    ranks, whatever its niceness. An agent or a coordinator that leads its session therefore gives it the largest
+    weight. A session that another process leads, such as a shell, keeps its weight: there may be other work in it.
+PRIORITY-LAST
+    A process that gives way to the ranks is in a session of its own, which it makes as nice as itself.
 
 Without the right to lower its niceness, the process asks for short slices, which Linux 6.12 grants to anybody: a thread
 that wakes up then runs before threads with longer ones. An older kernel ignores that.
@@ -39,7 +41,7 @@ _NUM_TRIES, _PAUSE_S = 10, 0.11
 
 def raise_priority(pid: int = 0) -> None:
     """Of process `pid`'s first thread, or of the calling one, as far as it is permitted."""
-    if os.sched_getscheduler(pid) != os.SCHED_OTHER or os.getpriority(os.PRIO_PROCESS, pid) != 0:  # PRIORITY-USER
+    if _is_chosen(pid):  # PRIORITY-USER
         return
     with contextlib.suppress(OSError):
         os.sched_setscheduler(pid, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))  # PRIORITY-OWN
@@ -52,17 +54,29 @@ def weigh_session(pid: int, num: int) -> None:
     as `num`. The largest weight is that of 86."""
     niceness = max(_LOWEST, -round(math.log(num, _LEVEL)))
     with contextlib.suppress(OSError):
-        if niceness != 0 and os.getpriority(os.PRIO_PROCESS, pid) == 0:  # PRIORITY-USER
+        if niceness != 0 and not _is_chosen(pid):  # PRIORITY-USER
             _set_session_niceness(pid, niceness)
 
 
 def weigh_own_session() -> None:
-    """PRIORITY-LEADER, of a process whose first thread has called `raise_priority`, as far as it is permitted; it may
-    take a second."""
+    """PRIORITY-LEADER, on a thread that has not called `raise_priority`, as far as it is permitted; it may take a
+    second."""
     pid = os.getpid()
     with contextlib.suppress(OSError):
-        if os.getsid(0) == pid and os.getpriority(os.PRIO_PROCESS, pid) in (0, NICENESS):  # PRIORITY-USER
+        if os.getsid(0) == pid and not _is_chosen(0):  # PRIORITY-USER
             _set_session_niceness(pid, _LOWEST)
+
+
+def give_way(niceness: int) -> None:
+    """PRIORITY-LAST, of a process that has just started and leads its session."""
+    os.nice(niceness)
+    with contextlib.suppress(OSError):
+        _set_session_niceness(os.getpid(), niceness)
+
+
+def _is_chosen(pid: int) -> bool:
+    """Whether the user has chosen a policy or a niceness for process `pid`'s first thread, or for the calling one."""
+    return os.sched_getscheduler(pid) != os.SCHED_OTHER or os.getpriority(os.PRIO_PROCESS, pid) != 0
 
 
 def _set_session_niceness(pid: int, niceness: int) -> None:

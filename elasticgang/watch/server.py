@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticgang.errors import OperationalError
+from elasticgang.process.priority import give_way
 from elasticgang.watch.history import History
 from elasticgang.watch.reader import JobReader
 from elasticgang.watch.registry import EVENTS
@@ -229,7 +230,7 @@ def main(log_dir: str, options: str) -> None:
     """`options`: JSON, see `serving.serve`; "listeners": the descriptors of listening sockets by what they serve."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # SERVER-1
-    os.nice(_NICENESS)
+    give_way(_NICENESS)
     given = json.loads(options)
     traces = _traces() if given["traces"] else None
     reader = JobReader(

@@ -79,7 +79,8 @@ def serve(
         os.set_blocking(fd, True)
     options = {"listeners": fds, "traces": traces, "scalars": scalars, "offset": offset}
     command = [sys.executable, "-m", "elasticgang.watch.server", log_dir, json.dumps(options)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=tuple(fds.values()))
+    files = tuple(fds.values())
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=files, start_new_session=True)  # PRIORITY-LAST
     for listener in listeners.values():
         listener.close()
     try:

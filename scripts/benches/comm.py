@@ -143,7 +143,7 @@ class Rank:
     def memory(self, kind: str) -> list[float]:
         """In MB, of the subprocess."""
         pg = self._groups[kind]
-        process = psutil.Process(pg._comm.pid if kind == "ours" else pg._p.pid)
+        process = psutil.Process(pg._groups.present.comm.pid if kind == "ours" else pg._p.pid)
         return [process.memory_full_info().uss / 1e6]
 
     def end(self) -> list[float]:

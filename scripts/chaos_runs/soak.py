@@ -14,7 +14,8 @@ for bit; the loss curve beside that of one undisturbed process. With --reproduci
 process, which holds the whole model.
 
 The number of steps is what would nearly fill --minutes undisturbed, by the speed of a first run: under faults the job
-takes longer, and what is left after --minutes, and after --min-faults, is done without.
+takes longer, and what is left after --minutes, and after --min-faults, is done without. A job that has had fewer than
+--min-faults when it ends fails.
 """
 
 from __future__ import annotations
@@ -81,12 +82,12 @@ def _wait_for_steps(fleet: Fleet, num_steps: int) -> float:
 def soak(args: argparse.Namespace, fleet: Fleet, injector: FaultInjector, num_steps: int) -> None:
     """Until the job is over. Raises SoakFailedError when it stands still, or an agent fails."""
     began = told = time.monotonic()
-    blows_end = math.inf if args.steps is not None else began + args.minutes * 60
+    faults_end = math.inf if args.steps is not None else began + args.minutes * 60
     newest, moved = fleet.run_log.newest, began
     while not fleet.is_over:
         fleet.read()
-        is_due = time.monotonic() < blows_end or len(injector.done) < args.min_faults
-        if is_due and not fleet.run_log.finished:
+        wants_faults = time.monotonic() < faults_end or len(injector.done) < args.min_faults
+        if wants_faults and not fleet.run_log.finished:
             injector.tick()
         else:
             injector.stop()
@@ -115,6 +116,11 @@ def soak(args: argparse.Namespace, fleet: Fleet, injector: FaultInjector, num_st
     fleet.read()
     if failures := fleet.failures():
         raise SoakFailedError(f"{failures[0]}; see {fleet.spec.directory}")
+    if len(injector.done) < args.min_faults:
+        raise SoakFailedError(
+            f"the job had {len(injector.done)} faults in its {num_steps} steps, but --min-faults is {args.min_faults}; "
+            "give more --minutes or --steps, or less between faults with --every"
+        )
 
 
 def run_reference(args: argparse.Namespace, num_steps: int, directory: Path) -> RunLog:
@@ -194,7 +200,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=1.0, help="of faults (default: %(default)g)")
     parser.add_argument(
-        "--min-faults", type=int, default=0, help="at least so many, where --minutes bring fewer (default: %(default)s)"
+        "--min-faults", type=int, default=0, help="at least so many, or the run fails (default: %(default)s)"
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of the faults, the model and the data (default: %(default)s)"

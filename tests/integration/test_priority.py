@@ -94,7 +94,7 @@ def test_coordinators_and_agents_have_it_and_the_ranks_have_not(tmp_path: Path) 
 
 AUTOGROUP = Path("/proc/self/autogroup")
 WEIGHED = """
-import subprocess, sys
+import os, subprocess, sys
 from elasticgang.process.priority import weigh_session
 for num in map(int, sys.argv[1:]):
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True, preexec_fn={before}) as process:
@@ -134,16 +134,18 @@ def test_without_the_right_a_session_has_the_weight_of_one() -> None:
 
 
 LEADING = """
-import os
+import os, threading
 from elasticgang.process.priority import raise_priority, weigh_own_session
 {before}
 raise_priority()
-weigh_own_session()
+thread = threading.Thread(target=weigh_own_session)
+thread.start()
+thread.join()
 print(open("/proc/self/autogroup").read().split()[-1])
 """
 
 
-def weight_of_own(before: str = "pass", *, leads: bool = True, prefix: Sequence[str] = ()) -> int:
+def niceness_of_own_session(before: str = "pass", *, leads: bool = True, prefix: Sequence[str] = ()) -> int:
     """The niceness of the session, a new one, of a process that asks for the largest weight."""
     own = AUTOGROUP.read_text()
     leader = [] if leads else [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"]
@@ -157,29 +159,46 @@ def weight_of_own(before: str = "pass", *, leads: bool = True, prefix: Sequence[
 @needs_the_right
 @needs_sessions
 def test_a_process_gives_the_session_that_it_leads_the_largest_weight() -> None:
-    assert weight_of_own() == -20
+    assert niceness_of_own_session() == -20
 
 
 # PRIORITY-LEADER
 @needs_the_right
 @needs_sessions
 def test_a_session_that_another_process_leads_keeps_its_weight() -> None:
-    assert weight_of_own("assert os.getsid(0) == os.getppid()", leads=False) == 0
+    assert niceness_of_own_session("assert os.getsid(0) == os.getppid()", leads=False) == 0
 
 
 # PRIORITY-LEADER, PRIORITY-USER
 @needs_the_right
 @needs_sessions
 def test_a_session_that_the_user_has_made_nice_keeps_its_weight() -> None:
-    assert weight_of_own("open('/proc/self/autogroup', 'w').write('7')") == 7
-    assert weight_of_own("os.setpriority(os.PRIO_PROCESS, 0, 5)") == 0
+    assert niceness_of_own_session("open('/proc/self/autogroup', 'w').write('7')") == 7
+
+
+# PRIORITY-LEADER, PRIORITY-USER
+@needs_the_right
+@needs_sessions
+@pytest.mark.parametrize("niceness", [5, -5, NICENESS])
+def test_the_session_of_a_process_with_another_niceness_keeps_its_weight(niceness: int) -> None:
+    assert niceness_of_own_session(f"os.setpriority(os.PRIO_PROCESS, 0, {niceness})") == 0
+
+
+# PRIORITY-LEADER, PRIORITY-SESSION, PRIORITY-USER
+@needs_the_right
+@needs_sessions
+@pytest.mark.parametrize("policy", ["BATCH", "IDLE"])
+def test_the_session_of_a_process_with_another_policy_keeps_its_weight(policy: str) -> None:
+    chosen = f"os.sched_setscheduler(0, os.SCHED_{policy}, os.sched_param(0))"
+    assert niceness_of_own_session(chosen) == 0
+    assert weights(4, before=f"lambda: {chosen}") == [0]
 
 
 # PRIORITY-LEADER
 @needs_sessions
 @pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="needs `setpriv`")
 def test_without_the_right_an_own_session_keeps_its_weight() -> None:
-    assert weight_of_own(prefix=[] if os.geteuid() else ["setpriv", "--bounding-set", "-sys_nice"]) == 0
+    assert niceness_of_own_session(prefix=[] if os.geteuid() else ["setpriv", "--bounding-set", "-sys_nice"]) == 0
 
 
 # PRIORITY-LEADER
@@ -198,6 +217,19 @@ def test_agents_and_coordinators_weigh_their_sessions(tmp_path: Path) -> None:
     with Job(tmp_path, path, prefix=["setsid"]) as job:
         job.expect_file(tmp_path / "at-0")
         assert weight(job.process.pid) == "-20"
+
+
+# PRIORITY-LAST
+@needs_sessions
+def test_what_serves_the_page_gives_way_to_the_ranks(tmp_path: Path) -> None:
+    path = training(tmp_path, steps=100_000, body='time.sleep(0.01); (here / f"at-{rank}").write_text("1\\n")')
+    with Job(tmp_path, path, options=["--status-port", "0"]) as job:
+        job.expect_file(tmp_path / "at-0")
+        (server,) = (process for process in job.processes() if "elasticgang.watch.server" in process.cmdline())
+        autogroup = Path(f"/proc/{server.pid}/autogroup")
+        wait_until(lambda: autogroup.read_text().endswith(" nice 10\n"), "its session is nice")
+        assert os.getpriority(os.PRIO_PROCESS, server.pid) == 10
+        assert os.getsid(server.pid) == server.pid
 
 
 # PRIORITY-SESSION

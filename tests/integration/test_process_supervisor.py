@@ -31,7 +31,13 @@ def test_a_launch_whose_answer_was_lost_leaves_no_rank(tmp_path: Path) -> None:
 
 # SUPERVISOR-3
 def test_orphans_are_reaped_on_a_timer(tmp_path: Path) -> None:
-    assert outcome(tmp_path, "orphan") == {"waits": True}
+    assert outcome(tmp_path, "orphan") == {"is unreaped at first": True}
+
+
+# SUPERVISOR-3
+def test_a_dead_fork_server_is_replaced_at_once(tmp_path: Path) -> None:
+    found = outcome(tmp_path, "server")
+    assert found == {"is unreaped at first": False, "tries": 1, "another": True}
 
 
 def test_no_fork_server_starts_after_the_end(tmp_path: Path) -> None:

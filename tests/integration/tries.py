@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from elasticgang.agent.process_supervisor import ProcessSupervisor
 from elasticgang.agent.rank_launch import LaunchedRank, RankLaunch
 from elasticgang.errors import OperationalError
@@ -110,9 +112,27 @@ async def _orphan(supervisor: ProcessSupervisor) -> dict[str, Any]:
     os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
     for _ in range(3):  # one timer, however many signals there are
         supervisor.reap()
-    at_once = _has_unreaped()
+    is_unreaped = _has_unreaped()
     await _until_reaped()
-    return {"waits": at_once}
+    return {"is unreaped at first": is_unreaped}
+
+
+async def _server(supervisor: ProcessSupervisor) -> dict[str, Any]:
+    """The fork server dies when nothing is forked."""
+    before: list[int] = []
+    await supervisor.fork(lambda server: _noted(server, before), is_own=True)
+    supervisor.kill()
+    os.waitid(os.P_PID, before[0], os.WEXITED | os.WNOWAIT)
+    supervisor.reap()
+    is_unreaped = psutil.pid_exists(before[0])
+    after: list[int] = []
+    await supervisor.fork(lambda server: _noted(server, after), is_own=True)
+    return {"is unreaped at first": is_unreaped, "tries": len(after), "another": after != before}
+
+
+def _noted(server: ForkServer, pids: list[int]) -> Spawned:
+    pids.append(server.process.pid)
+    return server.spawn("tests.integration.children:sleep", {})
 
 
 def _has_unreaped() -> bool:
@@ -132,6 +152,7 @@ CASES: dict[str, Callable[[ProcessSupervisor], Any]] = {
     "twin": _twin,
     "after the end": _after_the_end,
     "orphan": _orphan,
+    "server": _server,
 }
 
 
