@@ -88,7 +88,7 @@ class Rank:
         pg = self._groups.setdefault(kind, None) or KINDS[kind]()
         self._groups[kind] = pg
         if kind == "ours":
-            pg._groups._standby.result(TIMEOUT_S)
+            pg.wait_standby(TIMEOUT_S)
         if after == "abort" and kind == "ours":
             # What is under way when a step is lost. (A group of torchft's may not be left with such a work.)
             pg.send([torch.ones(1)], (self._rank + 1) % self._size, 0)
@@ -143,7 +143,7 @@ class Rank:
     def memory(self, kind: str) -> list[float]:
         """In MB, of the subprocess."""
         pg = self._groups[kind]
-        process = psutil.Process(pg._groups.present.comm.pid if kind == "ours" else pg._p.pid)
+        process = psutil.Process(pg.comm_process.pid if kind == "ours" else pg._p.pid)
         return [process.memory_full_info().uss / 1e6]
 
     def end(self) -> list[float]:
