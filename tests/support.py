@@ -226,6 +226,7 @@ class Job(Command):
         """Wait for the `count`-th event of that name and with those fields."""
 
         def found() -> dict[str, Any] | None:
+            has_ended = self._has_ended()
             matching = [
                 seen
                 for seen in self.events()
@@ -233,7 +234,7 @@ class Job(Command):
             ]
             if len(matching) >= count:
                 return matching[count - 1]
-            if self.process.poll() is not None:
+            if has_ended:
                 raise AssertionError(f"the job ended with {self.process.returncode} before {event}: {self.stderr}")
             return None
 
@@ -243,9 +244,10 @@ class Job(Command):
         """Wait until it is on stderr."""
 
         def found() -> bool:
-            if text not in self.stderr and self.process.poll() is not None:
-                raise AssertionError(f"the job ended with {self.process.returncode} before {text!r}: {self.stderr}")
-            return text in self.stderr
+            has_ended, stderr = self._has_ended(), self.stderr
+            if text not in stderr and has_ended:
+                raise AssertionError(f"the job ended with {self.process.returncode} before {text!r}: {stderr}")
+            return text in stderr
 
         wait_until(found, f"{text!r} on stderr")
 
@@ -253,12 +255,16 @@ class Job(Command):
         """Wait for a file that the script writes, whole: its last character is a newline."""
 
         def found() -> str | None:
-            if self.process.poll() is not None and not path.exists():
+            if self._has_ended() and not path.exists():
                 raise AssertionError(f"the job ended with {self.process.returncode} before {path.name}: {self.stderr}")
             text = path.read_text() if path.exists() else ""
             return text if text.endswith("\n") else None
 
         return wait_until(found, str(path))
+
+    def _has_ended(self) -> bool:
+        """Asked before one looks: a job may do what is waited for, and end, between a look and this question."""
+        return self.process.poll() is not None
 
     def rank_pid(self, local_rank: int) -> int:
         """Of the newest process of that rank."""
@@ -269,8 +275,23 @@ class Job(Command):
         return bool(seen["event"] == "spawned" and seen["local_rank"] == local_rank)
 
     def fork_server(self) -> psutil.Process:
-        found = (child for child in psutil.Process(self.process.pid).children() if child.name() == "eg-forkserver")
-        return next(child for child in found if child.status() != psutil.STATUS_ZOMBIE)
+        return self._child("eg-forkserver")
+
+    def coordinator(self, former: int = 0) -> psutil.Process:
+        """The job's own. `former`: the id of one that it takes the place of, which may not be gone yet."""
+        return self._child("eg-coordinator", former)
+
+    def _child(self, name: str, former: int = 0) -> psutil.Process:
+        """The agent's child of that name, once there is one that lives; another child may end meanwhile."""
+
+        def found() -> psutil.Process | None:
+            for child in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if child.name() == name and child.status() != psutil.STATUS_ZOMBIE and child.pid != former:
+                        return child
+            return None
+
+        return wait_until(found, name)
 
 
 def kill(pid: int) -> None:

@@ -40,8 +40,7 @@ def test_the_agent_of_a_running_job_has_no_torch(tmp_path: Path) -> None:
         assert with_libraries(job.rank_pid(0)) != []
         assert with_libraries(agent) == []
         assert psutil.Process(agent).memory_info().rss < _MOST_RSS_BYTES
-        (coordinator,) = [found for found in job.processes() if found.name() == "eg-coordinator"]
-        listening = [each for each in coordinator.net_connections() if each.status == psutil.CONN_LISTEN]
+        listening = [each for each in job.coordinator().net_connections() if each.status == psutil.CONN_LISTEN]
         assert len(listening) == 1  # for sessions: rendezvous keys go by them
 
 

@@ -8,7 +8,6 @@ import json
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from elasticgang.errors import OperationalError
@@ -21,13 +20,6 @@ from tests.support import Job, kill, wait_until
 pytestmark = pytest.mark.timeout(600)
 
 
-def own_coordinator(job: Job) -> psutil.Process:
-    """Not one that has been killed and is reaped before long."""
-    children = psutil.Process(job.process.pid).children()
-    found = (child for child in children if child.name() == "eg-coordinator")
-    return next(child for child in found if child.status() != psutil.STATUS_ZOMBIE)
-
-
 @pytest.mark.parametrize(("with_rank", "stands_still"), [(False, False), (True, False), (False, True)])
 def test_a_jobs_own_coordinator_comes_back_on_its_address(
     tmp_path: Path, alone: str, with_rank: bool, stands_still: bool
@@ -37,7 +29,7 @@ def test_a_jobs_own_coordinator_comes_back_on_its_address(
     holds = json.dumps([5, 9])
     with Job(tmp_path, JOB, "--output-dir", str(output), "--steps", str(NUM_STEPS), "--holds", holds, ranks=3) as job:
         wait_until(lambda: len(list(output.glob("at-5-*"))) == 3, "step 5")
-        former = own_coordinator(job)
+        former = job.coordinator()
         address = {connection.laddr for connection in former.net_connections() if connection.status == "LISTEN"}
         if stands_still:
             former.suspend()
@@ -47,8 +39,7 @@ def test_a_jobs_own_coordinator_comes_back_on_its_address(
             kill(job.rank_pid(1))
         (output / "go-5").touch()
         job.expect("coordinator reachable")
-        again = own_coordinator(job)
-        assert again.pid != former.pid
+        again = job.coordinator(former.pid)
         assert address & {connection.laddr for connection in again.net_connections() if connection.status == "LISTEN"}
         wait_until(lambda: len(list(output.glob("at-9-*"))) >= 2, "step 9")
         kill(job.rank_pid(0))

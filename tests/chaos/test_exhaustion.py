@@ -42,8 +42,7 @@ def test_the_coordinator_is_started_again_once_it_can_be(tmp_path: Path) -> None
     with Job(tmp_path, training(tmp_path, steps=100_000, body=BODY), ranks=2) as job:
         job.expect_file(tmp_path / "at-1")
         former = allow_descriptors(job.process.pid, 3)
-        (coordinator,) = [process for process in job.processes() if process.name() == "eg-coordinator"]
-        kill(coordinator.pid)
+        kill(job.coordinator().pid)
         job.expect_line("elasticgang: the coordinator could not be started; trying again: [Errno 24]")
         allow_descriptors(job.process.pid, former)
         job.expect("coordinator reachable")
