@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticgang.train.data import GlobalBatch
+from scripts.demo_job.driver import Tail
 from tests.chaos.sharded_job import BATCH_SIZE, NUM_SAMPLES, SEED, SLOT, whole_parameters
 from tests.support import REPOSITORY, Job, run_preloaded
 
@@ -64,9 +65,8 @@ def reference_in(directory: Path, steps: int = NUM_STEPS) -> Reference:
 
 
 def histories(directory: Path) -> dict[str, list[Line]]:
-    """What each member wrote, by its name."""
-    paths = (directory / "history").glob("*.jsonl")
-    return {path.stem: list(map(json.loads, path.read_text().splitlines())) for path in paths}
+    """What each member wrote, by its name, without a line in which it was killed."""
+    return {path.stem: list(Tail(path).read()) for path in (directory / "history").glob("*.jsonl")}
 
 
 def run(

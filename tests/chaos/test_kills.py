@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from elasticgang.train.data import GlobalBatch
+from scripts.demo_job.driver import Tail
 from tests.chaos.job import BATCH_SIZE, NUM_SAMPLES, PLACES, SEED, SLOT
 from tests.support import REPOSITORY, Job, run_preloaded
 
@@ -41,7 +42,8 @@ BACK = at("body", None, "paused", **{"for": 0.01})  # the others wait for the lo
 
 
 def histories(directory: Path) -> list[list[dict[str, Any]]]:
-    return [list(map(json.loads, path.read_text().splitlines())) for path in (directory / "history").glob("*.jsonl")]
+    """Without a line that is being written, or in which its rank was killed."""
+    return [list(Tail(path).read()) for path in (directory / "history").glob("*.jsonl")]
 
 
 @pytest.fixture(scope="module")
