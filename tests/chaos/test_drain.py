@@ -224,9 +224,11 @@ def lose_and_tell_to_go(job: Job) -> None:
 def test_the_only_one_with_state_stays_for_one_that_is_started_again(tmp_path: Path) -> None:
     after = '(here / f"after-{rank}").write_text(f"{manager.committed_steps}\\n")'
     body = """
-                while rank == 0 and not manager.poisoned and (
-                    step.index == 100 and not manager.leave_requested or step.index == 110 and not manager.join_noticed
-                ): time.sleep(0.005)
+                def is_early():  # the other one may be there in step 110 already
+                    if step.index == 100:
+                        return not manager.leave_requested
+                    return step.index == 110 and manager.num_members == 1 and not manager.join_noticed
+                while rank == 0 and not manager.poisoned and is_early(): time.sleep(0.005)
     """
     path = training(tmp_path, steps=200, setup=SLOW, body=body, after=after)
     with Job(tmp_path, path, ranks=2) as job:
@@ -335,7 +337,8 @@ def test_a_ranks_own_children_end_by_sigterm_as_ever(tmp_path: Path) -> None:
 def test_the_end_of_the_job_is_no_drain(tmp_path: Path) -> None:
     """SIGTERM to the agent ends the ranks where they are."""
     body = 'time.sleep(0.05); (here / f"at-{rank}").write_text("1\\n")'
-    with Job(tmp_path, training(tmp_path, steps=100_000, body=body), ranks=2) as job:
+    options = ["--grace-period", "60"]  # a rank that is slow to die is not killed
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=body), ranks=2, options=options) as job:
         job.expect_file(tmp_path / "at-0")
         job.process.terminate()
         assert job.wait() == 128 + signal.SIGTERM
