@@ -127,14 +127,14 @@ def test_a_receiver_that_never_answers_delays_no_step_and_no_end(
 def test_a_receiver_that_is_not_there_costs_one_warning(
     tmp_path: Path, alone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     faults = [at("body", 1), at("body", 0)]
-    with Job(tmp_path, JOB, "--output-dir", str(tmp_path), "--faults", json.dumps(faults), ranks=3) as job:
-        job.wait()
-        job.assert_nothing_left()
+    with socket.socket() as taken:  # nobody listens there, and nobody else can
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with Job(tmp_path, JOB, "--output-dir", str(tmp_path), "--faults", json.dumps(faults), ranks=3) as job:
+            job.wait()
+            job.assert_nothing_left()
     check(job, faults, alone)
     assert job.stderr.count("elasticgang: warning: traces: ") <= 1
     assert "Traceback" not in job.stderr
