@@ -348,6 +348,7 @@ def test_waits_reach_the_other_agent_and_what_is_none_is_dropped() -> None:
 
 
 # CONTROL-3, SERVE-EXITED
+@pytest.mark.alone  # it has a time bound
 def test_an_agent_whose_process_is_gone_is_lost_long_before_its_lease_is_over() -> None:
     async def run() -> None:
         coordinator = Coordinator()

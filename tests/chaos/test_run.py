@@ -114,10 +114,11 @@ def listener() -> Iterator[socket.socket]:
 
 
 def test_a_coordinator_that_is_not_there_is_named_within_the_timeout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
-    began = time.monotonic()
-    line = refused("run", "--connect-timeout", "2.5", "--coordinator", f"127.0.0.1:{port}", THIS)
+    with socket.socket() as taken:  # nobody listens there, and nobody else can
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        line = refused("run", "--connect-timeout", "2.5", "--coordinator", f"127.0.0.1:{port}", THIS)
     assert line == f"cannot reach the coordinator at 127.0.0.1:{port} within 2.5 s: Connection refused"
     assert time.monotonic() - began < 2.5 + 10.0  # the rest is the start of Python; the default is 30 s
 
@@ -299,6 +300,7 @@ def test_nothing_is_left_of_a_killed_agent(tmp_path: Path, make: Callable[[Path]
     assert_in_time(tmp_path, AT_ONCE_S, attempt)
 
 
+@pytest.mark.alone  # it has a time bound
 @pytest.mark.parametrize("moment", ["the fork server imports", "ranks are started"])
 def test_nothing_is_left_of_an_agent_that_is_killed_while_it_starts(tmp_path: Path, moment: str) -> None:
     def attempt(directory: Path) -> float:
@@ -309,6 +311,7 @@ def test_nothing_is_left_of_an_agent_that_is_killed_while_it_starts(tmp_path: Pa
     assert_in_time(tmp_path, AT_ONCE_S, attempt)
 
 
+@pytest.mark.alone  # it has a time bound
 def test_nothing_is_left_when_the_fork_server_is_killed_and_then_the_agent(tmp_path: Path) -> None:
     def attempt(directory: Path) -> float:
         with Job(directory, loading(directory)) as job:
@@ -429,8 +432,7 @@ def test_what_torch_says_of_a_lost_coordinator_is_said_by_ranks_alone(tmp_path: 
     path = training(tmp_path, steps=100_000, body=body)
     with Job(tmp_path, path, ranks=2, env={"TORCH_CPP_LOG_LEVEL": "WARNING"}, fresh=True) as job:
         assert job.expect_file(tmp_path / "at-1") == "WARNING\n"  # as the user has set it
-        (coordinator,) = [process for process in job.processes() if process.name() == "eg-coordinator"]
-        coordinator.kill()
+        job.coordinator().kill()
         job.expect("coordinator reachable")
         job.process.terminate()
         assert job.wait() == 128 + signal.SIGTERM
