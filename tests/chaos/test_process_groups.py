@@ -12,7 +12,7 @@ import elasticgang as eg
 from elasticgang.comm.kinds import PROCESS_GROUPS
 from elasticgang.errors import NotSupportedError
 from elasticgang.launch.cli import main
-from tests.chaos.test_hangs import hung
+from tests.chaos.test_hangs import LIMIT_S, hung
 from tests.chaos.test_kills import JOB, RECOVERY_S, Fault, alone, at, check, histories
 from tests.chaos.training_scripts import training
 from tests.support import Job
@@ -21,6 +21,8 @@ __all__ = ["alone"]  # the fixture
 
 JOB_S = 400.0  # a guard
 BABY_S = 120.0  # each generation starts two interpreters a rank, which import torch
+
+pytestmark = pytest.mark.timeout(JOB_S + 20)
 
 
 def run(directory: Path, faults: list[Fault], *script: str, ranks: int = 3, options: list[str]) -> Job:
@@ -48,7 +50,7 @@ def test_a_rank_is_killed_while_gloo_in_process_carries_the_data(tmp_path: Path,
     ("factory", "kind", "faults", "recovery_s"),
     [
         ("ProcessGroupGloo", "torchft-gloo", KILLS, RECOVERY_S),
-        pytest.param("ProcessGroupBabyGloo", "torchft-baby-gloo", KILLS[:1], BABY_S, marks=pytest.mark.timeout(420)),
+        pytest.param("ProcessGroupBabyGloo", "torchft-baby-gloo", KILLS[:1], BABY_S),
     ],
 )
 def test_a_rank_is_killed_while_a_group_of_torchft_carries_the_data(
@@ -109,7 +111,7 @@ def test_a_step_whose_reduction_has_failed_in_silence_is_repeated(tmp_path: Path
 def test_a_stopped_peer_of_a_collective_in_process_is_killed_and_the_others_go_on(tmp_path: Path, alone: str) -> None:
     """Its connections end with it, so that the collective of the others fails, and can be aborted."""
     faults = [at("body", 1, "stop", step=4)]
-    job = run(tmp_path, faults, options=["--process-group", "gloo", "--hang-timeout", "2"])
+    job = run(tmp_path, faults, options=["--process-group", "gloo", f"--hang-timeout={LIMIT_S:g}"])
     check(job, faults, alone, recovery_s=20.0)
     assert hung(job) == [(1, False)]
 
