@@ -57,7 +57,7 @@ from tests.support import is_alive, wait_until
 
 NUM_SAMPLES, BATCH_SIZE, SLOT, SEED = 37, 8, 2, 5
 INIT_SCALE = 2.0**8
-COME_BACK_S = 40.0
+COME_BACK_S = 100.0  # a guard: what a fork server imports takes long on a busy machine
 HOLD_S = 120.0
 
 PLACES = ("start", "joined", "built", "step", "forward", "slot", "body", "torn", "finished", *testing.PLACES)

@@ -30,7 +30,7 @@ def test_ranks_heal_from_each_other_and_another_job_takes_no_part(
 ) -> None:
     own, others = credentials(kind, tmp_path / "own"), credentials(kind, tmp_path / "others")
     with Cluster(tmp_path / "job", holds=[4, 9], credentials=own) as cluster:
-        stranger = cluster.start(ranks=1, options=["--connect-timeout", "1.5", *others])
+        stranger = cluster.start(ranks=1, options=["--connect-timeout", "6", *others])
         cluster.agents.remove(stranger)
         first = cluster.start(ranks=1)
         cluster.reached(4, 1)

@@ -31,6 +31,7 @@ def summary_of(command: Command) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timeout(360)
 def test_a_short_demo_survives_its_kills_and_says_so(tmp_path: Path) -> None:
     with demo(tmp_path, "--no-reference", "--steps", "60", "--kill-every", "2", fresh=True) as command:
         assert command.wait(300.0) == 0, command.stdout + command.stderr

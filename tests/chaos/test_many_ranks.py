@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from elasticgang.comm.worker import EAGER_SIZE
 from tests.support import REPOSITORY, Job
 
 SIZE = EAGER_SIZE + 2
 
 
+@pytest.mark.timeout(300)
 def test_ranks_connect_when_they_exchange_something_and_a_death_among_them_costs_a_step(tmp_path: Path) -> None:
     with Job(tmp_path / "job", REPOSITORY / "tests/chaos/many_ranks_job.py", str(tmp_path), ranks=SIZE) as job:
         assert job.wait(240.0) == 0, job.stderr

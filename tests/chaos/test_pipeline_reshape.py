@@ -154,7 +154,7 @@ def test_a_lost_stage_comes_back_from_the_checkpoint_in_another_layout(tmp_path:
         first = job.lose_the_second_host(1, step=HOLD)
         job.hold(HOLD_AGAIN)
         job.reached(HOLD_AGAIN, 1)
-        assert loads([first])
+        first.expect_line("loaded the checkpoint")
         third = job.start(1)
         job.join_noticed(HOLD_AGAIN, 1)
         job.release()

@@ -241,7 +241,7 @@ def test_an_abort_does_not_keep_a_rank_from_hearing_its_agent(tmp_path: Path) ->
                         (here / "set").touch()
                         is_held.wait(60)
                         (here / "held").write_text("yes\\n")
-                        (here / "over").write_text(str(begun.wait(5)))
+                        (here / "over").write_text(str(begun.wait(20)))
                         let_go.set()
                     else:
                         while not (here / "set").exists():
