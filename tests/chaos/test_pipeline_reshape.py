@@ -179,7 +179,7 @@ def leave_checkpoint(directory: Path, ranks: int, layout: str, env: dict[str, st
         pytest.param((2, "pp=2"), (1, "pp=1"), {}, marks=exhaustive),
         ((2, "pp=2"), (1, "pp=1"), {"OWN_NAMES": "mapped"}),
         ((1, "pp=1"), (2, "pp=2"), {}),
-        ((2, "pp=2"), (4, "pp=4"), {}),
+        pytest.param((2, "pp=2"), (4, "pp=4"), {}, marks=exhaustive),
         pytest.param((3, "pp=3"), (2, "pp=2"), {}, marks=exhaustive),
         pytest.param((4, "pp=2,sdp=2"), (2, "sdp=2"), {}, marks=exhaustive),
         ((2, "sdp=2"), (4, "pp=2,sdp=2"), {}),

@@ -89,7 +89,7 @@ def check(directory: Path, ranks: int) -> None:
         pytest.param((2, 2), (4, 2), marks=exhaustive),
         pytest.param((2, 2), (1, 1), marks=exhaustive),
         ((1, 1), (2, 2)),
-        ((2, 2), (4, 4)),
+        pytest.param((2, 2), (4, 4), marks=exhaustive),
         ((4, 4), (2, 1)),
     ],
     ids=lambda each: f"{each[0]} ranks sdp={each[1]}",

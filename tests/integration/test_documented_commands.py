@@ -8,6 +8,7 @@ import io
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,9 @@ import pytest
 from elasticgang.launch.arguments import make_parser
 from scripts.demo_job import demo
 from tests.documents import DOCUMENTS, REPOSITORY, blocks, inline_code
+from tests.support import run_preloaded
+
+PACKAGES = {"scripts/bench": "scripts.benches", "scripts/chaos": "scripts.chaos_runs"}  # of the modules they execute
 
 
 @cache
@@ -29,14 +33,12 @@ def options_of(command: str) -> frozenset[str]:
         with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
             demo.parse_args(["--help"])
         return frozenset(said.getvalue().split())
-    done = subprocess.run(
-        [REPOSITORY / command.split()[0], *command.split()[1:], "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=REPOSITORY,
-        check=True,
-    )
+    script, *name = command.split()
+    if script in PACKAGES and name:
+        done = run_preloaded([sys.executable, "-m", f"{PACKAGES[script]}.{name[0]}", "--help"])
+    else:
+        done = subprocess.run([script, *name, "--help"], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
     return frozenset(done.stdout.split())
 
 
