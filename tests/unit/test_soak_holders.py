@@ -89,9 +89,13 @@ def test_each_seat_has_the_part_of_its_rank() -> None:
 
 
 def test_a_successor_of_a_dead_member_has_no_seat_before_the_next_generation() -> None:
-    spawned = {"a": ("A", 0, 1.0), "b": ("A", 1, 1.0), "successor": ("B", 0, 3.0)}
-    assert seated_members({"t": 2.0}, spawned) == {("A", 0): "a", ("A", 1): "b"}
-    assert seated_members({"t": 4.0}, spawned)["B", 0] == "successor"
+    live = {"a": ("A", 0), "b": ("A", 1), "successor": ("B", 0)}
+    entered = {"a": 4, "b": 4, "dead": 4}
+    assert seated_members({"generation": 4}, live, entered) == {("A", 0): "a", ("A", 1): "b"}
+    assert seated_members({"generation": 5}, live, {**entered, "a": 5, "successor": 5}) == {
+        ("A", 0): "a",
+        ("B", 0): "successor",
+    }
 
 
 HOST_OF = {"a": 0, "b": 0, "c": 1, "d": 1}

@@ -78,6 +78,7 @@ class Fleet:
         self._generation = 0
         self._passive: set[str] = set()
         self._event: dict[str, Any] = {}  # of the newest generation
+        self._entered: dict[str, int] = {}  # the newest generation of each member
         self._histories: dict[str, Tail] = {}
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
@@ -116,6 +117,8 @@ class Fleet:
                 name = member_name(line["member"])
                 agent.members[name] = Spawned(name, line["t"], line["local_rank"], line["pid"])
                 self.run_log.spawned[name] = agent.members[name]
+            case "entered":
+                self._entered[member_name(line["member"])] = line["generation"]
             case "exited":
                 agent.exited.add(member_name(line["member"]))
             case "generation":
@@ -145,8 +148,8 @@ class Fleet:
         former = list(holders_of(self.run_log, live.keys() - (self._passive if is_newer else set())).values())
         if not is_newer or sizes is None:
             return former
-        spawned = {name: (agent.name, member.local_rank, member.t) for name, (agent, member) in live.items()}
-        by_seat = seated_members(self._event, spawned)
+        where = {name: (agent.name, member.local_rank) for name, (agent, member) in live.items()}
+        by_seat = seated_members(self._event, where, self._entered)
         seated = seats_by_part(self._event)
         if seated.keys() == set(parts_of(sizes)):
             return former

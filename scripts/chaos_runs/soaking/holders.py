@@ -61,11 +61,13 @@ def seats_by_part(generation: Mapping[str, Any]) -> dict[Part, list[tuple[str, i
 
 
 def seated_members(
-    generation: Mapping[str, Any], spawned: Mapping[str, tuple[str | None, int, float]]
+    generation: Mapping[str, Any], live: Mapping[str, tuple[str | None, int]], entered: Mapping[str, int]
 ) -> dict[tuple[str | None, int], str]:
-    """Who may be in a seat of the event `generation`, by agent and local rank. `spawned`: those of each member, and
-    when it was spawned. The successor of a member that has died since holds nothing of what that one held."""
-    return {(agent, local_rank): name for name, (agent, local_rank, t) in spawned.items() if t <= generation["t"]}
+    """Those of `live` that have entered the generation of the event `generation`, by agent and local rank. `entered`:
+    the newest generation of each member. The successor of a member that has died since holds nothing of what that one
+    held."""
+    number = generation["generation"]
+    return {where: member for member, where in live.items() if entered.get(member) == number}
 
 
 def _seats_of(agent: Mapping[str, Any]) -> list[tuple[int, str, int]]:
