@@ -285,6 +285,7 @@ class Job(Command):
         """The agent's child of that name, once there is one that lives; another child may end meanwhile."""
 
         def found() -> psutil.Process | None:
+            assert not self._has_ended(), f"the job ended with {self.process.returncode}: {self.stderr}"
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if child.name() == name and child.status() != psutil.STATUS_ZOMBIE and child.pid != former:

@@ -81,7 +81,7 @@ class EventLog:
         if self._thread.is_alive():
             with self._changed:
                 num = len(self._queue) + self._num_dropped + 1  # with the one that is being written
-            self._say(f"elasticgang: {num} events were not written to {writer.path}: its disk takes none")
+            self._say(f"elasticgang: {num} events were not written to {writer.path} within {FLUSH_S:g} s")
 
     def _put(self, name: str | None, data: bytes) -> None:
         """EVENTLOG-1."""

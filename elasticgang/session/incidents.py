@@ -6,6 +6,7 @@ INCIDENT-ONCE  A reason is logged once for each host and reason, and counted. At
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 
@@ -17,12 +18,15 @@ class Incidents:
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
+        self._lock = threading.Lock()  # connections have threads of their own
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def note(self, host: str, reason: str) -> None:
         key = (host, reason)
-        if key not in self.counts and len(self.counts) >= _MAX_INCIDENTS:
-            key = ("other hosts", "more of the same")
-        self.counts[key] += 1
-        if self.counts[key] == 1:
+        with self._lock:
+            if key not in self.counts and len(self.counts) >= _MAX_INCIDENTS:
+                key = ("other hosts", "more of the same")
+            self.counts[key] += 1
+            is_first = self.counts[key] == 1
+        if is_first:
             self._log(f"closed a connection from {key[0]}: {key[1]}")

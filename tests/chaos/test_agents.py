@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.several import Cluster, generation_of, kill_agent
+from tests.chaos.test_hangs import LIMIT_S
 from tests.support import kill, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -158,7 +159,7 @@ sys.exit(main())
 @pytest.mark.alone
 def test_a_rank_that_hangs_is_found_by_its_agent_though_only_those_of_others_wait(tmp_path: Path, alone: str) -> None:
     with Cluster(tmp_path, holds=[5, 12]) as cluster:
-        options = ["--hang-timeout", "2"]
+        options = ["--hang-timeout", f"{LIMIT_S:g}"]
         first, second = (cluster.start(nnodes="2:9", ranks=1, options=options) for _ in range(2))
         cluster.reached(5, 2)
         os.kill(second.rank_pid(0), signal.SIGSTOP)

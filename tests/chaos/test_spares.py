@@ -14,7 +14,7 @@ from tests.chaos.test_kills import BACK, at, soon
 from tests.support import wait_until
 
 PAIRS = Sizes(active=4, spares=1, tp=2)
-MOST_TRIES = 3  # of a measurement: a standby that was quiet before it warmed up (WORKER-7) does so in the first one
+MOST_TRIES = 2  # of a measurement: a standby that was quiet before it warmed up (WORKER-7) does so in the first one
 
 
 @pytest.fixture(scope="module")
