@@ -5,9 +5,12 @@ SUPERVISOR-1  Forks run one at a time, in the order of the requests. The supervi
     to `fork` therefore uses ids and sockets of its own, and cleans up after itself if it fails.
 SUPERVISOR-2  The supervisor never reaps a process as an orphan that another part of the agent waits for, even if the
     process dies at once.
-SUPERVISOR-3  Orphans are reaped on a timer, at most `_REAP_S` after the signal. While several processes end at the low
-    priority of RANK-4, the kernel can spin in the call that reaps one of them: 0.5 s and more were measured where the
-    agent's loop reaped orphans at once. A rank and the fork server are reaped at once: their successors wait for that.
+SUPERVISOR-3  Orphans are reaped on a timer, about `_REAP_S` after the signal; after a fork, if one is under way. While
+    several processes end at the low priority of RANK-4, the kernel can spin in the call that reaps one of them: 0.5 s
+    and more were measured where the agent's loop reaped orphans at once. A rank and the fork server are reaped at once:
+    their successors wait for that.
+SUPERVISOR-4  At the end, the supervisor kills all children but those that the process had before `open`, such as the
+    one that serves the job's page: that one has the last events to read, and its owner ends it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import psutil
 
 from elasticgang.errors import OperationalError
 from elasticgang.process.forkserver import ForkServer, Spawned
-from elasticgang.process.priority import weigh_own_session, weigh_session
+from elasticgang.process.priority import session_niceness, weigh_own_session, weigh_session
 
 _S = TypeVar("_S", bound=Spawned)
 
@@ -59,13 +62,17 @@ class ProcessSupervisor:
         self._num_forking = 0
         self._reaper: asyncio.TimerHandle | None = None
         self._has_imported = False  # the current fork server
+        self._others: frozenset[int] = frozenset()
 
     def open(self) -> None:
         """Raises OperationalError: no process can be started."""
+        with contextlib.suppress(OSError, psutil.Error):
+            self._others = frozenset(child.pid for child in psutil.Process().children())  # SUPERVISOR-4
+        self._chosen = session_niceness()
         self._server = self._new_server()
 
     async def ready(self) -> None:
-        await self._off_loop(self._wait_ready)
+        await self._off_loop(self._make_ready)
 
     def kill(self) -> None:
         """Kill a fork server that has forked nothing yet."""
@@ -77,18 +84,26 @@ class ProcessSupervisor:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def close(self) -> None:
-        """Kill the fork server, kill and reap all remaining children."""
+        """Kill the fork server, kill and reap the remaining children (SUPERVISOR-4)."""
         self.stop()
         self._server.close()
         deadline = time.monotonic() + _END_S
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < deadline:
-                if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is None:
-                    with contextlib.suppress(OSError, psutil.Error):  # no descriptor is free: try again
-                        for child in psutil.Process().children():  # orphans too: this process is their subreaper
-                            with contextlib.suppress(psutil.NoSuchProcess):
-                                child.kill()
-                    await asyncio.sleep(_END_POLL_S)
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError, psutil.Error):  # no descriptor is free: try again
+                children = psutil.Process().children()  # orphans too: this process is their subreaper
+                if not self._end([child for child in children if child.pid not in self._others]):
+                    break
+            await asyncio.sleep(_END_POLL_S)
+
+    @staticmethod
+    def _end(children: Sequence[psutil.Process]) -> bool:
+        """Kill them and reap those that are dead. Whether there are any."""
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG)
+        return bool(children)
 
     async def fork(self, fork: Callable[[ForkServer], _S], *, is_own: bool) -> _S:
         """Call `fork` on the forking thread, perhaps several times (SUPERVISOR-1). `is_own`: the caller reaps the
@@ -137,6 +152,10 @@ class ProcessSupervisor:
 
     # -- on the forking thread
 
+    def _make_ready(self) -> None:
+        weigh_own_session()
+        self._wait_ready()
+
     def _fork(self, fork: Callable[[ForkServer], _S]) -> _S:
         for _ in range(_NUM_TRIES - 1):
             with contextlib.suppress(OperationalError):
@@ -157,8 +176,7 @@ class ProcessSupervisor:
             self._wait_ready()
 
     def _wait_ready(self) -> None:
-        weigh_own_session()
-        weigh_session(self._server.process.pid, self._num_ranks)
+        weigh_session(self._server.process.pid, self._num_ranks, self._chosen)
         self._server.wait_ready()
         self._has_imported = True
 

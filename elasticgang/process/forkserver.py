@@ -356,7 +356,7 @@ def _prepare_child(request: dict[str, Any], fds: list[int]) -> Callable[[], int]
     try:
         os.setpgid(0, request["group"])
     except PermissionError:
-        os._exit(1)  # the group is gone; while its last process is unreaped, the end of a socket tells this one
+        os._exit(1)  # the group is gone; while a process of it is unreaped, this one joins it, and ends by WORKER-1
     _set_name(request["name"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     num_stdio = request["stdio"]

@@ -2,7 +2,7 @@
 ranks beside other jobs.
 
 PRIORITY-OWN   Only the calling thread has it. Processes and threads that it starts have the default.
-PRIORITY-USER  A policy or niceness that the user chose is kept.
+PRIORITY-USER  A policy or niceness that the user chose is kept. What starts a session hands on that of its own.
 PRIORITY-SESSION
     Where the kernel divides the processor time between sessions (`autogroup` in sched(7)), each worker of torchrun is a
     session of its own. The ranks of an agent are one session together, which gets the weight of so many.
@@ -11,7 +11,8 @@ PRIORITY-LEADER
     ranks, whatever its niceness. An agent or a coordinator that leads its session therefore gives it the largest
     weight. A session that another process leads, such as a shell, keeps its weight: there may be other work in it.
 PRIORITY-LAST
-    A process that gives way to the ranks is in a session of its own, which it makes as nice as itself.
+    A process that gives way to the ranks is in a session of its own, which it makes as nice as itself, or as the
+    session of the process that started it.
 
 Without the right to lower its niceness, the process asks for short slices, which Linux 6.12 grants to anybody: a thread
 that wakes up then runs before threads with longer ones. An older kernel ignores that.
@@ -49,10 +50,19 @@ def raise_priority(pid: int = 0) -> None:
     _shorten_slices(pid, os.getpriority(os.PRIO_PROCESS, pid))
 
 
-def weigh_session(pid: int, num: int) -> None:
+def session_niceness() -> int:
+    """Of this process's session; 0 if the kernel has none. Before `weigh_own_session` it is what the user chose."""
+    try:
+        return int(Path("/proc/self/autogroup").read_text().split()[-1])
+    except OSError:
+        return 0
+
+
+def weigh_session(pid: int, num: int, chosen: int = 0) -> None:
     """PRIORITY-SESSION, as far as it is permitted; it may take a second. `pid`: a process of the session, which counts
-    as `num`. The largest weight is that of 86."""
-    niceness = max(_LOWEST, -round(math.log(num, _LEVEL)))
+    as `num`. The largest weight is that of 86. `chosen`: the niceness that it gets instead, if it is not 0
+    (PRIORITY-USER)."""
+    niceness = chosen or max(_LOWEST, -round(math.log(num, _LEVEL)))
     with contextlib.suppress(OSError):
         if niceness != 0 and not _is_chosen(pid):  # PRIORITY-USER
             _set_session_niceness(pid, niceness)
@@ -67,11 +77,13 @@ def weigh_own_session() -> None:
             _set_session_niceness(pid, _LOWEST)
 
 
-def give_way(niceness: int) -> None:
-    """PRIORITY-LAST, of a process that has just started and leads its session."""
-    os.nice(niceness)
+def give_way(niceness: int, chosen: int = 0) -> None:
+    """PRIORITY-LAST, of a process that has just started. Its niceness grows by `niceness`; `chosen`: that of the
+    session of the process that started it."""
+    own = os.nice(niceness)
     with contextlib.suppress(OSError):
-        _set_session_niceness(os.getpid(), niceness)
+        if os.getsid(0) == os.getpid():
+            _set_session_niceness(os.getpid(), max(own, chosen))
 
 
 def _is_chosen(pid: int) -> bool:

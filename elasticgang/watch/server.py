@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from elasticgang.watch.traces import Traces
 
 _READ_S = 1.0
-_LAST_READ_S = 0.25
+_LAST_READ_S = 1.0
 _MAX_FAILURES = 3
 _CLIENT_TIMEOUT_S = 5.0  # for one read or write
 CONNECTION_S = 10.0
@@ -230,8 +230,8 @@ def main(log_dir: str, options: str) -> None:
     """`options`: JSON, see `serving.serve`; "listeners": the descriptors of listening sockets by what they serve."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # SERVER-1
-    give_way(_NICENESS)
     given = json.loads(options)
+    give_way(_NICENESS, given["session_niceness"])
     traces = _traces() if given["traces"] else None
     reader = JobReader(
         Path(log_dir, EVENTS),

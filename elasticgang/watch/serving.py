@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from elasticgang.errors import OperationalError
+from elasticgang.process.priority import session_niceness
 
-_END_S = 1.0
+_END_S = 4.0  # longer than it takes to read the last events and to export the last spans
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
@@ -78,6 +79,7 @@ def serve(
     for fd in fds.values():
         os.set_blocking(fd, True)
     options = {"listeners": fds, "traces": traces, "scalars": scalars, "offset": offset}
+    options["session_niceness"] = session_niceness()
     command = [sys.executable, "-m", "elasticgang.watch.server", log_dir, json.dumps(options)]
     files = tuple(fds.values())
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=files, start_new_session=True)  # PRIORITY-LAST

@@ -28,7 +28,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from elasticgang.errors import OperationalError
 from elasticgang.observe.change_report import PHASES, is_planned
 
-FLUSH_S = 0.5
+FLUSH_S = 2.0
 _PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 _PACKAGES = {
     "otlp_proto_http": "'elasticgang[otel]'",

@@ -106,6 +106,21 @@ def test_agents_of_a_job_export_each_change_into_one_trace(
     assert server.paths == {"/v1/traces"}
 
 
+# SERVER-1, TRACES-2, SUPERVISOR-4
+def test_what_happened_last_is_exported_at_the_end_of_the_job(
+    tmp_path: Path, alone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")  # ms: nothing before the end
+    faults = [at("body", 1)]
+    with receiver(monkeypatch) as server:
+        with Job(tmp_path, JOB, "--output-dir", str(tmp_path), "--faults", json.dumps(faults), ranks=3) as job:
+            job.wait()
+            job.assert_nothing_left()
+        check(job, faults, alone)
+        changes = [event for event in job.events() if event["event"] == "generation_change"]
+        assert len([span for span in server.spans if span.name == _WHOLE]) == len(changes) > 0
+
+
 # TRACES-2
 def test_a_receiver_that_never_answers_delays_no_step_and_no_end(
     tmp_path: Path, alone: str, monkeypatch: pytest.MonkeyPatch

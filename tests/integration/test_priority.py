@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticgang.process import futex
 from elasticgang.process.priority import NICENESS
 from tests.chaos.several import Coordinator
 from tests.chaos.training_scripts import training
@@ -87,6 +89,9 @@ def test_coordinators_and_agents_have_it_and_the_ranks_have_not(tmp_path: Path) 
         found = {process.name(): process for process in job.processes()}
         raised = {found.pop("eg-coordinator").pid, job.process.pid}
         assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in raised] == [NICENESS, NICENESS]
+        agent = psutil.Process(job.process.pid)
+        num_raised = sum(os.getpriority(os.PRIO_PROCESS, thread.id) == NICENESS for thread in agent.threads())
+        assert num_raised >= 1 + 2 * futex.is_available()  # its loop, and what watches for the death of each rank
         others = [process for process in found.values() if process.pid not in raised]
         assert "eg-rank-0" in {process.name() for process in others}
         assert min(niceness for process in others for niceness in thread_niceness(process)) >= 0
@@ -201,15 +206,17 @@ def test_without_the_right_an_own_session_keeps_its_weight() -> None:
     assert niceness_of_own_session(prefix=[] if os.geteuid() else ["setpriv", "--bounding-set", "-sys_nice"]) == 0
 
 
+def weight(pid: int) -> str:
+    """The niceness of the process's session."""
+    return Path(f"/proc/{pid}/autogroup").read_text().split()[-1]
+
+
 # PRIORITY-LEADER
 @needs_the_right
 @needs_sessions
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="needs `setsid`")
 def test_agents_and_coordinators_weigh_their_sessions(tmp_path: Path) -> None:
     path = training(tmp_path, steps=100_000, body='time.sleep(0.01); (here / f"at-{rank}").write_text("1\\n")')
-
-    def weight(pid: int) -> str:
-        return Path(f"/proc/{pid}/autogroup").read_text().split()[-1]
 
     with Coordinator(tmp_path / "apart", prefix=["setsid"]) as apart:
         assert apart.address
@@ -219,13 +226,62 @@ def test_agents_and_coordinators_weigh_their_sessions(tmp_path: Path) -> None:
         assert weight(job.process.pid) == "-20"
 
 
+def page_server(job: Job) -> psutil.Process | None:
+    for process in job.processes():
+        with contextlib.suppress(psutil.Error):  # a fork server's process that starts another one, and ends
+            if "elasticgang.watch.server" in process.cmdline():
+                return process
+    return None
+
+
+# PRIORITY-USER, PRIORITY-LAST
+@needs_the_right
+@needs_sessions
+def test_the_sessions_of_a_job_have_the_niceness_of_that_in_which_it_was_started(tmp_path: Path) -> None:
+    path = training(tmp_path, steps=100_000, body='time.sleep(0.01); (here / f"at-{rank}").write_text("1\\n")')
+    made_nice = [sys.executable, "-c", MADE_NICE, "3"]
+    with Job(tmp_path, path, prefix=made_nice, options=["--status-port", "0"]) as job:
+        job.expect_file(tmp_path / "at-0")
+        server = wait_until(lambda: page_server(job), "the page's server")
+        pids = [job.process.pid, job.rank_pid(0), server.pid]
+        assert len({os.getsid(pid) for pid in pids}) == 3
+        wait_until(lambda: [weight(pid) for pid in pids] == ["3", "3", "10"], "their sessions are nice")
+
+
+MADE_NICE = """
+import os, sys
+os.setsid()
+open("/proc/self/autogroup", "w").write(sys.argv[1])
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+GIVING_WAY = """
+import os
+from elasticgang.process.priority import give_way, session_niceness
+give_way(5, {})
+print(os.getpriority(os.PRIO_PROCESS, 0), session_niceness())
+"""
+
+
+# PRIORITY-LAST, PRIORITY-USER
+@needs_the_right
+@needs_sessions
+@pytest.mark.parametrize(
+    ("chosen", "leads", "niceness"), [(0, True, 5), (3, True, 5), (12, True, 12), (-7, True, 5), (12, False, 0)]
+)
+def test_what_gives_way_makes_its_own_session_nice_alone(chosen: int, leads: bool, niceness: int) -> None:
+    leader = [] if leads else [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"]
+    command = [*leader, sys.executable, "-c", GIVING_WAY.format(chosen)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert done.stdout.split() == ["5", str(niceness)]
+
+
 # PRIORITY-LAST
 @needs_sessions
 def test_what_serves_the_page_gives_way_to_the_ranks(tmp_path: Path) -> None:
     path = training(tmp_path, steps=100_000, body='time.sleep(0.01); (here / f"at-{rank}").write_text("1\\n")')
     with Job(tmp_path, path, options=["--status-port", "0"]) as job:
         job.expect_file(tmp_path / "at-0")
-        (server,) = (process for process in job.processes() if "elasticgang.watch.server" in process.cmdline())
+        server = wait_until(lambda: page_server(job), "the page's server")
         autogroup = Path(f"/proc/{server.pid}/autogroup")
         wait_until(lambda: autogroup.read_text().endswith(" nice 10\n"), "its session is nice")
         assert os.getpriority(os.PRIO_PROCESS, server.pid) == 10

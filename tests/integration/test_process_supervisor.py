@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,16 @@ def test_a_launch_whose_answer_was_lost_leaves_no_rank(tmp_path: Path) -> None:
 # SUPERVISOR-3
 def test_orphans_are_reaped_on_a_timer(tmp_path: Path) -> None:
     assert outcome(tmp_path, "orphan") == {"is unreaped at first": True}
+
+
+# SUPERVISOR-3
+def test_an_orphan_that_ends_while_something_is_forked_is_reaped(tmp_path: Path) -> None:
+    assert outcome(tmp_path, "orphan of a fork") == {}
+
+
+# SUPERVISOR-4
+def test_the_end_leaves_alone_what_was_there_before(tmp_path: Path) -> None:
+    assert outcome(tmp_path, "earlier") == {"earlier": -signal.SIGTERM, "later": False}
 
 
 # SUPERVISOR-3

@@ -117,6 +117,28 @@ async def _orphan(supervisor: ProcessSupervisor) -> dict[str, Any]:
     return {"is unreaped at first": is_unreaped}
 
 
+async def _orphan_of_a_fork(supervisor: ProcessSupervisor) -> dict[str, Any]:
+    """A process ends while another one is forked, and no signal comes after that."""
+
+    def fork(server: ForkServer) -> Spawned:
+        orphan = subprocess.Popen([sys.executable, "-c", ""])
+        os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
+        return server.spawn("tests.integration.children:sleep", {})
+
+    await supervisor.fork(fork, is_own=True)
+    await _until_reaped()
+    return {}
+
+
+async def _earlier(supervisor: ProcessSupervisor) -> dict[str, Any]:
+    """This process has two children at the end, one of them since before the supervisor was opened."""
+    later = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    await supervisor.close()
+    (earlier,) = psutil.Process().children()
+    earlier.terminate()
+    return {"earlier": earlier.wait(GUARD_S), "later": later.pid == earlier.pid}
+
+
 async def _server(supervisor: ProcessSupervisor) -> dict[str, Any]:
     """The fork server dies when nothing is forked."""
     before: list[int] = []
@@ -152,18 +174,22 @@ CASES: dict[str, Callable[[ProcessSupervisor], Any]] = {
     "twin": _twin,
     "after the end": _after_the_end,
     "orphan": _orphan,
+    "orphan of a fork": _orphan_of_a_fork,
+    "earlier": _earlier,
     "server": _server,
 }
 
 
 async def main() -> None:
     supervisor = ProcessSupervisor({}, (), threading.Event(), lambda _: None)
+    earlier = [subprocess.Popen(["cat"], stdin=subprocess.PIPE)] if sys.argv[1] == "earlier" else []
     supervisor.open()
     await supervisor.ready()
     try:
         print(json.dumps(await CASES[sys.argv[1]](supervisor)))
     finally:
         await supervisor.close()
+        del earlier
 
 
 if __name__ == "__main__":
