@@ -11,6 +11,7 @@ import functools
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,6 +77,15 @@ def busy_core() -> Iterator[None]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that nobody else gets meanwhile. Nobody listens there, until somebody does who names it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # which servers set too
+        held.bind(("", 0))
+        yield held.getsockname()[1]
 
 
 def environment(added: dict[str, str] | None = None) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from elasticgang.comm.comm_process import GroupSpec
 from tests.integration.conftest import Rings, Worlds
-from tests.support import Command
+from tests.support import Command, reserved_port
 
 SIZE = 4
 ROUNDS = 10
@@ -20,11 +19,10 @@ ROUNDS = 10
 
 @contextlib.contextmanager
 def ranks(directory: Path, case: str, store: str) -> Iterator[list[Command]]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    env = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE)}
     command = [sys.executable, "-m", "tests.integration.lifetime_ranks", case, store]
     with contextlib.ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        env = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE)}
         yield [
             stack.enter_context(
                 Command(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.integration import callback_ranks
-from tests.support import Command, Job
+from tests.support import Command, Job, reserved_port
 
 SIZE = 3
 pytestmark = pytest.mark.timeout(240)  # processes import torch, on whatever the machine has left
@@ -31,11 +30,10 @@ def test_nested_waits_of_an_elastic_job_end_when_a_rank_dies_inside(process_grou
 
 # STATIC-2
 def test_nested_waits_over_the_backend_end_when_a_rank_dies_inside(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    env = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE)}
     command = [sys.executable, "-m", "tests.integration.callback_ranks", str(tmp_path), "backend"]
     with contextlib.ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        env = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE)}
         ranks = [
             stack.enter_context(
                 Command(tmp_path / f"command{rank}", command, env={**env, "RANK": str(rank)}, preloaded=True)

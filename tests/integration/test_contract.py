@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import sys
 from pathlib import Path
 
@@ -15,10 +14,11 @@ from elasticgang.errors import InvalidOperationError, LayoutError
 from elasticgang.gang import FakeGang, GangGrid, ReduceOperation
 from elasticgang.process.forkserver import ForkServer
 from tests.integration import contract
-from tests.support import run_preloaded
+from tests.support import reserved_port, run_preloaded
 
 _ROOT = Path(__file__).parents[2]
-_DEADLINE_S = 60
+_DEADLINE_S = 120
+pytestmark = pytest.mark.timeout(2 * _DEADLINE_S + 60)  # processes import torch, on whatever the machine has left
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 4), (3, 4)])
@@ -72,14 +72,13 @@ def test_without_a_root_there_is_no_grid(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # PGGANG-1
 def test_static_gangs_keep_the_contract() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     server = ForkServer(["torch", "torch.distributed", "tests.integration.contract_ranks"])
     try:
         server.wait_ready()
-        args = [{"rank": rank, "size": 4, "port": port} for rank in range(4)]
-        ranks = [server.spawn("tests.integration.contract_ranks:static", arg, stdio=[1, 2]) for arg in args]
-        assert [_status(rank.pidfd) for rank in ranks] == [0, 0, 0, 0]
+        with reserved_port() as port:
+            args = [{"rank": rank, "size": 4, "port": port} for rank in range(4)]
+            ranks = [server.spawn("tests.integration.contract_ranks:static", arg, stdio=[1, 2]) for arg in args]
+            assert [_status(rank.pidfd) for rank in ranks] == [0, 0, 0, 0]
     finally:
         server.close()
 

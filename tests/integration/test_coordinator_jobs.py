@@ -34,6 +34,7 @@ from elasticgang.session.messages import encode
 from elasticgang.session.operator_client import grant
 from elasticgang.session.secret import SECRET_FILE_VARIABLE, Secret
 from tests.integration.led_jobs import CREDENTIALS, DEADLINE_S, Agent, Job, found, play
+from tests.support import reserved_port
 
 
 async def until(condition: Any) -> None:
@@ -314,9 +315,6 @@ def test_a_refusal_by_one_address_of_several_is_none() -> None:
 
 # ADDRESS-ALL
 def test_a_refusal_by_every_address_is_a_refusal_and_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
     resolve = socket.getaddrinfo
 
     def two(host: Any, *arguments: Any, **options: Any) -> Any:
@@ -325,7 +323,8 @@ def test_a_refusal_by_every_address_is_a_refusal_and_names_them(monkeypatch: pyt
         return [found for each in ("127.0.0.1", "127.0.0.2") for found in resolve(each, *arguments, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", two)
-    reasons, has_refused = dial("coordinator.example", port, monkeypatch)
+    with reserved_port() as port:
+        reasons, has_refused = dial("coordinator.example", port, monkeypatch)
     assert reasons[0] == (
         f"nothing listens at coordinator.example:{port} (every address refuses: 127.0.0.1: Connection refused; "
         "127.0.0.2: Connection refused)"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 from pathlib import Path
 
-from tests.documents import GANGS, PROCESS_GROUPS, Program, reports
-from tests.support import Command
+import pytest
 
-DEADLINE_S = 90.0
+from tests.documents import GANGS, PROCESS_GROUPS, Program, reports
+from tests.support import Command, reserved_port
+
+DEADLINE_S = 240.0
+pytestmark = pytest.mark.timeout(DEADLINE_S + 60)  # processes import torch, on whatever the machine has left
 
 
 def written(program: Program, directory: Path) -> str:
@@ -30,9 +32,8 @@ def test_the_blocks_on_gangs_run_as_under_torchrun(tmp_path: Path) -> None:
 def test_the_block_on_process_groups_runs(tmp_path: Path) -> None:
     command = [sys.executable, written(PROCESS_GROUPS, tmp_path)]
     size = PROCESS_GROUPS.num_ranks
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        env = {"PORT": str(free.getsockname()[1]), "REPORTS": str(tmp_path)}
     with contextlib.ExitStack() as started:
+        env = {"PORT": str(started.enter_context(reserved_port())), "REPORTS": str(tmp_path)}
         ranks = [
             started.enter_context(Command(tmp_path / str(rank), [*command, str(rank), str(size)], env=env))
             for rank in range(size)
