@@ -244,6 +244,7 @@ def test_half_open_connections_are_bounded_and_do_not_keep_others_out(monkeypatc
 # LISTEN-BOUND
 def test_many_honest_clients_come_at_once_and_none_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "MAX_PENDING", 16)
+    monkeypatch.setattr(listeners, "MIN_PENDING_S", DEADLINE_S)  # a machine that stands still costs nobody its place
 
     async def test(echo: Echo) -> None:
         assert all(await asyncio.gather(*(is_served(echo) for _ in range(200))))
@@ -331,10 +332,9 @@ def test_a_coordinator_without_descriptors_accepts_again_once_it_has_some() -> N
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         waiting = socket.socket()
         waiting.setblocking(False)
-        lowest = os.dup(waiting.fileno())
-        os.close(lowest)
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            # 0, 1 and 2 stay open, whatever a thread of the test before still closes
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
             waiting.connect_ex(("127.0.0.1", echo.listener.port))
             await echo.has_logged.wait()
         finally:
@@ -348,8 +348,9 @@ def test_a_coordinator_without_descriptors_accepts_again_once_it_has_some() -> N
 
 
 # LISTEN-BOUND
-def test_many_connections_are_taken_in_one_turn() -> None:
+def test_many_connections_are_taken_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a large job come at once, and each turn serves all of them."""
+    monkeypatch.setattr(listeners, "ACCEPT_S", DEADLINE_S)  # however slow the machine is
 
     async def test(echo: Echo) -> None:
         waiting = [socket.create_connection(("127.0.0.1", echo.listener.port)) for _ in range(100)]
@@ -363,7 +364,7 @@ def test_many_connections_are_taken_in_one_turn() -> None:
 
 
 def test_a_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 1.0)  # more than what a machine may stand still before the hello
 
     async def test(echo: Echo) -> None:
         silent, slow = await raw(echo), await raw(echo)
@@ -373,7 +374,7 @@ def test_a_handshake_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(await ended(slow[0])) == 36  # the challenge
         assert echo.listener.num_pending == 0
         assert len(echo.log) == 1
-        assert "its handshake was not complete after 0.2 s" in echo.log[0]
+        assert "its handshake was not complete after 1 s" in echo.log[0]
         for _, writer in (silent, slow):
             writer.close()
 

@@ -174,13 +174,14 @@ def test_what_was_complete_at_the_end_stays_readable(fd: int) -> None:
 
 def held(fd: int) -> tuple[int, int]:
     """How often this process has mapped the block of `fd`, and how many descriptors of it."""
-    inode = os.fstat(fd).st_ino
-    mapped = [line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()]
+    block = os.fstat(fd)
+    device = f"{os.major(block.st_dev):02x}:{os.minor(block.st_dev):02x}"
+    mapped = [line.split()[3:5] for line in Path("/proc/self/maps").read_text().splitlines()]
     num_open = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the list itself
-            num_open += os.fstat(int(name)).st_ino == inode
-    return mapped.count(str(inode)), num_open
+            num_open += os.path.samestat(os.fstat(int(name)), block)
+    return mapped.count([device, str(block.st_ino)]), num_open
 
 
 # BLOCK-5
