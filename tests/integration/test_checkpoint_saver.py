@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -23,7 +22,7 @@ from elasticgang.checkpoint.locations import storage_at
 from elasticgang.checkpoint.schedule import Schedule
 from elasticgang.protocol.commit import Attempt
 from tests.integration.saving import MEMBERS, Model, Rank, same, writers
-from tests.support import REPOSITORY, wait_until
+from tests.support import REPOSITORY, is_alive, wait_until
 
 pytestmark = pytest.mark.usefixtures("small_shares", "no_writer_is_left")
 
@@ -168,10 +167,10 @@ def test_the_writer_ends_with_its_rank(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        writer = psutil.Process(pid)
+        assert is_alive(pid)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        wait_until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE, "the writer's end")
+        wait_until(lambda: not is_alive(pid), "the writer's end")
 
 
 def test_a_step_is_saved_once_and_only_if_it_is_due(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from elasticgang.comm.work import CommWork
 from elasticgang.errors import CollectiveTimeoutError, ElasticGangError, GangError, PeerLostError, StaleGenerationError
 from elasticgang.process.forkserver import ForkServer, ForkServerClient
 from tests.integration.comm_calls import AT_ONCE_S, GUARD_S, all_reduce, kill, start_sum
-from tests.integration.conftest import Worlds
+from tests.integration.conftest import World, Worlds
 from tests.support import wait_dead, wait_until
 
 # -- aborts, deaths and errors
@@ -234,7 +234,12 @@ def test_a_work_that_is_never_matched_ends_by_the_callers_deadline_and_goes_on(w
 
 
 def test_the_groups_own_timeout_fails_the_work(worlds: Worlds) -> None:
-    world = worlds(2, timeout=0.3)
+    def connected() -> World | None:
+        with contextlib.suppress(GangError):  # it is the timeout of the configuration too
+            return worlds(2, timeout=0.3)
+        return None
+
+    world = wait_until(connected, "a configuration within 0.3 s")
     work = start_sum(world.comms[0], torch.ones(3))
     with pytest.raises(GangError):
         work.wait(GUARD_S)
@@ -465,14 +470,17 @@ def test_a_wait_that_a_signal_interrupts_leaves_nobody_waiting_for_it(worlds: Wo
         with contextlib.suppress(CollectiveTimeoutError):
             never.wait(2.0)
 
+    def wait_interrupted() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        never.wait(GUARD_S)
+
     reader = threading.Thread(target=read)
     former = signal.signal(signal.SIGALRM, interrupt)
     try:
         reader.start()
         begun.wait(GUARD_S)
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
         with pytest.raises(_Interrupt):
-            never.wait(GUARD_S)
+            wait_interrupted()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, former)

@@ -166,7 +166,7 @@ def test_wrong_arguments_are_refused(options: list[str], what: str) -> None:
 
 
 COUNTING = """
-import json, os, pathlib, sys, psutil, torch, elasticgang as eg
+import contextlib, json, os, pathlib, sys, psutil, torch, elasticgang as eg
 
 manager = eg.join(layout=eg.ParallelLayout())
 model = eg.DistributedDataParallel(manager, torch.nn.Linear(2, 2))
@@ -183,7 +183,10 @@ for step in manager.steps(20):
         num_steps += optim.step(weight=slots.num_samples)
         if num_steps == 10 and manager.is_leader:  # the others wait for it in the next step
             agent = psutil.Process(int(sys.argv[1]))
-            found = {str(each.pid): each.num_fds() for each in (agent, *agent.children(recursive=True))}
+            found = {}
+            for each in (agent, *agent.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    found[str(each.pid)] = each.num_fds()
             pathlib.Path(sys.argv[2]).write_text(json.dumps(found))
 """
 

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elasticgang.agent import embedded_coordinator
@@ -57,8 +58,9 @@ def test_a_job_goes_on_while_its_coordinator_cannot_be_started_again(tmp_path: P
         def takes_its_port() -> socket.socket | None:
             """As soon as it is dead, and before the next one does."""
             for process in job.processes():
-                if process.name() == "eg-coordinator":
-                    process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.name() == "eg-coordinator":
+                        process.kill()
             with contextlib.suppress(OSError):
                 return socket.create_server(("127.0.0.1", port))
             return None

@@ -13,7 +13,7 @@ import pytest
 from elasticgang.observe import events
 from elasticgang.observe.events import EventLog
 from tests.chaos.training_scripts import training
-from tests.support import Job, wait_until
+from tests.support import PROMPT_S, Job, wait_until
 
 TEXT = "x" * 1000
 _PIPE_BYTES = 4096
@@ -36,6 +36,12 @@ class Pipe:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a log waits for its thread, however late that gets a core."""
+    monkeypatch.setattr(events, "FLUSH_S", PROMPT_S)
 
 
 @pytest.fixture

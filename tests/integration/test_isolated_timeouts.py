@@ -90,7 +90,7 @@ def configured_within(seconds: float, rings: Rings) -> Ring:
         begun = [ring.begin(lambda rank=rank: ring[rank].configure(address, "replica", rank, 2)) for rank in (0, 1)]  # type: ignore[misc]
         return not any(future.exception(GUARD_S) for future in begun)
 
-    wait_until(is_configured, f"a configuration within {seconds} s", GUARD_S)
+    wait_until(is_configured, f"a configuration within {seconds} s", 60.0)
     return ring
 
 

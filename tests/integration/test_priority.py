@@ -86,7 +86,7 @@ def test_coordinators_and_agents_have_it_and_the_ranks_have_not(tmp_path: Path) 
         assert os.getpriority(os.PRIO_PROCESS, apart.process.pid) == NICENESS
     with Job(tmp_path, path) as job:
         job.expect_file(tmp_path / "at-0")
-        found = {process.name(): process for process in job.processes()}
+        found = by_name(job)
         raised = {found.pop("eg-coordinator").pid, job.process.pid}
         assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in raised] == [NICENESS, NICENESS]
         agent = psutil.Process(job.process.pid)
@@ -227,11 +227,8 @@ def test_agents_and_coordinators_weigh_their_sessions(tmp_path: Path) -> None:
 
 
 def page_server(job: Job) -> psutil.Process | None:
-    for process in job.processes():
-        with contextlib.suppress(psutil.Error):  # a fork server's process that starts another one, and ends
-            if "elasticgang.watch.server" in process.cmdline():
-                return process
-    return None
+    found = (process for process in job.processes() if "elasticgang.watch.server" in command_of(process))
+    return next(found, None)
 
 
 # PRIORITY-USER, PRIORITY-LAST
@@ -304,12 +301,32 @@ def test_the_ranks_of_a_job_are_a_session_of_their_weight(tmp_path: Path) -> Non
         wait_until(lambda: len(list(tmp_path.glob("group-*"))) == 2, "both ranks")
         (first,) = wait_until(groups, "their groups")
         assert first.split()[1:] == ["nice", "-3"]
-        named = {process.name(): process for process in job.processes()}
+        named = by_name(job)
         named["eg-forkserver"].kill()
         named["eg-rank-1"].kill()
         wait_until(lambda: len(groups()) == 2, "a rank of another fork server")
         assert {group.split()[-1] for group in groups()} == {"-3"}
 
 
+def by_name(job: Job) -> dict[str, psutil.Process]:
+    found = {}
+    for process in job.processes():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            found[process.name()] = process
+    return found
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return []
+
+
 def thread_niceness(process: psutil.Process) -> set[int]:
-    return {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()}
+    found = set()
+    with contextlib.suppress(psutil.Error):  # it has just ended
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                found.add(os.getpriority(os.PRIO_PROCESS, thread.id))
+    return found

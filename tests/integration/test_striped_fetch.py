@@ -165,7 +165,7 @@ def test_chunks_received_before_a_cancel_are_not_requested_again(
 
     def counted(arrived: ReceivedChunks, index: int, *rest: Any) -> None:
         came.append(index)
-        if len(came) == 50:
+        if len(came) >= 50:  # two threads may come at once
             cancelled.set()
         receive(arrived, index, *rest)
 
