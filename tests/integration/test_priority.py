@@ -90,7 +90,7 @@ def test_coordinators_and_agents_have_it_and_the_ranks_have_not(tmp_path: Path) 
         raised = {found.pop("eg-coordinator").pid, job.process.pid}
         assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in raised] == [NICENESS, NICENESS]
         agent = psutil.Process(job.process.pid)
-        num_raised = sum(os.getpriority(os.PRIO_PROCESS, thread.id) == NICENESS for thread in agent.threads())
+        num_raised = thread_niceness(agent).count(NICENESS)
         assert num_raised >= 1 + 2 * futex.is_available()  # its loop, and what watches for the death of each rank
         others = [process for process in found.values() if process.pid not in raised]
         assert "eg-rank-0" in {process.name() for process in others}
@@ -323,10 +323,10 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
-def thread_niceness(process: psutil.Process) -> set[int]:
-    found = set()
+def thread_niceness(process: psutil.Process) -> list[int]:
+    found = []
     with contextlib.suppress(psutil.Error):  # it has just ended
         for thread in process.threads():
             with contextlib.suppress(ProcessLookupError):
-                found.add(os.getpriority(os.PRIO_PROCESS, thread.id))
+                found.append(os.getpriority(os.PRIO_PROCESS, thread.id))
     return found
