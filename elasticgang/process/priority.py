@@ -64,7 +64,7 @@ def weigh_session(pid: int, num: int, chosen: int = 0) -> None:
     (PRIORITY-USER)."""
     niceness = chosen or max(_LOWEST, -round(math.log(num, _LEVEL)))
     with contextlib.suppress(OSError):
-        if niceness != 0 and not _is_chosen(pid):  # PRIORITY-USER
+        if niceness != 0 and (chosen or not _is_chosen(pid)):  # PRIORITY-USER
             _set_session_niceness(pid, niceness)
 
 

@@ -103,15 +103,15 @@ import os, subprocess, sys
 from elasticgang.process.priority import weigh_session
 for num in map(int, sys.argv[1:]):
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True, preexec_fn={before}) as process:
-        weigh_session(process.pid, num)
+        weigh_session(process.pid, num, {chosen})
         print(open(f"/proc/{{process.pid}}/autogroup").read().split()[-1])
 """
 needs_sessions = pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel has no autogroups")
 
 
-def weights(*nums: int, before: str = "None", prefix: Sequence[str] = ()) -> list[int]:
+def weights(*nums: int, before: str = "None", chosen: int = 0, prefix: Sequence[str] = ()) -> list[int]:
     """The niceness of a session that counts as so many."""
-    command = [*prefix, sys.executable, "-c", WEIGHED.format(before=before), *map(str, nums)]
+    command = [*prefix, sys.executable, "-c", WEIGHED.format(before=before, chosen=chosen), *map(str, nums)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     return [int(line) for line in done.stdout.split()]
 
@@ -128,7 +128,9 @@ def test_a_session_has_the_weight_of_as_many() -> None:
 @needs_the_right
 @needs_sessions
 def test_a_session_of_a_nice_job_keeps_its_weight() -> None:
-    assert weights(4, before="lambda: __import__('os').nice(5)") == [0]
+    nice = "lambda: __import__('os').nice(5)"
+    assert weights(4, before=nice) == [0]
+    assert weights(4, before=nice, chosen=7) == [7]
 
 
 # PRIORITY-SESSION
