@@ -5,7 +5,9 @@ PRIORITY-OWN   Only the calling thread has it. Processes and threads that it sta
 PRIORITY-USER  A policy or niceness that the user chose is kept. What starts a session hands on that of its own.
 PRIORITY-SESSION
     Where the kernel divides the processor time between sessions (`autogroup` in sched(7)), each worker of torchrun is a
-    session of its own. The ranks of an agent are one session together, which gets the weight of so many.
+    session of its own. The ranks of an agent are one session together, which gets the weight of so many. The session
+    of a machine's or a container's first process has no weight of its own unless `setsid` was called: its `autogroup`
+    is empty.
 PRIORITY-LEADER
     There, niceness counts only within a session. A rank that exits would compete with its agent at the weight of all
     ranks, whatever its niceness. An agent or a coordinator that leads its session therefore gives it the largest
@@ -51,9 +53,10 @@ def raise_priority(pid: int = 0) -> None:
 
 
 def session_niceness() -> int:
-    """Of this process's session; 0 if the kernel has none. Before `weigh_own_session` it is what the user chose."""
+    """Of this process's session; 0 if it has no weight of its own. Before `weigh_own_session` it is what the user
+    chose."""
     try:
-        return int(Path("/proc/self/autogroup").read_text().split()[-1])
+        return _session_niceness(os.getpid()) or 0
     except OSError:
         return 0
 
@@ -91,11 +94,22 @@ def _is_chosen(pid: int) -> bool:
     return os.sched_getscheduler(pid) != os.SCHED_OTHER or os.getpriority(os.PRIO_PROCESS, pid) != 0
 
 
+def _session_niceness(pid: int) -> int | None:
+    """None: the session has no weight of its own (PRIORITY-SESSION). Raises OSError: the kernel has no autogroups."""
+    told = _autogroup(pid).read_text()  # "/autogroup-21 nice 0"
+    return int(told.split()[-1]) if told else None
+
+
+def _autogroup(pid: int) -> Path:
+    return Path(f"/proc/{pid}/autogroup")
+
+
 def _set_session_niceness(pid: int, niceness: int) -> None:
-    """Unless the user has set one. Raises OSError: it is not permitted, or the kernel has no autogroups."""
-    path = Path(f"/proc/{pid}/autogroup")  # "/autogroup-21 nice 0"
-    if not path.read_text().endswith(" nice 0\n"):  # PRIORITY-USER
+    """Unless the user has set one, or there is nothing to set. Raises OSError: it is not permitted, or the kernel has
+    no autogroups."""
+    if _session_niceness(pid) != 0:  # PRIORITY-USER
         return
+    path = _autogroup(pid)
     for _ in range(_NUM_TRIES):
         with contextlib.suppress(BlockingIOError):
             path.write_text(str(niceness))

@@ -97,6 +97,7 @@ def test_coordinators_and_agents_have_it_and_the_ranks_have_not(tmp_path: Path) 
         assert min(niceness for process in others for niceness in thread_niceness(process)) >= 0
 
 
+UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
 AUTOGROUP = Path("/proc/self/autogroup")
 WEIGHED = """
 import os, subprocess, sys
@@ -106,6 +107,12 @@ for num in map(int, sys.argv[1:]):
         weigh_session(process.pid, num, {chosen})
         print(open(f"/proc/{{process.pid}}/autogroup").read().split()[-1])
 """
+
+
+def may_unshare() -> bool:
+    return shutil.which("unshare") is not None and subprocess.run([*UNSHARE, "true"], check=False).returncode == 0
+
+
 needs_sessions = pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel has no autogroups")
 
 
@@ -285,6 +292,18 @@ def test_what_serves_the_page_gives_way_to_the_ranks(tmp_path: Path) -> None:
         wait_until(lambda: autogroup.read_text().endswith(" nice 10\n"), "its session is nice")
         assert os.getpriority(os.PRIO_PROCESS, server.pid) == 10
         assert os.getsid(server.pid) == server.pid
+
+
+# PRIORITY-SESSION
+@pytest.mark.skipif(not may_unshare(), reason="needs `unshare`")
+@needs_sessions
+@pytest.mark.timeout(240)
+def test_a_job_runs_in_a_session_without_a_weight(tmp_path: Path) -> None:
+    """As that of a container's first process."""
+    path = training(tmp_path, steps=3)
+    empty = 'mount --bind /dev/null /proc/$$/autogroup && ! grep . "/proc/$$/autogroup" && exec "$@"'
+    with Job(tmp_path, path, prefix=[*UNSHARE, "sh", "-c", empty, "sh"], options=["--status-port", "0"]) as job:
+        assert job.wait() == 0
 
 
 # PRIORITY-SESSION
