@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
 import gc
 import importlib
 import json
@@ -45,6 +44,7 @@ _NAMESPACES = "/run/netns"
 _CLONE_NEWNET = 0x40000000
 _FORK_SERVER = ["-m", forkserver.__name__]
 _MAX_MESSAGE = 1 << 17
+_GUARD_S = 60.0  # as `support.DEADLINE_S`
 _EXTRA = (
     *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.utils.data", "elasticgang.gang"),
     *("tests.chaos.job", "tests.chaos.reshaped_job"),  # and with them what most jobs of tests import
@@ -61,12 +61,18 @@ _of_an_agent = frozenset(sys.modules)  # where this module is imported before to
 _hidden: list[ModuleType] = []
 
 
-@functools.cache
-def _server(pid: int) -> forkserver.ForkServer:
-    server = forkserver.ForkServer((__name__, *PRELOAD, *_EXTRA), env=_ENVIRONMENT)
-    server.wait_ready()
-    atexit.register(server.close)
-    return server
+_servers: dict[int, forkserver.ForkServer] = {}  # of the process with that id
+
+
+def _server() -> forkserver.ForkServer:
+    pid = os.getpid()
+    if pid not in _servers or _servers[pid].is_lost:  # FORK-4
+        modules = (__name__, *PRELOAD, *_EXTRA)
+        server = forkserver.ForkServer(modules, env=_ENVIRONMENT, spawn_timeout=_GUARD_S)
+        server.wait_ready()
+        atexit.register(server.close)
+        _servers[pid] = server
+    return _servers[pid]
 
 
 class PreloadedProcess(subprocess.Popen[Any]):
@@ -90,9 +96,8 @@ def _start(process: Any, command: Sequence[str], given: Sequence[Any], **request
     stdin, _, _, stdout, _, stderr = files[:6]
     request |= {"command": list(command), "cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ)}
     with _as_subreaper():
-        server = _server(os.getpid())
         name = "python" if _is_agent(command[1:]) else "eg-test"
-        spawned = server.spawn(f"{__name__}:run", request, fds=(stdin,), stdio=(stdout, stderr), name=name)
+        spawned = _server().spawn(f"{__name__}:run", request, fds=(stdin,), stdio=(stdout, stderr), name=name)
     os.close(spawned.pidfd)
     _created(process, spawned.pid, files)
 
@@ -202,7 +207,6 @@ def _set_environment(env: Mapping[str, str]) -> None:
 
 # -- a fork server that has imported already
 
-_OFFER_S = 60.0  # a guard, as `support.DEADLINE_S`
 _offered: dict[int, tuple[socket.socket, int]] = {}  # of the process with that id: its child, which waits
 
 
@@ -258,7 +262,7 @@ class _OfferedProcess(subprocess.Popen[Any]):
         _, _, _, _, _, *preload = args  # python -m module descriptor owner
         request = {"env": dict(env), "preload": preload, "new_session": self._is_session_leader}
         with sock:
-            sock.settimeout(_OFFER_S)
+            sock.settimeout(_GUARD_S)
             socket.send_fds(sock, [json.dumps(request).encode()], list(pass_fds))
             sock.recv(1)  # as after `Popen`, it is in its session
         _created(self, pid, files)

@@ -61,9 +61,10 @@ class Spawned:
 class ForkServerClient:
     """One connection to a fork server. Not thread-safe: its owner is one thread at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        sock.settimeout(_SPAWN_TIMEOUT_S)
+    def __init__(self, sock: socket.socket, *, spawn_timeout: float = _SPAWN_TIMEOUT_S) -> None:
+        """`spawn_timeout`: seconds that an answer may take."""
+        self._sock, self._spawn_timeout = sock, spawn_timeout
+        sock.settimeout(spawn_timeout)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -124,9 +125,17 @@ class ForkServerClient:
 class ForkServer(ForkServerClient):
     """The owner's side: starts the server, makes connections to it, and kills it."""
 
-    def __init__(self, preload: Sequence[str], *, env: dict[str, str] | None = None, new_session: bool = True) -> None:
+    def __init__(
+        self,
+        preload: Sequence[str],
+        *,
+        env: dict[str, str] | None = None,
+        new_session: bool = True,
+        spawn_timeout: float = _SPAWN_TIMEOUT_S,
+    ) -> None:
         """`preload`: modules that the server imports before it forks. `new_session`: only the owner gets a Ctrl-C of
-        the terminal, and forwards it. Without it, started processes can join the owner's process group."""
+        the terminal, and forwards it. Without it, started processes can join the owner's process group.
+        `spawn_timeout`: seconds that an answer may take."""
         become_subreaper()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -137,7 +146,7 @@ class ForkServer(ForkServerClient):
                 env={**os.environ, **(env or {}), **_SINGLE_THREADED},
                 start_new_session=new_session,
             )
-        super().__init__(ours)
+        super().__init__(ours, spawn_timeout=spawn_timeout)
 
     def wait_ready(self, timeout: float = _START_TIMEOUT_S) -> None:
         """Block until the server has imported all modules. Raises OperationalError: it could not."""
@@ -147,7 +156,7 @@ class ForkServer(ForkServerClient):
         except OSError as exc:
             self._sock.close()
             raise OperationalError(f"the fork server was not ready within {timeout:.0f} s") from exc
-        self._sock.settimeout(_SPAWN_TIMEOUT_S)
+        self._sock.settimeout(self._spawn_timeout)
         if not data:
             self._sock.close()
             raise OperationalError("the fork server exited while it was starting")
