@@ -66,7 +66,9 @@ _servers: dict[int, forkserver.ForkServer] = {}  # of the process with that id
 
 def _server() -> forkserver.ForkServer:
     pid = os.getpid()
-    if pid not in _servers or _servers[pid].is_lost:  # FORK-4
+    if pid in _servers and _servers[pid].is_lost:  # FORK-4
+        _servers.pop(pid).close()
+    if pid not in _servers:
         modules = (__name__, *PRELOAD, *_EXTRA)
         server = forkserver.ForkServer(modules, env=_ENVIRONMENT, spawn_timeout=_GUARD_S)
         server.wait_ready()

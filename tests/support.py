@@ -291,6 +291,18 @@ class Job(Command):
         """The job's own. `former`: the id of one that it takes the place of, which may not be gone yet."""
         return self._child("eg-coordinator", former)
 
+    def page_server(self) -> psutil.Process:
+        """What serves the page, the metrics and the traces."""
+
+        def found() -> psutil.Process | None:
+            for process in self.processes():
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    if "elasticgang.watch.server" in process.cmdline():
+                        return process
+            return None
+
+        return wait_until(found, "the page's server")
+
     def _child(self, name: str, former: int = 0) -> psutil.Process:
         """The agent's child of that name, once there is one that lives; another child may end meanwhile."""
 

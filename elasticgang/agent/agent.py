@@ -41,7 +41,7 @@ from elasticgang.agent.rank_rendezvous import RankRendezvous
 from elasticgang.errors import OperationalError
 from elasticgang.process.lease import Lease
 from elasticgang.process.priority import raise_priority
-from elasticgang.process.stop_signals import STOP_SIGNALS, release_stop_signals
+from elasticgang.process.stop_signals import handle_stop_signals
 from elasticgang.progress import LongWork
 from elasticgang.protocol.agent_events import (
     Abort,
@@ -130,9 +130,8 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._on_bug)
         self._exit = self._loop.create_future()
-        for number in STOP_SIGNALS:
-            self._loop.add_signal_handler(number, self._on_signal, number)
-        release_stop_signals()
+        self._loop.add_signal_handler(signal.SIGCHLD, self._supervisor.reap)  # from now on any signal wakes the loop
+        handle_stop_signals(lambda number: self._loop.call_soon_threadsafe(self._on_signal, number))
         raise_priority()
         self._supervisor.open()  # it imports torch while the agent connects
         self._gpus.start()
@@ -140,6 +139,7 @@ class Agent:
             return await self._serve()
         finally:
             await self._kill_everything()
+            handle_stop_signals(lambda number: None)  # STOP-LATE
 
     async def _serve(self) -> int:
         assert self._exit is not None
@@ -178,7 +178,6 @@ class Agent:
             )
             await self._coordinator.start()
             await self._open_control(self._coordinator.address)
-        self._loop.add_signal_handler(signal.SIGCHLD, self._supervisor.reap)
         self._spawn_task(self._watch_ranks())
         self._connected()
 

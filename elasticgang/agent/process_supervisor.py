@@ -62,12 +62,12 @@ class ProcessSupervisor:
         self._num_forking = 0
         self._reaper: asyncio.TimerHandle | None = None
         self._has_imported = False  # the current fork server
-        self._others: frozenset[int] = frozenset()
+        self._others: frozenset[psutil.Process] = frozenset()
 
     def open(self) -> None:
         """Raises OperationalError: no process can be started."""
         with contextlib.suppress(OSError, psutil.Error):
-            self._others = frozenset(child.pid for child in psutil.Process().children())  # SUPERVISOR-4
+            self._others = frozenset(psutil.Process().children())  # SUPERVISOR-4
         self._chosen = session_niceness()
         self._server = self._new_server()
 
@@ -91,19 +91,21 @@ class ProcessSupervisor:
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, psutil.Error):  # no descriptor is free: try again
                 children = psutil.Process().children()  # orphans too: this process is their subreaper
-                if not self._end([child for child in children if child.pid not in self._others]):
+                if not self._end([child for child in children if child not in self._others]):
                     break
             await asyncio.sleep(_END_POLL_S)
 
     @staticmethod
     def _end(children: Sequence[psutil.Process]) -> bool:
-        """Kill them and reap those that are dead. Whether there are any."""
+        """Kill them and reap those that are dead. Whether there are any that this process may kill."""
+        may_kill = False
         for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 child.kill()
+                may_kill = True
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG)
-        return bool(children)
+        return may_kill
 
     async def fork(self, fork: Callable[[ForkServer], _S], *, is_own: bool) -> _S:
         """Call `fork` on the forking thread, perhaps several times (SUPERVISOR-1). `is_own`: the caller reaps the
@@ -136,7 +138,8 @@ class ProcessSupervisor:
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if found.si_pid in self._own:
                     return  # its owner reaps it and calls `reap` again
-                if found.si_pid == self._server.process.pid:
+                server = self._server.process
+                if found.si_pid == server.pid and server.returncode is None:  # else the id is that of another process
                     self._reap_server()
                     continue
                 os.waitid(os.P_PID, found.si_pid, os.WEXITED)

@@ -2,7 +2,8 @@
 ranks beside other jobs.
 
 PRIORITY-OWN   Only the calling thread has it. Processes and threads that it starts have the default.
-PRIORITY-USER  A policy or niceness that the user chose is kept. What starts a session hands on that of its own.
+PRIORITY-USER  A policy or niceness that the user chose is kept. The niceness that the user gave to a session goes on to
+               the sessions that processes of it start.
 PRIORITY-SESSION
     Where the kernel divides the processor time between sessions (`autogroup` in sched(7)), each worker of torchrun is a
     session of its own. The ranks of an agent are one session together, which gets the weight of so many. The session
@@ -13,8 +14,8 @@ PRIORITY-LEADER
     ranks, whatever its niceness. An agent or a coordinator that leads its session therefore gives it the largest
     weight. A session that another process leads, such as a shell, keeps its weight: there may be other work in it.
 PRIORITY-LAST
-    A process that gives way to the ranks is in a session of its own, which it makes as nice as itself, or as the
-    session of the process that started it.
+    A process that gives way to the ranks is in a session of its own. It makes that as nice as itself, or as the user
+    made the session of the process that started it, whichever is nicer.
 
 Without the right to lower its niceness, the process asks for short slices, which Linux 6.12 grants to anybody: a thread
 that wakes up then runs before threads with longer ones. An older kernel ignores that.
@@ -53,12 +54,13 @@ def raise_priority(pid: int = 0) -> None:
 
 
 def session_niceness() -> int:
-    """Of this process's session; 0 if it has no weight of its own. Before `weigh_own_session` it is what the user
-    chose."""
+    """What the user chose for this process's session; 0 for nothing. The lowest is not the user's: the session's leader
+    has called `weigh_own_session`."""
     try:
-        return _session_niceness(os.getpid()) or 0
+        niceness = _session_niceness(0) or 0
     except OSError:
         return 0
+    return 0 if niceness == _LOWEST else niceness
 
 
 def weigh_session(pid: int, num: int, chosen: int = 0) -> None:
@@ -74,10 +76,9 @@ def weigh_session(pid: int, num: int, chosen: int = 0) -> None:
 def weigh_own_session() -> None:
     """PRIORITY-LEADER, on a thread that has not called `raise_priority`, as far as it is permitted; it may take a
     second."""
-    pid = os.getpid()
     with contextlib.suppress(OSError):
-        if os.getsid(0) == pid and not _is_chosen(0):  # PRIORITY-USER
-            _set_session_niceness(pid, _LOWEST)
+        if os.getsid(0) == os.getpid() and not _is_chosen(0):  # PRIORITY-USER
+            _set_session_niceness(0, _LOWEST)
 
 
 def give_way(niceness: int, chosen: int = 0) -> None:
@@ -86,7 +87,7 @@ def give_way(niceness: int, chosen: int = 0) -> None:
     own = os.nice(niceness)
     with contextlib.suppress(OSError):
         if os.getsid(0) == os.getpid():
-            _set_session_niceness(os.getpid(), max(own, chosen))
+            _set_session_niceness(0, max(own, chosen))
 
 
 def _is_chosen(pid: int) -> bool:
@@ -101,7 +102,8 @@ def _session_niceness(pid: int) -> int | None:
 
 
 def _autogroup(pid: int) -> Path:
-    return Path(f"/proc/{pid}/autogroup")
+    """`pid`: 0 for this process, whose id may be another one in `/proc`."""
+    return Path(f"/proc/{pid or 'self'}/autogroup")
 
 
 def _set_session_niceness(pid: int, niceness: int) -> None:

@@ -1,13 +1,16 @@
-"""SIGINT and SIGTERM while a process starts.
+"""SIGINT and SIGTERM of a long-running command.
 
 STOP-HELD  They stay pending from before the imports of a long-running command until its event loop handles them.
            Python raises KeyboardInterrupt wherever it is. In a callback of a weak reference, of which every import has
            one, it prints the exception and forgets it: the command would run on.
+STOP-LATE  Once the command's exit code is known, they change nothing. An event loop that closes would restore their
+           defaults, and leave behind what the command still waits for.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM))
 
@@ -15,6 +18,14 @@ STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM))
 def hold_stop_signals() -> None:
     """STOP-HELD. A process that is started meanwhile holds them too."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def handle_stop_signals(handle: Callable[[int], object]) -> None:
+    """From now on call `handle` with each, between two instructions of the first thread. Those that came meanwhile are
+    delivered now."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, _: handle(number))
+    release_stop_signals()
 
 
 def release_stop_signals() -> None:

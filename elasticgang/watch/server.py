@@ -231,8 +231,8 @@ def main(log_dir: str, options: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # SERVER-1
     given = json.loads(options)
-    give_way(_NICENESS, given["session_niceness"])
-    traces = _traces() if given["traces"] else None
+    traces, add_scalars = _traces() if given["traces"] else None, _scalars(given["scalars"])
+    give_way(_NICENESS, given["session_niceness"])  # once all is imported: beside busy sessions that takes long then
     reader = JobReader(
         Path(log_dir, EVENTS),
         lambda: True,
@@ -240,7 +240,7 @@ def main(log_dir: str, options: str) -> None:
         (lambda event: None) if traces is None else traces.add,
         given["offset"],
     )
-    source = StatusSource(reader, _scalars(given["scalars"]))
+    source = StatusSource(reader, add_scalars)
     for what, fd in given["listeners"].items():
         routes = page_routes(source) if what == "page" else metrics_routes(source)
         server = ReadOnlyServer(socket.socket(fileno=fd), routes)

@@ -91,7 +91,8 @@ def serve(
         assert process.stdin is not None
         process.stdin.close()  # SERVER-1
         try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+        finally:
             process.kill()
             process.wait()

@@ -277,6 +277,33 @@ def test_a_signal_in_a_callback_of_an_import_is_not_lost(tmp_path: Path, number:
         job.assert_nothing_left()
 
 
+# STOP-LATE
+def test_signals_do_not_change_how_a_job_has_ended(tmp_path: Path) -> None:
+    """They come while the agent waits for the server of the page, which stands still."""
+    path = training(tmp_path, steps=1, body='wait_for(here / "go")', setup=WAIT_FOR)
+    with Job(tmp_path, path, options=["--status-port", "0"]) as job:
+        job.expect("spawned")
+        server = job.page_server()
+        server.suspend()
+        (tmp_path / "go").touch()
+        agent = psutil.Process(job.process.pid)
+        wait_until(lambda: agent.children() == [server], "all others have ended")
+        while job.process.poll() is None:
+            job.process.send_signal(signal.SIGTERM)
+            job.process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
+        assert job.wait() == 0
+        job.assert_nothing_left()
+    assert "Traceback" not in job.stderr
+
+
+WAIT_FOR = """
+        def wait_for(path):
+            while not path.exists():
+                time.sleep(0.01)
+"""
+
+
 def wait_for_moment(job: Job, moment: str) -> None:
     agent = psutil.Process(job.process.pid)
     if moment == "the agent imports":

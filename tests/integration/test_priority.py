@@ -235,11 +235,6 @@ def test_agents_and_coordinators_weigh_their_sessions(tmp_path: Path) -> None:
         assert weight(job.process.pid) == "-20"
 
 
-def page_server(job: Job) -> psutil.Process | None:
-    found = (process for process in job.processes() if "elasticgang.watch.server" in command_of(process))
-    return next(found, None)
-
-
 # PRIORITY-USER, PRIORITY-LAST
 @needs_the_right
 @needs_sessions
@@ -248,7 +243,7 @@ def test_the_sessions_of_a_job_have_the_niceness_of_that_in_which_it_was_started
     made_nice = [sys.executable, "-c", MADE_NICE, "3"]
     with Job(tmp_path, path, prefix=made_nice, options=["--status-port", "0"]) as job:
         job.expect_file(tmp_path / "at-0")
-        server = wait_until(lambda: page_server(job), "the page's server")
+        server = job.page_server()
         pids = [job.process.pid, job.rank_pid(0), server.pid]
         assert len({os.getsid(pid) for pid in pids}) == 3
         wait_until(lambda: [weight(pid) for pid in pids] == ["3", "3", "10"], "their sessions are nice")
@@ -281,29 +276,68 @@ def test_what_gives_way_makes_its_own_session_nice_alone(chosen: int, leads: boo
     assert done.stdout.split() == ["5", str(niceness)]
 
 
+# PRIORITY-USER
+@needs_the_right
+@needs_sessions
+@pytest.mark.parametrize(("niceness", "chosen"), [(7, 7), (-7, -7), (-20, 0)])
+def test_the_weight_of_an_agent_is_no_choice_of_the_user(niceness: int, chosen: int) -> None:
+    """Another agent, which does not lead the session, reads it."""
+    code = f"""if True:
+        import subprocess, sys
+        open("/proc/self/autogroup", "w").write("{niceness}")
+        asked = "from elasticgang.process.priority import session_niceness; print(session_niceness())"
+        subprocess.run([sys.executable, "-c", asked], check=True)"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert int(done.stdout) == chosen
+
+
 # PRIORITY-LAST
 @needs_sessions
 def test_what_serves_the_page_gives_way_to_the_ranks(tmp_path: Path) -> None:
     path = training(tmp_path, steps=100_000, body='time.sleep(0.01); (here / f"at-{rank}").write_text("1\\n")')
     with Job(tmp_path, path, options=["--status-port", "0"]) as job:
         job.expect_file(tmp_path / "at-0")
-        server = wait_until(lambda: page_server(job), "the page's server")
+        server = job.page_server()
         autogroup = Path(f"/proc/{server.pid}/autogroup")
         wait_until(lambda: autogroup.read_text().endswith(" nice 10\n"), "its session is nice")
         assert os.getpriority(os.PRIO_PROCESS, server.pid) == 10
         assert os.getsid(server.pid) == server.pid
 
 
+def without_a_weight() -> list[str]:
+    """A command that runs another one in a session without a weight, as that of a container's first process is."""
+    if not may_unshare():
+        pytest.skip("needs `unshare`")
+    empty = 'mount --bind /dev/null /proc/$$/autogroup && ! grep . "/proc/$$/autogroup" && exec "$@"'
+    return [*UNSHARE, "sh", "-c", empty, "sh"]
+
+
 # PRIORITY-SESSION
-@pytest.mark.skipif(not may_unshare(), reason="needs `unshare`")
 @needs_sessions
 @pytest.mark.timeout(240)
 def test_a_job_runs_in_a_session_without_a_weight(tmp_path: Path) -> None:
-    """As that of a container's first process."""
     path = training(tmp_path, steps=3)
-    empty = 'mount --bind /dev/null /proc/$$/autogroup && ! grep . "/proc/$$/autogroup" && exec "$@"'
-    with Job(tmp_path, path, prefix=[*UNSHARE, "sh", "-c", empty, "sh"], options=["--status-port", "0"]) as job:
+    with Job(tmp_path, path, prefix=without_a_weight(), options=["--status-port", "0"]) as job:
         assert job.wait() == 0
+
+
+# PRIORITY-SESSION, PRIORITY-LEADER, PRIORITY-LAST
+@needs_sessions
+def test_a_session_without_a_weight_stays_as_it_is() -> None:
+    code = """if True:
+        import os
+        from elasticgang.process.priority import give_way, session_niceness, weigh_own_session, weigh_session
+        assert os.getsid(0) == os.getpid()
+        assert open("/proc/self/autogroup").read() == ""
+        weigh_own_session()
+        weigh_session(os.getpid(), 4)
+        weigh_session(os.getpid(), 4, 7)
+        give_way(5, 7)
+        print(session_niceness(), os.getpriority(os.PRIO_PROCESS, 0))"""
+    command = [*without_a_weight(), sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert done.stdout.split() == ["0", "5"]
 
 
 # PRIORITY-SESSION
@@ -335,13 +369,6 @@ def by_name(job: Job) -> dict[str, psutil.Process]:
         with contextlib.suppress(psutil.Error):  # it has just ended
             found[process.name()] = process
     return found
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except psutil.Error:  # it has just ended
-        return []
 
 
 def thread_niceness(process: psutil.Process) -> list[int]:

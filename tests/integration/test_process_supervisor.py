@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support import Command
 
 
-def outcome(directory: Path, *case: str) -> dict[str, Any]:
-    with Command(directory, [sys.executable, "-m", "tests.integration.tries", *case]) as command:
+def outcome(directory: Path, *case: str, prefix: Sequence[str] = ()) -> dict[str, Any]:
+    with Command(directory, [*prefix, sys.executable, "-m", "tests.integration.tries", *case]) as command:
         assert command.wait() == 0, command.stderr
         command.assert_nothing_left()
         found: dict[str, Any] = json.loads(command.stdout)
@@ -37,12 +42,19 @@ def test_orphans_are_reaped_on_a_timer(tmp_path: Path) -> None:
 
 # SUPERVISOR-3
 def test_an_orphan_that_ends_while_something_is_forked_is_reaped(tmp_path: Path) -> None:
-    assert outcome(tmp_path, "orphan of a fork") == {}
+    assert outcome(tmp_path, "orphan of a fork") == {"is unreaped at first": True}
 
 
 # SUPERVISOR-4
 def test_the_end_leaves_alone_what_was_there_before(tmp_path: Path) -> None:
     assert outcome(tmp_path, "earlier") == {"earlier": -signal.SIGTERM, "later": False}
+
+
+# SUPERVISOR-4
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and `setpriv`")
+def test_a_child_that_may_not_be_killed_spares_no_other(tmp_path: Path) -> None:
+    found = outcome(tmp_path, "foreign", prefix=["setpriv", "--bounding-set", "-kill"])
+    assert found == {"foreign": 0, "own": False, "spun": False}
 
 
 # SUPERVISOR-3

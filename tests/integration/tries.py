@@ -29,6 +29,7 @@ from elasticgang.process.lease import Lease
 from tests.support import wait_dead
 
 GUARD_S = 20.0
+_NOBODY = 65534
 
 
 class _Deaf(ForkServer):
@@ -120,14 +121,17 @@ async def _orphan(supervisor: ProcessSupervisor) -> dict[str, Any]:
 async def _orphan_of_a_fork(supervisor: ProcessSupervisor) -> dict[str, Any]:
     """A process ends while another one is forked, and no signal comes after that."""
 
+    orphans: list[subprocess.Popen[bytes]] = []  # `Popen` reaps one that nobody refers to
+
     def fork(server: ForkServer) -> Spawned:
-        orphan = subprocess.Popen([sys.executable, "-c", ""])
-        os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
+        orphans.append(subprocess.Popen([sys.executable, "-c", ""]))
+        os.waitid(os.P_PID, orphans[0].pid, os.WEXITED | os.WNOWAIT)
         return server.spawn("tests.integration.children:sleep", {})
 
     await supervisor.fork(fork, is_own=True)
+    is_unreaped = _has_unreaped()
     await _until_reaped()
-    return {}
+    return {"is unreaped at first": is_unreaped}
 
 
 async def _earlier(supervisor: ProcessSupervisor) -> dict[str, Any]:
@@ -139,17 +143,46 @@ async def _earlier(supervisor: ProcessSupervisor) -> dict[str, Any]:
     return {"earlier": earlier.wait(GUARD_S), "later": later.pid == earlier.pid}
 
 
+async def _foreign(supervisor: ProcessSupervisor) -> dict[str, Any]:
+    """This process has two children at the end. It may not kill the first one."""
+    command = ["setpriv", "--reuid", str(_NOBODY), "--clear-groups", "sh", "-c", "echo; exec cat"]
+    foreign = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert foreign.stdin is not None
+    assert foreign.stdout is not None
+    foreign.stdout.readline()
+    own = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    began_s = time.monotonic()
+    await supervisor.close()
+    took_s = time.monotonic() - began_s
+    foreign.stdin.close()
+    return {"foreign": foreign.wait(GUARD_S), "own": psutil.pid_exists(own.pid), "spun": took_s >= 2.0}
+
+
 async def _server(supervisor: ProcessSupervisor) -> dict[str, Any]:
     """The fork server dies when nothing is forked."""
     before: list[int] = []
-    await supervisor.fork(lambda server: _noted(server, before), is_own=True)
+    forked = await supervisor.fork(lambda server: _noted(server, before), is_own=True)
     supervisor.kill()
     os.waitid(os.P_PID, before[0], os.WEXITED | os.WNOWAIT)
     supervisor.reap()
     is_unreaped = psutil.pid_exists(before[0])
+    end_s = time.monotonic() + GUARD_S
+    while not (found := _fork_servers(without=forked.pid)):
+        assert time.monotonic() < end_s, "the fork server is not replaced"
+        await asyncio.sleep(0.01)
     after: list[int] = []
     await supervisor.fork(lambda server: _noted(server, after), is_own=True)
-    return {"is unreaped at first": is_unreaped, "tries": len(after), "another": after != before}
+    return {"is unreaped at first": is_unreaped, "tries": len(after), "another": after == found != before}
+
+
+def _fork_servers(without: int) -> list[int]:
+    """`without`: a process that one has forked, which has its command line."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if child.pid != without and "elasticgang.process.forkserver" in child.cmdline():
+                found.append(child.pid)
+    return found
 
 
 def _noted(server: ForkServer, pids: list[int]) -> Spawned:
@@ -176,6 +209,7 @@ CASES: dict[str, Callable[[ProcessSupervisor], Any]] = {
     "orphan": _orphan,
     "orphan of a fork": _orphan_of_a_fork,
     "earlier": _earlier,
+    "foreign": _foreign,
     "server": _server,
 }
 

@@ -111,6 +111,8 @@ def test_the_inequalities_between_timeouts_hold() -> None:
     assert 1.0 < named["EXITED_S"] < JOB_TIMEOUTS.lease_s
     assert JOB_TIMEOUTS.answer_s + named["CONNECT_S"] < JOB_TIMEOUTS.lease_s
     assert named["EXCLUSIVE_TIMEOUT_S"] < named["HEAL_TIMEOUT_S"]
+    watch = {path.stem: constants(path) for path in (REPOSITORY / "elasticgang" / "watch").glob("*.py")}
+    assert watch["server"]["_LAST_READ_S"] + watch["traces"]["FLUSH_S"] < watch["serving"]["_END_S"]
     assert named["PULSE_MS"] * 10 <= 1000 * 1.0  # several pulses in the least time in which a rank counts as hung
 
 
