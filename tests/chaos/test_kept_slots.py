@@ -14,7 +14,7 @@ from tests.chaos import sharded
 from tests.chaos.sharded import Line, Reference, Sizes
 from tests.chaos.test_kills import Fault, at, soon
 from tests.chaos.test_reproducible import parts_of
-from tests.exhaustive import always_without
+from tests.exhaustive import always_without, exhaustive
 
 NUM_SLOTS = 16  # eight for each of two groups
 KEPT = ("--keep", "--slot", "1")
@@ -142,8 +142,15 @@ OTHER_GROUPS: dict[str, list[Fault]] = {
 
 
 # DIVISION-3, DIVISION-4, DIVISION-5
-@pytest.mark.parametrize("reduction", ["sum", "reproducible"])
-@pytest.mark.parametrize("name", OTHER_GROUPS)
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [
+        ("a group of ranks of two groups", "sum"),
+        pytest.param("a group of ranks of two groups", "reproducible", marks=exhaustive),
+        pytest.param("a spare in a group", "sum", marks=exhaustive),
+        ("a spare in a group", "reproducible"),
+    ],
+)
 def test_a_group_with_another_rank_computes_its_slots(
     name: str, reduction: str, tmp_path: Path, reference: Reference
 ) -> None:

@@ -102,10 +102,10 @@ def run(
 @pytest.mark.parametrize(
     ("fallback", "active", "env", "found"),
     [
-        ("pp=1", 3, {}, "1x1"),
+        pytest.param("pp=1", 3, {}, "1x1", marks=exhaustive),
         ("pp=1", 3, {"OWN_NAMES": "mapped"}, "1x1"),
         ("pp=1", 3, {"KEEP": "1"}, "1x1"),
-        ("pp=3", 3, {}, "3x1"),
+        pytest.param("pp=3", 3, {}, "3x1", marks=exhaustive),
         ("sdp=2", 2, {}, "1x2"),
     ],
     ids=["one rank", "names of its own", "kept slots", "three stages", "sharded"],

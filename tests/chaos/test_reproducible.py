@@ -28,7 +28,7 @@ def digests(directory: Path) -> set[str]:
     return {line["digest"] for history in histories(directory) for line in history if line["kind"] == "finished"}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=exhaustive), pytest.param(4, marks=exhaustive), 5])
 def test_every_number_of_ranks_ends_in_the_same_bits(ranks: int, tmp_path: Path, alone: str) -> None:
     """With five, one has no slots."""
     check(run(tmp_path, [], ranks=ranks, script_options=REPRODUCIBLE), [], alone)
