@@ -111,6 +111,13 @@ def figure_of(name: str, values: Sequence[float | None], **percents: float) -> d
     return figure
 
 
+def num_bytes(text: str) -> int:
+    try:
+        return int(float(text))
+    except (OverflowError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes") from None
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/bench recovery",
@@ -121,7 +128,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--kills", type=int, default=20, help="(default: %(default)s)")
     parser.add_argument(
-        "--rank-bytes", type=int, default=0, help="memory that each of our ranks holds besides (default: %(default)s)"
+        "--rank-bytes",
+        type=num_bytes,
+        default=0,
+        help="memory that each of our ranks holds besides, such as 2e9 (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the waits and of the victims (default: %(default)s)")
     parser.add_argument(

@@ -5,7 +5,9 @@ this machine. Every size is run in turn with its ranks on one host, on several, 
 votes all go by messages. Prints one JSON line per figure:
 
   vote    `p50_ms` and `p99_ms` of one sum on rank 0; `cpu_ms`: of all ranks and comm processes together, for one sum;
-          `sent`, `sent_by_all`: messages over TCP for one sum, of the comm process that sends most, and of all
+          `segments`, `segments_by_all`: of TCP with data, for one sum, of the comm process that sends most, and of
+          all. Gloo sends three for a message: "ready to send", its receiver's "ready to receive", and the numbers. A
+          comm process with 3 peers so sends 3 messages in 9 segments. `scripts/bench scale` counts messages.
 """
 
 from __future__ import annotations
@@ -150,8 +152,8 @@ def vote(tree: Path, num_hosts: int, num_ranks: int, num_sums: int) -> dict[str,
         "p50_ms": round(1000 * statistics.median(took), 3),
         "p99_ms": round(1000 * took[len(took) * 99 // 100], 3),
         "cpu_ms": round(1000 * cpu_s / num_sums, 3),
-        "sent": round(max(sent.values(), default=0) / num_sums, 2),
-        "sent_by_all": round(sum(sent.values()) / num_sums, 2),
+        "segments": round(max(sent.values(), default=0) / num_sums, 2),
+        "segments_by_all": round(sum(sent.values()) / num_sums, 2),
     }
 
 
