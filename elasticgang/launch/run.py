@@ -35,10 +35,14 @@ PRELOAD = (
     "torch.nn.parallel.distributed",
     "torch._dynamo",  # the first optimizer step imports it: 2 s
     "torchft.process_group",
+    "elasticgang.comm.error_swallowing",
+    "elasticgang.comm.isolated",
     "elasticgang.comm.worker",
     "elasticgang.coordinator.server",
     "elasticgang.train",
     "elasticgang.member.rank_main",
+    "encodings.ascii",  # a source of a heal decodes with it
+    "encodings.idna",  # and what connects to a host, its name
 )
 
 

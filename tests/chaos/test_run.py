@@ -277,6 +277,32 @@ def test_a_signal_in_a_callback_of_an_import_is_not_lost(tmp_path: Path, number:
         job.assert_nothing_left()
 
 
+def test_ranks_find_what_they_need_imported(tmp_path: Path) -> None:
+    """Also one that heals, and its source. What a rank imports anew costs its restart time, and it memory of its
+    own. torch imports a module at its first backward pass."""
+    path = training(tmp_path, steps=100_000, body=DIES_ONCE)
+    path.write_text(f"{NEW_MODULES}\n{path.read_text()}")
+    with Job(tmp_path, path, fresh=True) as job:
+        assert [job.expect_file(tmp_path / f"new-{rank}") for rank in (1, 0)] == ["\n", "\n"]
+
+
+NEW_MODULES = """
+import sys
+before = set(sys.modules)
+def new():
+    return sorted(name for name in set(sys.modules) - before if not name.startswith("torch."))
+"""
+DIES_ONCE = """
+                died = here / "died"
+                if rank == 1 and step.index == 2 and not died.exists():
+                    died.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if (here / "new-1").exists() if rank == 0 else died.exists():
+                    (here / f"new-{rank}").write_text(" ".join(new()) + "\\n")
+                time.sleep(0.01)
+"""
+
+
 # STOP-LATE
 def test_signals_do_not_change_how_a_job_has_ended(tmp_path: Path) -> None:
     """They come while the agent waits for the server of the page, which stands still."""
