@@ -14,6 +14,8 @@ FORK-4  After a late answer or an error, a connection is closed and never used a
     to an earlier request.
 FORK-5  The server moves its memory to huge pages before the first fork: afterwards its children would keep the former
     pages besides.
+FORK-6  Before the first fork, the server fills the blocks that are free in its pages: a fork would copy each page of
+    which it takes one.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from typing import Any
 
 from elasticgang.errors import OperationalError
 from elasticgang.process import huge_pages
+from elasticgang.process.free_blocks import fill_free_blocks
 from elasticgang.process.parent_death import signal_at_parent_death
 
 # numpy's OpenBLAS would start its threads on import (FORK-1). torch's own threads start at the first parallel
@@ -225,6 +228,9 @@ def main(argv: Sequence[str]) -> int:
     return task()
 
 
+_fillers: list[list[Any]] = []
+
+
 def _import(preload: Sequence[str]) -> None:
     gc.disable()  # collections take a quarter of the time of these imports, and find next to nothing
     # FORK-5. A fork of a process that has imported them all has its memory in huge pages already.
@@ -234,6 +240,7 @@ def _import(preload: Sequence[str]) -> None:
             importlib.import_module(module)
             _refuse_cuda(module)
         gc.collect()
+        _fillers.append(fill_free_blocks())  # FORK-6
         gc.freeze()  # a garbage collection in a child then does not copy the shared pages
     gc.enable()
 

@@ -23,6 +23,7 @@ from elasticgang.process.forkserver import ForkServer, ForkServerClient, Spawned
 from tests.support import REPOSITORY, wait_dead, wait_until
 
 CHILDREN = "tests.integration.children"
+HOLES = "tests.integration.leaves_holes"
 GUARD_S = 20.0
 
 
@@ -147,6 +148,20 @@ def test_memory_that_was_imported_is_in_huge_pages() -> None:
     ]
     server.close()
     assert sum(huge_kb) >= 8 << 10
+
+
+# FORK-6
+def test_objects_of_a_fork_lie_side_by_side() -> None:
+    """But for the ends of pools: one of Python's allocator holds 31 of the largest."""
+    server = ForkServer(preload=(HOLES,), env={"PYTHONPATH": str(REPOSITORY)})
+    server.wait_ready()
+    reading, writing = os.pipe()
+    assert end(server.spawn(f"{HOLES}:neighbours", {}, fds=[writing])) == 0
+    server.close()
+    os.close(writing)
+    with open(reading, "rb") as told:
+        found = json.loads(told.read())
+    assert {size: num for size, num in found.items() if num < 80} == {}
 
 
 # HUGE-1
