@@ -275,6 +275,7 @@ def test_a_rank_serves_its_state_to_no_stranger(job: AttackedJob, sent: bytes, p
         assert len(job.logged(*parts, by=job.agents[0])) == 1
 
 
+@pytest.mark.usefixtures("many_descriptors")
 @pytest.mark.parametrize("process", ["agent", "rank"])
 def test_a_thousand_half_open_connections_to_an_agent_and_a_rank(job: AttackedJob, process: str) -> None:
     opened: list[socket.socket] = []
