@@ -33,4 +33,5 @@ def test_a_case_of_the_gloo_group(case: str, ours: type) -> None:
 
 
 def test_the_case_of_gloos_timeout() -> None:
-    torchft_cases.run("test_gloo_timeout", ProcessGroupGloo=ProcessGroupGloo)
+    with torchft_cases.time_to_connect():
+        torchft_cases.run("test_gloo_timeout", ProcessGroupGloo=ProcessGroupGloo)

@@ -9,9 +9,11 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+import torchft.process_group
 import torchft.process_group_test as theirs
 
 from elasticgang.comm.comm_process import CommProcess
@@ -36,6 +38,22 @@ def run(case: str, **classes: type) -> None:
         finally:
             if dist.is_initialized():  # some cases leave a default group behind
                 dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def time_to_connect() -> Iterator[None]:
+    """Let a client connect to its store for as long as that takes, whatever time the group has for all that follows.
+    `test_gloo_timeout` gives 10 ms to both, and wants the error of a rank that never comes: a late client gets another.
+    """
+    connect = torchft.process_group.create_store_client
+
+    def create_store_client(store_addr: str, timeout: timedelta) -> Any:
+        store = connect(store_addr, timedelta(seconds=60))
+        store.set_timeout(timeout)
+        return store
+
+    with mock.patch.object(torchft.process_group, "create_store_client", create_store_client):
+        yield
 
 
 class WithInternals(ProcessGroupIsolatedGloo):
