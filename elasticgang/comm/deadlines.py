@@ -29,9 +29,11 @@ class Deadlines:
         self._numbers = itertools.count()  # callbacks are not compared
         self._pending: list[tuple[float, int, weakref.ref[Timed], Callable[[], None]]] = []
         self._thread: threading.Thread | None = None
+        self.was_used = False
 
     def add(self, work: Timed, seconds: float, late: Callable[[], None]) -> None:
         """Call `late` on a new thread after `seconds`, unless `work` is done or garbage-collected by then."""
+        self.was_used = True
         entry = (time.monotonic() + seconds, next(self._numbers), weakref.ref(work), late)
         with self._changed:
             while self._pending and not _is_pending(self._pending[0][2]):
@@ -64,7 +66,8 @@ deadlines = Deadlines()
 
 def _forget_parents() -> None:
     global deadlines
-    deadlines = Deadlines()  # a forked child has no thread
+    if deadlines.was_used:
+        deadlines = Deadlines()  # a forked child has no thread
 
 
 os.register_at_fork(after_in_child=_forget_parents)

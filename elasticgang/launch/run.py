@@ -29,7 +29,9 @@ from elasticgang.watch import registry, serving
 
 _RANK_TARGET = "elasticgang.member.rank_main:main"
 # Modules that the fork server imports once for all processes of a host: ranks, comm processes, and a coordinator.
+# Its memory is small and has no holes, first of all: what comes first lies side by side.
 PRELOAD = (
+    "elasticgang.coordinator.server",
     "torch",
     "torch.distributed",
     "torch.nn.parallel.distributed",
@@ -38,9 +40,9 @@ PRELOAD = (
     "elasticgang.comm.error_swallowing",
     "elasticgang.comm.isolated",
     "elasticgang.comm.worker",
-    "elasticgang.coordinator.server",
     "elasticgang.train",
     "elasticgang.member.rank_main",
+    "elasticgang.member.first_calls",
     "encodings.ascii",  # a source of a heal decodes with it
     "encodings.idna",  # and what connects to a host, its name
 )

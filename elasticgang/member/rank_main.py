@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import atexit
 import contextlib
 import functools
@@ -27,6 +28,7 @@ from elasticgang.session.credentials import credentials_from_json
 
 _MAX_TRACEBACK = 1 << 16
 _HOLD_S = 1.0
+_NUMPY_WORDS = 624  # of the state of its generator
 _SHARED = frozenset({status_page.FILE_NAME, lease_module.FILE_NAME, sum_block.FILE_NAME})
 
 
@@ -61,7 +63,16 @@ def main(args: dict[str, Any], fds: list[int]) -> int:
     os.register_at_fork(after_in_child=functools.partial(memory_files.detach, _SHARED))
     _watch_agent(args["agent_pid"], notices.fileno(), page, Lease(lease))
     drain.install()
+    _seed_numpy()
     return _end(_run(args["command"], notices))
+
+
+def _seed_numpy() -> None:
+    """Its generator is a copy of the fork server's, as those of all ranks are. `random` seeds itself after a fork. (And
+    `numpy.random.seed` costs a rank half a megabyte of memory that it shares with others.)"""
+    if (generator := sys.modules.get("numpy.random")) is not None:
+        words = array.array("I", os.urandom(4 * _NUMPY_WORDS))
+        generator.set_state(("MT19937", words, _NUMPY_WORDS))
 
 
 def _run(command: dict[str, Any], notices: socket.socket) -> int:

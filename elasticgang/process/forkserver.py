@@ -14,8 +14,9 @@ FORK-4  After a late answer or an error, a connection is closed and never used a
     to an earlier request.
 FORK-5  The server moves its memory to huge pages before the first fork: afterwards its children would keep the former
     pages besides.
-FORK-6  Before the first fork, the server fills the blocks that are free in its pages: a fork would copy each page of
-    which it takes one.
+FORK-6  Before the first fork, the server fills the blocks that are free in its pages, Python's and malloc's: a fork
+    would copy each page of which it takes one. It empties Python's cache of attributes: for each new entry a fork would
+    copy the page of the name in the former one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import gc
 import importlib
 import json
 import os
-import random
 import select
 import signal
 import socket
@@ -191,14 +191,16 @@ class ForkServer(ForkServerClient):
             self.process.wait(_KILL_TIMEOUT_S)
 
 
+_libc = ctypes.CDLL(None, use_errno=True)  # here: it costs each fork half a megabyte
+
+
 def _set_name(name: str) -> None:
-    ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
+    _libc.prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
 
 
 def become_subreaper() -> None:
     """Orphans below this process become its children (prctl PR_SET_CHILD_SUBREAPER)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(36, 1, 0, 0, 0) != 0:
+    if _libc.prctl(36, 1, 0, 0, 0) != 0:
         raise OperationalError(f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
 
 
@@ -240,6 +242,8 @@ def _import(preload: Sequence[str]) -> None:
             importlib.import_module(module)
             _refuse_cuda(module)
         gc.collect()
+        if sys.version_info < (3, 12):  # names are immortal since: nothing counts the references to them
+            sys._clear_type_cache()
         _fillers.append(fill_free_blocks())  # FORK-6
         gc.freeze()  # a garbage collection in a child then does not copy the shared pages
     gc.enable()
@@ -368,7 +372,7 @@ def _fork_and_report(report: socket.socket, group: int) -> int:
 
 
 def _prepare_child(request: dict[str, Any], fds: list[int]) -> Callable[[], int]:
-    """Detach the child from the server: process group, name, signals, descriptors, environment and random seeds."""
+    """Detach the child from the server: process group, name, signals, descriptors and environment."""
     try:
         os.setpgid(0, request["group"])
     except PermissionError:
@@ -387,9 +391,6 @@ def _prepare_child(request: dict[str, Any], fds: list[int]) -> Callable[[], int]
         lowest = fd + 1
     os.closerange(lowest, max(lowest, os.sysconf("SC_OPEN_MAX")))
     os.environ.update(request["env"])
-    random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     module, _, function = request["target"].partition(":")

@@ -5,6 +5,7 @@ CRED-LOCAL  Without credentials, only loopback addresses are used, unless `insec
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Mapping
@@ -67,5 +68,7 @@ def credentials_from_json(fields: Mapping[str, Any]) -> Credentials:
 
 def is_loopback(host: str) -> bool:
     """Raises OSError: `host` cannot be resolved."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.split("%")[0]).is_loopback
     addresses = {info[4][0] for info in socket.getaddrinfo(host or "0.0.0.0", None)}
     return all(ipaddress.ip_address(str(address).split("%")[0]).is_loopback for address in addresses)

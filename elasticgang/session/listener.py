@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import secrets
 import socket
 import ssl
@@ -62,8 +63,11 @@ class Listener:
 
     async def start(self, host: str, port: int) -> None:
         """Raises OSError, and listens nowhere then."""
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        find = functools.partial(socket.getaddrinfo, host or None, port, type=socket.SOCK_STREAM)
+        try:
+            found = find(flags=socket.AI_PASSIVE | socket.AI_NUMERICHOST)
+        except socket.gaierror:  # it is a name; a thread takes memory
+            found = await asyncio.to_thread(find, flags=socket.AI_PASSIVE)
         errors = []
         for family, _, _, _, address in dict.fromkeys(found):
             try:

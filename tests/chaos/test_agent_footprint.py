@@ -1,21 +1,31 @@
-"""What the process of `elasticgang run` costs: it imports no torch, and is small."""
+"""What the processes of a job cost: `elasticgang run` imports no torch, and each has little memory to itself."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import pytest
 
+from scripts.benches.memory import private_dirty
 from tests.chaos.training_scripts import training
 from tests.support import REPOSITORY, Job
 
 _MOST_RSS_BYTES = 40_000_000
+# That each has written to, as `scripts/bench memory` shows it.
+_MOST_MB = {"coordinator": 6.5, "comm": 6.0, "forkserver": 4.0, "rank": 17.0}
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _HELD = 'time.sleep(0.01); (here / f"at-{rank}").write_text(f"{step}\\n")'
+_AFTER_100 = """
+                if step.index == 100:
+                    (here / f"at-{rank}").write_text("\\n")
+                time.sleep(0.01)
+"""
 _LIBRARIES = ("libtorch", "libc10", "_multiarray_umath")
 
 
@@ -42,6 +52,23 @@ def test_the_agent_of_a_running_job_has_no_torch(tmp_path: Path) -> None:
         assert psutil.Process(agent).memory_info().rss < _MOST_RSS_BYTES
         listening = [each for each in job.coordinator().net_connections() if each.status == psutil.CONN_LISTEN]
         assert len(listening) == 1  # for sessions: rendezvous keys go by them
+
+
+@pytest.mark.skipif(
+    _HUGE_PAGES.exists() and "[always]" in _HUGE_PAGES.read_text(), reason="the first byte of a page takes 2 MB here"
+)
+@pytest.mark.timeout(240)
+def test_each_process_has_little_memory_to_itself(tmp_path: Path) -> None:
+    """Python takes memory unseen: a module that each rank imports anew, or blocks that are free in shared pages."""
+    with Job(tmp_path, training(tmp_path, steps=100_000, body=_AFTER_100), fresh=True) as job:
+        for rank in range(2):
+            job.expect_file(tmp_path / f"at-{rank}")
+        most = defaultdict[str, float](float)
+        for process in psutil.Process(job.process.pid).children(recursive=True):
+            kind = process.name().removeprefix("eg-").split("-")[0]
+            most[kind] = max(most[kind], private_dirty(process.pid) / 1e6)
+    assert {kind: mb for kind, mb in most.items() if mb > _MOST_MB.get(kind, 0)} == {}
+    assert sorted(most) == sorted(_MOST_MB)
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["run", "--help"], ["run", "no-such-script.py"]])

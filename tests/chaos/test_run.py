@@ -303,6 +303,16 @@ DIES_ONCE = """
 """
 
 
+def test_ranks_draw_different_random_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "draw.py"
+    path.write_text("import numpy, random\nprint('drew', numpy.random.rand(), random.random(), flush=True)\n")
+    with Job(tmp_path, path, fresh=True) as job:
+        assert job.wait() == 0
+        drawn = [line.split()[-2:] for line in job.stdout.splitlines() if "drew" in line]
+    assert len(drawn) == 2
+    assert all(ours != theirs for ours, theirs in zip(*drawn, strict=True))
+
+
 # STOP-LATE
 def test_signals_do_not_change_how_a_job_has_ended(tmp_path: Path) -> None:
     """They come while the agent waits for the server of the page, which stands still."""

@@ -17,6 +17,7 @@ SMALLEST = {
     "joins": ["--joins=1"],
     "loading": ["--steps=30", "--step-ms=20"],
     "long_steps": ["--slots=16", "--depth=50", "--kills=2", "--every=5"],
+    "memory": ["--ranks=1", "--steps=2"],
     "planner": ["--members=8192", "--tries=1"],
     "recovery": ["--ranks=2", "--kills=1", "--peer-kills=1", "--rank-bytes=1000000"],
     "repair": ["--kills=1"],
