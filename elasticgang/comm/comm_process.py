@@ -213,7 +213,7 @@ class CommProcess:
         if self.block is not None:
             self.block.configure([spec.name for spec in groups], {spec.name: spec.shown for spec in groups})
         self._send(message)
-        self._reply("configured", self.timeout + (5.0 if timeout is None else 0.0), "configure")
+        self._reply("configured", self.timeout, "configure", 5.0 if timeout is None else 0.0)
 
     def add_group(
         self, prefix: str, group: GroupSpec, *, store: str | None = None, timeout: float | None = None
@@ -231,7 +231,7 @@ class CommProcess:
             if self.block is not None:
                 self.block.add(group.name, group.shown)
             self._send(message)
-            self._reply("configured", timeout + 5.0, "configure")
+            self._reply("configured", timeout, "configure", 5.0)
 
     def remove_group(self, name: str) -> None:
         """Remove a group without pending works. Does nothing if the process has ended."""
@@ -478,15 +478,19 @@ class CommProcess:
                 self._has_died = self._has_died or not self._ended
             raise PeerLostError(f"comm process {self.pid} is gone") from exc
 
-    def _reply(self, key: str, timeout: float, what: str) -> None:
-        deadline = time.monotonic() + timeout
+    def _reply(self, key: str, timeout: float, what: str, margin: float = 0.0) -> None:
+        """`timeout`: seconds that the process has for it. `margin`: how much later it may say that it failed."""
+        deadline = time.monotonic() + timeout + margin
         self._reply_reader.add_listeners(1)
         try:
             message = self._next_reply(key, timeout, what, deadline)
         finally:
             self._reply_reader.add_listeners(-1)
         if key == "configured" and message[key] is not None:
-            raise translated(f"could not {what} the generation's groups", message[key])
+            error = translated(f"could not {what} the generation's groups", message[key])
+            if isinstance(error, CollectiveTimeoutError):  # torch tells of it in many words
+                raise CollectiveTimeoutError(f"{what} timed out after {timeout:g} seconds: {message[key]}")
+            raise error
 
     def _next_reply(self, key: str, timeout: float, what: str, deadline: float) -> dict[str, Any]:
         with self._replied:

@@ -366,6 +366,13 @@ def test_works_that_block_hold_up_no_other(worlds: Worlds) -> None:
     assert tensors[0].tolist() == [2.0] * 3
 
 
+def test_a_group_whose_peer_does_not_come_tells_of_its_timeout_in_the_words_of_the_caller(worlds: Worlds) -> None:
+    """torch has a text of its own for each place where it may wait."""
+    world = worlds(2)
+    with pytest.raises(CollectiveTimeoutError, match=r"^configure timed out after 0\.3 seconds: .*[Tt]ime"):
+        world.comms[0].add_group(world.prefix, GroupSpec("more", 0, 2), timeout=0.3)
+
+
 # -- with its rank
 
 
