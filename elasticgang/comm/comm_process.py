@@ -239,8 +239,7 @@ class CommProcess:
             self._send({"kind": "remove", "name": name})
 
     def close_groups(self, timeout: float) -> None:
-        """Close all groups, and keep the process. Groups on a device are closed when this returns, within `timeout`
-        seconds; others before the process handles the next call.
+        """Close all groups, and keep the process.
 
         Raises:
             GangError: it failed; or a work is pending, which only a kill can end; or a callback runs, which may start
@@ -250,11 +249,8 @@ class CommProcess:
             raise StaleGenerationError(f"{self.num_works} works are under way")
         if not self._reply_reader.wait_for_callbacks(timeout):
             raise StaleGenerationError("a callback of a collective has not returned")
-        self._send({"kind": "close", "reply": self.uses_device})
-        if self.uses_device:
-            self._reply("configured", timeout, "close")
-        elif self._ended:
-            raise PeerLostError(f"comm process {self.pid} ended before its groups were closed")
+        self._send({"kind": "close"})
+        self._reply("configured", timeout, "close")
 
     def submit(
         self,

@@ -204,7 +204,7 @@ class Worker:
                 self._block.append_group(command["groups"][0]["name"])
                 self._pool.submit(self._reply, self._add, command)  # works of other groups continue meanwhile
             elif kind == "close":
-                self._reply(self._close, command) if command["reply"] else self._close(command)
+                self._reply(self._close, command)
             elif kind == "remove":
                 self._pool.submit(self._groups.pop, command["name"], None)
             else:
