@@ -14,7 +14,7 @@ from typing import Any
 _SIZES = range(16, 513, 16)  # of the blocks: larger objects come from malloc
 _POOL_BYTES = 16384 - 48  # of blocks of one size, side by side: less its header
 _BYTES_HEADER = 33
-_MAX_BATCHES = 256  # of a size, where the blocks come from another allocator
+_MAX_BATCHES = 16  # of a size, 64 kB each; the imports of a rank need 4. Blocks of another allocator never lie so
 # Bytes for malloc, a chunk's header not included, the largest first: it may cut a chunk of one size from a larger one.
 _CHUNK_SIZES = (*(1 << power for power in range(16, 10, -1)), *range(1016, 23, -16))
 

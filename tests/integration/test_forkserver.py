@@ -164,6 +164,15 @@ def test_objects_of_a_fork_lie_side_by_side() -> None:
     assert {size: num for size, num in found.items() if num < 80} == {}
 
 
+@pytest.mark.parametrize("allocator", ["pymalloc", "malloc", "debug"])
+def test_free_blocks_are_filled_with_little_whatever_allocates(allocator: str) -> None:
+    """Where blocks never lie side by side, too: `PYTHONMALLOC` is for valgrind and for debugging."""
+    fills = "from elasticgang.process.free_blocks import fill_free_blocks; print(sum(map(len, fill_free_blocks())))"
+    environment = {"PYTHONPATH": str(REPOSITORY), "PYTHONMALLOC": allocator}
+    done = subprocess.run([sys.executable, "-c", fills], check=True, timeout=60, env=environment, capture_output=True)
+    assert 0 < int(done.stdout) < 400_000  # objects
+
+
 # HUGE-1
 @pytest.mark.skipif(not can_collapse(), reason="this kernel does not collapse pages on request")
 def test_memory_is_moved_while_a_body_runs_by_a_thread_that_exits_with_it() -> None:
