@@ -1,4 +1,4 @@
-"""What elasticity costs on a device, and what a fault of one costs. Figures, with bounds that only a defect exceeds.
+"""What elasticity costs on a device. Figures, with bounds that only a defect exceeds.
 
 Never run so far: no GPU was at hand.
 """
@@ -63,7 +63,7 @@ dist.destroy_process_group()
 OURS = """\
 import elasticgang as eg
 
-manager = eg.join(device="cuda:0")
+manager = eg.join(device="cuda:0", process_group={process_group!r})
 module = make()
 model = eg.DistributedDataParallel(manager, module)
 optim = eg.Optimizer(manager, torch.optim.AdamW(module.parameters()))
@@ -81,28 +81,6 @@ for step in manager.steps(STEPS):
         optim.step(weight=slots.num_samples)
     clock.tick()
 """
-# A kernel that writes where no memory is.
-FAULT = """\
-import os, pathlib
-import torch
-import elasticgang as eg
-
-here = pathlib.Path({here!r})
-manager = eg.join(device="cuda:0", process_group="isolated-gloo")
-module = torch.nn.Linear(4, 4).cuda()
-optim = eg.Optimizer(manager, torch.optim.SGD(module.parameters(), lr=0.1))
-manager.register_state(model=module, optim=optim)
-for step in manager.steps(10):
-    with step:
-        module(torch.ones(1, 4, device="cuda")).sum().backward()
-        if step.index == 4 and os.environ["LOCAL_RANK"] == "1" and not (here / "failed").exists():
-            (here / "failed").touch()
-            source = 'extern "C" __global__ void write() {{ *(volatile int*)1 = 7; }}'
-            torch.cuda._compile_kernel(source, "write")((1, 1, 1), (1, 1, 1), ())
-            torch.cuda.synchronize()
-        optim.step(weight=1.0)
-print("finished", manager.committed_steps)
-"""
 
 
 def seconds_in(output: str) -> float:
@@ -111,23 +89,16 @@ def seconds_in(output: str) -> float:
 
 
 @pytest.mark.timeout(600)
-def test_a_step_beside_plain_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("process_group", ["nccl", "isolated-nccl"])
+def test_a_step_beside_plain_ddp(process_group: str, tmp_path: Path) -> None:
     """Of one rank: what the votes, the marks and the looks at the groups cost, without a network."""
     path = tmp_path / "plain.py"
     path.write_text(MODEL + PLAIN)
     plain = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=280)
     assert plain.returncode == 0, plain.stderr
-    with Job(tmp_path, script(tmp_path, MODEL + OURS), ranks=1) as job:
+    with Job(tmp_path, script(tmp_path, MODEL + OURS.format(process_group=process_group)), ranks=1) as job:
         assert job.wait(280) == 0, job.stderr
     before, after = seconds_in(plain.stdout), seconds_in(job.stdout)
-    note("a step of 100 million parameters", ddp_ms=round(1e3 * before, 2), elasticgang_ms=round(1e3 * after, 2))
+    figures = {"ddp_ms": round(1e3 * before, 2), "elasticgang_ms": round(1e3 * after, 2)}
+    note("a step of 100 million parameters", process_group=process_group, **figures, ratio=round(after / before, 3))
     assert after < 1.5 * before
-
-
-@pytest.mark.timeout(300)
-def test_an_illegal_access_ends_one_process_and_its_rank_returns(tmp_path: Path) -> None:
-    with Job(tmp_path, script(tmp_path, FAULT.format(here=str(tmp_path))), ranks=2) as job:
-        assert job.wait(250) == 0, job.stderr
-        fault = job.expect("device_fault", local_rank=1, is_chosen=True, is_quarantined=False)
-        assert fault["uuid"].startswith("GPU-"), "that of the device which both ranks share"
-        assert job.stdout.count("finished 10") == 2
