@@ -79,3 +79,7 @@ class Cuda:
         group = new_nccl(store, rank, size, timeout)
         group.eager_connect_single_device(torch.device("cuda", device))
         return group
+
+    def end_group(self, group: Any) -> None:
+        """End an NCCL group whose works have passed. Its destructor would keep its memory on the device."""
+        group.abort()

@@ -20,7 +20,7 @@ from elasticgang.comm.availability import check_available
 from elasticgang.comm.isolated import ProcessGroupIsolatedGloo, _seconds
 from elasticgang.comm.kinds import PROCESS_GROUPS
 from elasticgang.comm.nccl import ProcessGroupIsolatedNCCL
-from elasticgang.comm.nccl_settings import apply_nccl_settings
+from elasticgang.comm.nccl_settings import apply_nccl_settings, set_connect_timeout
 from elasticgang.errors import InvalidOperationError, StaleGenerationError
 from elasticgang.torch_private import device_types
 
@@ -75,6 +75,10 @@ class ProcessGroupNCCL(_InProcess, torchft.ProcessGroupNCCL):  # type: ignore[mi
     """torchft's `ProcessGroupNCCL`, which aborts its communicators, with all collectives."""
 
     _kind = "cuda"
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
+        set_connect_timeout(os.environ, timeout.total_seconds())  # torchft would warn, and set it
+        super().__init__(timeout)
 
     def configure(self, *args: Any, **options: Any) -> None:
         """See torchft. Blocks until all ranks have connected, at most the timeout. Raises NotSupportedError: a

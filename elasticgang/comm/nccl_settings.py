@@ -10,6 +10,7 @@ SURVIVE-1  Each variable has the value of `_SETTINGS` before a group over NCCL i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
@@ -59,6 +60,11 @@ def check_nccl_settings(environ: Mapping[str, str]) -> None:
                     f"the environment variable {name} must be {setting.allowed[0]} or not set, but is "
                     f"{environ[name]!r} instead: {setting.reason}."
                 )
+
+
+def set_connect_timeout(environ: MutableMapping[str, str], timeout: float) -> None:
+    """Let an NCCL group connect within `timeout` seconds, unless the user has set it: torch's default is 30 minutes."""
+    environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, math.ceil(timeout))))
 
 
 def apply_nccl_settings(environ: MutableMapping[str, str]) -> None:

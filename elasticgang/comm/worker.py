@@ -206,7 +206,7 @@ class Worker:
             elif kind == "close":
                 self._reply(self._close, command)
             elif kind == "remove":
-                self._pool.submit(self._groups.pop, command["name"], None)
+                self._pool.submit(self._remove, command["name"])
             else:
                 self._learn(command)
 
@@ -320,6 +320,10 @@ class Worker:
         self._lazy_stores = []
         if ended:
             self._pool.submit(ended.clear)
+
+    def _remove(self, name: str) -> None:
+        """Drop one group, as `_close`."""
+        self._groups.pop(name, None)
 
     def _map(self, slabs: list[tuple[int, int]], fds: list[int]) -> None:
         for (slab, size), fd in zip(slabs, fds, strict=True):

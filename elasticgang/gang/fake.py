@@ -163,8 +163,8 @@ def simulate(collective: Collective, rank: int, size: int) -> None:
 
 
 def _reduce(tensor: Tensor, op: enum.Enum, size: int) -> None:
-    """Reduce `size` equal tensors. MIN, MAX, BAND and BOR leave them unchanged, and so does any operation on bools."""
-    if tensor.dtype is torch.bool:
+    """Reduce `size` equal tensors. One is left unchanged. So are those of MIN, MAX, BAND and BOR, and all bools."""
+    if tensor.dtype is torch.bool or size == 1:
         return
     if tensor.dtype in WIDENED:
         wide = tensor.to(torch.int64)

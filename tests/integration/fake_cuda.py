@@ -28,6 +28,7 @@ from elasticgang.comm.cuda import Cuda, Handle
 from elasticgang.comm.nccl import NCCLCommProcess, ProcessGroupIsolatedNCCL
 from elasticgang.comm.nccl_worker import NCCLWorker
 
+GROUP_MEMORY = "memory of a group"  # the name of the file that stands for it
 _COUNTS = struct.Struct("<qqq")  # recorded, passed, is held back
 
 
@@ -169,10 +170,14 @@ class _Averaged:
 
 
 class _FakeNCCL:
-    """Gloo with what NCCL has beyond it."""
+    """Gloo with what NCCL has beyond it. It keeps memory until it is aborted."""
 
     def __init__(self, gloo: Any) -> None:
         self._gloo = gloo
+        self._memory = os.memfd_create(GROUP_MEMORY)
+
+    def abort(self) -> None:
+        os.close(self._memory)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gloo, name)

@@ -23,7 +23,7 @@ from elasticgang.comm import ProcessGroupGloo, ProcessGroupIsolatedNCCL, Swallow
 from elasticgang.errors import GangError, NotSupportedError
 from elasticgang.process.death_watch import has_begun_to_exit
 from tests.integration.conftest import Rings
-from tests.integration.fake_cuda import Event, IsolatedFake, Stream
+from tests.integration.fake_cuda import GROUP_MEMORY, Event, IsolatedFake, Stream
 from tests.integration.forms import FORMS, REDUCING, reducing
 from tests.integration.rings import SUM, Ring, bits
 from tests.support import wait_until
@@ -238,6 +238,20 @@ def test_a_collective_begins_after_its_callers_stream(pair: Ring) -> None:
     for tensor, work in begun_works:
         work.wait()
         assert tensor[0].item() == 2.0
+
+
+# NCCLWORKER-3
+def test_a_closed_group_leaves_no_memory_behind(pair: Ring) -> None:
+    def num_held(rank: int) -> int:
+        files = Path(f"/proc/{pair[rank].comm_process.pid}/fd").iterdir()
+        return sum(GROUP_MEMORY in os.readlink(file) for file in files)
+
+    pids = pair.each(lambda rank: int(pair[rank].comm_process.pid))
+    for _ in range(3):
+        assert pair.sums() == [2.0, 2.0]
+        pair.configure()
+        assert pair.each(num_held) == [1, 1]
+    assert pair.each(lambda rank: int(pair[rank].comm_process.pid)) == pids, "the processes were kept"
 
 
 # NCCL-2

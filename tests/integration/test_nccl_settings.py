@@ -74,8 +74,10 @@ def test_they_are_set_before_a_comm_process_makes_its_group(monkeypatch: pytest.
 @pytest.mark.usefixtures("unset")
 def test_they_are_set_before_a_group_within_the_process_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1")
-    group = ProcessGroupNCCL(timedelta(seconds=1))
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")  # so that it is put back
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
+    group = ProcessGroupNCCL(timedelta(seconds=1.5))
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "2", "without a warning of torchft"
     with contextlib.suppress(Exception):  # torch has no NCCL, or there is no device
         group.configure("127.0.0.1:1/x", "replica", 0, 1)
     assert {name: os.environ.get(name) for name in NCCL_SETTINGS} == NCCL_SETTINGS
