@@ -1,7 +1,7 @@
 """All private APIs of torch and torchft that the package calls.
 
-Each was tried with torch 2.13.0 and 2.15.0, and torchft 0.2.0, but for those of GPUs (`new_nccl`, `share_cuda`,
-`open_cuda`, `release_cuda`, the backend's error in `unreported_error`), which the tests call over a stand-in for CUDA.
+Each was tried with torch 2.13.0 and 2.15.0, and torchft 0.2.0, but for those of GPUs: `new_nccl`, `share_cuda`,
+`open_cuda` and `release_cuda` on one H100 with torch 2.13.0 alone, and `backend_failure` nowhere.
 
 Private methods that the package overrides, because torch calls them (`_device_types`, `_build_params_for_reducer`), are
 in the overriding classes.
@@ -134,9 +134,15 @@ def unreported_error(pg: Any) -> Exception | None:
         backend = wrapped_group(pg)._get_backend(torch.device("cuda"))
     except (AttributeError, RuntimeError):  # it wraps no group of torch, or one without a backend for CUDA
         return None
+    failure = backend_failure(backend)
+    return None if failure is None else RuntimeError(failure)
+
+
+def backend_failure(backend: Any) -> str | None:
+    """Why torch's watchdog has aborted the backend of a group; None: it has not."""
     if not hasattr(backend, "get_error") or (found := backend.get_error()) == _c10d.ErrorType.SUCCESS:
         return None
-    return RuntimeError(f"torch's watchdog has aborted the communicator ({found.name})")
+    return f"torch's watchdog has aborted the communicator ({found.name})"
 
 
 # -- data loading

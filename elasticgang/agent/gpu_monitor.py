@@ -1,7 +1,7 @@
 """What NVIDIA's management library (NVML) tells about this host's devices: fatal errors, and which processes use them.
 
 It needs the package nvidia-ml-py (`pip install 'elasticgang[gpu]'`) and NVIDIA's driver. Without either, nothing is
-known. It never starts CUDA. This was run over a stand-in for the package only.
+known. It never starts CUDA. Xid and ECC errors were only seen over a stand-in for the package.
 """
 
 from __future__ import annotations

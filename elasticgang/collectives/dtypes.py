@@ -1,4 +1,4 @@
-"""The dtypes that Gloo and NCCL reduce, and the wider dtypes in which Gloo reduces others."""
+"""The dtypes that Gloo and NCCL reduce, and the wider dtypes in which others are reduced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NATIVE = frozenset(
         torch.float64,
     }
 )
-# Dtypes that Gloo cannot reduce, and the dtype in which it reduces them.
+# Dtypes that Gloo and NCCL cannot reduce, and the dtype in which they are reduced.
 WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _BITWISE = frozenset({"band", "bor", "bxor"})

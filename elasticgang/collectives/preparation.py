@@ -46,8 +46,8 @@ def contiguous(c: Collective) -> tuple[Collective, Step | None]:
 
 
 def _as_backend_takes(c: Collective, device: torch.device) -> tuple[Collective, Step | None]:
-    """The collective in a dtype that the backend supports, and the copy back after it. Gloo moves other dtypes as bytes
-    and reduces them in a wider dtype. Complex numbers become pairs of real ones."""
+    """The collective in a dtype that the backend supports, and the copy back after it. Other dtypes are moved as bytes
+    and reduced in a wider dtype. Complex numbers become pairs of real ones. NCCL reduces some dtypes beyond those."""
     tensors = (*c.inputs, *c.outputs)
     if not tensors:
         return c, None
@@ -55,7 +55,7 @@ def _as_backend_takes(c: Collective, device: torch.device) -> tuple[Collective, 
     view: Callable[[Tensor], Tensor]
     if dtype.is_complex and (reduces or not is_gloo):
         view = torch.view_as_real
-    elif dtype in NATIVE or not is_gloo:
+    elif dtype in NATIVE or (reduces and not is_gloo and dtype not in WIDENED):
         return c, None
     elif not reduces:
         view = _bytes

@@ -41,7 +41,7 @@ from elasticgang.comm.staging import Staging
 from elasticgang.comm.work import CommWork
 from elasticgang.comm.worker import MAX_FDS, RUN, RUN_MARK, encoded
 from elasticgang.errors import CollectiveTimeoutError, GangError, OperationalError, PeerLostError, StaleGenerationError
-from elasticgang.process.death_watch import has_begun_to_exit, wait_writes_nothing
+from elasticgang.process.death_watch import wait_writes_nothing
 from elasticgang.process.forkserver import ForkServerClient
 from elasticgang.process.status_page import CommBlock, StatusPage
 from elasticgang.process.stop_fence import halt
@@ -308,7 +308,7 @@ class CommProcess:
             if (block := self.block) is not None:
                 block.submitted(group, TABLE[work.name].is_message)
             try:
-                self._introduce(work.staged)
+                self._introduce(work)
                 work.is_sent = True  # before the send, because the reply may come first
                 self._sock.send(RUN.pack(RUN_MARK, id) + body)
             except (BrokenPipeError, ConnectionResetError):
@@ -319,11 +319,11 @@ class CommProcess:
                 threading.Thread(target=self._on_error, args=(error,), name="comm-abort", daemon=True).start()
         return True
 
-    def _introduce(self, staged_tensors: Sequence[Any]) -> None:
+    def _introduce(self, work: CommWork) -> None:
         """Let the process map new slabs and unmap discarded ones."""
         unknown = {
             slab.id: slab
-            for staged_tensor in staged_tensors
+            for staged_tensor in work.staged
             if (slab := staged_tensor.block.slab).id not in self._sent_slabs
         }
         discarded = self._arena.discarded
@@ -410,12 +410,6 @@ class CommProcess:
         with self._lock:
             died = self._has_died or (not self._ended and self._pidfd >= 0 and _exited(self._pidfd, 0.0))
         return died
-
-    @property
-    def is_exiting(self) -> bool:
-        """Whether the process has died, or has begun to: its memory and events on a device are still there then."""
-        is_exiting = has_begun_to_exit(self.pid)
-        return is_exiting or self.has_died  # in this order: a process of another program has the id after the death
 
     @property
     def num_works(self) -> int:

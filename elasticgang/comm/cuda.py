@@ -8,12 +8,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.futures import Future
 
 from elasticgang.comm.nccl_settings import apply_nccl_settings
-from elasticgang.torch_private import new_nccl, open_cuda, release_cuda, share_cuda
+from elasticgang.torch_private import backend_failure, new_nccl, open_cuda, release_cuda, share_cuda
 
 _cuda: Any = torch.cuda  # much of it is untyped
+
+# torch aborts a group itself after its timeout. The rank notices before, with an error that says more.
+_TORCHS_TIMES = 2
 
 Handle = list[Any]  # JSON values and bytes
 
@@ -45,9 +47,10 @@ class Cuda:
         return on
 
     def new_event(self, device: int, *, shared: bool) -> Any:
-        """A recorded event. `shared`: another process can open it by `event_handle`."""
+        """A recorded event. `shared`: another process can open it by `event_handle`. Waiting for one that is not shared
+        takes no core."""
         with _cuda.device(device):
-            event = _cuda.Event(interprocess=shared)
+            event = _cuda.Event(interprocess=shared, blocking=not shared)
             event.record(_cuda.current_stream(device))
             return event
 
@@ -69,16 +72,17 @@ class Cuda:
         """Release the storage on behalf of a dead process, whether that process had opened it or not."""
         release_cuda(handle)
 
-    def new_future(self, device: int) -> Future[Any]:
-        return Future(devices=[torch.device("cuda", device)])
-
     def new_group(self, store: Any, rank: int, size: int, device: int, timeout: timedelta) -> Any:
         """An NCCL group. It connects now: connecting in the first collective would block the command loop."""
         apply_nccl_settings(os.environ)  # SURVIVE-1
         _cuda.set_device(device)  # it is per thread
-        group = new_nccl(store, rank, size, timeout)
+        group = new_nccl(store, rank, size, _TORCHS_TIMES * timeout)
         group.eager_connect_single_device(torch.device("cuda", device))
         return group
+
+    def failure(self, group: Any) -> str | None:
+        """Why torch has aborted the group. What had not passed on the device then passes, with any result."""
+        return backend_failure(group)
 
     def end_group(self, group: Any) -> None:
         """End an NCCL group whose works have passed. Its destructor would keep its memory on the device."""

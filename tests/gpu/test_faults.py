@@ -1,7 +1,4 @@
-"""Faults of a device, and what is none. One device is enough: the ranks share it, over isolated Gloo.
-
-Never run so far: no GPU was at hand.
-"""
+"""Faults of a device, and what is none. One device is enough: the ranks share it, over isolated Gloo."""
 
 from __future__ import annotations
 

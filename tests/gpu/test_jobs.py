@@ -1,7 +1,4 @@
-"""Elastic jobs whose ranks share one device, over isolated Gloo: NCCL refuses two ranks on one device.
-
-Never run so far: no GPU was at hand.
-"""
+"""Elastic jobs whose ranks share one device, over isolated Gloo: NCCL refuses two ranks on one device."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import pytest
 
 from tests.chaos.training_scripts import script
 from tests.gpu.figures import note
-from tests.support import Job, kill, wait_until
+from tests.support import Job, is_alive, kill, wait_until
 
 HEAL_S = 300.0  # a guard
 
@@ -67,6 +64,19 @@ def digests(job: Job) -> set[str]:
     return {line.split("digest ")[1] for line in job.stdout.splitlines() if "digest " in line}
 
 
+def await_entry(job: Job, local_rank: int) -> int:
+    """The process of the rank, once it has entered a generation."""
+
+    def found() -> int | None:
+        of_rank = [event for event in job.events() if event.get("local_rank") == local_rank]
+        names = [event["event"] for event in of_rank if event["event"] in ("spawned", "entered")]
+        pid = job.rank_pid(local_rank)
+        return pid if names[-1] == "entered" and is_alive(pid) else None
+
+    job.expect("spawned", local_rank=local_rank)
+    return wait_until(found, f"an entry of rank {local_rank}")
+
+
 def run(directory: Path, text: str, ranks: int, num_kills: int = 0, **options: str) -> Job:
     """The job, ended."""
     directory.mkdir()
@@ -74,12 +84,9 @@ def run(directory: Path, text: str, ranks: int, num_kills: int = 0, **options: s
     given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
     chooser = random.Random(5)
     with Job(directory, path, ranks=ranks, options=given, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}) as job:
-        for number in range(num_kills):
-            if number:
-                job.expect("healed", count=number)
-            else:
-                job.expect("entered", count=ranks)
-            kill(job.rank_pid(chooser.randrange(ranks)))
+        for _ in range(num_kills):
+            pids = [await_entry(job, local_rank) for local_rank in range(ranks)]
+            kill(chooser.choice(pids))
         assert job.wait(500) == 0, job.stderr
     return job
 

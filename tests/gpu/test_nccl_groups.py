@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 
 from elasticgang.comm import ProcessGroupNCCL, SwallowingProcessGroup, create_process_group
 from scripts.benches.comm import open_store
+from tests.gpu.test_isolated_nccl import NO_CONTEXT
 from tests.integration.rings import Ring
 
 
@@ -48,6 +49,7 @@ def test_a_configuration_after_a_clean_one_and_after_an_abort(ring: Ring) -> Non
     assert reduced(ring[0], torch.ones(3, device="cuda")).tolist() == [1.0] * 3
 
 
+@pytest.mark.filterwarnings(NO_CONTEXT)
 def test_ddp_on_a_device_under_swallowing(ring: Ring) -> None:
     pg = SwallowingProcessGroup(ring[0])
     module = nn.Linear(2, 1).cuda()

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, ReduceOp
-from torch.futures import Future
 
 from elasticgang.collectives.collective import Collective
 from elasticgang.collectives.table import TABLE
@@ -60,6 +59,10 @@ class Event:
     def query(self) -> bool:
         recorded, passed, _ = self._counts()
         return passed >= recorded
+
+    def synchronize(self) -> None:
+        while not self.query():
+            time.sleep(0.0005)
 
     def __del__(self) -> None:
         os.close(self.fd)
@@ -147,9 +150,6 @@ class FakeCuda(Cuda):
 
     def release(self, handle: Handle) -> None:
         self.released.append(handle[1])
-
-    def new_future(self, device: int) -> Future[Any]:
-        return Future()
 
     def new_group(self, store: Any, rank: int, size: int, device: int, timeout: timedelta) -> Any:
         gloo: Any = ProcessGroupGloo

@@ -41,6 +41,11 @@ def rooted(kind: Any, root: int) -> Any:
     return options
 
 
+def root(pg: Any) -> int:
+    """Rank 1, or the only one."""
+    return min(1, int(pg.size()) - 1)
+
+
 def allreduce(pg: Any, rank: int, new: New) -> Sequence[Tensor]:
     tensor = new(rank, 4, 3)
     pg.allreduce([tensor], reducing(AllreduceOptions)).wait()
@@ -121,32 +126,32 @@ def alltoall_base_uneven(pg: Any, rank: int, new: New) -> Sequence[Tensor]:
 
 def broadcast(pg: Any, rank: int, new: New) -> Sequence[Tensor]:
     tensor = new(rank, 4, 3)
-    pg.broadcast([tensor], rooted(BroadcastOptions, 1)).wait()
+    pg.broadcast([tensor], rooted(BroadcastOptions, root(pg))).wait()
     return [tensor]
 
 
 def broadcast_one(pg: Any, rank: int, new: New) -> Sequence[Tensor]:
     tensor = new(rank, 4, 3)
-    pg.broadcast_one(tensor, 1).wait()
+    pg.broadcast_one(tensor, root(pg)).wait()
     return [tensor]
 
 
 def reduce(pg: Any, rank: int, new: New) -> Sequence[Tensor]:
     tensor = new(rank, 4, 3)
-    pg.reduce([tensor], reducing(ReduceOptions, root=1)).wait()
-    return [tensor] if rank == 1 else []  # elsewhere undefined
+    pg.reduce([tensor], reducing(ReduceOptions, root=root(pg))).wait()
+    return [tensor] if rank == root(pg) else []  # elsewhere undefined
 
 
 def gather(pg: Any, rank: int, new: New) -> Sequence[Tensor]:
-    outputs = [new(None, 4, 3) for _ in range(pg.size())] if rank == 1 else []
-    pg.gather([outputs] if outputs else [], [new(rank, 4, 3)], rooted(GatherOptions, 1)).wait()
+    outputs = [new(None, 4, 3) for _ in range(pg.size())] if rank == root(pg) else []
+    pg.gather([outputs] if outputs else [], [new(rank, 4, 3)], rooted(GatherOptions, root(pg))).wait()
     return outputs
 
 
 def scatter(pg: Any, rank: int, new: New) -> Sequence[Tensor]:
     output = new(None, 4, 3)
-    inputs = [new(place, 4, 3) for place in range(pg.size())] if rank == 1 else []
-    pg.scatter([output], [inputs] if inputs else [], rooted(ScatterOptions, 1)).wait()
+    inputs = [new(place, 4, 3) for place in range(pg.size())] if rank == root(pg) else []
+    pg.scatter([output], [inputs] if inputs else [], rooted(ScatterOptions, root(pg))).wait()
     return [output]
 
 
