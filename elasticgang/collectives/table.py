@@ -98,8 +98,10 @@ def check_mean(tensor: Tensor) -> None:
 
 
 def start_mean(start: Callable[[Collective], Work], c: Collective, size: int) -> Work:
-    """Start MEAN over `size` ranks as a SUM and a division, which every backend supports."""
+    """Start MEAN over `size` ranks as a SUM and a division, which every backend supports. Raises ValueError: the dtype
+    has no mean."""
     tensor = c.outputs[0]
+    check_mean(tensor)
 
     def divide() -> None:
         with writing(tensor):

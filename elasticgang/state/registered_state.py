@@ -98,6 +98,8 @@ class RegisteredState:
                 self._keys[name] = self._keys_of(name, item)
                 self._modules[name] = item
                 self._others |= extra
+                if any(staging.device.holds(local(each)) for each in self._parameters[name].values()):
+                    staging.prepare()  # PINNED-5
             elif hasattr(item, "param_groups"):
                 self._optimizers[name] = item
             else:

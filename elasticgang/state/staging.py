@@ -7,6 +7,8 @@ PINNED-2  A reader copies on a stream of its own, after what the training stream
 PINNED-3  A writer copies on the current stream: what is queued later sees the new state.
 PINNED-4  What writes chunks as they arrive copies on a stream of its own, into tensors that nothing uses. The copies
     have ended when `finish` returns.
+PINNED-5  The buffers of a heal and of a checkpoint are pinned when the state is registered: pinning memory waits for
+    all that the device has queued, so that the first copy would stand behind the training.
 
 The tests run it over a stand-in for `Device` too, whose copies happen when somebody waits for them.
 """
@@ -54,6 +56,11 @@ class Device:
 
 
 device = Device()  # tests without a GPU replace it
+
+
+def prepare() -> None:
+    """PINNED-5. torch keeps what it has pinned, and gives it out again."""
+    _ = [device.pinned(CHUNK_BYTES) for _ in range(2 * NUM_BUFFERS)]
 
 
 class Reader:

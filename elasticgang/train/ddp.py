@@ -46,11 +46,11 @@ class _FixedBuckets(nn.parallel.DistributedDataParallel):
         parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return (parameters, are_sparse) if self.find_unused_parameters else (parameters[::-1], are_sparse[::-1])
 
-    def fix(self, empty: Callable[[int, torch.dtype], Tensor]) -> int:
-        """Cut the buckets now, in memory of `empty`. Returns their number."""
+    def fix(self, empty: Callable[[int, torch.dtype], Tensor]) -> list[list[Tensor]]:
+        """Cut the buckets now, in memory of `empty`. Returns the parameters of each."""
         with AllocatesVectors(empty):
             rebuild_buckets(self.reducer)
-        return len(zeroed_buckets(self.reducer))
+        return [bucket.parameters() for bucket in zeroed_buckets(self.reducer)]
 
 
 class DistributedDataParallel(nn.Module):
@@ -133,14 +133,14 @@ class DistributedDataParallel(nn.Module):
                 bucket_cap_mb=self._bucket_cap_mb,
             )
         ddp.register_comm_hook(None, self._hook)
-        self._num_buckets = ddp.fix(empty)
+        self._parameters_of = ddp.fix(empty)  # each bucket
         self._ddp = [ddp]  # in a list, so that it is not a submodule: its parameters would appear twice
 
     @property
     def buckets(self) -> list[list[Tensor]]:
         """The parameters whose gradients are reduced together, in the order in which backward is likely to reach them.
         `bucket_cap_mb` limits their size."""
-        return [bucket.parameters() for bucket in zeroed_buckets(self._ddp[0].reducer)]
+        return self._parameters_of
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._of_slots is not None:
@@ -183,7 +183,7 @@ class DistributedDataParallel(nn.Module):
         self._pending.append(work)
 
     def contribute(self) -> None:
-        if len(self._reduced) == self._num_buckets:
+        if len(self._reduced) == len(self._parameters_of):
             return
         for bucket in zeroed_buckets(self._ddp[0].reducer)[len(self._reduced) :]:
             with torch.no_grad():

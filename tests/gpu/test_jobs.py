@@ -312,7 +312,7 @@ for step in manager.steps(10**9):
     with step:
         if manager.committed_steps == 2:
             (here / "began").write_text("\\n")
-        if heals and manager.committed_steps > 2:  # it has healed, and has taken a step since
+        if heals and optim.optim.state:  # it has healed
             (here / "new").write_text(f"{{torch.cuda.max_memory_allocated()}}\\n")
             os.replace(here / "new", here / "peak")
         slots = eg.GlobalBatch(8, size=2, slot=1).slots(step)
@@ -327,7 +327,7 @@ for step in manager.steps(10**9):
 
 @pytest.mark.timeout(600)
 def test_a_large_state_is_healed_with_one_copy_of_it_on_the_device(tmp_path: Path) -> None:
-    """Of 8.1 GB beside 2.7 GB of buckets for gradients."""
+    """Of 8.1 GB, beside 2.7 GB of buckets for gradients and the 2.7 GB of zeros that a rank without samples reduces."""
     directory = tmp_path / "job"
     directory.mkdir()
     path = script(directory, HEAD.format(here=str(directory)) + LARGE.format(width=WIDTH))
@@ -337,8 +337,10 @@ def test_a_large_state_is_healed_with_one_copy_of_it_on_the_device(tmp_path: Pat
         began = time.monotonic()
         wait_until((directory / "peak").exists, "the killed rank has healed", HEAL_S)
         seconds = time.monotonic() - began
-        healed = job.expect("healed", local_rank=1)
+        spawned = [event for event in job.events() if event["event"] == "spawned" and event["local_rank"] == 1]
+        healed = job.expect("healed", member=spawned[-1]["member"])
         peak = int(job.expect_file(directory / "peak"))
     num_bytes = healed["bytes"]
     note("heal of a device's state", bytes=num_bytes, seconds=round(seconds, 1), peak_bytes=peak)
-    assert peak < WIDTH**2 * 4 * 4 * 1.1, "parameters, buckets, and two moments"
+    assert num_bytes > WIDTH**2 * 4 * 3
+    assert peak < WIDTH**2 * 4 * 5 * 1.1, "parameters, two moments, buckets, and zeros"

@@ -11,6 +11,7 @@ from elasticgang.checkpoint.capture import capture
 from elasticgang.checkpoint.placed import Seated
 from elasticgang.protocol.commit import Attempt
 from elasticgang.state import staging
+from elasticgang.state.registered_state import RegisteredState
 from elasticgang.state.serialization import as_bytes
 from elasticgang.state.staging import NUM_BUFFERS, Chunks, Reader, Writer
 from tests.integration.fake_device import FakeDevice
@@ -54,6 +55,16 @@ def test_chunks_are_read_in_any_order_of_any_layout(dtype: torch.dtype, is_on_de
     whole = [data[at : at + CHUNK] for data in expected for at in range(0, len(data), CHUNK)]
     assert [bytes(parts[number]) for number in reversed(range(len(parts)))] == whole[::-1]
     assert [bytes(part) for part in parts] == whole
+
+
+# PINNED-5
+def test_buffers_are_pinned_when_a_state_on_a_device_is_registered(device: FakeDevice) -> None:
+    module = torch.nn.Linear(2, 2)
+    RegisteredState().register(model=module)
+    assert device.num_pinned_bytes == 0
+    device.put(module.weight)
+    RegisteredState().register(model=module)
+    assert device.num_pinned_bytes == 2 * NUM_BUFFERS * CHUNK
 
 
 # PINNED-2

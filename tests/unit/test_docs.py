@@ -190,7 +190,7 @@ UNTESTED = frozenset(
     re.findall(
         r"\S+",
         """
-        BATCH-2 DATA-4 DDP-1 DDP-3 DDP-4 FAULT-2 FAULT-3 KILL-1 KILL-3 NCCL-4
+        BATCH-2 DATA-4 DDP-1 DDP-3 DDP-4 FAULT-2 FAULT-3 KILL-1 KILL-3
         NCCLWORKER-1 RANK-1 RENDEZVOUS-1 SUPERVISOR-2 WORKER-3
         """,
     )
